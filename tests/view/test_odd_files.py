@@ -13,9 +13,9 @@ from rl.run_dir.events import Event, append_event
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Span, Start
 from rl.view.library import Library
-from rl.view.responses import RunRow
+from rl.view.responses import Query, RunRow
 from rl.view.rollouts import Wanted
-from rl.view.routes import CurveParameters, Handlers, NoParameters, OfRun, OfRuns, TimelineParameters
+from rl.view.routes import CurveParameters, Handlers, OfRun, OfRuns, TimelineParameters
 from rl.view.tokens import piece
 from tests.records.made import group, make_run, write_step
 from tests.view.made import write_numbers
@@ -31,7 +31,7 @@ def made(root: Path, steps: int = 4) -> RunDir:
 
 
 def rows(handlers: Handlers) -> dict[str, RunRow]:
-    return {row.key: row for row in handlers.runs(NoParameters()).runs}
+    return {row.key: row for row in handlers.runs(Query()).runs}
 
 
 @pytest.mark.parametrize("line", ['"loss/mean": ' + "9" * 400, '"loss/mean": 0.5, "time": 1e300', '"loss/mean": -1e999'])
@@ -112,7 +112,7 @@ def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
     }  # fmt: skip
     with denied(*shut.values()):
         handlers = Handlers(Library([tmp_path]))
-        answer = handlers.runs(NoParameters())
+        answer = handlers.runs(Query())
         found = {row.key: row for row in answer.runs}
         assert found.keys() == {"good", *names} - {"folder"} and answer.place == f"{tmp_path} (no permission to read: {shut['folder']})"
         assert found["good"].step == 4

@@ -428,7 +428,7 @@ def test_a_number_of_an_address_that_is_none_is_said_to_be_none(tab):
         tab.until(f"JSON.stringify([...document.querySelectorAll('.fault')].map(one => one.innerText)) === JSON.stringify({said})")
     assert tab.count(".then") == 0 and tab.page.get_by_role("button", name="Whole run").count() == 0 and "smoothed" not in tab.text("main")
     tab.go("#/rollouts?run=first&offset=abc")
-    tab.until("document.querySelector('.fault')?.innerText === 'offset = abc: give a whole number'")
+    tab.until("document.querySelector('.fault')?.innerText === 'offset = abc: give a whole number from 0'")
     tab.go("#/runs")
     tab.page.wait_for_selector(".runs tbody tr")
     tab.page.wait_for_load_state("networkidle")

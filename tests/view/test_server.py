@@ -30,12 +30,12 @@ from rl.view import responses as responses
 from rl.view import runs, tokens
 from rl.view.access import PageGate
 from rl.view.library import Library
+from rl.view.responses import Query
 from rl.view.rollouts import Wanted, Which
 from rl.view.routes import (
     ROUTES,
     CurveParameters,
     Handlers,
-    NoParameters,
     OfRun,
     TaskParameters,
     TasksParameters,
@@ -396,7 +396,7 @@ def test_the_state_of_a_run_is_followed(alone, monkeypatch):
     (files, handlers), said = alone, []
 
     def state() -> None:
-        (row,) = handlers.runs(NoParameters()).runs
+        (row,) = handlers.runs(Query()).runs
         assert row.state == handlers.health(OfRun(run="x")).state
         said.append((row.state, row.why))
 
@@ -450,7 +450,7 @@ def test_a_change_of_an_evaluation_is_clear_beyond_twice_its_error(tmp_path):
     for version, noise, gain in ((0, 0.1332, 0.5), (8, 0.1333, 0.75)):
         means = {"eval/noise/reward_mean": noise, "eval/gain/reward_mean": gain, "eval/alone/reward_mean": gain}
         log.write(version, means | {"eval/noise/reward_mean_stderr": 0.003, "eval/gain/reward_mean_stderr": 0.0625})
-    (row,) = Handlers(Library([tmp_path / "x"])).runs(NoParameters()).runs
+    (row,) = Handlers(Library([tmp_path / "x"])).runs(Query()).runs
     assert {one.name: one.clear for one in row.evals} == {"noise": False, "gain": True, "alone": True}
 
 
@@ -542,7 +542,7 @@ def test_a_run_lasted_until_its_end_record(alone):
     for at in (1000.0, 1080.0):
         append_event(files.events, Event(time=at, event="start", process="rl"))
     files.run_end.write_bytes(msgspec.json.encode(RunEnd("4 steps done", 1090.0)))
-    assert (handlers.runs(NoParameters()).runs[0].seconds, handlers.timeline(TimelineParameters(run="x")).last) == (90.0, 1090.0)
+    assert (handlers.runs(Query()).runs[0].seconds, handlers.timeline(TimelineParameters(run="x")).last) == (90.0, 1090.0)
     files.run_end.write_bytes(msgspec.json.encode(RunEnd("4 steps done", 1e300)))
     assert handlers.timeline(TimelineParameters(run="x")).last == 1080.0
 
@@ -558,7 +558,7 @@ def test_two_runs_of_one_name_are_both_shown(tmp_path):
 def test_wrong_questions_are_answered_with_what_is_wrong(client):
     for path, status, words in (
         ("rollouts?run=first&sort=nothing", 409, "nothing"),
-        ("rollouts?run=first&limit=100000", 409, "limit"),
+        ("rollouts?run=first&limit=100000", 400, "limit = 100000: give a whole number from 1 to 500"),
         ("rollouts?run=first&begin=1.5", 400, "begin = 1.5: give a whole number"),
         ("rollouts?run=first&tool_errors=perhaps", 400, "tool_errors = perhaps: give true or false"),
         ("rollout?run=first&group=xyz&rollout=0", 400, "group = xyz: give a whole number"),
@@ -567,8 +567,8 @@ def test_wrong_questions_are_answered_with_what_is_wrong(client):
         ("curves?run=first&axis=y", 400, "axis = y: give one of step, samples, tokens, time"),
         ("rollout?run=first&group=999&rollout=0", 409, "group 999"),
         ("health?run=first&other=1", 400, "no such parameter"),
-        ("log?run=first&process=trainer&lines=-5", 409, "lines = -5: give a number from 1 to 2000"),
-        ("log?run=first&process=trainer&lines=2001", 409, "lines = 2001: give a number from 1 to 2000"),
+        ("log?run=first&process=trainer&lines=-5", 400, "lines = -5: give a whole number from 1 to 2000"),
+        ("log?run=first&process=trainer&lines=2001", 400, "lines = 2001: give a whole number from 1 to 2000"),
         ("rollouts?run=first&lowest=nan", 400, "lowest = nan: give a number"),
         ("rollouts?run=first&lowest=1&highest=0", 409, "reward = (1.0, 0.0): give the minimum and the maximum, in this order"),
         ("timeline?run=first&begin=inf", 400, "begin = inf: give a number"),

@@ -12,8 +12,6 @@ from rl.system.errors import RunError
 from rl.system.terminal import visible
 from rl.view.responses import Finding, Health, Log, ProcessRow
 
-MOST_LINES = 2000
-
 
 def health(run: Run) -> Health:
     """The diagnosis of `rl doctor RUN`. If a file or the configuration of the run is unreadable, reports only that."""
@@ -63,8 +61,6 @@ def processes(run: Run, live: bool) -> list[ProcessRow]:
 
 def log(run: Run, process: str, attempt: int | None, lines: int) -> Log:
     """The last lines of a process's log, by default of its newest attempt. Raises RunError if there is no such log."""
-    if not 0 < lines <= MOST_LINES:
-        raise RunError(f"lines = {lines}: give a number from 1 to {MOST_LINES}")
     attempts = run.logs.get(process, {})
     chosen = max(attempts, default=0) if attempt is None else attempt
     text = run.log(process, chosen or None, lines)

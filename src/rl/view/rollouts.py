@@ -13,7 +13,7 @@ from rl.records.run import Run
 from rl.system.errors import RunError
 from rl.system.terminal import visible
 from rl.view.explain import explanation
-from rl.view.responses import Call, Histogram, Message, Number, Query, RolloutDetail, RolloutRow
+from rl.view.responses import Call, Histogram, Limit, Message, Number, Offset, Query, RolloutDetail, RolloutRow
 from rl.view.responses import Rollouts as Page
 
 FACETS = ("env", "why", "outcome")
@@ -54,8 +54,8 @@ class Wanted(Query):
     """Text in the conversation or the error, ignoring case."""
     sort: str = ""
     descending: bool = True
-    offset: int = 0
-    limit: int = 50
+    offset: Offset = 0
+    limit: Limit = 50
 
 
 class Which(Query, kw_only=True):

@@ -56,7 +56,7 @@ function sorted(rows, { sort, descending }, sorts, value) {
 /** A page of rows. @param {any[]} rows @param {any} values */
 function paged(rows, values) {
   const offset = Number(values.offset);
-  if (!Number.isInteger(offset) || offset < 0) throw new Error(`offset = ${values.offset}: give a whole number`);
+  if (!Number.isInteger(offset) || offset < 0) throw new Error(`offset = ${values.offset}: give a whole number from 0`);
   return { total: rows.length, offset, rows: rows.slice(offset, offset + values.limit) };
 }
 
