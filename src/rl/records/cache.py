@@ -29,7 +29,7 @@ def cache_file(root: Path) -> Path:
 
 def save(path: Path, columns: Columns, files: Mapping[Source, Identity]) -> None:
     """Writes an index of files if the cache is writable, and deletes old ones to make room."""
-    kept = columns.only((columns["gone"] == 0) & (columns["kind"] != Kind.PENDING))
+    kept = columns.only(columns["kind"] != Kind.PENDING)
     tensors = {f"column/{name}": np.ascontiguousarray(kept[name]) for name in DTYPES}
     tensors |= {f"metric/{name}": np.ascontiguousarray(values) for name, values in kept.metrics.items()}
     about = {

@@ -34,9 +34,8 @@ DTYPES: Mapping[str, str] = {
     "retries": "i4",
     "offset": "i8",
     "length": "i4",
-    "gone": "u1",
 }
-"""The columns. `offset` and `length` locate the line in its (decompressed) file, in bytes; `gone`: the file no longer exists."""
+"""The columns. `offset` and `length` locate the line in its (decompressed) file, in bytes."""
 FLAGS = ("failed", "truncated")
 """Boolean columns."""
 WORDS = ("env", "agent", "outcome", "stop", "why")
@@ -185,7 +184,6 @@ class Columns:
             line.num_turns,
             line.retries,
             *place,
-            0,
         )
 
     def _metric(self, name: str) -> np.ndarray | None:

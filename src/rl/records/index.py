@@ -24,8 +24,6 @@ SUSPECTS = 3
 """Number of newest steps that are checked again: an orchestrator that was killed before its commit rewrites their files."""
 CACHE_S = 2.0
 """An index that took more seconds to read is kept in the user's cache."""
-GONE_SHARE = 0.25
-"""Rows of deleted files are removed once they exceed this share."""
 
 
 PENDING = Source(Kind.PENDING, 0)
@@ -44,8 +42,6 @@ class RolloutIndex:
         """Unreadable files, with the reason; their rollouts are missing."""
         self.denied: dict[Path, str] = {}
         """Folders without read permission, with the error."""
-        self.gone = 0
-        """Number of rows whose file no longer exists."""
         self.looked = False
         """Whether the files were listed before: an index from the cache may be older than any change."""
         if cache_file and (found := cache.load(cache_file)):
@@ -58,13 +54,11 @@ class RolloutIndex:
             self._read([PENDING])  # first: rollouts that a batch settles meanwhile are then seen twice instead of never
         changed = self._changed()
         self._read(changed)
-        waits = (self.columns["kind"] == Kind.PENDING) & (self.columns["gone"] == 0)
+        waits = self.columns["kind"] == Kind.PENDING
         if waits.any():
             newest = max((source.number for source in self.files if source.kind is Kind.STEP), default=0)
-            recent = (self.columns["kind"] == Kind.STEP) & (self.columns["step"] > newest - SUSPECTS) & (self.columns["gone"] == 0)
+            recent = (self.columns["kind"] == Kind.STEP) & (self.columns["step"] > newest - SUSPECTS)
             self._drop(waits & np.isin(self.columns["group_id"], self.columns["group_id"][recent]))
-        if self.gone > GONE_SHARE * self.columns.size:
-            self.columns, self.gone = self.columns.only(self.columns["gone"] == 0), 0
         if self.cache_file and changed and time.monotonic() - began > CACHE_S:
             sound = {source: identity for source, identity in self.files.items() if source != PENDING and source not in self.damaged}
             cache.save(self.cache_file, self.columns, sound)
@@ -142,10 +136,9 @@ class RolloutIndex:
         self._drop(gone)
 
     def _drop(self, rows: np.ndarray) -> None:
-        """Marks rows as gone. rows: [size] bool."""
+        """Removes rows; a selection that was made before keeps them. rows: [size] bool."""
         if rows.any():
-            self.columns["gone"][rows] = 1
-            self.gone = int(self.columns["gone"].sum())
+            self.columns = self.columns.only(~rows)
 
     def _read(self, sources: list[Source]) -> None:
         """Reads files, in place of what was read of them before. sources: sorted."""

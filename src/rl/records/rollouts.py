@@ -25,7 +25,7 @@ Bounds = Mapping[str, tuple[float | None, float | None]]
 """Minimum and maximum of a number, both inclusive; None is unbounded."""
 ERROR = "error"
 """As a filter on `why`, also matches every rollout that failed itself, whatever its `why`."""
-PLACES = ("offset", "length", "gone")
+PLACES = ("offset", "length")
 """Columns that locate a rollout in its file."""
 OTHER_WAYS = "several in a list or a range, or a pair (minimum, maximum)"
 LAST = 2**31 - 1
@@ -303,7 +303,7 @@ def is_number(value: Any) -> bool:
 def all_rollouts(index: RolloutIndex, kinds: set[Kind]) -> Rollouts:
     """The rollouts of these kinds now in the index, by step and position in the file, pending ones last; evaluations by version."""
     columns = index.columns
-    places = np.flatnonzero((columns["gone"] == 0) & np.isin(columns["kind"], [*kinds]))
+    places = np.flatnonzero(np.isin(columns["kind"], [*kinds]))
     of_eval, waits = (columns["kind"][places] == kind for kind in (Kind.EVAL, Kind.PENDING))
     order = np.where(of_eval, columns["version"][places], np.where(waits, LAST, columns["step"][places]))
     if len(order) and (np.diff(order) < 0).any():
