@@ -358,12 +358,6 @@ def test_hostile_text_is_shown_as_it_is(tab):
     assert "<script>window.hacked = 1</script>" in tab.text(".log pre span")
 
 
-def test_a_task_shows_what_changed_between_two_versions(tab):
-    tab.go("#/tasks?run=first&env=sums&task=1")
-    tab.page.wait_for_selector(".side ins")
-    assert tab.page.locator(".side del").all_inner_texts() == ["1"] and tab.page.locator(".side ins").all_inner_texts() == ["3"]
-
-
 def test_dots_stay_at_their_version_and_are_chosen_by_keys(tab, place):
     many = [made.group(100 + version, [*([1.0] * 16), 0.0], task=9, version=version) for version in (4, 5, 8)]
     for step, group in enumerate(many, start=5):

@@ -8,7 +8,7 @@ import numpy as np
 
 from rl.records.run import Run, check_metric
 from rl.records.timeline import restarts
-from rl.run_dir.metric_names import OWN, SECTIONS, meaning
+from rl.run_dir.metric_names import METRICS, OWN, SECTIONS, meaning
 from rl.run_dir.paths import numbers
 from rl.view.responses import Curves, Mark, Metric, Metrics, Series
 
@@ -19,17 +19,11 @@ MOST_POINTS = 1500
 
 def metrics(runs: Sequence[Run]) -> Metrics:
     """All metrics of the runs, by section, in the order of docs/metrics.md."""
-    sections, found = [*SECTIONS, OWN], dict[str, str]()
-    for run in runs:
-        for source, table in sorted(run.numbers.tables.items()):
-            for name, values in table.arrays.items():
-                if np.isfinite(values).any():
-                    found.setdefault(name, source)
-    order = [name for names in SECTIONS.values() for name in names]
-    rank = {name: i for i, name in enumerate(order)}
-    known = [
-        Metric(name=name, section=section, what=what, source=source) for name, source in found.items() for section, what in [meaning(name)]
-    ]
+    sections = [*SECTIONS, OWN]
+    tables = [table for run in runs for table in run.numbers.tables.values()]
+    found = {name for table in tables for name, values in table.arrays.items() if np.isfinite(values).any()}
+    rank = {name: i for i, name in enumerate(METRICS)}
+    known = [Metric(name=name, section=section, what=what) for name in found for section, what in [meaning(name)]]
     return Metrics(metrics=sorted(known, key=lambda one: (sections.index(one.section), rank.get(one.name, len(rank)), one.name)))
 
 
@@ -43,7 +37,7 @@ def curves(keys: Sequence[str], runs: Sequence[Run], names: Sequence[str], axis:
         place = Places(run, axis)
         series += [one for name in names if (one := one_series(key, run, name, place, ends))]
         marks += marks_of(key, run, place, ends)
-    return Curves(axis=axis, series=series, marks=marks)
+    return Curves(series=series, marks=marks)
 
 
 class Places:

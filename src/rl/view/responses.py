@@ -87,7 +87,6 @@ class Learned(Answer):
 class Comparison(Answer):
     """A comparison of runs; lists are in the order of the runs."""
 
-    runs: list[str]
     settings: list[SettingDiff]
     evals: list[EvalPoint]
     learned: list[Learned]
@@ -103,7 +102,6 @@ class Metric(Answer):
     section: str
     what: str
     """Its meaning in words; empty for a custom metric."""
-    source: str
 
 
 class Metrics(Answer):
@@ -145,7 +143,6 @@ class Mark(Answer):
 class Curves(Answer):
     """Curves of some metrics of some runs."""
 
-    axis: Literal["step", "samples", "tokens", "time"]
     series: list[Series]
     marks: list[Mark]
 
@@ -173,9 +170,8 @@ class RolloutRow(Answer):
 
 
 class Histogram(Answer):
-    """Counts between `edges`, which has one entry more than `counts`."""
+    """Counts of rewards between `edges`, which has one entry more than `counts`."""
 
-    name: str
     edges: list[float]
     counts: list[int]
     ranges: list[list[float]]
@@ -385,13 +381,10 @@ class Health(Answer):
     lines: list[str]
     findings: list[Finding]
     processes: list[ProcessRow]
-    now: float
 
 
 class Log(Answer):
     """The end of a log."""
 
-    process: str
-    attempt: int
     lines: list[str]
     bytes: int

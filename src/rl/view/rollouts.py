@@ -153,7 +153,7 @@ def histogram_of(rollouts: Rollouts) -> Histogram | None:
     counts, edges = np.histogram(values, bins=BINS)
     ends = np.cumsum(counts)
     ranges = [[float(values[end - n]), float(values[end - 1])] if n else [] for n, end in zip(counts, ends, strict=True)]
-    return Histogram(name="reward", edges=edges.tolist(), counts=counts.tolist(), ranges=ranges)
+    return Histogram(edges=edges.tolist(), counts=counts.tolist(), ranges=ranges)
 
 
 def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[Rollout], int, bool]:

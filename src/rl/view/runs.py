@@ -167,7 +167,7 @@ def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
         except RunError as error:
             faults.append(f"{key}: {visible(str(error))}")
             configs.append(None)
-    return Comparison(runs=list(keys), settings=setting_diffs(configs), evals=eval_points(runs), learned=learned(runs), faults=faults)
+    return Comparison(settings=setting_diffs(configs), evals=eval_points(runs), learned=learned(runs), faults=faults)
 
 
 def learned(runs: Sequence[Run]) -> list[Learned]:
