@@ -157,7 +157,7 @@ def with_group(run: Run, some: Rollouts, i: int) -> tuple[str, Any]:
     names = {name: getattr(row, name) for name in ("kind", "group", "version", "env", "task", "agent")}
     found = rollouts.find(run, rollouts.Which(run="", rollout=row.rollout or 0, **names))
     name = f"{row.version}/{row.env}/{row.task}/{row.rollout}/{row.agent}" if row.kind == "eval" else f"{row.group}/{row.rollout}"
-    return name, rollouts.in_full(run, found)
+    return name, rollouts.in_full(run, *found)
 
 
 def add_tokens(content: dict[str, Any], run: Run, row: Any, room: int) -> int:

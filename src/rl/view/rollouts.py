@@ -81,7 +81,7 @@ def page(run: Run, wanted: Wanted) -> Page:
     sorts = sorts_of(everything)
     if wanted.sort and wanted.sort not in sorts:
         raise RunError(f"sort = {wanted.sort}: give one of {', '.join(sorts)}")
-    chosen = newest_first(chosen)
+    chosen = chosen.sorted("version" if wanted.kind == "eval" else "step", descending=True)
     if wanted.sort:
         chosen = chosen.sorted(wanted.sort, descending=wanted.descending)
     searched, complete, total = None, True, len(chosen)
@@ -134,13 +134,6 @@ def filters_of(wanted: Wanted) -> dict[str, Any]:
 
 def without(filters: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in filters.items() if key != name}
-
-
-def newest_first(rollouts: Rollouts) -> Rollouts:
-    """Sorts the newest steps first; within a step, keeps the order of its file."""
-    name = "version" if len(rollouts) and rollouts[0].kind == "eval" else "step"
-    order = rollouts.column(name)
-    return rollouts._some(rollouts.places[np.argsort(-order.astype(np.int64), kind="stable")])
 
 
 def histogram_of(rollouts: Rollouts) -> Histogram | None:
@@ -205,35 +198,28 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def find(run: Run, which: Which) -> Rollouts:
-    """Finds a rollout and its group (in an evaluation, the samples of its task). The rollout itself comes first, then the whole group.
-
-    Raises RunError if it does not exist.
-    """
+def find(run: Run, which: Which) -> tuple[Rollout, Rollouts]:
+    """Finds a rollout and its group (in an evaluation, the samples of its task). Raises RunError if it does not exist."""
     if which.kind == "eval":
-        beside, name = run.rollouts("eval", version=which.version, env=which.env, task=which.task), "episode"
+        group, name = run.rollouts("eval", version=which.version, env=which.env, task=which.task), "episode"
     elif which.group is None:
         raise RunError(f"rollout {which.rollout}: give its group, too")
     else:
-        beside, name = run.rollouts(which.kind, group_id=which.group), "rollout_id"
-        if which.kind == "train" and not len(beside):
-            beside = run.rollouts("pending", group_id=which.group)
-    numbers = beside.column(name)
-    meant = numbers == which.rollout
-    if which.kind == "eval" and which.agent:
-        meant &= beside.column("agent") == which.agent
-    if not meant.any():
+        group, name = run.rollouts(which.kind, group_id=which.group), "rollout_id"
+        if which.kind == "train" and not len(group):
+            group = run.rollouts("pending", group_id=which.group)
+    group = group.sorted(name)
+    meant = group.where(**{name: which.rollout}, agent=which.agent or None)
+    if not len(meant):
         of = f"task {which.task}" if which.kind == "eval" else f"group {which.group}"
         raise RunError(f"rollout {which.rollout} of {of} does not exist (any more)")
-    order, first = np.argsort(numbers, kind="stable"), np.flatnonzero(meant)[:1]
-    return beside._some(beside.places[np.concatenate([first, order])])
+    return meant[0], group
 
 
-def in_full(run: Run, found: Rollouts) -> RolloutDetail:
-    """The first rollout of `found` in full, with the others as its group; see `find`. Raises RunError if its text is gone."""
-    rollout = found[0]
+def in_full(run: Run, rollout: Rollout, beside: Rollouts) -> RolloutDetail:
+    """A rollout in full, with its group; see `find`. Raises RunError if its text is gone."""
     row, number = rollout.row, row_of(rollout)
-    group = [row_of(other) for other in found[1:]]
+    group = [row_of(other) for other in beside]
     shown = {"messages", "metrics", "error", "reward", "advantage"}
     return RolloutDetail(
         row=number,

@@ -117,7 +117,7 @@ class Handlers:
 
     def rollout(self, given: Which) -> responses.RolloutDetail:
         run = self.library.run(given.run)
-        return rollouts.in_full(run, rollouts.find(run, given))
+        return rollouts.in_full(run, *rollouts.find(run, given))
 
     def tokens(self, given: TokensParameters) -> responses.Tokens:
         return tokens.tokens(self.library.run(given.run), given.step, given.group, given.rollout, given.offset, given.limit)

@@ -1,13 +1,13 @@
 """The list of runs, and the comparison of several runs."""
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from rl.diagnosis.disk import on_disk
 from rl.records.comparison import eval_points, setting_diffs
 from rl.records.run import Run
 from rl.run_dir.metrics import source_files
@@ -71,7 +71,7 @@ class RunList:
     def _bytes(self, key: str, run: Run, now: float) -> int:
         counted, size = self.sizes.get(key, (-math.inf, 0))
         if now - counted > DISK_S:
-            self.sizes[key] = (now, size := disk_bytes(run.root))
+            self.sizes[key] = (now, size := on_disk(run.root))
         return size
 
 
@@ -80,21 +80,6 @@ def fingerprint(run: Run) -> tuple[float, ...]:
     files = run.run_dir
     paths = (files.config, files.metrics, files.events, files.run_end, files.status_dir, files.rollouts_dir, files.evals)
     return tuple(path.stat().st_mtime if path.exists() else 0.0 for path in (*paths, *source_files(files.metrics)))
-
-
-def disk_bytes(root: Path) -> int:
-    """Size of a run's files in bytes; counts hard-linked files once."""
-    seen, total = set(), 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            try:
-                there = os.lstat(os.path.join(folder, name))
-            except OSError:
-                continue
-            if there.st_ino not in seen:
-                seen.add(there.st_ino)
-                total += there.st_size
-    return total
 
 
 def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
