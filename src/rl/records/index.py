@@ -24,6 +24,8 @@ SUSPECTS = 3
 """Number of newest steps that are checked again: an orchestrator that was killed before its commit rewrites their files."""
 CACHE_S = 2.0
 """An index that took more seconds to read is kept in the user's cache."""
+TICK_NS = 100_000_000
+"""A folder that changed within this time may change again with the same mtime."""
 
 
 PENDING = Source(Kind.PENDING, 0)
@@ -42,8 +44,8 @@ class RolloutIndex:
         """Unreadable files, with the reason; their rollouts are missing."""
         self.denied: dict[Path, str] = {}
         """Folders without read permission, with the error."""
-        self.looked = False
-        """Whether the files were listed before: an index from the cache may be older than any change."""
+        self.looked: int | None = None
+        """The mtime of rollouts/ in ns when it was listed; 0 if it may change again with the same one; None before the first time."""
         if cache_file and (found := cache.load(cache_file)):
             self.columns, self.files = found
 
@@ -52,31 +54,38 @@ class RolloutIndex:
         began = time.monotonic()
         if self._replaced(PENDING):
             self._read([PENDING])  # first: rollouts that a batch settles meanwhile are then seen twice instead of never
-        changed = self._changed()
+        changed = sorted(self._changed_steps() | self._changed_evals())
         self._read(changed)
         waits = self.columns["kind"] == Kind.PENDING
         if waits.any():
-            newest = max((source.number for source in self.files if source.kind is Kind.STEP), default=0)
-            recent = (self.columns["kind"] == Kind.STEP) & (self.columns["step"] > newest - SUSPECTS)
+            settled = self.columns["kind"] == Kind.STEP
+            recent = settled & (self.columns["step"] > self.columns["step"][settled].max(initial=0) - SUSPECTS)
             self._drop(waits & np.isin(self.columns["group_id"], self.columns["group_id"][recent]))
         if self.cache_file and changed and time.monotonic() - began > CACHE_S:
             sound = {source: identity for source, identity in self.files.items() if source != PENDING and source not in self.damaged}
             cache.save(self.cache_file, self.columns, sound)
 
-    def _changed(self) -> list[Source]:
-        """The files that are new, gone or replaced, in order. Old files of steps are assumed to be unchanged, unless the newest ones are
-        gone or were replaced: then the run was rolled back, or is another one (see --clean)."""
-        names = self._names(self.run_dir.rollouts_dir)
-        there = {Source(Kind.STEP, int(match[1])) for match in map(STEP_FILE.fullmatch, names) if match}
-        steps = {source for source in self.files if source.kind is Kind.STEP}
-        suspects = set(heapq.nlargest(SUSPECTS, steps))
-        if not self.looked or not there.issuperset(suspects) or any(map(self._replaced, suspects)):
-            suspects = steps
-        evals = {source for source in self.files if source.kind is Kind.EVAL}
+    def _changed_steps(self) -> set[Source]:
+        """The files of steps that are new, gone or replaced. Old ones are assumed to be unchanged, unless the newest ones are gone or were
+        replaced: then the run was rolled back, or is another one (see --clean)."""
+        folder = self.run_dir.rollouts_dir
+        _, changed_at = identity_of(folder) or (0, 0)
+        if changed_at and changed_at == self.looked and folder not in self.denied:
+            return set()
+        there = {Source(Kind.STEP, int(match[1])) for match in map(STEP_FILE.fullmatch, self._names(folder)) if match}
+        known = {source for source in self.files if source.kind is Kind.STEP}
+        suspects = set(heapq.nlargest(SUSPECTS, known))
+        if self.looked is None or not there.issuperset(suspects) or any(map(self._replaced, suspects)):
+            suspects = known
+        self.looked = changed_at if time.time_ns() - changed_at > TICK_NS else 0
+        return known ^ there | set(filter(self._replaced, suspects))
+
+    def _changed_evals(self) -> set[Source]:
+        """The files of evaluations that are new, gone or replaced."""
+        sources = {source for source in self.files if source.kind is Kind.EVAL}
         for version, folder in self._versions().items():
-            evals |= {Source(Kind.EVAL, version, name.removesuffix(".jsonl")) for name in self._names(folder) if name.endswith(".jsonl")}
-        self.looked = True
-        return sorted(steps ^ there | set(filter(self._replaced, suspects | evals)))
+            sources |= {Source(Kind.EVAL, version, name.removesuffix(".jsonl")) for name in self._names(folder) if name.endswith(".jsonl")}
+        return set(filter(self._replaced, sources))
 
     def _replaced(self, source: Source) -> bool:
         """Whether a file is not the one that was read; one that is not there was not read."""
@@ -181,7 +190,7 @@ def compressed(path: Path) -> Path:
 
 
 def identity_of(path: Path) -> cache.Identity | None:
-    """The size and mtime of a file; None if it does not exist or is not accessible."""
+    """The size and mtime of a file or folder; None if it does not exist or is not accessible."""
     try:
         there = path.stat()
     except (FileNotFoundError, PermissionError):

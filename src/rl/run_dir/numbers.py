@@ -1,7 +1,6 @@
 """A run's metrics as columns, followed while they are written. Commands that must start fast import this lazily: numpy takes 0.1 s."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +57,6 @@ class Table:
             order = np.argsort(steps)
             self.order = steps[order], rows[order]
         return self.order
-
-    def since(self, begin: float, names: Sequence[str]) -> Iterator[tuple[int, float, dict[str, float]]]:
-        """Yields (step, time, finite values of these metrics) of each line written since a time, ascending by step."""
-        steps, rows = self.ordered()
-        columns = {name: self.arrays[name] for name in names if name in self.arrays}
-        for i in np.flatnonzero(self.times[rows] >= begin):
-            row = rows[i]
-            values = {name: float(column[row]) for name, column in columns.items()}
-            yield int(steps[i]), float(self.times[row]), {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 class Numbers:
