@@ -102,7 +102,7 @@ def test_a_rollout_in_words():
         {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image_url", "url": "x"}]},
     ]  # fmt: skip
     assert messages_text(told) == (
-        'assistant: (thinks) hm\n    so\n    be it\\r\n    calls add({"a": 1})\n    {"name": "old"}\n'
+        'assistant: (thinks) hm\n    so\n    be it\\r\n    calls add({"a": 1})\n    calls old()\n'
         'user: see\n    {"type": "image_url", "url": "x"}'
     )
 

@@ -129,16 +129,6 @@ def test_until_its_first_span_a_process_starts(tmp_path):
     assert [mark.process for mark in run.timeline().marks if mark.name == "start"] == ["rl"]
 
 
-def test_times_that_no_clock_shows_are_passed_over(tmp_path):
-    run_dir = make_run(tmp_path / "x")
-    sane = Span(name="a", begin=1.0, end=2.0)
-    write(run_dir.spans / "trainer.jsonl", start("trainer", 1000.0, 0.0), sane, Span(name="b", begin=1.0, end=1e300))
-    for time in (1e300, -1e300, 1004.0):
-        append_event(run_dir.events, Event(time=time, event="death", process="trainer"))
-    found = Run(run_dir.root).timeline()
-    assert [done.name for done in found.spans] == ["a"] and [mark.time for mark in found.marks] == [1004.0]
-
-
 def test_span_files_are_read_once_and_followed_when_a_full_one_becomes_the_old_one(tmp_path, monkeypatch):
     run_dir, decoded = make_run(tmp_path / "x"), []
     monkeypatch.setattr("rl.records.spans.DECODER", types.SimpleNamespace(decode=lambda text: decoded.append(text) or DECODER.decode(text)))

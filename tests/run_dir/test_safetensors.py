@@ -58,6 +58,15 @@ def test_every_fault_has_a_message(tmp_path, data, fault):
         tensor_digests(path)
 
 
+def test_a_header_of_a_million_tensors_is_not_parsed(tmp_path):
+    path = tmp_path / "x.safetensors"
+    with path.open("wb") as file:
+        file.write((90_000_000).to_bytes(8, "little"))
+        file.truncate(90_000_008)
+    with pytest.raises(CorruptFileError, match=r"x.safetensors: not read: its header has 90,000,000 bytes, and no model needs 33,554,432"):
+        read_header(path)
+
+
 def test_a_missing_file(tmp_path):
     with pytest.raises(CorruptFileError, match=r"x\.safetensors: not readable as safetensors: .*No such file"):
         read_header(tmp_path / "x.safetensors")

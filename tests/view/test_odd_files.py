@@ -13,9 +13,9 @@ from rl.run_dir.events import Event, append_event
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Span, Start
 from rl.view.library import Library
-from rl.view.responses import RunRow
+from rl.view.responses import Query, RunRow
 from rl.view.rollouts import Wanted
-from rl.view.routes import CurveParameters, Handlers, NoParameters, OfRun, TimelineParameters
+from rl.view.routes import CurveParameters, Handlers, OfRun, OfRuns, TimelineParameters
 from rl.view.tokens import piece
 from tests.records.made import group, make_run, write_step
 from tests.view.made import write_numbers
@@ -31,7 +31,7 @@ def made(root: Path, steps: int = 4) -> RunDir:
 
 
 def rows(handlers: Handlers) -> dict[str, RunRow]:
-    return {row.key: row for row in handlers.runs(NoParameters()).runs}
+    return {row.key: row for row in handlers.runs(Query()).runs}
 
 
 @pytest.mark.parametrize("line", ['"loss/mean": ' + "9" * 400, '"loss/mean": 0.5, "time": 1e300', '"loss/mean": -1e999'])
@@ -44,6 +44,17 @@ def test_a_number_that_is_none_costs_itself_alone(tmp_path, line):
     assert (row.state, row.step) == ("stopped", 6) and row.seconds < 60
     (series,) = handlers.curves(CurveParameters(run=["x"], name=["loss/mean"])).series
     assert (series.steps[-1], series.values[-1]) == (6, 0.25) and Run(files.root).metrics(kind="columns")["step"].max() == 6
+
+
+def test_metrics_without_end_are_bounded_and_said_to_be(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.run_dir.numbers.MOST_NAMES", 3)
+    files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
+    with files.metrics.open("a") as file:
+        file.writelines(json.dumps({"step": 9, "source": "stranger", f"m{i}": i}) + "\n" for i in range(9))
+    names = [metric.name for metric in handlers.metrics(OfRuns(run=["x"])).metrics]
+    assert {"m0", "m1", "m2"} < {*names} and "m3" not in names
+    said = [finding.text for finding in handlers.health(OfRun(run="x")).findings]
+    assert any("has more than 10,000 metrics of the stranger; the others are shown nowhere" in text for text in said)
 
 
 def test_a_fault_of_the_page_is_no_damage_of_a_run(tmp_path, monkeypatch):
@@ -101,7 +112,7 @@ def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
     }  # fmt: skip
     with denied(*shut.values()):
         handlers = Handlers(Library([tmp_path]))
-        answer = handlers.runs(NoParameters())
+        answer = handlers.runs(Query())
         found = {row.key: row for row in answer.runs}
         assert found.keys() == {"good", *names} - {"folder"} and answer.place == f"{tmp_path} (no permission to read: {shut['folder']})"
         assert found["good"].step == 4

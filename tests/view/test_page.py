@@ -109,6 +109,8 @@ def test_every_page_fits_its_window_and_has_names_for_a_screen_reader(browser, l
         assert found.count("main h1") == 1
         assert found.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, name
         assert found.page.evaluate(UNNAMED) == [], name
+        if name == "tokens":
+            assert found.page.evaluate(SAMPLES) == 27
         assert found.page.evaluate(PALE) == [], name
         left, right = found.page.evaluate(
             "{const box = document.querySelector('nav [aria-current]').getBoundingClientRect(); [box.left, box.right]}"
@@ -120,11 +122,20 @@ def test_every_page_fits_its_window_and_has_names_for_a_screen_reader(browser, l
 UNNAMED = """() => [...document.querySelectorAll('button, a, select, input')].filter((one) => one.checkVisibility() && !(
   one.textContent.trim() || one.ariaLabel || one.title || one.labels?.[0]?.textContent.trim())).map((one) => one.outerHTML.slice(0, 200))"""
 """Controls without a name."""
+SAMPLES = """() => {
+  const add = (kind, colour) => { const one = document.createElement('span'); [one.className, one.textContent, one.style.color] = [kind, 'x', colour]; document.querySelector('.tokens').append(one); };
+  const kinds = [...document.styleSheets].flatMap((sheet) => [...sheet.cssRules]).map((rule) => /^\\.([qsv]-?\\d)$/.exec(rule.selectorText ?? '')?.[1]).filter(Boolean);
+  kinds.forEach((kind) => add(`t ${kind}`, ''));
+  for (let i = 0; i < 8; i++) add('', `var(--c${i})`);
+  return kinds.length + 8;
+}"""  # noqa: E501
+"""Adds a token of each colour, and text in the colour of each line of a chart."""
 PALE = """() => {
   const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
   const rgb = (colour) => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); return [...canvas.getImageData(0, 0, 1, 1).data]; };
   const light = ([r, g, b]) => [r, g, b].map((c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4).reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = (one) => { for (; one; one = one.parentElement) { const c = rgb(getComputedStyle(one).backgroundColor); if (c[3] > 200) return c; } return [255, 255, 255]; };
+  const grounds = (one) => one ? [...grounds(one.parentElement), rgb(getComputedStyle(one).backgroundColor)] : [[255, 255, 255, 255]];
+  const behind = (one) => grounds(one).reduce((below, above) => below.map((c, i) => c + (above[i] - c) * above[3] / 255));
   const found = new Set();
   for (const one of document.querySelectorAll('main *, header *')) {
     if (!one.checkVisibility() || one.closest('button:disabled, svg, .sr') || ![...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim())) continue;
@@ -347,12 +358,6 @@ def test_hostile_text_is_shown_as_it_is(tab):
     assert "<script>window.hacked = 1</script>" in tab.text(".log pre span")
 
 
-def test_a_task_shows_what_changed_between_two_versions(tab):
-    tab.go("#/tasks?run=first&env=sums&task=1")
-    tab.page.wait_for_selector(".side ins")
-    assert tab.page.locator(".side del").all_inner_texts() == ["1"] and tab.page.locator(".side ins").all_inner_texts() == ["3"]
-
-
 def test_dots_stay_at_their_version_and_are_chosen_by_keys(tab, place):
     many = [made.group(100 + version, [*([1.0] * 16), 0.0], task=9, version=version) for version in (4, 5, 8)]
     for step, group in enumerate(many, start=5):
@@ -417,7 +422,7 @@ def test_a_number_of_an_address_that_is_none_is_said_to_be_none(tab):
         tab.until(f"JSON.stringify([...document.querySelectorAll('.fault')].map(one => one.innerText)) === JSON.stringify({said})")
     assert tab.count(".then") == 0 and tab.page.get_by_role("button", name="Whole run").count() == 0 and "smoothed" not in tab.text("main")
     tab.go("#/rollouts?run=first&offset=abc")
-    tab.until("document.querySelector('.fault')?.innerText === 'offset = abc: give a whole number'")
+    tab.until("document.querySelector('.fault')?.innerText === 'offset = abc: give a whole number from 0'")
     tab.go("#/runs")
     tab.page.wait_for_selector(".runs tbody tr")
     tab.page.wait_for_load_state("networkidle")

@@ -93,13 +93,6 @@ def start(tab: Tab, run: str, page: str) -> None:
     tab.page.get_by_role("navigation", name="Pages").get_by_role("link", name=page).click()
 
 
-def test_why_was_this_rollout_not_trained(tab):
-    start(tab, "fast", "Rollouts")
-    tab.page.get_by_role("button", name="no signal 28").click()
-    tab.page.locator(".rows a", has_text="group 59").first.click()
-    assert "all 2 rewards of its group are 1, so no answer was better than the others" in tab.text(".verdict")
-
-
 def test_what_did_step_12_change_on_task_77(tab):
     start(tab, "fast", "Tasks")
     tab.page.wait_for_selector("[data-search]")
@@ -151,24 +144,6 @@ def test_what_was_everyone_waiting_for_at_a_time(tab):
     tab.until("document.querySelector('.then').innerText.includes('At 10:40:30')")
     said = tab.text(".then")  # its thread that fetches the next batch waits all the time: that is not what the trainer does
     assert "trainer forward backward\n" in said and "it waited for" not in said
-
-
-def test_which_setting_differs_and_which_run_learned_faster_per_sample(tab):
-    for box in tab.page.locator(".runs input[type=checkbox]").all():
-        box.check()
-    tab.page.get_by_role("button", name="Compare 2").click()
-    tab.page.wait_for_selector(".sides table")
-    settings, learned = (
-        tab.page.locator(".card", has_text=title).inner_text()
-        for title in ("Settings that differ", "Reward after equal numbers of rollouts")
-    )
-    assert "trainer.optim.lr" in settings and "2e-07" in settings
-    order = re.findall("fast|slow", learned)[:2]
-    last = re.search(r"112\s+([\d.]+)\s+([\d.]+)", learned)
-    rewards = dict(zip(order, map(float, last.groups()), strict=True))
-    assert rewards["fast"] == pytest.approx(0.81) and rewards["slow"] == pytest.approx(0.27)
-    tab.page.get_by_label("Over").select_option("samples")
-    tab.page.wait_for_selector(".chart canvas")
 
 
 def test_a_long_rollout_is_read_to_its_end_though_little_of_it_is_drawn(tab):

@@ -1,4 +1,4 @@
-"""Many who look at many runs: what one of them asks is read once, and a slow run keeps no other waiting."""
+"""Many who look at many runs: a slow run keeps no other waiting, and what was read is not read again."""
 
 import json
 import threading
@@ -6,21 +6,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import msgspec
 import pytest
 
 from rl.records.run import Run
 from rl.run_dir import metrics
 from rl.run_dir.paths import RunDir
-from rl.run_dir.spans import DECODER, Gauges, Span, Start, old
-from rl.view import timeline
+from rl.run_dir.spans import Gauges, Span, Start
 from rl.view.library import Library, UnknownRunError
+from rl.view.responses import Query
 from rl.view.rollouts import Wanted
-from rl.view.routes import Handlers, NoParameters, OfRun, TimelineParameters
+from rl.view.routes import Handlers, OfRun, TimelineParameters
 from tests.records.made import group, make_run, write_step
 from tests.view.made import write_numbers
-from tests.view.serving import enter, serving
 
 SPANS = 3000
 
@@ -43,32 +41,11 @@ def write(path: Path, *lines: Start | Span | Gauges) -> None:
         file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
-def test_who_asks_the_same_at_the_same_moment_gets_one_answer(tmp_path, monkeypatch):
-    made(tmp_path / "x")
-    asked, real = [], timeline.timeline
-
-    def slow(*args: object) -> object:
-        asked.append(args)
-        time.sleep(0.3)
-        return real(*args)
-
-    monkeypatch.setattr(timeline, "timeline", slow)
-    with serving(tmp_path) as links, httpx.Client(timeout=20) as browser, ThreadPoolExecutor(8) as pool:
-        began = time.monotonic()
-        enter(browser, links[0])
-        responses = [*pool.map(lambda _: browser.get("/api/timeline", params={"run": "x"}), range(8))]
-        assert {answer.status_code for answer in responses} == {200} and len({answer.content for answer in responses}) == 1
-        other = browser.get("/api/timeline", params={"run": "x", "begin": 10_000, "end": 10_010}).json()
-        assert len(other["lanes"][0]["spans"]) == 11 and len(asked) == 2
-        bad = [*pool.map(lambda _: browser.get("/api/timeline", params={"run": "y"}), range(3))]
-        assert [answer.status_code for answer in bad] == [404] * 3 and time.monotonic() - began < 10
-
-
 def test_a_run_that_is_being_read_keeps_no_other_waiting(tmp_path):
     for name in ("slow", "quick"):
         made(tmp_path / name)
     handlers = Handlers(Library([tmp_path]))
-    before = handlers.runs(NoParameters())
+    before = handlers.runs(Query())
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -83,7 +60,7 @@ def test_a_run_that_is_being_read_keeps_no_other_waiting(tmp_path):
         for name in ("slow", "quick"):
             (tmp_path / name / "evals").mkdir()  # their rows are to be made anew
         began = time.monotonic()
-        assert {row.key: row.step for row in handlers.runs(NoParameters()).runs} == {row.key: row.step for row in before.runs}
+        assert {row.key: row.step for row in handlers.runs(Query()).runs} == {row.key: row.step for row in before.runs}
         assert len(handlers.timeline(TimelineParameters(run="quick", begin=10_000.0, end=10_010.0)).lanes) == 2
         assert time.monotonic() - began < 5
     finally:
@@ -97,36 +74,9 @@ def test_the_index_of_rollouts_keeps_no_numbers_waiting(tmp_path):
         assert pool.submit(lambda: run.step).result(timeout=10) == 4
 
 
-def test_spans_are_decoded_once(tmp_path, monkeypatch):
-    files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
-    decoded = []
-    monkeypatch.setattr("rl.records.spans.DECODER", Decoder(decoded))
-    asked = TimelineParameters(run="x", begin=10_000.0, end=10_099.9)
-    first = handlers.timeline(asked)
-    assert [len(lane.spans) for lane in first.lanes if lane.name == "step"] == [100, 100] and len(decoded) == 2 * (SPANS + 2)
-    write(files.spans / "trainer.jsonl", Span(name="publish", begin=50.0, end=51.0, lane="publisher"))
-    again = handlers.timeline(asked)
-    assert len(decoded) == 2 * (SPANS + 2) + 1 and {lane.name for lane in again.lanes} >= {"step", "publisher"}
-    (files.spans / "trainer.jsonl").rename(old(files.spans / "trainer.jsonl"))
-    write(files.spans / "trainer.jsonl", Start(process="trainer", pid=1, host="h", place="", time=10_000.0, monotonic=0.0))
-    handlers.timeline(asked)
-    assert len(decoded) == 2 * (SPANS + 2) + 2
-
-
-class Decoder:
-    """Counts what is decoded."""
-
-    def __init__(self, lines: list[bytes]):
-        self.lines = lines
-
-    def decode(self, line: bytes) -> Start | Span | Gauges:
-        self.lines.append(line)
-        return DECODER.decode(line)
-
-
 def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
     files, handlers = made(tmp_path / "x", steps=50), Handlers(Library([tmp_path]))
-    before = handlers.runs(NoParameters()).runs[0].step
+    before = handlers.runs(Query()).runs[0].step
     parsed, real = [], metrics.parse_line
 
     def parse(line: bytes, *more: object) -> object:
@@ -136,25 +86,25 @@ def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
     for module in ("rl.run_dir.metrics", "rl.run_dir.numbers"):
         monkeypatch.setattr(f"{module}.parse_line", parse)
     for _ in range(3):
-        health, lanes = handlers.health(OfRun(run="x")), handlers.timeline(TimelineParameters(run="x")).lanes
-    assert [(lane.process, len(lane.spans), lane.spans[-1].text) for lane in lanes] == [("trainer", 50, "step 50: forward and backward")]
+        health = handlers.health(OfRun(run="x"))
+    assert handlers.timeline(TimelineParameters(run="x")).note.startswith("no spans of this time are here")
     assert parsed == [] and health.lines[0].startswith("step 50 of 9") and "2.0 s per step" in health.lines[0]
     with (files.metrics.with_suffix("") / "trainer.jsonl").open("a") as file:
         file.write(json.dumps({"step": 51, "time": time.time(), "source": "trainer", "loss/mean": 0.5}) + "\n")
     assert handlers.health(OfRun(run="x")).lines[0].startswith("step 51 of 9") and len(parsed) == 1
-    assert (before, handlers.runs(NoParameters()).runs[0].step, len(parsed)) == (50, 51, 1)
+    assert (before, handlers.runs(Query()).runs[0].step, len(parsed)) == (50, 51, 1)
 
 
 def test_a_run_that_was_replaced_is_another_one(tmp_path):
     """Its metrics, rollouts and settings are those of the new one, whose files may have the same numbers and sizes."""
     files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
-    assert handlers.runs(NoParameters()).runs[0].step == 4 and handlers.rollouts(Wanted(run="x", q="four")).total == 2
+    assert handlers.runs(Query()).runs[0].step == 4 and handlers.rollouts(Wanted(run="x", q="four")).total == 2
     files.root.rename(tmp_path / ".away")
     made(tmp_path / "x", steps=2, answer="five")
-    assert handlers.runs(NoParameters()).runs[0].step == 2
+    assert handlers.runs(Query()).runs[0].step == 2
     assert [handlers.rollouts(Wanted(run="x", q=text)).total for text in ("four", "five")] == [0, 2]
     (tmp_path / "x").rename(tmp_path / ".also")
     handlers.library.looked = -10.0
-    assert handlers.runs(NoParameters()).runs == []
+    assert handlers.runs(Query()).runs == []
     with pytest.raises(UnknownRunError):
         handlers.rollouts(Wanted(run="x"))

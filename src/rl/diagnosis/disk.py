@@ -1,6 +1,8 @@
 """Estimates the disk space of a run: policy versions, checkpoints, batches, rollouts, token logs, spans."""
 
+import contextlib
 import math
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,8 +134,14 @@ def batch_bytes(config: RLConfig, run_dir: RunDir) -> int:
 
 
 def on_disk(folder: Path) -> int:
-    """Returns the bytes of the files below a folder; 0 if it does not exist."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Returns the bytes of the files below a folder, hard-linked ones once; 0 if it does not exist."""
+    sizes = dict[int, int]()
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                there = os.lstat(os.path.join(inside, name))
+                sizes[there.st_ino] = there.st_size
+    return sum(sizes.values())
 
 
 def existing(path: Path) -> Path:

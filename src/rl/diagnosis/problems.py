@@ -9,9 +9,11 @@ from pathlib import Path
 from rl.diagnosis.disk import on_disk, size
 from rl.diagnosis.state import Process, RunState, span
 from rl.run_dir.checksums import MANIFEST, read_manifest
-from rl.run_dir.files import HEADER, MAGIC, CorruptFileError
+from rl.run_dir.files import CorruptFileError
 from rl.run_dir.logs import newest_log
+from rl.run_dir.metrics import MOST_NAMES
 from rl.run_dir.safetensors import read_header
+from rl.wire.batch_file import batch_head
 
 LOW_BYTES = 256 << 20
 """Free space below which a run is about to fail, however small its model."""
@@ -105,34 +107,29 @@ def damage(state: RunState) -> list[Problem]:
     return [Problem(f"{path} is damaged: {why}; {remedy}", files=(path,) if path.is_file() else ()) for path, why in faults(state)]
 
 
+def metrics_left_out(state: RunState) -> list[Problem]:
+    """Returns that some metrics are not shown, if a source has too many."""
+    path = state.run_dir.metrics
+    return [
+        Problem(f"{path}: has more than {MOST_NAMES:,} metrics of the {source}; the others are shown nowhere", serious=False, files=(path,))
+        for source, table in state.numbers.tables.items()
+        if table.left_out
+    ]
+
+
 def faults(state: RunState) -> Iterator[tuple[Path, str]]:
     """Yields (file, fault) for the newest batch, checkpoint and version, which a resume starts from."""
-    if state.newest_batch:
-        path = state.run_dir.batch(state.newest_batch)
-        if why := record_fault(path):
-            yield path, why
+    batch, weights = state.run_dir.batch(state.newest_batch), state.run_dir.weights(state.newest_version)
+    checks = [(read_header, file) for file in sorted(weights.glob("*.safetensors"))]
+    for check, path in [(batch_head, batch), *checks] if state.newest_batch else checks:
+        try:
+            if not path.is_file():
+                raise CorruptFileError("it is not a file")  # to open a pipe would wait
+            check(path)
+        except CorruptFileError as error:
+            yield path, str(error).removeprefix(f"{path}: ")
     if state.newest_checkpoint:
         yield from checkpoint_faults(state.run_dir.checkpoint(state.newest_checkpoint))
-    for file in sorted(state.run_dir.weights(state.newest_version).glob("*.safetensors")):
-        try:
-            read_header(file)
-        except CorruptFileError as error:
-            yield file, str(error).removeprefix(f"{file}: ")
-
-
-def record_fault(path: Path) -> str:
-    """Returns what is wrong with the length or header of a file that is one checksummed record; empty if nothing is."""
-    if not path.is_file():
-        return "it is not a file"
-    with path.open("rb") as file:
-        head = file.read(HEADER.size)
-    there = path.stat().st_size
-    if len(head) < HEADER.size:
-        return f"truncated to {there} bytes"
-    magic, length, _ = HEADER.unpack(head)
-    if magic != MAGIC:
-        return "it does not begin like a batch"
-    return "" if there == HEADER.size + length else f"it has {there} bytes instead of {HEADER.size + length}"
 
 
 def checkpoint_faults(folder: Path) -> Iterator[tuple[Path, str]]:

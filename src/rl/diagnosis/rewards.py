@@ -40,9 +40,9 @@ def variance(values: list[float], mean: float) -> float:
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
-def hint(text: str, metric: str, why: str | None = None) -> Problem:
-    """Returns a possible cause of a low reward, with the metric that shows it and the `why` of the rollouts that show it."""
-    return Problem(text, serious=False, metrics=(metric,), why=why)
+def hint(text: str, *metrics: str, why: str | None = None) -> Problem:
+    """Returns a possible cause of a low reward, with the metrics that show it and the `why` of the rollouts that show it."""
+    return Problem(text, serious=False, metrics=metrics, why=why)
 
 
 def reward_summary(state: RunState) -> str:
@@ -98,26 +98,22 @@ def mean_of(state: RunState, source: str, metric: str) -> float:
 
 def rollout_hints(state: RunState) -> list[Problem]:
     """Returns causes that the rollout metrics point to, with remedies."""
-    config = state.config
-    errored, truncated, overlong, empty, equal = (
-        mean_of(state, "orchestrator", f"rollouts/{name}") for name in ("errored", "truncated", "overlong", "empty", "zero_advantage")
+    config, root = state.config, state.run_dir.root
+    max_tokens, max_len = config.orchestrator.sampling.max_tokens, config.model.max_model_len
+    shares = (
+        ("rollouts/errored", 0.1, f"rollouts failed (rollouts/errored): `rl show {root} --why error` shows why", "error"),
+        (
+            "rollouts/truncated",
+            0.2,
+            f"answers were cut off (rollouts/truncated): raise orchestrator.sampling.max_tokens = {max_tokens}",
+            None,
+        ),
+        ("rollouts/overlong", 0.05, f"rollouts exceeded the context (rollouts/overlong): raise model.max_model_len = {max_len}", None),
+        ("rollouts/empty", 0.1, f"rollouts have no tokens (rollouts/empty): look at some with `rl show {root} --why empty`", "empty"),
     )
-    reward, lag = mean_of(state, "orchestrator", "reward/mean"), mean_of(state, "orchestrator", "lag/mean")
-    found = []
-    if errored > 0.1:
-        text = f"{errored:.0%} of the rollouts failed (rollouts/errored): `rl show {state.run_dir.root} --why error` shows why"
-        found.append(hint(text, "rollouts/errored", "error"))
-    if truncated > 0.2:
-        limit = f"orchestrator.sampling.max_tokens = {config.orchestrator.sampling.max_tokens}"
-        text = f"{truncated:.0%} of the answers were cut off (rollouts/truncated): raise {limit}"
-        found.append(hint(text, "rollouts/truncated"))
-    if overlong > 0.05:
-        limit = f"model.max_model_len = {config.model.max_model_len}"
-        text = f"{overlong:.0%} of the rollouts exceeded the context (rollouts/overlong): raise {limit}"
-        found.append(hint(text, "rollouts/overlong"))
-    if empty > 0.1:
-        text = f"{empty:.0%} of the rollouts have no tokens (rollouts/empty): look at some with `rl show {state.run_dir.root} --why empty`"
-        found.append(hint(text, "rollouts/empty", "empty"))
+    means = [(metric, mean_of(state, "orchestrator", metric), most, text, why) for metric, most, text, why in shares]
+    found = [hint(f"{share:.0%} of the {text}", metric, why=why) for metric, share, most, text, why in means if share > most]
+    equal, reward, lag = (mean_of(state, "orchestrator", name) for name in ("rollouts/zero_advantage", "reward/mean", "lag/mean"))
     if equal > 0.5:
         size = config.orchestrator.group_size
         way = "easier tasks, or `rl sft` first" if reward < 0.2 else "harder tasks" if reward > 0.8 else "another reward function"
@@ -125,7 +121,7 @@ def rollout_hints(state: RunState) -> list[Problem]:
             f"{equal:.0%} of the rollouts are in groups with all rewards equal, at a mean reward of {reward:.3f} "
             f"(rollouts/zero_advantage): {way}, a larger group_size = {size}, a higher temperature, or orchestrator.environment.difficulty"
         )
-        found.append(hint(text, "rollouts/zero_advantage", "no_signal"))
+        found.append(hint(text, "rollouts/zero_advantage", why="no_signal"))
     if lag > 4:
         found.append(hint(f"tokens are {lag:.1f} versions old (lag/mean): lower max_lag = {config.max_lag}", "lag/mean"))
     return found
@@ -144,14 +140,13 @@ def trainer_hints(state: RunState) -> list[Problem]:
         found.append(hint(f"adapters hardly change at a learning rate of {rate:g} (optim/lr): 1e-5 to 1e-4 is usual", "optim/lr"))
     if norm == 0:
         text = "all gradients are 0 (optim/grad_norm): no token of a batch contributes; see masked_fraction and rollouts/trained"
-        found.append(Problem(text, serious=False, metrics=("optim/grad_norm", "masked_fraction", "rollouts/trained")))
+        found.append(hint(text, "optim/grad_norm", "masked_fraction", "rollouts/trained"))
     elif norm > 20 * optim.max_grad_norm:
         size = f"{norm / optim.max_grad_norm:.0f} times the clipping limit (optim/grad_norm {norm:.3g})"
         found.append(hint(f"gradients are {size}: try a lower learning rate, or more rollouts", "optim/grad_norm"))
     if masked > 0.2:
-        look = "see trainer.loss.token_mask, mismatch_kl and lag_kl"
-        text = f"{masked:.0%} of the tokens are masked (masked_fraction): {look}"
-        found.append(Problem(text, serious=False, metrics=("masked_fraction", "mismatch_kl/mean", "lag_kl/mean")))
+        text = f"{masked:.0%} of the tokens are masked (masked_fraction): see trainer.loss.token_mask, mismatch_kl and lag_kl"
+        found.append(hint(text, "masked_fraction", "mismatch_kl/mean", "lag_kl/mean"))
     limit = RUN_LIMITS[state.config.model.dtype].kl
     if 0.0 in state.recent("trainer", "parity/agrees"):
         found.append(hint(f"trainer and inference disagree on the same tokens (parity/agrees): {doctor}", "parity/agrees"))

@@ -152,29 +152,37 @@ def ranked(rows: Iterable[Row], name: str, limit: int, *, lowest_first: bool = F
 def message_text(message: dict[str, Any]) -> str:
     """Formats a message: role, thinking, content and tool calls, with control characters escaped."""
     parts = [f"(thinks) {message['reasoning_content']}"] if message.get("reasoning_content") else []
-    content = message.get("content")
-    parts += content_texts(content if isinstance(content, list) else [content])
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") if isinstance(call, dict) else None
-        parts.append(f"calls {function.get('name')}({plain(function.get('arguments'))})" if isinstance(function, dict) else plain(call))
+    parts += content_texts(message.get("content"))
+    parts += [f"calls {name}({plain(arguments)})" if name else plain(arguments) for name, arguments in calls_of(message)]
     return visible(f"{message.get('role')}: " + "\n".join(parts))
 
 
-def content_texts(parts: list[Any]) -> list[str]:
+def content_texts(content: Any) -> list[str]:
     """Returns the parts of a message's content; parts other than text as JSON."""
+    parts = content if isinstance(content, list) else [content]
     texts = [part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else part for part in parts]
     return [plain(text) for text in texts if text not in (None, "")]
 
 
-def conversation_texts(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields the text of a conversation: thinking, content, and names and arguments of tool calls, without roles and keys."""
-    for message in messages:
-        content = message.get("content")
-        yield from content_texts([message.get("reasoning_content"), message.get("thinking")])
-        yield from content_texts(content if isinstance(content, list) else [content])
-        for call in message.get("tool_calls") or ():
-            function = call.get("function") if isinstance(call, dict) else None
-            yield from content_texts([function.get("name"), function.get("arguments")] if isinstance(function, dict) else [call])
+def calls_of(message: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields name and arguments of each tool call of a message; a call in an unknown form has no name, and is its own arguments."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        known = isinstance(function, dict) and "name" in function
+        yield (str(function["name"]), function.get("arguments", "")) if known else ("", call)
+
+
+def contains(row: Row, text: str) -> bool:
+    """Returns whether the conversation (thinking, content, names and arguments of tool calls) or the error of a rollout contains a text.
+
+    text: casefolded; the case is ignored.
+    """
+    parts = [str(row.get("error") or "")]
+    for message in row["messages"]:
+        parts += content_texts([message.get("reasoning_content"), message.get("thinking")]) + content_texts(message.get("content"))
+        parts += [part for name, arguments in calls_of(message) for part in (name, plain(arguments))]
+    return any(text in part.casefold() for part in parts)
 
 
 def plain(value: Any) -> str:

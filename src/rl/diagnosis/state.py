@@ -210,8 +210,8 @@ def other_clock(staleness: Staleness, name: str, heartbeat: float, now: float) -
 def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None = None, metrics: "Numbers | None" = None) -> RunState:
     """Returns the state of a run. Missing or half-written files count as absent. Raises PermissionError for unreadable files.
 
-    `heartbeats` holds earlier observations; without it, `other_clocks` waits where clocks may differ. `metrics` are the run's numbers if
-    the caller follows them; without it, they are read.
+    `heartbeats` holds earlier observations; without it, `watch` waits where clocks may differ. `metrics` are the run's numbers if the
+    caller follows them; without it, they are read.
     """
     from rl.run_dir.numbers import Numbers
 
@@ -220,11 +220,10 @@ def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None =
     paths = files_in(run_dir.status_dir, ".json")
     statuses = {path.stem: status for path in paths if (status := read_status(path)) and status.pid is not None}
     doubtful = [name for name, status in statuses.items() if is_doubtful(status, now)]
-    clocks = (
-        other_clocks(run_dir, statuses, doubtful, now)
-        if heartbeats is None
-        else {name: other_clock(heartbeats, name, statuses[name].heartbeat or now, now) for name in doubtful}
-    )
+    if heartbeats is None:
+        heartbeats = Staleness()
+        watch(run_dir, statuses, doubtful, heartbeats)
+    clocks = {name: other_clock(heartbeats, name, statuses[name].heartbeat or now, now) for name in doubtful}
     processes = {name: inspect_process(name, status, clocks.get(name, now)) for name, status in statuses.items()}
     return RunState(
         run_dir=run_dir,
@@ -249,26 +248,24 @@ def is_doubtful(status: RoleStatus, now: float) -> bool:
     return elsewhere and not -HEARTBEAT_S <= now - (status.heartbeat or now) <= SILENT_S
 
 
-def other_clocks(run_dir: RunDir, statuses: dict[str, RoleStatus], doubtful: list[str], now: float) -> dict[str, float]:
-    """Returns the time on other hosts, by process, for processes whose heartbeat is doubtful.
+def watch(run_dir: RunDir, statuses: dict[str, RoleStatus], doubtful: list[str], heartbeats: Staleness) -> None:
+    """Waits up to SILENT_S for new heartbeats of the processes whose heartbeat is doubtful: one that changes is new, whatever its time.
 
-    Watches for up to SILENT_S: a heartbeat that changes meanwhile is new, whatever its time; one that does not is at least that old.
     Updates `statuses` with newer ones.
     """
-    ages = {name: now - (statuses[name].heartbeat or now) for name in doubtful}
-    doubtful = [*doubtful]
-    if doubtful:
-        text = f"waiting up to {SILENT_S:.0f} s for new heartbeats of {', '.join(doubtful)} on other hosts"
-        print(text, file=sys.stderr, flush=True)
-    clocks, since = dict[str, float](), time.monotonic()
-    while doubtful and (watched_s := time.monotonic() - since) <= SILENT_S:
+    if not doubtful:
+        return
+    text = f"waiting up to {SILENT_S:.0f} s for new heartbeats of {', '.join(doubtful)} on other hosts"
+    print(text, file=sys.stderr, flush=True)
+    for name in doubtful:
+        heartbeats.look(name, statuses[name].heartbeat)
+    began = time.monotonic()
+    while time.monotonic() - began <= SILENT_S and not all(map(heartbeats.moved, doubtful)):
         time.sleep(POLL_S)
-        for name in doubtful[:]:
-            newer = read_status(run_dir.status(name))
-            if newer and newer.heartbeat and newer.heartbeat != statuses[name].heartbeat:
-                statuses[name], clocks[name] = newer, newer.heartbeat
-                doubtful.remove(name)
-    return clocks | {name: max(now, now - ages[name] + watched_s + POLL_S) for name in doubtful}
+        for name in doubtful:
+            if (newer := read_status(run_dir.status(name))) and newer.heartbeat:
+                statuses[name] = newer
+                heartbeats.look(name, newer.heartbeat)
 
 
 def inspect_process(name: str, status: RoleStatus, now: float) -> Process:

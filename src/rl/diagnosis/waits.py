@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rl.config.run import RLConfig
 from rl.diagnosis.environments import environment_problems
-from rl.diagnosis.problems import Problem, log_of, problems_of
+from rl.diagnosis.problems import Problem, log_of, metrics_left_out, problems_of
 from rl.diagnosis.rewards import reward_problems
 from rl.diagnosis.run_outcome import ended_well, run_outcome
 from rl.diagnosis.state import Process, RunState, read_state, span
@@ -59,7 +59,8 @@ def diagnose(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None = N
     """Diagnoses a run, alive or dead. `heartbeats`, `metrics`: see read_state."""
     state = read_state(run_dir, config, heartbeats, metrics)
     hints, environments = reward_problems(state), environment_problems(state)
-    broken, doubtful = ([problem for problem in environments if problem.serious is serious] for serious in (True, False))
+    broken = [problem for problem in environments if problem.serious]
+    doubtful = [*(problem for problem in environments if not problem.serious), *metrics_left_out(state)]
     how: Literal["live", "ended", "stopped", "died"]
     if not state.alive:
         bottleneck, how, log, age = run_outcome(state)

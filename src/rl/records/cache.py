@@ -11,15 +11,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from rl.records.columns import DTYPES, WORDS, Columns, Kind, Words
+from rl.records.columns import DTYPES, WORDS, Columns, Kind, Source, Words
 
-FORMAT = "3"
+FORMAT = "4"
 MAX_BYTES = 1 << 30
 """Maximum size of all indices together; the oldest are deleted first."""
 Identity = tuple[int, int]
 """Size of a file in bytes, and its mtime in ns."""
-Kept = tuple[Columns, dict[int, Identity], dict[tuple[int, str], Identity]]
-"""The columns, the files of steps by step, and those of evaluations by version and name."""
 
 
 def cache_file(root: Path) -> Path:
@@ -29,17 +27,16 @@ def cache_file(root: Path) -> Path:
     return folder / f"{root.resolve().name}-{name}.safetensors"
 
 
-def save(path: Path, columns: Columns, steps: Mapping[int, Identity], evals: Mapping[tuple[int, str], Identity]) -> None:
-    """Writes an index if the cache is writable, and deletes old ones to make room."""
-    kept = columns.only((columns["gone"] == 0) & (columns["kind"] != Kind.PENDING))
+def save(path: Path, columns: Columns, files: Mapping[Source, Identity]) -> None:
+    """Writes an index of files if the cache is writable, and deletes old ones to make room."""
+    kept = columns.only(columns["kind"] != Kind.PENDING)
     tensors = {f"column/{name}": np.ascontiguousarray(kept[name]) for name in DTYPES}
     tensors |= {f"metric/{name}": np.ascontiguousarray(values) for name, values in kept.metrics.items()}
-    tensors["steps"] = np.array([(step, *identity) for step, identity in steps.items()], np.int64).reshape(-1, 3)
     about = {
         "format": FORMAT,
         "words": json.dumps({name: kept.words[name].words for name in WORDS}),
         "left_out": json.dumps(sorted(kept.left_out)),
-        "evals": json.dumps([(version, name, *identity) for (version, name), identity in evals.items()]),
+        "files": json.dumps([*files.items()]),
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with contextlib.suppress(OSError, SafetensorError):
@@ -59,8 +56,8 @@ def make_room(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def load(path: Path) -> Kept | None:
-    """Loads an index; None if there is no readable one."""
+def load(path: Path) -> tuple[Columns, dict[Source, Identity]] | None:
+    """The columns of an index, and the files that it is of; None if there is no readable one."""
     try:
         with safe_open(path, framework="np") as file:
             about, columns = file.metadata() or {}, Columns()
@@ -71,10 +68,11 @@ def load(path: Path) -> Kept | None:
             columns.arrays = {name: file.get_tensor(f"column/{name}") for name in DTYPES}
             prefix = "metric/"
             columns.metrics = {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
-            steps = {step: (size, changed) for step, size, changed in file.get_tensor("steps").tolist()}
-            evals = {(version, name): (size, changed) for version, name, size, changed in json.loads(about["evals"])}
+            files = {
+                Source(Kind(kind), number, name): (size, changed) for (kind, number, name), (size, changed) in json.loads(about["files"])
+            }
             columns.size = len(columns.arrays["kind"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         return None
     same = {len(array) for arrays in (columns.arrays, columns.metrics) for array in arrays.values()} == {columns.size}
-    return (columns, steps, evals) if same else None
+    return (columns, files) if same else None

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,9 +34,8 @@ DTYPES: Mapping[str, str] = {
     "retries": "i4",
     "offset": "i8",
     "length": "i4",
-    "gone": "u1",
 }
-"""The columns. `offset` and `length` locate the line in its (decompressed) file, in bytes; `gone`: the file no longer exists."""
+"""The columns. `offset` and `length` locate the line in its (decompressed) file, in bytes."""
 FLAGS = ("failed", "truncated")
 """Boolean columns."""
 WORDS = ("env", "agent", "outcome", "stop", "why")
@@ -57,6 +56,16 @@ class Kind(IntEnum):
     STEP = 0
     PENDING = 1
     EVAL = 2
+
+
+class Source(NamedTuple):
+    """A file of rollouts: `rollouts/000012.jsonl` (compressed or not), `evals/000010/NAME.jsonl`, or pending.jsonl."""
+
+    kind: Kind
+    number: int
+    """The step or policy version."""
+    name: str = ""
+    """Name of the evaluation."""
 
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
@@ -175,7 +184,6 @@ class Columns:
             line.num_turns,
             line.retries,
             *place,
-            0,
         )
 
     def _metric(self, name: str) -> np.ndarray | None:
@@ -208,8 +216,3 @@ class Columns:
     def code(self, name: str, word: str) -> int:
         """The code of a word in a column; NONE, which no row has, for an unknown word."""
         return self.words[name].codes.get(word, NONE)
-
-    @property
-    def num_bytes(self) -> int:
-        """Allocated memory in bytes."""
-        return sum(array.nbytes for arrays in (self.arrays, self.metrics) for array in arrays.values())

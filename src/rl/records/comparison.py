@@ -50,24 +50,15 @@ def texts(values: Sequence[Any]) -> list[str | None]:
     return [None if value is None else str(value) for value in shown]
 
 
-def eval_names(run: Run) -> list[str]:
-    """The names of the evaluations that a run has results for."""
-    parts = (name.split("/") for name in run.numbers.names)
-    return ["/".join(words[1:-1]) for words in parts if words[0] == "eval" and words[-1] == "reward_mean"]
-
-
 def eval_points(runs: Sequence[Run]) -> list[EvalPoint]:
     """Every evaluation of every version in any of the runs."""
-    means, errors = ([by_version(run, metric) for run in runs] for metric in ("reward_mean", "reward_mean_stderr"))
+    means, errors = ([run.eval_values(metric) for run in runs] for metric in ("reward_mean", "reward_mean_stderr"))
     return [
         EvalPoint(
-            name=name, version=version, means=[of.get((name, version)) for of in means], errors=[of.get((name, version)) for of in errors]
+            name=name,
+            version=version,
+            means=[of.get(name, {}).get(version) for of in means],
+            errors=[of.get(name, {}).get(version) for of in errors],
         )
-        for name, version in sorted({key for of in means for key in of})
+        for name, version in sorted({(name, version) for of in means for name, values in of.items() for version in values})
     ]
-
-
-def by_version(run: Run, metric: str) -> dict[tuple[str, int], float]:
-    """Maps (evaluation, version) to the value of a metric."""
-    curves = {name: run.numbers.curve(f"eval/{name}/{metric}", "eval") for name in eval_names(run)}
-    return {(name, int(version)): float(value) for name, curve in curves.items() for version, value in zip(*curve, strict=True)}

@@ -1,17 +1,18 @@
 """The index of a run's rollouts: follows rollouts/ and evals/, and locates each rollout. Writes nothing to the run."""
 
+import heapq
 import os
 import re
 import time
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from rl.records import cache
-from rl.records.columns import DECODER, Columns, Kind, Line
-from rl.run_dir.files import CorruptFileError, end_of_last_line, reading
+from rl.records.columns import DECODER, Columns, Kind, Line, Source
+from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
 from rl.wire.batch_file import sound_rollouts
 from rl.wire.messages import UNREADABLE
@@ -23,38 +24,11 @@ SUSPECTS = 3
 """Number of newest steps that are checked again: an orchestrator that was killed before its commit rewrites their files."""
 CACHE_S = 2.0
 """An index that took more seconds to read is kept in the user's cache."""
-TICK_NS, LOOK_AGAIN = 100_000_000, -1
-"""A folder that changed within the last TICK_NS may change again with the same mtime."""
-GONE_SHARE = 0.25
-"""Rows of deleted files are removed once they exceed this share."""
-
-
-class Source(NamedTuple):
-    """A file of rollouts: `rollouts/000012.jsonl` (compressed or not), `evals/000010/NAME.jsonl`, or pending.jsonl."""
-
-    kind: Kind
-    number: int
-    """The step or policy version."""
-    name: str = ""
-    """Name of the evaluation."""
+TICK_NS = 100_000_000
+"""A folder that changed within this time may change again with the same mtime."""
 
 
 PENDING = Source(Kind.PENDING, 0)
-
-
-class Identity(NamedTuple):
-    """Identifies the file that was read."""
-
-    size: int
-    mtime_ns: int
-
-
-class State(NamedTuple):
-    """Shows whether files were added or removed: mtimes of the folders in ns, and the contents of `discarded/`."""
-
-    rollouts: int
-    discarded: tuple[str, ...]
-    evals: tuple[int, ...]
 
 
 class RolloutIndex:
@@ -64,68 +38,58 @@ class RolloutIndex:
         """cache_file: where the index is kept beyond this process; None: nowhere."""
         self.run_dir, self.cache_file = run_dir, cache_file
         self.columns = Columns()
-        self.steps: dict[int, Identity] = {}
-        """The step files that were read."""
-        self.evals: dict[tuple[int, str], Identity] = {}
-        """The evaluation files that were read, by version and name."""
+        self.files: dict[Source, cache.Identity] = {}
+        """The files that were read."""
         self.damaged: dict[Source, str] = {}
         """Unreadable files, with the reason; their rollouts are missing."""
         self.denied: dict[Path, str] = {}
         """Folders without read permission, with the error."""
-        self.gone = 0
-        """Number of rows whose file no longer exists."""
-        self.looked: State | None = None
-        self.pending_as_read: tuple[int, int] = (0, 0)
-        """Inode of pending.jsonl, and the offset up to which it was read."""
+        self.looked: int | None = None
+        """The mtime of rollouts/ in ns when it was listed; 0 if it may change again with the same one; None before the first time."""
         if cache_file and (found := cache.load(cache_file)):
-            self.columns, steps, evals = found
-            self.steps = {step: Identity(*identity) for step, identity in steps.items()}
-            self.evals = {key: Identity(*identity) for key, identity in evals.items()}
+            self.columns, self.files = found
 
     def refresh(self) -> None:
         """Reads what is new, and drops what is gone."""
         began = time.monotonic()
-        self._read_pending()  # first: rollouts that a batch settles meanwhile are then seen twice instead of never
-        gone, new = self._changes()
-        self._forget(gone)
-        self._read_files(new)
-        waits = (self.columns["kind"] == Kind.PENDING) & (self.columns["gone"] == 0)
+        if self._replaced(PENDING):
+            self._read([PENDING])  # first: rollouts that a batch settles meanwhile are then seen twice instead of never
+        changed = sorted(self._changed_steps() | self._changed_evals())
+        self._read(changed)
+        waits = self.columns["kind"] == Kind.PENDING
         if waits.any():
-            recent = self.columns["step"] > max(self.steps, default=0) - SUSPECTS
-            recent &= (self.columns["kind"] == Kind.STEP) & (self.columns["gone"] == 0)
+            settled = self.columns["kind"] == Kind.STEP
+            recent = settled & (self.columns["step"] > self.columns["step"][settled].max(initial=0) - SUSPECTS)
             self._drop(waits & np.isin(self.columns["group_id"], self.columns["group_id"][recent]))
-        if self.gone > GONE_SHARE * self.columns.size:
-            self.columns, self.gone = self.columns.only(self.columns["gone"] == 0), 0
-        if self.cache_file and new and time.monotonic() - began > CACHE_S:
-            damaged = {(source.number, source.name) for source in self.damaged}
-            steps = {step: identity for step, identity in self.steps.items() if (step, "") not in damaged}
-            cache.save(self.cache_file, self.columns, steps, {key: value for key, value in self.evals.items() if key not in damaged})
+        if self.cache_file and changed and time.monotonic() - began > CACHE_S:
+            sound = {source: identity for source, identity in self.files.items() if source != PENDING and source not in self.damaged}
+            cache.save(self.cache_file, self.columns, sound)
 
-    def _changes(self) -> tuple[list[Source], list[Source]]:
-        """Returns the files that are gone or were replaced, and those to read. Assumes that old ones are unchanged, unless the run was
-        rolled back since."""
-        folders = self._versions()
-        state = State(mtime(self.run_dir.rollouts_dir), self._names(self.run_dir.discarded), tuple(map(mtime, folders.values())))
-        newest = [
-            step for step in range(max(self.steps, default=0), max(0, max(self.steps, default=0) - SUSPECTS), -1) if step in self.steps
-        ]
-        others = [step for step in newest if self._identity(Source(Kind.STEP, step)) != self.steps[step]]
-        if state == self.looked and not others and not self.denied:
-            return [], []
-        there = {int(match[1]) for match in map(STEP_FILE.fullmatch, self._names(self.run_dir.rollouts_dir)) if match}
-        whole = bool(not self.looked or state.discarded != self.looked.discarded or others)  # others: may be a new run, see --clean
-        looked_at = self.steps.keys() & there if whole else newest
-        changed = {step for step in looked_at if self._identity(Source(Kind.STEP, step)) != self.steps[step]}
-        gone = [Source(Kind.STEP, step) for step in (self.steps.keys() - there) | changed]
-        new = [Source(Kind.STEP, step) for step in sorted((there - self.steps.keys()) | (changed & there))]
-        files = [(version, folder / name) for version, folder in folders.items() for name in self._names(folder) if name.endswith(".jsonl")]
-        evals = {(version, path.stem): identity_of(path) for version, path in files}
-        gone += [Source(Kind.EVAL, *key) for key, identity in self.evals.items() if evals.get(key) != identity]
-        new += [Source(Kind.EVAL, *key) for key, identity in evals.items() if self.evals.get(key) != identity]
-        now = time.time_ns()
-        settled = all(now - changed > TICK_NS for changed in (state.rollouts, *state.evals))
-        self.looked = state if settled else state._replace(rollouts=LOOK_AGAIN)
-        return gone, new
+    def _changed_steps(self) -> set[Source]:
+        """The files of steps that are new, gone or replaced. Old ones are assumed to be unchanged, unless the newest ones are gone or were
+        replaced: then the run was rolled back, or is another one (see --clean)."""
+        folder = self.run_dir.rollouts_dir
+        _, changed_at = identity_of(folder) or (0, 0)
+        if changed_at and changed_at == self.looked and folder not in self.denied:
+            return set()
+        there = {Source(Kind.STEP, int(match[1])) for match in map(STEP_FILE.fullmatch, self._names(folder)) if match}
+        known = {source for source in self.files if source.kind is Kind.STEP}
+        suspects = set(heapq.nlargest(SUSPECTS, known))
+        if self.looked is None or not there.issuperset(suspects) or any(map(self._replaced, suspects)):
+            suspects = known
+        self.looked = changed_at if time.time_ns() - changed_at > TICK_NS else 0
+        return known ^ there | set(filter(self._replaced, suspects))
+
+    def _changed_evals(self) -> set[Source]:
+        """The files of evaluations that are new, gone or replaced."""
+        sources = {source for source in self.files if source.kind is Kind.EVAL}
+        for version, folder in self._versions().items():
+            sources |= {Source(Kind.EVAL, version, name.removesuffix(".jsonl")) for name in self._names(folder) if name.endswith(".jsonl")}
+        return set(filter(self._replaced, sources))
+
+    def _replaced(self, source: Source) -> bool:
+        """Whether a file is not the one that was read; one that is not there was not read."""
+        return self._identity(source) != self.files.get(source)
 
     def _names(self, folder: Path) -> tuple[str, ...]:
         """The sorted names in a folder."""
@@ -147,7 +111,8 @@ class RolloutIndex:
             self.denied[self.run_dir.evals] = str(error)
             return {}
 
-    def _identity(self, source: Source) -> "Identity | None":
+    def _identity(self, source: Source) -> cache.Identity | None:
+        """The size and mtime of a file; None if it does not exist or is not accessible."""
         return next((found for path in self.paths(source) if (found := identity_of(path))), None)
 
     def paths(self, source: Source) -> list[Path]:
@@ -163,70 +128,49 @@ class RolloutIndex:
         return next((path for path in paths if os.path.exists(path)), paths[0])
 
     def _forget(self, sources: list[Source]) -> None:
-        if not sources:
-            return
-        kinds = self.columns["kind"]
-        steps = [source.number for source in sources if source.kind is Kind.STEP]
-        gone = np.isin(self.columns["step"], steps) & (kinds == Kind.STEP)
+        """Drops the rows of files."""
+        known = [source for source in sources if self.files.pop(source, None)]
         for source in sources:
             self.damaged.pop(source, None)
-            if source.kind is Kind.STEP:
-                del self.steps[source.number]
-            else:
-                del self.evals[source.number, source.name]
-                of_env = self.columns["env"] == self.columns.code("env", source.name)
-                gone |= (kinds == Kind.EVAL) & (self.columns["version"] == source.number) & of_env
+        if not known:
+            return
+        kinds, versions, envs = (self.columns[name] for name in ("kind", "version", "env"))
+        steps = [source.number for source in known if source.kind is Kind.STEP]
+        gone = (kinds == Kind.STEP) & np.isin(self.columns["step"], steps)
+        if PENDING in known:
+            gone |= kinds == Kind.PENDING
+        for source in known:
+            if source.kind is Kind.EVAL:
+                gone |= (kinds == Kind.EVAL) & (versions == source.number) & (envs == self.columns.code("env", source.name))
         self._drop(gone)
 
     def _drop(self, rows: np.ndarray) -> None:
-        """Marks rows as gone. rows: [size] bool."""
+        """Removes rows; a selection that was made before keeps them. rows: [size] bool."""
         if rows.any():
-            self.columns["gone"][rows] = 1
-            self.gone = int(self.columns["gone"].sum())
+            self.columns = self.columns.only(~rows)
 
-    def _read_files(self, sources: list[Source]) -> None:
-        lines, places, kind = list[Line](), list[tuple[int, int]](), Kind.STEP
-        for source in sources:
-            path = self.path(source)
-            try:
-                identity = identity_of(path)
-                found = list(decoded(path, sound_rollouts(path)))
-            except FileNotFoundError:
-                continue  # just compressed, deleted or moved: the next refresh handles it
-            except (CorruptFileError, PermissionError) as error:
-                self.damaged[source], found = str(error), []
-            if source.kind is not kind or len(lines) >= CHUNK:
-                self.columns.add(kind, lines, places)
-                lines, places, kind = [], [], source.kind
-            lines += [line for line, _ in found]
-            places += [place for _, place in found]
-            if identity and source.kind is Kind.STEP:
-                self.steps[source.number] = identity
-            elif identity:
-                self.evals[source.number, source.name] = identity
-        self.columns.add(kind, lines, places)
-
-    def _read_pending(self) -> None:
-        path, (inode, offset) = self.run_dir.pending_rollouts, self.pending_as_read
-        try:
-            with reading(path), path.open("rb") as file:
-                there, end = os.fstat(file.fileno()).st_ino, end_of_last_line(file)
-                if there != inode or end < offset:  # rewritten, as at every commit
-                    self._drop(self.columns["kind"] == Kind.PENDING)
-                    offset = 0
-                file.seek(offset)
-                found = [(line, (at + offset, length)) for line, (at, length) in decoded(path, file.read(end - offset))]
-        except FileNotFoundError:
-            self.damaged.pop(PENDING, None)
-            self._drop(self.columns["kind"] == Kind.PENDING)
-            self.pending_as_read = (0, 0)
-            return
-        except (CorruptFileError, PermissionError) as error:
-            self.damaged[PENDING] = str(error)
-            return
-        self.damaged.pop(PENDING, None)
-        self.columns.add(Kind.PENDING, [line for line, _ in found], [place for _, place in found])
-        self.pending_as_read = (there, end)
+    def _read(self, sources: list[Source]) -> None:
+        """Reads files, in place of what was read of them before. sources: sorted."""
+        self._forget(sources)
+        for kind, several in groupby(sources, key=lambda source: source.kind):
+            lines, places = list[Line](), list[tuple[int, int]]()
+            for source in several:
+                path = self.path(source)
+                if (identity := identity_of(path)) is None:
+                    continue  # deleted, or in a folder that is denied
+                try:
+                    found = list(decoded(path, sound_rollouts(path)))
+                except FileNotFoundError:
+                    continue  # just compressed, deleted or moved: the next refresh handles it
+                except (CorruptFileError, PermissionError) as error:
+                    self.damaged[source], found = str(error), []
+                self.files[source] = identity
+                lines += [line for line, _ in found]
+                places += [place for _, place in found]
+                if len(lines) >= CHUNK:
+                    self.columns.add(kind, lines, places)
+                    lines, places = [], []
+            self.columns.add(kind, lines, places)
 
 
 def decoded(path: Path, data: bytes) -> Iterator[tuple[Line, tuple[int, int]]]:
@@ -245,18 +189,10 @@ def compressed(path: Path) -> Path:
     return path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
 
 
-def mtime(path: Path) -> int:
-    """The mtime of a directory in ns; 0 if it does not exist or is not accessible."""
-    try:
-        return path.stat().st_mtime_ns
-    except (FileNotFoundError, PermissionError):
-        return 0
-
-
-def identity_of(path: Path) -> Identity | None:
-    """The Identity of a file; None if it does not exist or is not accessible."""
+def identity_of(path: Path) -> cache.Identity | None:
+    """The size and mtime of a file or folder; None if it does not exist or is not accessible."""
     try:
         there = path.stat()
     except (FileNotFoundError, PermissionError):
         return None
-    return Identity(there.st_size, there.st_mtime_ns)
+    return there.st_size, there.st_mtime_ns

@@ -4,18 +4,17 @@ import contextlib
 import errno
 import math
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from numbers import Real
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
-from rl.diagnosis.rollouts import TRAINED, Row, conversation_texts, messages_text, num_prompt_messages, parse_rollout, rollout_text
-from rl.records.columns import FLAGS, METRIC, NONE, OPTIONAL, WORDS, Columns, Kind
-from rl.records.index import RolloutIndex, Source
+from rl.diagnosis.rollouts import TRAINED, Row, contains, messages_text, num_prompt_messages, parse_rollout, rollout_text
+from rl.records.columns import FLAGS, METRIC, NONE, OPTIONAL, WORDS, Columns, Kind, Source
+from rl.records.index import RolloutIndex
 from rl.run_dir.files import CorruptFileError, reading
 from rl.system.errors import RunError
 from rl.wire.batch_file import sound_rollouts
@@ -26,52 +25,39 @@ Bounds = Mapping[str, tuple[float | None, float | None]]
 """Minimum and maximum of a number, both inclusive; None is unbounded."""
 ERROR = "error"
 """As a filter on `why`, also matches every rollout that failed itself, whatever its `why`."""
-PLACES = ("offset", "length", "gone")
+PLACES = ("offset", "length")
 """Columns that locate a rollout in its file."""
 OTHER_WAYS = "several in a list or a range, or a pair (minimum, maximum)"
 LAST = 2**31 - 1
 """Stands for the step of rollouts that no batch has settled yet."""
-MAX_TEXT_BYTES = 64 << 20
-"""Maximum size of decompressed files in memory."""
 
 
-class Texts:
-    """Reads lines of rollouts. Caches decompressed files, as they have no random access."""
+@lru_cache(maxsize=2)
+def unpacked(path: Path, _changed: int) -> bytes:
+    """The content of a compressed file, which has no random access. Raises FileNotFoundError and CorruptFileError."""
+    return sound_rollouts(path)
 
-    def __init__(self, index: RolloutIndex):
-        self.index = index
-        self.kept: OrderedDict[tuple[Path, int], bytes] = OrderedDict()
-        """Decompressed files by path and mtime."""
-        self.lock = threading.Lock()
 
-    def line(self, source: Source, offset: int, length: int) -> tuple[bytes, Path]:
-        """A line and the path of its file. Raises FileNotFoundError and CorruptFileError."""
-        paths = self.index.paths(source)
-        for path in paths:  # a file may be replaced by its compressed form at any moment
-            with contextlib.suppress(FileNotFoundError):
-                return self._read(path, offset, length), path
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(paths[0]))
+def line_at(paths: list[Path], offset: int, length: int) -> tuple[bytes, Path]:
+    """A line, and the one of `paths` that has it: a file may be replaced by its compressed form at any moment.
 
-    def _read(self, path: Path, offset: int, length: int) -> bytes:
-        if path.suffix != ".gz":
+    Raises FileNotFoundError and CorruptFileError.
+    """
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            if path.suffix == ".gz":
+                return unpacked(path, path.stat().st_mtime_ns)[offset : offset + length], path
             with reading(path), path.open("rb") as file:
                 file.seek(offset)
-                return file.read(length)
-        key = path, path.stat().st_mtime_ns
-        with self.lock:
-            if key not in self.kept:
-                self.kept[key] = sound_rollouts(path)
-                while len(self.kept) > 1 and sum(map(len, self.kept.values())) > MAX_TEXT_BYTES:
-                    self.kept.popitem(last=False)
-            self.kept.move_to_end(key)
-            return self.kept[key][offset : offset + length]
+                return file.read(length), path
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(paths[0]))
 
 
 class Rollout:
     """One rollout. Its numbers come from the index; `row`, `messages` and `text` are read from its file."""
 
-    def __init__(self, columns: Columns, place: int, texts: Texts):
-        self._columns, self._place, self._texts = columns, place, texts
+    def __init__(self, columns: Columns, place: int, index: RolloutIndex):
+        self._columns, self._place, self._index = columns, place, index
 
     def __getitem__(self, name: str) -> Any:
         """A field of the index: a number, a word, or an environment metric (nan if missing). Raises RunError if there is no such field."""
@@ -115,6 +101,11 @@ class Rollout:
         return None if self["rollout_id"] == NONE else self["rollout_id"]
 
     @property
+    def episode(self) -> int | None:
+        """Its index among the samples of its task; None if unknown."""
+        return None if self["episode"] == NONE else self["episode"]
+
+    @property
     def reward(self) -> float:
         """The reward; nan if the rollout failed."""
         return self["reward"]
@@ -147,7 +138,7 @@ class Rollout:
         source = Source(kind, self["version"] if kind is Kind.EVAL else self["step"], self.env if kind is Kind.EVAL else "")
         moved = f"rollout {self.rollout_id} of group {self.group_id} has moved: its file was rewritten; query the rollouts again"
         try:
-            line, path = self._texts.line(source, self["offset"], self["length"])
+            line, path = line_at(self._index.paths(source), self["offset"], self["length"])
             row = parse_rollout(line, str(path)) if line else {}
         except FileNotFoundError as error:
             raise RunError(f"{error.filename}: no longer exists: deleted by orchestrator.rollouts.keep_last, or moved away") from None
@@ -182,8 +173,8 @@ class Rollout:
 class Rollouts(Sequence[Rollout]):
     """An ordered selection of rollouts. A slice is a selection again; files are read only when a rollout's text is accessed."""
 
-    def __init__(self, columns: Columns, places: np.ndarray, texts: Texts):
-        self._columns, self.places, self._texts = columns, places, texts
+    def __init__(self, columns: Columns, places: np.ndarray, index: RolloutIndex):
+        self._columns, self.places, self._index = columns, places, index
 
     def __len__(self) -> int:
         return len(self.places)
@@ -195,13 +186,13 @@ class Rollouts(Sequence[Rollout]):
     def __getitem__(self, which: int | slice) -> "Rollout | Rollouts":
         if isinstance(which, slice):
             return self._some(self.places[which])
-        return Rollout(self._columns, int(self.places[which]), self._texts)
+        return Rollout(self._columns, int(self.places[which]), self._index)
 
     def __iter__(self) -> Iterator[Rollout]:
-        return (Rollout(self._columns, place, self._texts) for place in self.places.tolist())
+        return (Rollout(self._columns, place, self._index) for place in self.places.tolist())
 
     def _some(self, places: np.ndarray) -> "Rollouts":
-        return Rollouts(self._columns, places, self._texts)
+        return Rollouts(self._columns, places, self._index)
 
     @property
     def fields(self) -> list[str]:
@@ -275,7 +266,7 @@ class Rollouts(Sequence[Rollout]):
                 row = rollout.row
             except RunError:
                 continue
-            if any(text in part.casefold() for part in (*conversation_texts(row["messages"]), str(row.get("error") or ""))):
+            if contains(row, text):
                 yield rollout
 
     def counts(self, name: str) -> dict[Any, int]:
@@ -309,12 +300,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not math.isnan(value)
 
 
-def all_rollouts(index: RolloutIndex, texts: Texts, kinds: set[Kind]) -> Rollouts:
+def all_rollouts(index: RolloutIndex, kinds: set[Kind]) -> Rollouts:
     """The rollouts of these kinds now in the index, by step and position in the file, pending ones last; evaluations by version."""
     columns = index.columns
-    places = np.flatnonzero((columns["gone"] == 0) & np.isin(columns["kind"], [*kinds]))
+    places = np.flatnonzero(np.isin(columns["kind"], [*kinds]))
     of_eval, waits = (columns["kind"][places] == kind for kind in (Kind.EVAL, Kind.PENDING))
     order = np.where(of_eval, columns["version"][places], np.where(waits, LAST, columns["step"][places]))
     if len(order) and (np.diff(order) < 0).any():
         places = places[np.argsort(order, kind="stable")]
-    return Rollouts(columns, places, texts)
+    return Rollouts(columns, places, index)

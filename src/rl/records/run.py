@@ -3,6 +3,7 @@
 import math
 import re
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
@@ -19,14 +20,14 @@ from rl.records.cache import cache_file
 from rl.records.columns import Kind
 from rl.records.frames import frame
 from rl.records.index import RolloutIndex
-from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts, is_number
+from rl.records.rollouts import KINDS, Rollouts, all_rollouts, is_number
 from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.files import files_in
 from rl.run_dir.logs import attempts, last_lines
-from rl.run_dir.metric_names import OWN, meaning
+from rl.run_dir.metric_names import METRICS, OWN, meaning
 from rl.run_dir.numbers import Curve, Numbers
 from rl.run_dir.origin import Origin, read_origin
 from rl.run_dir.paths import RunDir, numbered, numbers
@@ -43,6 +44,19 @@ SOURCES = ("trainer", "orchestrator", "eval")
 LOG_NAME = re.compile(r"(.+)-(\d+)\.log")
 KEPT_BATCHES = 4
 """Maximum number of decoded batches in memory."""
+
+
+class UnknownMetricError(RunError):
+    """A name is neither a metric of rl nor of a run."""
+
+
+def check_metric(name: str, known: Collection[str]) -> None:
+    """Raises UnknownMetricError for a name that is neither `known` nor a metric of rl, which may still appear."""
+    if name not in known and meaning(name)[0] == OWN:
+        near = get_close_matches(name, {*known, *METRICS}, n=3)
+        raise UnknownMetricError(
+            f"{name}: there is no such metric" + (f"; similar: {', '.join(near)}" if near else "; see docs/metrics.md")
+        )
 
 
 @dataclass(frozen=True)
@@ -118,15 +132,11 @@ class Run:
             return frame(self.numbers.columns(source), kind)
 
     def curve(self, metric: str, source: str | None = None) -> Curve:
-        """Steps and finite values of a metric; empty if it has none yet. Raises RunError for a name that is neither a metric of rl nor
-        of the run, and for an unknown source."""
+        """Steps and finite values of a metric; empty if it has none yet. Raises RunError for an unknown metric or source."""
         with self.reading:
             self._check_source(source)
-            numbers = self.numbers
-            if metric not in numbers.names and meaning(metric)[0] == OWN:
-                near = get_close_matches(metric, numbers.names, n=3)
-                raise RunError(f"{metric}: there is no such metric" + (f"; similar: {', '.join(near)}" if near else ""))
-            return numbers.curve(metric, source)
+            check_metric(metric, self.numbers.names)
+            return self.numbers.curve(metric, source)
 
     def _check_source(self, source: str | None) -> None:
         if source is not None and source not in SOURCES and source not in self.numbers.tables:
@@ -143,10 +153,6 @@ class Run:
     @cached_property
     def _index(self) -> RolloutIndex:
         return RolloutIndex(self.run_dir, cache_file(self.root) if self._cache else None)
-
-    @cached_property
-    def _texts(self) -> Texts:
-        return Texts(self._index)
 
     def rollouts(self, kind: str | None = None, **wanted: Any) -> Rollouts:
         """Selects rollouts by fields: `step`, `version`, `env`, `task`, `group_id`, `outcome`, `why`, `reward`, ..., or a metric's name.
@@ -166,7 +172,7 @@ class Run:
             unknown = [str(name) for name in several if name not in there.codes]
             if unknown and there.words:
                 raise RunError(f"env = {', '.join(unknown)}: has no rollouts; there are: {', '.join(there.words)}")
-            return all_rollouts(self._index, self._texts, kinds).where(**wanted)
+            return all_rollouts(self._index, kinds).where(**wanted)
 
     def group(self, group_id: int) -> Rollouts:
         """The rollouts of a group, settled or pending, by index in the group. Raises RunError if there are none."""
@@ -237,27 +243,24 @@ class Run:
     def versions(self) -> list[Version]:
         """Policy versions with remaining weights, a checkpoint or an evaluation, ascending from 0, the base model."""
         weights, checkpoints = numbered(self.run_dir.weights_dir), numbered(self.run_dir.checkpoints)
-        evals = self._eval_rewards()
-        best = self._best_versions()
-        there = sorted({0, *weights, *checkpoints, *evals})
+        evals, best = self.eval_values(), self._best_versions()
+        there = sorted({0, *weights, *checkpoints, *(version for of in evals.values() for version in of)})
         return [
             Version(
                 number,
                 weights.get(number),
                 checkpoints.get(number),
-                evals.get(number, {}),
+                {name: of[number] for name, of in evals.items() if number in of},
                 tuple(name for name, of in best.items() if of == number),
             )
             for number in there
         ]
 
-    def _eval_rewards(self) -> dict[int, dict[str, float]]:
-        found: dict[int, dict[str, float]] = {}
-        for name in self.numbers.names:
-            if match := re.fullmatch(r"eval/(.+)/reward_mean", name):
-                for version, reward in zip(*map(list, self.numbers.curve(name, "eval")), strict=True):
-                    found.setdefault(int(version), {})[match[1]] = float(reward)
-        return found
+    def eval_values(self, metric: str = "reward_mean") -> dict[str, dict[int, float]]:
+        """A metric of each evaluation by policy version, ascending."""
+        names = {match[1]: name for name in self.numbers.names if (match := re.fullmatch(rf"eval/(.+)/{metric}", name))}
+        curves = {label: self.numbers.curve(name, "eval") for label, name in names.items()}
+        return {label: dict(zip(steps.tolist(), values.tolist(), strict=True)) for label, (steps, values) in curves.items()}
 
     def _best_versions(self) -> dict[str, int]:
         path = self.run_dir.evals / "best.json"

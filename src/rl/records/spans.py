@@ -1,6 +1,5 @@
 """Follows the spans and gauges that the processes of a run write, in wall time."""
 
-from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +47,8 @@ class SpanFile:
         """Wall time minus monotonic time in seconds, as of the newest Start."""
         self.spans: list[Done] = []
         self.gauges: list[Counted] = []
-        self.begun, self.ended = array("d"), array("d")
-        """Begin and end times of the spans."""
         self.sorted = np.empty(0)
+        """See `begins`."""
 
     def refresh(self) -> None:
         """Reads new lines."""
@@ -70,22 +68,14 @@ class SpanFile:
             if is_time(line.at + offset):
                 self.gauges.append(Counted(self.process, line.at + offset, line.values))
         elif line.begin <= line.end and is_time(line.begin + offset) and is_time(line.end + offset):
-            done = Done(self.process, line.lane, line.name, line.begin + offset, line.end + offset, line.step, line.about)
-            self.spans.append(done)
-            self.begun.append(done.begin)
-            self.ended.append(done.end)
+            self.spans.append(Done(self.process, line.lane, line.name, line.begin + offset, line.end + offset, line.step, line.about))
 
     @property
     def begins(self) -> np.ndarray:
         """Begin times of the spans, ascending, [n]."""
         if len(self.sorted) != len(self.spans):
-            self.sorted = np.sort(np.array(self.begun))
+            self.sorted = np.sort([done.begin for done in self.spans])
         return self.sorted
-
-    def between(self, begin: float, end: float) -> list[Done]:
-        """The spans that overlap the interval from `begin` to `end`."""
-        inside = np.flatnonzero((np.array(self.ended) >= begin) & (np.array(self.begun) <= end))
-        return [self.spans[i] for i in inside.tolist()]
 
 
 class Recording:
@@ -117,7 +107,7 @@ class Recording:
     def ends(self) -> tuple[float, float] | None:
         """The begin of the first span and the end of the last one; None without spans."""
         some = [file for file in self.files.values() if file.spans]
-        return (min(float(file.begins[0]) for file in some), max(max(file.ended) for file in some)) if some else None
+        return (min(float(file.begins[0]) for file in some), max(done.end for file in some for done in file.spans)) if some else None
 
     @property
     def counted(self) -> dict[str, float]:
@@ -134,6 +124,6 @@ class Recording:
         """The spans that overlap the interval from `begin` to `end`, and the gauges in it, in order within each file."""
         files = self.files.values()
         return (
-            [done for file in files for done in file.between(begin, end)],
+            [done for file in files for done in file.spans if done.end >= begin and done.begin <= end],
             [counted for file in files for counted in file.gauges if begin <= counted.time <= end],
         )

@@ -104,8 +104,8 @@ def read_timeline(
     A span is written when it ends. The one that a process is in, or was in when killed, comes from its status, to be read before.
     """
     spans, gauges = recording.between(begin, end)
-    under_way = [*open_spans(statuses)]
     newest = max((status.heartbeat or 0.0 for status in statuses.values()), default=0.0)
+    under_way = [*open_spans(statuses, newest)]
     spans += [*under_way, *starts(events, recording, under_way, newest)]
     found = Timeline(
         [*one_by_one(sorted(spans, key=lambda done: (done.begin, -done.end)))],
@@ -115,9 +115,8 @@ def read_timeline(
     return found.between(begin, end)
 
 
-def open_spans(statuses: Mapping[str, RoleStatus]) -> Iterator[Done]:
-    """The current phase of each process: up to the newest heartbeat of all if the process is alive, else up to its own last one."""
-    newest = max((status.heartbeat or 0.0 for status in statuses.values()), default=0.0)
+def open_spans(statuses: Mapping[str, RoleStatus], newest: float) -> Iterator[Done]:
+    """The current phase of each process: up to the `newest` heartbeat of all if the process is alive, else up to its own last one."""
     for name, status in statuses.items():
         if status.phase and status.since is not None and status.heartbeat is not None:
             end = newest if newest - status.heartbeat <= SLACK_S else status.heartbeat

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -18,7 +17,7 @@ MAX_LOG_RATIO = 10.0
 """The trainer's clamp of log r in nats, see rl.trainer.loss.kl."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False, kw_only=True)
 class SampleTokens:
     """One sample of a batch. Arrays are aligned, [T] for T tokens; values of trained tokens are nan, -1 or False elsewhere."""
 
@@ -26,116 +25,81 @@ class SampleTokens:
     place: int
     """Index among the batch's samples."""
     sample: TrainingSample
-    log: dict[str, np.ndarray]
-    """Columns of the token log, [n] for the n trained tokens; empty without a token log."""
+    env: str
+    group_id: int
+    rollout_id: int
+    has_log: bool
+    """Whether the trainer's values are available."""
+    token_ids: np.ndarray
+    """Token ids, int64."""
+    loss_mask: np.ndarray
+    """Bool: the token was sampled and trained on."""
+    logprobs: np.ndarray
+    """Log-probabilities of the sampler, in nats."""
+    advantages: np.ndarray
+    versions: np.ndarray
+    """The policy version that sampled the token, int64; -1 elsewhere."""
+    trainer_logprobs: np.ndarray
+    """Log-probabilities of the trainer when it first trained on the token, in nats."""
+    ratio: np.ndarray
+    """r = exp(trainer's - sampler's log-probability), with the difference clamped to +-10 as in the losses."""
+    entropies: np.ndarray
+    """Entropies of the trainer's distribution, in nats."""
+    reference_logprobs: np.ndarray
+    """Log-probabilities of the reference model, in nats."""
+    teacher_gap: np.ndarray
+    """Log-probability of the trainer minus the teacher's, in nats; nan without a teacher."""
+    clipped: np.ndarray
+    """Bool: the loss's own clip left the token without gradient."""
+    masked: np.ndarray
+    """Bool: a mask on the ratio left the token out of the loss."""
+    stopped_later: np.ndarray
+    """Bool: the clip or a mask excluded the token in a later epoch over the batch."""
 
     def __repr__(self) -> str:
         return f"<SampleTokens: step {self.step}, group {self.group_id}, rollout {self.rollout_id}, {len(self.token_ids)} tokens>"
 
-    @property
-    def env(self) -> str:
-        return self.sample.env
-
-    @property
-    def group_id(self) -> int:
-        return self.sample.group_id
-
-    @property
-    def rollout_id(self) -> int:
-        return self.sample.rollout_id
-
-    @property
-    def has_log(self) -> bool:
-        """Whether the trainer's values are available."""
-        return bool(self.log)
-
-    @cached_property
-    def token_ids(self) -> np.ndarray:
-        """Token ids, int64."""
-        return np.array(self.sample.token_ids, np.int64)
-
-    @cached_property
-    def loss_mask(self) -> np.ndarray:
-        """Bool: the token was sampled and trained on."""
-        return np.array(self.sample.loss_mask, bool)
-
-    @cached_property
-    def logprobs(self) -> np.ndarray:
-        """Log-probabilities of the sampler, in nats."""
-        return np.where(self.loss_mask, np.array(self.sample.logprobs, np.float32), np.nan)
-
-    @cached_property
-    def advantages(self) -> np.ndarray:
-        return np.where(self.loss_mask, np.array(self.sample.advantages, np.float32), np.nan)
-
-    @cached_property
-    def versions(self) -> np.ndarray:
-        """The policy version that sampled the token, int64; -1 elsewhere."""
-        spans = self.sample.policy_versions
-        versions = np.full(len(self.token_ids), -1)
-        versions[self.loss_mask] = np.repeat([span.policy_version for span in spans], [span.num_tokens for span in spans])
-        return versions
-
-    @cached_property
-    def trainer_logprobs(self) -> np.ndarray:
-        """Log-probabilities of the trainer when it first trained on the token, in nats."""
-        return self._column("trainer_logprobs")
-
-    @cached_property
-    def ratio(self) -> np.ndarray:
-        """r = exp(trainer's - sampler's log-probability), with the difference clamped to +-10 as in the losses."""
-        gap = np.clip(self.trainer_logprobs - self.logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return np.exp(gap)
-
-    @cached_property
-    def entropies(self) -> np.ndarray:
-        """Entropies of the trainer's distribution, in nats."""
-        return self._column("entropies")
-
-    @cached_property
-    def reference_logprobs(self) -> np.ndarray:
-        """Log-probabilities of the reference model, in nats."""
-        return self._column("reference_logprobs")
-
-    @cached_property
-    def teacher_gap(self) -> np.ndarray:
-        """Log-probability of the trainer minus the teacher's, in nats; nan without a teacher."""
-        teacher = self.sample.teacher_logprobs
-        return self.trainer_logprobs - np.array([np.nan] * len(self.token_ids) if teacher is None else teacher, np.float32)
-
-    @cached_property
-    def clipped(self) -> np.ndarray:
-        """Bool: the loss's own clip left the token without gradient."""
-        return self._flag(CLIPPED)
-
-    @cached_property
-    def masked(self) -> np.ndarray:
-        """Bool: a mask on the ratio left the token out of the loss."""
-        return self._flag(MASKED)
-
-    @cached_property
-    def stopped_later(self) -> np.ndarray:
-        """Bool: the clip or a mask excluded the token in a later epoch over the batch."""
-        return self._flag(LATER)
-
-    def _column(self, name: str) -> np.ndarray:
-        values = np.full(len(self.token_ids), np.nan, np.float32)
-        if name in self.log:
-            values[self.loss_mask] = self.log[name]
-        return values
-
-    def _flag(self, bit: int) -> np.ndarray:
-        flags = np.zeros(len(self.token_ids), bool)
-        if "flags" in self.log:
-            flags[self.loss_mask] = self.log["flags"] & bit > 0
-        return flags
-
     def columns(self) -> dict[str, np.ndarray]:
         """All values as columns, with one row per token."""
-        names = ("token_ids", "loss_mask", "logprobs", "advantages", "versions")
-        of_trainer = ("trainer_logprobs", "ratio", "entropies", "reference_logprobs", "teacher_gap", "clipped", "masked", "stopped_later")
-        place = {"position": np.arange(len(self.token_ids))}
-        return place | {name: getattr(self, name) for name in (*names, *of_trainer)}
+        arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return {"position": np.arange(len(self.token_ids)), **arrays}
+
+
+def sample_tokens(step: int, place: int, sample: TrainingSample, log: dict[str, np.ndarray]) -> SampleTokens:
+    """The tokens of a sample. log: the columns of its n trained tokens in the token log, [n]; empty without a token log."""
+    mask = np.array(sample.loss_mask, bool)
+
+    def whole(name: str) -> np.ndarray:
+        values = np.full(len(mask), np.nan, np.float32)
+        values[mask] = log.get(name, np.nan)
+        return values
+
+    spans, flags, versions = sample.policy_versions, np.zeros(len(mask), np.uint8), np.full(len(mask), -1)
+    versions[mask] = np.repeat([span.policy_version for span in spans], [span.num_tokens for span in spans])
+    flags[mask] = log.get("flags", 0)
+    logprobs, trainer_logprobs = np.where(mask, np.array(sample.logprobs, np.float32), np.nan), whole("trainer_logprobs")
+    return SampleTokens(
+        step=step,
+        place=place,
+        sample=sample,
+        env=sample.env,
+        group_id=sample.group_id,
+        rollout_id=sample.rollout_id,
+        has_log=bool(log),
+        token_ids=np.array(sample.token_ids, np.int64),
+        loss_mask=mask,
+        logprobs=logprobs,
+        advantages=np.where(mask, np.array(sample.advantages, np.float32), np.nan),
+        versions=versions,
+        trainer_logprobs=trainer_logprobs,
+        ratio=np.exp(np.clip(trainer_logprobs - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)),
+        entropies=whole("entropies"),
+        reference_logprobs=whole("reference_logprobs"),
+        teacher_gap=trainer_logprobs - np.array(np.nan if sample.teacher_logprobs is None else sample.teacher_logprobs, np.float32),
+        clipped=flags & CLIPPED > 0,
+        masked=flags & MASKED > 0,
+        stopped_later=flags & LATER > 0,
+    )
 
 
 class BatchTokens:
@@ -168,4 +132,4 @@ class BatchTokens:
         for place, (sample, end) in enumerate(zip(self.samples, self.ends, strict=True)):
             if group in (None, sample.group_id) and rollout in (None, sample.rollout_id):
                 own = slice(end - sum(sample.loss_mask), end)
-                yield SampleTokens(self.step, place, sample, {name: values[own] for name, values in self.log.items()})
+                yield sample_tokens(self.step, place, sample, {name: values[own] for name, values in self.log.items()})

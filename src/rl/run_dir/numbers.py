@@ -1,14 +1,13 @@
 """A run's metrics as columns, followed while they are written. Commands that must start fast import this lazily: numpy takes 0.1 s."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rl.run_dir.files import LineReader
-from rl.run_dir.metrics import ALWAYS, NEWEST_BYTES, parse_line, source_files
+from rl.run_dir.metrics import ALWAYS, MOST_NAMES, NEWEST_BYTES, parse_line, source_files
 
 Curve = tuple[np.ndarray, np.ndarray]
 """Steps [n] int64, and values of a metric at these steps [n] float64."""
@@ -28,6 +27,8 @@ class Table:
         """Times of the first and the newest line of a row, seconds since the epoch; a step that was trained again has several lines."""
         self.arrays: dict[str, np.ndarray] = {}
         """Values by metric, nan where a row has none; with spare capacity for more rows."""
+        self.left_out = False
+        """Whether there are metrics beyond MOST_NAMES."""
         self.order = np.empty(0, np.int64), np.empty(0, np.int64)
 
     def add(self, step: int, line: Mapping[str, Any]) -> None:
@@ -43,6 +44,9 @@ class Table:
         for name, value in line.items():
             if name not in ALWAYS:
                 if name not in self.arrays:
+                    if len(self.arrays) >= MOST_NAMES:
+                        self.left_out = True
+                        continue
                     self.arrays[name] = np.full(len(self.times), np.nan)
                 self.arrays[name][row] = np.nan if value is None else value
 
@@ -53,15 +57,6 @@ class Table:
             order = np.argsort(steps)
             self.order = steps[order], rows[order]
         return self.order
-
-    def since(self, begin: float, names: Sequence[str]) -> Iterator[tuple[int, float, dict[str, float]]]:
-        """Yields (step, time, finite values of these metrics) of each line written since a time, ascending by step."""
-        steps, rows = self.ordered()
-        columns = {name: self.arrays[name] for name in names if name in self.arrays}
-        for i in np.flatnonzero(self.times[rows] >= begin):
-            row = rows[i]
-            values = {name: float(column[row]) for name, column in columns.items()}
-            yield int(steps[i]), float(self.times[row]), {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 class Numbers:

@@ -1,61 +1,43 @@
 """Curves: the metrics, their values over steps, samples, tokens or time, and the events at each step."""
 
-import difflib
 import json
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
-from rl.records.run import Run
+from rl.records.run import Run, check_metric
 from rl.records.timeline import restarts
 from rl.run_dir.metric_names import METRICS, OWN, SECTIONS, meaning
 from rl.run_dir.paths import numbers
-from rl.system.errors import RunError
 from rl.view.responses import Curves, Mark, Metric, Metrics, Series
 
 Axis = Literal["step", "samples", "tokens", "time"]
 MOST_POINTS = 1500
 """Maximum number of points of a curve; a longer one is reduced to means over stretches of steps."""
-FIRST = ("reward/mean", "eval/", "rollouts/", "entropy/mean", "loss/mean", "mismatch_kl/mean", "lag/mean")
 
 
 def metrics(runs: Sequence[Run]) -> Metrics:
     """All metrics of the runs, by section, in the order of docs/metrics.md."""
-    sections, found = [*SECTIONS, OWN], dict[str, str]()
-    for run in runs:
-        for source, table in sorted(run.numbers.tables.items()):
-            for name, values in table.arrays.items():
-                if np.isfinite(values).any():
-                    found.setdefault(name, source)
-    order = [name for names in SECTIONS.values() for name in names]
-    rank = {name: i for i, name in enumerate(order)}
-    names = sorted(found, key=lambda name: (sections.index(meaning(name)[0]), rank.get(name, len(rank)), name))
-    return Metrics(metrics=[Metric(name=name, section=meaning(name)[0], what=meaning(name)[1], source=found[name]) for name in names])
-
-
-class UnknownMetricError(RunError):
-    """A request names an unknown metric; the answer is 404."""
-
-
-def check_names(runs: Sequence[Run], names: Sequence[str]) -> None:
-    """Raises UnknownMetricError for a name that is in no run and not in the reference, whose metrics may still appear."""
-    known = {name for run in runs for name in run.numbers.names}
-    for name in names:
-        if name not in known and meaning(name)[0] == OWN:
-            close = difflib.get_close_matches(name, known | METRICS.keys(), n=1)
-            raise UnknownMetricError(f"{name}: no such metric" + (f"; did you mean {close[0]}?" if close else "; see docs/metrics.md"))
+    sections = [*SECTIONS, OWN]
+    tables = [table for run in runs for table in run.numbers.tables.values()]
+    found = {name for table in tables for name, values in table.arrays.items() if np.isfinite(values).any()}
+    rank = {name: i for i, name in enumerate(METRICS)}
+    known = [Metric(name=name, section=section, what=what) for name in found for section, what in [meaning(name)]]
+    return Metrics(metrics=sorted(known, key=lambda one: (sections.index(one.section), rank.get(one.name, len(rank)), one.name)))
 
 
 def curves(keys: Sequence[str], runs: Sequence[Run], names: Sequence[str], axis: Axis, begin: float | None, end: float | None) -> Curves:
     """The curves of metrics of runs, optionally limited to an interval of the axis and one point beyond each end."""
-    check_names(runs, names)
+    known = {name for run in runs for name in run.numbers.names}
+    for name in names:
+        check_metric(name, known)
     series, marks, ends = [], [], (-np.inf if begin is None else begin, np.inf if end is None else end)
     for key, run in zip(keys, runs, strict=True):
         place = Places(run, axis)
         series += [one for name in names if (one := one_series(key, run, name, place, ends))]
         marks += marks_of(key, run, place, ends)
-    return Curves(axis=axis, series=series, marks=marks)
+    return Curves(series=series, marks=marks)
 
 
 class Places:
@@ -138,7 +120,8 @@ def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, 
 
 def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> list[Mark]:
     """Evaluations, checkpoints, deaths, restarts and changed settings at their steps."""
-    found = [("eval", int(step), f"evaluation of version {step}") for step in eval_versions(run)]
+    evaluated = line_times(run).get("eval", (np.empty(0, np.int64), np.empty(0)))[0].tolist()
+    found = [("eval", step, f"evaluation of version {step}") for step in evaluated]
     found += [("checkpoint", step, f"checkpoint {step}") for step in numbers(run.run_dir.checkpoints)]
     steps, times = wall_times(run)
     found += [("change", step, text) for step, text in changes(run)]
@@ -156,11 +139,6 @@ def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> li
         places.append(event.time - place.begin if place.by_time else float(place(np.array([step]))[0]))
     marks = zip(found, places, strict=True)
     return [Mark(run=key, kind=kind, step=step, x=x, text=text) for (kind, step, text), x in marks if not (x < ends[0] or x > ends[1])]  # type: ignore[arg-type]
-
-
-def eval_versions(run: Run) -> list[int]:
-    """The evaluated versions."""
-    return line_times(run).get("eval", (np.empty(0), np.empty(0)))[0].tolist()
 
 
 def line_times(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -1,7 +1,8 @@
-"""Exports a run as one self-contained page: all answers of the server, with as many rollouts as the size allows."""
+"""Exports a run: as one self-contained page, with all answers of the server and as many rollouts as the size allows, or its timeline."""
 
 import base64
 import html
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,17 @@ def write_page(library: Library, path: Path, max_bytes: int) -> list[str]:
     text = document(PAGE, data, html.escape(f"{run.root.name} · rl view"))
     write_file(path.absolute(), text.encode())
     return [f"{path}: {size(len(text.encode()))}, opens in any browser without a server", *left_out]
+
+
+def write_trace(library: Library, path: Path) -> list[str]:
+    """Writes the timeline of a library's only run as Chrome trace events. Returns messages for the user. Raises RunError."""
+    (key,) = library.keys()
+    run = library.run(key)
+    trace = run.timeline().trace()
+    if not trace["traceEvents"]:
+        raise RunError(f"{key}: has no spans: the run has not begun")
+    write_file(path.absolute(), json.dumps(Redaction(run).hide(trace)).encode())
+    return [f"{path}: {len(trace['traceEvents']):,} events, for https://ui.perfetto.dev"]
 
 
 def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], list[str]]:
@@ -145,7 +157,7 @@ def with_group(run: Run, some: Rollouts, i: int) -> tuple[str, Any]:
     names = {name: getattr(row, name) for name in ("kind", "group", "version", "env", "task", "agent")}
     found = rollouts.find(run, rollouts.Which(run="", rollout=row.rollout or 0, **names))
     name = f"{row.version}/{row.env}/{row.task}/{row.rollout}/{row.agent}" if row.kind == "eval" else f"{row.group}/{row.rollout}"
-    return name, rollouts.in_full(run, found)
+    return name, rollouts.in_full(run, *found)
 
 
 def add_tokens(content: dict[str, Any], run: Run, row: Any, room: int) -> int:

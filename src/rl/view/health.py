@@ -1,7 +1,6 @@
 """Problems of a run with their evidence, and the logs of its processes."""
 
 import os
-import time
 from pathlib import Path
 
 from rl.diagnosis.problems import Problem
@@ -11,8 +10,6 @@ from rl.system.credentials import redact
 from rl.system.errors import RunError
 from rl.system.terminal import visible
 from rl.view.responses import Finding, Health, Log, ProcessRow
-
-MOST_LINES = 2000
 
 
 def health(run: Run) -> Health:
@@ -24,14 +21,13 @@ def health(run: Run) -> Health:
             there = processes(run, live=False)
         except OSError:
             there = []
-        return Health(state="unreadable", bottleneck=visible(str(error)), lines=[], findings=[], processes=there, now=time.time())
+        return Health(state="unreadable", bottleneck=visible(str(error)), lines=[], findings=[], processes=there)
     return Health(
         state=found.state,
         bottleneck=visible(found.bottleneck),
         lines=[visible(line) for line in found.lines],
         findings=[finding(problem, run.root) for problem in (*found.problems, *found.hints)],
         processes=processes(run, live=found.state == "live"),
-        now=time.time(),
     )
 
 
@@ -63,14 +59,6 @@ def processes(run: Run, live: bool) -> list[ProcessRow]:
 
 def log(run: Run, process: str, attempt: int | None, lines: int) -> Log:
     """The last lines of a process's log, by default of its newest attempt. Raises RunError if there is no such log."""
-    if not 0 < lines <= MOST_LINES:
-        raise RunError(f"lines = {lines}: give a number from 1 to {MOST_LINES}")
-    attempts = run.logs.get(process, {})
-    chosen = max(attempts, default=0) if attempt is None else attempt
-    text = run.log(process, chosen or None, lines)
-    return Log(
-        process=process,
-        attempt=chosen,
-        lines=[visible(redact(line)) for line in text],
-        bytes=os.path.getsize(attempts[chosen]),
-    )
+    text, attempts = run.log(process, attempt, lines), run.logs[process]
+    path = attempts[max(attempts) if attempt is None else attempt]
+    return Log(lines=[visible(redact(line)) for line in text], bytes=os.path.getsize(path))

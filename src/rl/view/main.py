@@ -112,13 +112,8 @@ def export(library: Any, path: Path, max_mib: int) -> int:
         raise RunError(f"--export {path}: give a file that ends in .html or .json, outside the run's directory")
     if not path.absolute().parent.is_dir():
         raise RunError(f"--export {path}: there is no folder {path.absolute().parent}")
-    if path.suffix == ".json":
-        from rl.view.trace import write_trace
+    from rl.view.export import write_page, write_trace
 
-        said = write_trace(library, path)
-    else:
-        from rl.view.export import write_page
-
-        said = write_page(library, path, max_mib << 20)
+    said = write_trace(library, path) if path.suffix == ".json" else write_page(library, path, max_mib << 20)
     print("\n".join(f"rl view: {line}" for line in said))
     return 0

@@ -14,10 +14,13 @@ State = Literal["live", "ended", "died", "stopped", "unreadable"]
 
 Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 """A finite number in a query."""
+Offset = Annotated[int, msgspec.Meta(ge=0)]
+Limit = Annotated[int, msgspec.Meta(ge=1, le=500)]
+"""Number of rows on a page."""
 
 
 class Query(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Base class of the parameters of a query."""
+    """Base class of the parameters of a query; itself one without parameters."""
 
 
 class Answer(msgspec.Struct, kw_only=True, frozen=True):
@@ -84,7 +87,6 @@ class Learned(Answer):
 class Comparison(Answer):
     """A comparison of runs; lists are in the order of the runs."""
 
-    runs: list[str]
     settings: list[SettingDiff]
     evals: list[EvalPoint]
     learned: list[Learned]
@@ -100,7 +102,6 @@ class Metric(Answer):
     section: str
     what: str
     """Its meaning in words; empty for a custom metric."""
-    source: str
 
 
 class Metrics(Answer):
@@ -142,7 +143,6 @@ class Mark(Answer):
 class Curves(Answer):
     """Curves of some metrics of some runs."""
 
-    axis: Literal["step", "samples", "tokens", "time"]
     series: list[Series]
     marks: list[Mark]
 
@@ -170,9 +170,8 @@ class RolloutRow(Answer):
 
 
 class Histogram(Answer):
-    """Counts between `edges`, which has one entry more than `counts`."""
+    """Counts of rewards between `edges`, which has one entry more than `counts`."""
 
-    name: str
     edges: list[float]
     counts: list[int]
     ranges: list[list[float]]
@@ -382,13 +381,10 @@ class Health(Answer):
     lines: list[str]
     findings: list[Finding]
     processes: list[ProcessRow]
-    now: float
 
 
 class Log(Answer):
     """The end of a log."""
 
-    process: str
-    attempt: int
     lines: list[str]
     bytes: int

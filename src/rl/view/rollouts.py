@@ -3,19 +3,17 @@
 import json
 import math
 import time
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
 
-from rl.diagnosis.rollouts import Row, content_texts, num_prompt_messages, plain
-from rl.records.columns import NONE
+from rl.diagnosis.rollouts import Row, calls_of, contains, content_texts, num_prompt_messages, plain
 from rl.records.rollouts import ERROR, Rollout, Rollouts
 from rl.records.run import Run
 from rl.system.errors import RunError
 from rl.system.terminal import visible
 from rl.view.explain import explanation
-from rl.view.responses import Call, Histogram, Message, Number, Query, RolloutDetail, RolloutRow
+from rl.view.responses import Call, Histogram, Limit, Message, Number, Offset, Query, RolloutDetail, RolloutRow
 from rl.view.responses import Rollouts as Page
 
 FACETS = ("env", "why", "outcome")
@@ -56,8 +54,8 @@ class Wanted(Query):
     """Text in the conversation or the error, ignoring case."""
     sort: str = ""
     descending: bool = True
-    offset: int = 0
-    limit: int = 50
+    offset: Offset = 0
+    limit: Limit = 50
 
 
 class Which(Query, kw_only=True):
@@ -83,7 +81,7 @@ def page(run: Run, wanted: Wanted) -> Page:
     sorts = sorts_of(everything)
     if wanted.sort and wanted.sort not in sorts:
         raise RunError(f"sort = {wanted.sort}: give one of {', '.join(sorts)}")
-    chosen = newest_first(chosen)
+    chosen = chosen.sorted("version" if wanted.kind == "eval" else "step", descending=True)
     if wanted.sort:
         chosen = chosen.sorted(wanted.sort, descending=wanted.descending)
     searched, complete, total = None, True, len(chosen)
@@ -138,13 +136,6 @@ def without(filters: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in filters.items() if key != name}
 
 
-def newest_first(rollouts: Rollouts) -> Rollouts:
-    """Sorts the newest steps first; within a step, keeps the order of its file."""
-    name = "version" if len(rollouts) and rollouts[0].kind == "eval" else "step"
-    order = rollouts.column(name)
-    return rollouts._some(rollouts.places[np.argsort(-order.astype(np.int64), kind="stable")])
-
-
 def histogram_of(rollouts: Rollouts) -> Histogram | None:
     """A histogram of the rewards in BINS equal bins; None if there are no rewards, or all are equal."""
     values = rollouts.column("reward")
@@ -155,7 +146,7 @@ def histogram_of(rollouts: Rollouts) -> Histogram | None:
     counts, edges = np.histogram(values, bins=BINS)
     ends = np.cumsum(counts)
     ranges = [[float(values[end - n]), float(values[end - 1])] if n else [] for n, end in zip(counts, ends, strict=True)]
-    return Histogram(name="reward", edges=edges.tolist(), counts=counts.tolist(), ranges=ranges)
+    return Histogram(edges=edges.tolist(), counts=counts.tolist(), ranges=ranges)
 
 
 def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[Rollout], int, bool]:
@@ -170,22 +161,15 @@ def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[Rollout], int, bool
             row = rollout.row
         except RunError:  # its file is gone, or damaged, which the page reports elsewhere
             continue
-        if (not text or text in searchable(row).casefold()) and (not wanted.tool_errors or has_tool_error(row)):
+        if (not text or contains(row, text)) and (not wanted.tool_errors or has_tool_error(row)):
             found.append(rollout)
     return found, looked, True
 
 
-def searchable(row: Row) -> str:
-    """All text of a rollout."""
-    parts = [
-        message.text + message.thinking + "".join(call.name + call.arguments for call in message.calls) for message in messages_of(row)
-    ]
-    return "\n".join([*parts, str(row.get("error") or "")])
-
-
 def has_tool_error(row: Row) -> bool:
     """Whether a tool result mentions an error at its beginning. It is free text, so there is no better sign."""
-    return any(message.role == "tool" and "error" in message.text[:200].casefold() for message in messages_of(row))
+    results = ("\n".join(content_texts(message.get("content"))) for message in row["messages"] if message.get("role") == "tool")
+    return any("error" in result[:200].casefold() for result in results)
 
 
 def row_of(rollout: Rollout) -> RolloutRow:
@@ -198,7 +182,7 @@ def row_of(rollout: Rollout) -> RolloutRow:
         env=rollout.env,
         task=rollout.task,
         group=rollout.group_id,
-        rollout=none_or(rollout["episode"]) if is_eval else rollout.rollout_id,
+        rollout=rollout.episode if is_eval else rollout.rollout_id,
         agent=rollout["agent"],
         reward=finite(rollout.reward),
         advantage=finite(rollout.advantage),
@@ -210,43 +194,32 @@ def row_of(rollout: Rollout) -> RolloutRow:
     )
 
 
-def none_or(value: int) -> int | None:
-    return None if value == NONE else value
-
-
 def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def find(run: Run, which: Which) -> Rollouts:
-    """Finds a rollout and its group (in an evaluation, the samples of its task). The rollout itself comes first, then the whole group.
-
-    Raises RunError if it does not exist.
-    """
+def find(run: Run, which: Which) -> tuple[Rollout, Rollouts]:
+    """Finds a rollout and its group (in an evaluation, the samples of its task). Raises RunError if it does not exist."""
     if which.kind == "eval":
-        beside, name = run.rollouts("eval", version=which.version, env=which.env, task=which.task), "episode"
+        group, name = run.rollouts("eval", version=which.version, env=which.env, task=which.task), "episode"
     elif which.group is None:
         raise RunError(f"rollout {which.rollout}: give its group, too")
     else:
-        beside, name = run.rollouts(which.kind, group_id=which.group), "rollout_id"
-        if which.kind == "train" and not len(beside):
-            beside = run.rollouts("pending", group_id=which.group)
-    numbers = beside.column(name)
-    meant = numbers == which.rollout
-    if which.kind == "eval" and which.agent:
-        meant &= beside.column("agent") == which.agent
-    if not meant.any():
+        group, name = run.rollouts(which.kind, group_id=which.group), "rollout_id"
+        if which.kind == "train" and not len(group):
+            group = run.rollouts("pending", group_id=which.group)
+    group = group.sorted(name)
+    meant = group.where(**{name: which.rollout}, agent=which.agent or None)
+    if not len(meant):
         of = f"task {which.task}" if which.kind == "eval" else f"group {which.group}"
         raise RunError(f"rollout {which.rollout} of {of} does not exist (any more)")
-    order, first = np.argsort(numbers, kind="stable"), np.flatnonzero(meant)[:1]
-    return beside._some(beside.places[np.concatenate([first, order])])
+    return meant[0], group
 
 
-def in_full(run: Run, found: Rollouts) -> RolloutDetail:
-    """The first rollout of `found` in full, with the others as its group; see `find`. Raises RunError if its text is gone."""
-    rollout = found[0]
+def in_full(run: Run, rollout: Rollout, beside: Rollouts) -> RolloutDetail:
+    """A rollout in full, with its group; see `find`. Raises RunError if its text is gone."""
     row, number = rollout.row, row_of(rollout)
-    group = [row_of(other) for other in found[1:]]
+    group = [row_of(other) for other in beside]
     shown = {"messages", "metrics", "error", "reward", "advantage"}
     return RolloutDetail(
         row=number,
@@ -271,8 +244,7 @@ def messages_of(row: Row) -> list[Message]:
 
 def message_of(message: dict[str, Any]) -> Message:
     """One message. Thinking between tags in the content is moved to its own field."""
-    content = message.get("content")
-    text = "\n".join(content_texts(content if isinstance(content, list) else [content]))
+    text = "\n".join(content_texts(message.get("content")))
     thinking = plain(message.get("reasoning_content") or message.get("thinking") or "")
     if message.get("role") == "assistant" and not thinking:
         head, close, tail = text.partition("</think>")
@@ -283,22 +255,10 @@ def message_of(message: dict[str, Any]) -> Message:
         role=visible(str(message.get("role") or "")),
         thinking=bounded(visible(thinking))[0],
         text=shown,
-        calls=list(calls_of(message)),
+        calls=[Call(name=visible(name), arguments=visible(pretty(arguments))) for name, arguments in calls_of(message)],
         name=visible(str(message.get("name") or message.get("tool_call_id") or "")),
         left_out=left_out,
     )
-
-
-def calls_of(message: dict[str, Any]) -> Iterator[Call]:
-    """The tool calls of a message; calls in an unknown form are shown as JSON."""
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, dict) else None
-        inner = function if isinstance(function, dict) else call if isinstance(call, dict) and "name" in call else None
-        if inner is None:
-            yield Call(name="", arguments=visible(plain(call)))
-        else:
-            yield Call(name=visible(str(inner.get("name"))), arguments=visible(pretty(inner.get("arguments"))))
 
 
 def pretty(arguments: Any) -> str:

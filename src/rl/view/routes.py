@@ -3,21 +3,16 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
 from rl.records.run import Run
-from rl.system.errors import RunError
 from rl.view import curves, health, rollouts, runs, tasks, timeline, tokens
 from rl.view import responses as responses
 from rl.view.library import Library
-from rl.view.responses import Number, Query
+from rl.view.responses import Limit, Number, Offset, Query
 from rl.view.rollouts import Wanted, Which
-
-
-class NoParameters(Query):
-    """A route without parameters."""
 
 
 class OfRun(Query):
@@ -47,8 +42,8 @@ class TokensParameters(OfRun):
     step: int
     group: int
     rollout: int
-    offset: int = 0
-    limit: int = 1024
+    offset: Offset = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1024
 
 
 class TasksParameters(OfRun):
@@ -60,8 +55,8 @@ class TasksParameters(OfRun):
     """Only the task with this number, in each environment."""
     sort: str = ""
     descending: bool = True
-    offset: int = 0
-    limit: int = 50
+    offset: Offset = 0
+    limit: Limit = 50
 
 
 class TaskParameters(OfRun, kw_only=True):
@@ -84,11 +79,7 @@ class LogParameters(OfRun, kw_only=True):
 
     process: str
     attempt: int | None = None
-    lines: int = 200
-
-
-MOST_ROWS, MOST_TOKENS = 500, 4096
-"""Limits of one page."""
+    lines: Annotated[int, msgspec.Meta(ge=1, le=2000)] = 200
 
 
 class Handlers:
@@ -106,7 +97,7 @@ class Handlers:
                 stack.enter_context(found[key].reading)
             yield [found[key] for key in keys]
 
-    def runs(self, _: NoParameters) -> responses.Runs:
+    def runs(self, _: Query) -> responses.Runs:
         return responses.Runs(runs=self.list.all(), place=self.library.place)
 
     def compare(self, given: OfRuns) -> responses.Comparison:
@@ -122,19 +113,16 @@ class Handlers:
             return curves.curves(given.run, found, given.name, given.axis, given.begin, given.end)
 
     def rollouts(self, given: Wanted) -> responses.Rollouts:
-        check_page(given.offset, given.limit)
         return rollouts.page(self.library.run(given.run), given)
 
     def rollout(self, given: Which) -> responses.RolloutDetail:
         run = self.library.run(given.run)
-        return rollouts.in_full(run, rollouts.find(run, given))
+        return rollouts.in_full(run, *rollouts.find(run, given))
 
     def tokens(self, given: TokensParameters) -> responses.Tokens:
-        check_page(given.offset, given.limit, MOST_TOKENS)
         return tokens.tokens(self.library.run(given.run), given.step, given.group, given.rollout, given.offset, given.limit)
 
     def tasks(self, given: TasksParameters) -> responses.Tasks:
-        check_page(given.offset, given.limit)
         run = self.library.run(given.run)
         rows = tasks.ordered(run, given.kind, given.env, given.number, given.sort, given.descending)
         shown = rows[given.offset : given.offset + given.limit]
@@ -152,12 +140,6 @@ class Handlers:
 
     def log(self, given: LogParameters) -> responses.Log:
         return health.log(self.library.run(given.run), given.process, given.attempt, given.lines)
-
-
-def check_page(offset: int, limit: int, most: int = MOST_ROWS) -> None:
-    """Raises RunError if the offset or the limit of a page is out of range."""
-    if offset < 0 or not 0 < limit <= most:
-        raise RunError(f"offset = {offset}, limit = {limit}: give an offset from 0, and a limit from 1 to {most}")
 
 
 @dataclass(frozen=True)
@@ -193,20 +175,23 @@ def parse(pairs: list[tuple[str, str]], kind: type[Query]) -> Any:
     raise msgspec.ValidationError(f"{said} {wanted(types[name])}")
 
 
-WORDS: dict[Any, str] = {
-    int: "a whole number", Number: "a number", bool: "true or false", str: "a text", list[str]: "one or more texts",
-}  # fmt: skip
+WORDS: dict[Any, str] = {int: "a whole number", Number: "a number", bool: "true or false", str: "a text", list[str]: "one or more texts"}
 
 
 def wanted(kind: Any) -> str:
     """A parameter's type in words, without whether it is optional."""
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
-    return WORDS.get(kind) or " or ".join(WORDS[one] for one in get_args(kind) if one is not type(None))
+    if kind in WORDS:
+        return WORDS[kind]
+    if get_origin(kind) is Annotated:
+        inner, bounds = get_args(kind)
+        return f"{WORDS[inner]} from {bounds.ge}" + ("" if bounds.le is None else f" to {bounds.le}")
+    return " or ".join(WORDS[one] for one in get_args(kind) if one is not type(None))
 
 
 ROUTES = (
-    Route("runs", NoParameters, responses.Runs, "every run, most recently changed first"),
+    Route("runs", Query, responses.Runs, "every run, most recently changed first"),
     Route("compare", OfRuns, responses.Comparison, "settings that differ, and evaluations"),
     Route("metrics", OfRuns, responses.Metrics, "the names and meanings of all metrics"),
     Route("curves", CurveParameters, responses.Curves, "values of metrics, and what happened at which step"),

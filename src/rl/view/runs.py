@@ -1,14 +1,14 @@
 """The list of runs, and the comparison of several runs."""
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from rl.records.comparison import eval_names, eval_points, setting_diffs
+from rl.diagnosis.disk import on_disk
+from rl.records.comparison import eval_points, setting_diffs
 from rl.records.run import Run
 from rl.run_dir.metrics import source_files
 from rl.system.errors import RunError
@@ -71,7 +71,7 @@ class RunList:
     def _bytes(self, key: str, run: Run, now: float) -> int:
         counted, size = self.sizes.get(key, (-math.inf, 0))
         if now - counted > DISK_S:
-            self.sizes[key] = (now, size := disk_bytes(run.root))
+            self.sizes[key] = (now, size := on_disk(run.root))
         return size
 
 
@@ -80,21 +80,6 @@ def fingerprint(run: Run) -> tuple[float, ...]:
     files = run.run_dir
     paths = (files.config, files.metrics, files.events, files.run_end, files.status_dir, files.rollouts_dir, files.evals)
     return tuple(path.stat().st_mtime if path.exists() else 0.0 for path in (*paths, *source_files(files.metrics)))
-
-
-def disk_bytes(root: Path) -> int:
-    """Size of a run's files in bytes; counts hard-linked files once."""
-    seen, total = set(), 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            try:
-                there = os.lstat(os.path.join(folder, name))
-            except OSError:
-                continue
-            if there.st_ino not in seen:
-                seen.add(there.st_ino)
-                total += there.st_size
-    return total
 
 
 def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
@@ -147,14 +132,13 @@ def stretches(values: np.ndarray) -> list[float | None]:
 
 def eval_changes(run: Run) -> list[EvalChange]:
     """The first and the newest mean reward of each evaluation."""
-    found = []
-    for name in eval_names(run):
-        versions, values = run.numbers.curve(f"eval/{name}/reward_mean", "eval")
-        if len(values):
-            first, last = map(float, (values[0], values[-1]))
-            begin, end = int(versions[0]), int(versions[-1])
-            errors = dict(zip(*run.numbers.curve(f"eval/{name}/reward_mean_stderr", "eval"), strict=True))
-            clear = abs(last - first) > 2 * math.hypot(errors.get(begin, 0.0), errors.get(end, 0.0))
+    found, errors = [], run.eval_values("reward_mean_stderr")
+    for name, means in run.eval_values().items():
+        if means:
+            begin, end = min(means), max(means)
+            error = math.hypot(*(errors.get(name, {}).get(version, 0.0) for version in (begin, end)))
+            first, last = means[begin], means[end]
+            clear = abs(last - first) > 2 * error
             found.append(EvalChange(name=name, first=first, last=last, first_version=begin, last_version=end, clear=clear))
     return found
 
@@ -168,7 +152,7 @@ def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
         except RunError as error:
             faults.append(f"{key}: {visible(str(error))}")
             configs.append(None)
-    return Comparison(runs=list(keys), settings=setting_diffs(configs), evals=eval_points(runs), learned=learned(runs), faults=faults)
+    return Comparison(settings=setting_diffs(configs), evals=eval_points(runs), learned=learned(runs), faults=faults)
 
 
 def learned(runs: Sequence[Run]) -> list[Learned]:

@@ -1,9 +1,7 @@
 """Serves the page's files, and answers as JSON. Reads run directories, and writes nothing."""
 
-import asyncio
 import errno
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,20 +17,16 @@ from starlette.routing import Route as At
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+from rl.records.run import UnknownMetricError
 from rl.run_dir.hashes import blake2b
 from rl.system.credentials import redact_json
 from rl.system.errors import RunError
 from rl.view.access import PageGate
-from rl.view.curves import UnknownMetricError
 from rl.view.library import Library, UnknownRunError
 from rl.view.routes import ROUTES, Handlers, Route
 from rl.wire.gate import refusal
 
 PAGE = Path(__file__).parent / "page"
-Pairs = list[tuple[str, str]]
-"""The parameters of a query."""
-SAME_S = 0.5
-"""Seconds for which an answer is reused; a tab asks every two seconds."""
 PORT = 8411
 """The port that is tried first; if it is taken, the kernel chooses one."""
 
@@ -52,39 +46,13 @@ def make_app(library: Library) -> ASGIApp:
     return GZipMiddleware(Starlette(routes=routes), minimum_size=2000)
 
 
-class Shared:
-    """Shares answers between equal requests, while they are made and for SAME_S after. Belongs to one event loop."""
-
-    def __init__(self, make: Callable[[Pairs], bytes]):
-        """make: computes an answer; called in a thread."""
-        self.make = make
-        self.making: dict[tuple[tuple[str, str], ...], asyncio.Future[bytes]] = {}
-        self.made: dict[tuple[tuple[str, str], ...], tuple[float, bytes]] = {}
-        """Question -> time of its answer (time.monotonic), and the answer."""
-
-    async def __call__(self, pairs: Pairs) -> bytes:
-        question, now = tuple(pairs), time.monotonic()
-        self.made = {other: made for other, made in self.made.items() if now - made[0] < SAME_S}
-        if question in self.made:
-            return self.made[question][1]
-        task = self.making.get(question) or asyncio.ensure_future(run_in_threadpool(self.make, pairs))
-        self.making[question] = task
-        try:
-            answer = await asyncio.shield(task)
-        finally:
-            if self.making.get(question) is task:
-                del self.making[question]
-        self.made[question] = time.monotonic(), answer
-        return answer
-
-
 def answering(handlers: Handlers, route: Route) -> Callable:
-    """The endpoint of a route. Reads in a thread, once for all equal requests at the same time."""
-    shared = Shared(lambda pairs: redact_json(msgspec.json.encode(route.ask(handlers, pairs))))
+    """The endpoint of a route, which reads in a thread."""
 
     async def endpoint(request: Request) -> Response:
         try:
-            answer = await shared(request.query_params.multi_items())
+            pairs = request.query_params.multi_items()
+            answer = await run_in_threadpool(lambda: redact_json(msgspec.json.encode(route.ask(handlers, pairs))))
         except msgspec.ValidationError as error:
             return refusal(400, "bad_parameter", str(error))
         except UnknownRunError as error:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -38,19 +38,8 @@ JOIN_S = 0.5
 """A phase that begins within so many seconds after another belongs to the same life: two clocks differ by less."""
 GAUGE_S = 4.0
 """Seconds that a gauge, which is written every two seconds, holds without a newer one."""
+NO_SPANS = "no spans of this time are here: of each process spans/ has the newest 4 to 8 MiB"
 DONE = {"batch": "batch {step} committed", "step": "step {step} trained", "eval": "version {step} evaluated"}
-STEP_PARTS = (
-    ("wait_for_batch", "waits for the batch"),
-    ("old_logprobs", "log-probabilities before the first optimizer step"),
-    ("forward_backward", "forward and backward"),
-    ("optimizer", "optimizer"),
-    ("publish_weights", "publishing held the step up"),
-    ("checkpoint", "a checkpoint held the step up"),
-    ("validation", "validation"),
-    ("parity", "compares with inference"),
-)
-"""Parts of the trainer's step in order, for runs without spans; `time/<name>` is their length."""
-TIMES = ["time/step", *(f"time/{name}" for name, _ in STEP_PARTS)]
 
 
 def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
@@ -68,12 +57,11 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     found = run.timeline(begin, end)
     lanes, hidden = recorded_lanes(found.spans)
     lanes = sorted([*lanes, *gauge_lanes(found, end)], key=lambda lane: (rank(lane.process), lane.process))
-    if not any(lane.process.startswith("trainer") for lane in lanes):
-        lanes = [*metric_lanes(run, begin, end), *lanes]
     shown, *notes = longest(lanes)
-    note = "; ".join(text for text in (*notes, hidden) if text)
+    moments = [Moment(kind=mark.name, time=mark.time, process=mark.process, text=mark_text(mark), step=mark.step) for mark in found.marks]
+    note = "; ".join(text for text in (*notes, hidden, "" if lanes or begin == end else NO_SPANS) if text)
     quiet = quiet_times(found, begin, min(end, known_until(found.spans, run.recording.counted, run.status)))
-    return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments(found.marks), quiet=quiet, note=note)
+    return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments, quiet=quiet, note=note)
 
 
 def known_until(spans: list[Done], newest: Mapping[str, float], statuses: Mapping[str, RoleStatus]) -> float:
@@ -188,31 +176,6 @@ def natural(lane: str) -> tuple[str, int]:
     return (head, int(tail)) if tail.isdigit() else (lane, 0)
 
 
-def metric_lanes(run: Run, begin: float, end: float) -> list[Lane]:
-    """Lanes from the metrics, for runs without spans: parts of the trainer's steps, the orchestrator's batches, evaluations."""
-    trainer, orchestrator, evals = list[Span](), list[Span](), list[Span]()
-    tables = run.numbers.tables
-    for step, time, line in tables["trainer"].since(begin, TIMES) if "trainer" in tables else ():
-        trainer += step_parts(step, time, line)
-    for step, time, line in tables["orchestrator"].since(begin, ["time/batch"]) if "orchestrator" in tables else ():
-        orchestrator += [Span(name="batch", begin=time - seconds, end=time, text=f"batch {step}") for seconds in line.values()]
-    for step, time, line in tables["eval"].since(begin, ["time/eval"]) if "eval" in tables else ():
-        evals += [Span(name="eval", begin=time - seconds, end=time, text=f"evaluation of version {step}") for seconds in line.values()]
-    found = {"trainer": trainer, "orchestrator": orchestrator, "evaluations": evals}
-    inside = {name: [span for span in spans if span.begin <= end and span.end >= begin] for name, spans in found.items()}
-    return [Lane(process=name, name="", spans=spans) for name, spans in inside.items() if spans]
-
-
-def step_parts(step: int, end: float, line: dict) -> Iterator[Span]:
-    """The parts of a step, placed one after another from its begin."""
-    at = end - (line.get("time/step") or 0.0)
-    for name, what in STEP_PARTS:
-        seconds = line.get(f"time/{name}") or 0.0
-        if seconds > 0:
-            yield Span(name=name, begin=at, end=min(at + seconds, end), text=f"step {step}: {what}", waits_for=WAITS.get(name) or "")
-            at += seconds
-
-
 def longest(lanes: list[Lane]) -> tuple[list[Lane], str]:
     """Keeps the MOST_SPANS longest spans, the first of equal ones; also returns a sentence about what is left out."""
     lengths = np.array([span.end - span.begin for lane in lanes for span in lane.spans])
@@ -225,11 +188,6 @@ def longest(lanes: list[Lane]) -> tuple[list[Lane], str]:
         f"the {MOST_SPANS:,} longest of {len(lengths):,} spans: some of {least:.3g} s or less are missing here and in the shares; "
         "choose a shorter time"
     )
-
-
-def moments(marks: list[Mark]) -> list[Moment]:
-    """The marks as events in words."""
-    return [Moment(kind=mark.name, time=mark.time, process=mark.process, text=mark_text(mark), step=mark.step) for mark in marks]
 
 
 def mark_text(mark: Mark) -> str:

@@ -1,6 +1,5 @@
 """A rollout token by token: the text of each token, and its values from the sampler and the trainer."""
 
-import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -115,29 +114,16 @@ def piece(tokenizer: Tokenizer | None, number: int) -> str:
 
 
 def tokenizer_of(run: Run) -> tuple[Tokenizer | None, str]:
-    """The tokenizer of the run's model and "", or None and the reason why there is none."""
+    """The tokenizer of the run's model and "", or None and the reason why there is none. Downloads nothing."""
     try:
-        return load(str(tokenizer_file(run))), ""
+        path = run.tokenizer_folder / "tokenizer.json"
     except RunError as error:
         return None, f"tokens are shown by their ids: {str(error).splitlines()[0]}"
-
-
-LOADING = threading.Lock()
-
-
-def load(path: str) -> Tokenizer:
-    with LOADING:
-        return loaded(path)
+    if not path.is_file():
+        return None, f"tokens are shown by their ids: {path}: does not exist; the model has another kind of tokenizer"
+    return load(path), ""
 
 
 @lru_cache(maxsize=4)
-def loaded(path: str) -> Tokenizer:
-    return Tokenizer.from_file(path)
-
-
-def tokenizer_file(run: Run) -> Path:
-    """The path of the run's tokenizer.json. Raises RunError if it is not on this machine; downloads nothing."""
-    path = run.tokenizer_folder / "tokenizer.json"
-    if not path.is_file():
-        raise RunError(f"{path}: does not exist; the model has another kind of tokenizer")
-    return path
+def load(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path))

@@ -56,7 +56,7 @@ function sorted(rows, { sort, descending }, sorts, value) {
 /** A page of rows. @param {any[]} rows @param {any} values */
 function paged(rows, values) {
   const offset = Number(values.offset);
-  if (!Number.isInteger(offset) || offset < 0) throw new Error(`offset = ${values.offset}: give a whole number`);
+  if (!Number.isInteger(offset) || offset < 0) throw new Error(`offset = ${values.offset}: give a whole number from 0`);
   return { total: rows.length, offset, rows: rows.slice(offset, offset + values.limit) };
 }
 
@@ -117,7 +117,7 @@ function histogram(rows) {
   if (!(high > low)) return null;
   const found = Array.from({ length: bins }, () => /** @type {number[]} */ ([]));
   for (const value of values) found[Math.min(bins - 1, Math.floor(((value - low) / (high - low)) * bins))].push(value);
-  return { name: "reward", edges: found.concat([[]]).map((_, i) => low + ((high - low) * i) / bins), counts: found.map((some) => some.length),
+  return { edges: found.concat([[]]).map((_, i) => low + ((high - low) * i) / bins), counts: found.map((some) => some.length),
     ranges: found.map((some) => some.length ? [Math.min(...some), Math.max(...some)] : []) };
 }
 

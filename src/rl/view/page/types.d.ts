@@ -36,7 +36,6 @@ export interface EvalChange {
 }
 
 export interface Comparison {
-  runs: string[];
   settings: SettingDiff[];
   evals: EvalPoint[];
   learned: Learned[];
@@ -68,11 +67,9 @@ export interface Metric {
   name: string;
   section: string;
   what: string;
-  source: string;
 }
 
 export interface Curves {
-  axis: "samples" | "step" | "time" | "tokens";
   series: Series[];
   marks: Mark[];
 }
@@ -129,7 +126,6 @@ export interface RolloutRow {
 }
 
 export interface Histogram {
-  name: string;
   edges: number[];
   counts: number[];
   ranges: number[][];
@@ -250,7 +246,6 @@ export interface Health {
   lines: string[];
   findings: Finding[];
   processes: ProcessRow[];
-  now: number;
 }
 
 export interface Finding {
@@ -269,8 +264,6 @@ export interface ProcessRow {
 }
 
 export interface Log {
-  process: string;
-  attempt: number;
   lines: string[];
   bytes: number;
 }
