@@ -258,6 +258,7 @@ FILES = [
     toml("a = " + "[" * 20000, message="{tmp}/run.toml: not readable as TOML: nested too deeply"),
     toml("seed = " + "1" * 5000, message="{tmp}/run.toml: not readable as TOML: Exceeds the limit"),
     toml("trainer = 3\n", message="trainer = 3 ({tmp}/run.toml)\n    is a section; give its keys: --trainer.KEY VALUE"),
+    toml("name = 1.10\n", message="name = 1.1 ({tmp}/run.toml)\n    must be a string; write it in quotes"),
     toml("", message="orchestrator.environment = []\n    name what to train on: --orchestrator.environment.id owner/name"),
     toml('[[orchestrator.environment]]\nid = "a/x"\n[[orchestrator.environment]]\nid = "b/x@2"\n',
          message="orchestrator.environment.1.name = 'x'\n    is already taken"),

@@ -58,19 +58,9 @@ def environment():
 
 def start_rl(folder, *flags):
     """`rl` from three files and flags, as a user types it."""
-    command = [
-        str(Path(sys.executable).parent / "rl"),
-        "--trainer",
-        "@",
-        "t.toml",
-        "--orchestrator",
-        "@o.toml",
-        "--inference",
-        "@",
-        "i.toml",
-    ]
-    command += ["--model.name", "model", "--model.dtype", "float32", "--model.max_model_len", "128", "--name", "run", "--max_lag", "1"]
-    command += ["--trainer.steps", str(STEPS), *flags]
+    typed = "--trainer @ t.toml --orchestrator @o.toml --inference @ i.toml --model.name model --model.dtype float32 "
+    typed += f"--model.max_model_len 128 --name run --max_lag 1 --trainer.steps {STEPS}"
+    command = [str(Path(sys.executable).parent / "rl"), *typed.split(), *flags]
     return subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
