@@ -17,16 +17,15 @@ from rl.config.command_line import build, parse_args, to_toml
 from rl.run_dir.files import write_directory, write_file
 from rl.run_dir.metrics import Merger, MetricsLog, read_metrics
 from rl.run_dir.paths import numbered
-from rl.run_dir.status import RoleStatus, write_status
 from rl.wire.batch_file import decode_batch, write_batch
-from rl.wire.inference_client import PROTOCOL
 from rl.wire.messages import RunEnded, WeightVersion
 from rl.wire.rollouts import Group
 from rl.wire.transport import OrchestratorClient, Wait
 from tests.proofs import promises
+from tests.stub_server import StubServer
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
-from tests.web import WebServer, serving
+from tests.web import serving
 from tests.zygote import ORCHESTRATOR, TRAINER, Zygote
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(300)]
@@ -77,30 +76,14 @@ def leftovers(root: Path) -> list[Path]:
 # The orchestrator -----------------------------------------------------------------------------------------------------------
 
 
-class Inference(WebServer):
-    """Our HTTP protocol. What it samples is a function of the prompt and the version alone."""
-
-    def __init__(self, status_path: Path):
-        super().__init__(web.post("/generate", self.generate), web.post("/load_weights", self.load), web.get("/status", self.status))
-        self.status_path, self.version = status_path, 0
-
-    async def __aenter__(self) -> "Inference":
-        await super().__aenter__()
-        write_status(self.status_path, RoleStatus(address=self.url))
-        return self
+class Inference(StubServer):
+    """What it samples is a function of the prompt and the version alone."""
 
     async def generate(self, request: web.Request) -> web.Response:
         ids = (await request.json())["token_ids"]
         said = [(7 * sum(ids) + self.version + i) % 200 + 10 for i in range(3)]
         spans = [[self.version, 3]]
         return web.json_response({"token_ids": said, "logprobs": [-1.0] * 3, "policy_versions": spans, "finish_reason": "stop"})
-
-    async def load(self, request: web.Request) -> web.Response:
-        self.version = (await request.json())["policy_version"]
-        return web.json_response({"policy_version": self.version})
-
-    async def status(self, _: web.Request) -> web.Response:
-        return web.json_response({"policy_version": self.version, "max_model_len": 128, "served_model": "tiny"} | {"protocol": PROTOCOL})
 
 
 def train(config) -> None:
@@ -124,7 +107,7 @@ def orchestrate(zygote, config, lives: list[tuple[str, int]], trace: str = "") -
     ever seen finished."""
     log, finished, members = config.run_dir.root / "orchestrator.log", {}, {}
     trainer = threading.Thread(target=train, args=(config,), daemon=True)
-    with serving(Inference(config.run_dir.status("inference"))):
+    with serving(Inference(status=config.run_dir.status("inference"), max_model_len=128)):
         trainer.start()
         for name, count in lives:
             code = zygote.live("orchestrator", config.run_dir.config, log, f"orchestrator:{name}:{count}")
