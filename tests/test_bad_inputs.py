@@ -119,9 +119,7 @@ def resume_old_configuration(tmp: Path) -> None:
 
 KEYS = [
     args("--bogus 1", "bogus = 1 (--bogus)\n    unknown key; see --help all"),
-    args("--trainer.optim.lrr 1", "trainer.optim.lrr = 1 (--trainer.optim.lrr)\n    unknown key; did you mean trainer.optim.lr?"),
     args("--group_size 4", "unknown key; did you mean orchestrator.group_size or orchestrator.environment.group_size?"),
-    args("--max-step 4", "max_step = 4 (--max-step)\n    unknown key; did you mean max_steps?"),
     args("--temperature 1", "did you mean orchestrator.sampling.temperature or orchestrator.environment"),
     args("--seed.x 1", "seed = {'x': 1} (--seed.x)\n    Input should be a valid integer"),
     args("--seed 1 --seed.x 1", "seed.x = 1 (--seed.x)\n    `seed` is a value, not a table"),
