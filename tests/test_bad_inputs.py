@@ -25,6 +25,8 @@ from rl.wire.batch_file import decode_batch
 
 ENV = ["--orchestrator.environment.id", "e"]
 LONG = "x" * 300
+TEACHER = "--orchestrator.teacher.base_url http://host:8000/v1"
+GROUPS = "--orchestrator.batch_size 60 --orchestrator.group_size 8"
 
 
 class Case(NamedTuple):
@@ -175,6 +177,26 @@ COMBINATIONS = [
     args("--trainer.lora.targets '[]'", 'trainer.lora.targets = []\n    names no layer; give some ("q_proj", "v_proj"), or all-linear'),
     args("--orchestrator.environment.dataset d", "orchestrator.environment.0.id = 'e'\n    give either id (an environment's package)"),
     args("--orchestrator.environment.reward r.py:f", "reward = 'r.py:f'\n    applies only to rows (dataset): a package has reward"),
+    args("--orchestrator.credit.type grop", "orchestrator.credit.type = 'grop' (--orchestrator.credit.type)\n    give one of dr_grpo"),
+    args("--orchestrator.environment.credit.epsilon 1", "is only valid with orchestrator.environment.credit.type = grpo"),
+    args(
+        "--orchestrator.credit.type none",
+        "orchestrator.credit.type = 'none'\n    leaves environment e nothing to learn from",
+    ),
+    args(f"{TEACHER} --orchestrator.environment.sampling.temperature 0.7", "orchestrator.environment.0.sampling.temperature = 0.7\n"),
+    args(f"{TEACHER} --orchestrator.sampling.temperature 0.7", "orchestrator.sampling.temperature = 0.7\n    does not work with a teacher"),
+    args(f"{TEACHER} --trainer.loss.teacher_coefficient 0", "orchestrator.teacher.base_url = 'http://host:8000/v1'\n    has no effect"),
+    args("--orchestrator.environment.teacher.base_url host", "teacher.base_url = 'host'\n    give an address like"),
+    args("--orchestrator.environment.difficulty.easy_above 0.1", "difficulty.easy_above = 0.1\n    is below hard_up_to = 0.25"),
+    args("--orchestrator.environment.network false", "network = False\n    has an effect only in a sandbox: set isolation"),
+    args("--orchestrator.environment.keys OPENAI_API_KEY", "keys = ['OPENAI_API_KEY']\n    has an effect only in a sandbox: set isolation"),
+    args("--orchestrator.environment.read corpus", "read = ['corpus']\n    has an effect only in a sandbox: set isolation"),
+    args("--orchestrator.environment.isolation jail", "isolation = 'jail'"),
+    args(f"{GROUPS} --trainer.minibatches 9", "exceeds the 8 groups of a batch, and a minibatch needs whole groups; lower it, or raise"),
+    args("--trainer.loss.type clip --trainer.loss.truncate 4", "trainer.loss.truncate = 4.0\n    has an effect only with several"),
+    args("--trainer.data.fake.samples 8 --trainer.data.fake.group_size 4 --trainer.minibatches 3", "exceeds the 2 groups"),
+    args("--sft.dataset x.jsonl --trainer.minibatches 2", "lower sft.batch_size instead"),
+    args("--sft.dataset x.jsonl --trainer.epochs 2", "for passes over examples, set sft.epochs"),
     args("--orchestrator.host ''", "orchestrator.host = ''\n    is not a valid address; give 127.0.0.1"),
     args("--inference.host http://a", "inference.host = 'http://a'\n    is not a valid address"),
     args("--orchestrator.inference_urls 10.0.0.1:8000", "orchestrator.inference_urls = '10.0.0.1:8000'\n    give addresses like"),

@@ -107,7 +107,7 @@ def orchestrate(zygote, config, lives: list[tuple[str, int]], trace: str = "") -
     ever seen finished."""
     log, finished, members = config.run_dir.root / "orchestrator.log", {}, {}
     trainer = threading.Thread(target=train, args=(config,), daemon=True)
-    with serving(Inference(status=config.run_dir.status("inference"), max_model_len=128)):
+    with serving(Inference(status=config.run_dir.status("inference"), served_model="tiny", max_model_len=128)):
         trainer.start()
         for name, count in lives:
             code = zygote.live("orchestrator", config.run_dir.config, log, f"orchestrator:{name}:{count}")

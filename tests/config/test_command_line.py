@@ -51,19 +51,10 @@ def test_a_missing_environment_is_listed_beside_other_faults(capsys):
     load_config_or_exit(given, variables={})  # alone it is told when something is about to be played
 
 
-def test_minibatches_that_cannot_be_cut_are_faults():
+def test_minibatches_of_whole_groups():
     sizes = ("--orchestrator.batch_size", "60", "--orchestrator.group_size", "8")
     assert config(*sizes, "--trainer.minibatches", "8").trainer.minibatches == 8  # the last group of a batch is whole
-    said = faults(*ENV, *sizes, "--trainer.minibatches", "9", "--trainer.loss.type", "clip")
-    assert "trainer.minibatches = 9\n    exceeds the 8 groups of a batch, and a minibatch needs whole groups; lower it, or raise" in said
-    assert "trainer.loss.truncate = 4.0\n    has an effect only with" in faults(
-        *ENV, "--trainer.loss.type", "clip", "--trainer.loss.truncate", "4"
-    )
     assert config("--trainer.loss.type", "gspo", "--trainer.loss.truncate", "4", "--trainer.epochs", "2").trainer.loss.truncate == 4
-    said = faults("--trainer.data.fake.samples", "8", "--trainer.data.fake.group_size", "4", "--trainer.minibatches", "3")
-    assert "exceeds the 2 groups" in said
-    said = faults("--sft.dataset", "x.jsonl", "--trainer.minibatches", "2", "--trainer.epochs", "2")
-    assert "lower sft.batch_size instead" in said and "for passes over examples, set sft.epochs" in said and said.startswith("2 faults")
 
 
 def test_a_flag_and_a_variable_into_one_of_several_environments(file):
