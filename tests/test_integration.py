@@ -1,7 +1,6 @@
 """The real `rl` command: real vLLM, real environments, real trainer, on a model that the test makes."""
 
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -12,20 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl.config.command_line import from_toml, to_toml
 from rl.config.orchestrator import OrchestratorConfig
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.access_token import run_token
-from rl.run_dir.files import write_file
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
-from rl.run_dir.status import Phase, Status
-from rl.wire.batch_file import batch_head
-from rl.wire.messages import Acknowledged, GetBatch, Published
-from rl.wire.transport import TrainerServer
 from tests.test_reference import in_the_table
 
 STEPS = 14
+RL = str(Path(sys.executable).parent / "rl")
 TRAINER = """
 learning_rate = 3e-3
 [checkpoint]
@@ -58,19 +51,9 @@ def environment():
 
 def start_rl(folder, *flags):
     """`rl` from three files and flags, as a user types it."""
-    command = [
-        str(Path(sys.executable).parent / "rl"),
-        "--trainer",
-        "@",
-        "t.toml",
-        "--orchestrator",
-        "@o.toml",
-        "--inference",
-        "@",
-        "i.toml",
-    ]
-    command += ["--model.name", "model", "--model.dtype", "float32", "--model.max_model_len", "128", "--name", "run", "--max_lag", "1"]
-    command += ["--trainer.steps", str(STEPS), *flags]
+    typed = "--trainer @ t.toml --orchestrator @o.toml --inference @ i.toml --model.name model --model.dtype float32 "
+    typed += f"--model.max_model_len 128 --name run --max_lag 1 --trainer.steps {STEPS}"
+    command = [RL, *typed.split(), *flags]
     return subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -91,44 +74,6 @@ def ours(folder):
         if str(folder) in " ".join(process.info["cmdline"] or []) or process.info["cwd"] == str(folder):
             found.append(process)
     return found
-
-
-def train_uninterrupted(config, batches, name):
-    """A trainer of its own, in one go, fed with the logged batches over the real wire. Returns its run directory."""
-    import asyncio
-
-    config = config.model_copy(deep=True)
-    config.name = name
-    run_dir = config.run_dir
-    write_file(run_dir.config, to_toml(config).encode())
-    command = [sys.executable, "-m", "rl.trainer.main", "@", str(run_dir.config)]
-
-    async def serve():
-        server = TrainerServer("127.0.0.1", 0, run_token(run_dir.status_dir))
-        status = Status(run_dir.status("orchestrator"), "orchestrator")
-        status.enter(Phase.SERVING, address=server.address)
-        trainer = await asyncio.create_subprocess_exec(*command, env=environment())
-
-        async def answer():
-            while True:
-                peer, request = await server.receive()
-                match request:
-                    case GetBatch(step):
-                        run_dir.batch(step).parent.mkdir(exist_ok=True)
-                        shutil.copy(batches[step], run_dir.batch(step))
-                        await server.reply(peer, batch_head(batches[step]))
-                    case Published():
-                        await server.reply(peer, Acknowledged(0))
-
-        answering = asyncio.create_task(answer())
-        code = await asyncio.wait_for(trainer.wait(), 240)
-        answering.cancel()
-        status.close()
-        server.close()
-        return code
-
-    assert asyncio.run(serve()) == 0
-    return run_dir
 
 
 def test_reward_rises_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
@@ -170,8 +115,5 @@ def test_reward_rises_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert statistics.median(lags) <= 2 and max(lags) <= OrchestratorConfig().max_off_policy_steps
     assert (run / "curves.png").stat().st_size > 10_000
 
-    config = from_toml(run / "config.toml")
-    again = train_uninterrupted(config, numbered(run / "batches", ".batch"), "again")
-    for version in range(1, STEPS + 1):
-        ours_file, theirs = run / "weights" / f"{version:06d}" / "model.safetensors", again.weights(version) / "model.safetensors"
-        assert ours_file.read_bytes() == theirs.read_bytes(), f"version {version} differs"
+    done = subprocess.run([RL, "replay", str(run)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and f"EQUAL: versions 1-{STEPS}, retrained from the base model" in done.stdout, done.stdout + done.stderr

@@ -5,7 +5,6 @@ there twice, and what the trainer made equals a run without any death, bit for b
 """
 
 import itertools
-import json
 import shutil
 import threading
 from collections import Counter
@@ -15,19 +14,18 @@ import pytest
 from aiohttp import web
 
 from rl.config.command_line import build, parse_args, to_toml
-from rl.orchestrator.groups.pending import decode
-from rl.run_dir.files import CorruptFileError, decode_records, write_directory, write_file
+from rl.run_dir.files import write_directory, write_file
 from rl.run_dir.metrics import Merger, MetricsLog, read_metrics
 from rl.run_dir.paths import numbered
-from rl.run_dir.status import RoleStatus, write_status
-from rl.wire.batch_file import decode_batch, open_rollouts, write_batch
-from rl.wire.inference_client import PROTOCOL
+from rl.wire.batch_file import decode_batch, write_batch
 from rl.wire.messages import RunEnded, WeightVersion
-from rl.wire.rollouts import Group, Members
+from rl.wire.rollouts import Group
 from rl.wire.transport import OrchestratorClient, Wait
+from tests.proofs import promises
+from tests.stub_server import StubServer
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
-from tests.web import WebServer, serving
+from tests.web import serving
 from tests.zygote import ORCHESTRATOR, TRAINER, Zygote
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(300)]
@@ -45,22 +43,10 @@ def zygote(tmp_path_factory):
 
 
 def make_config(root: Path, model: Path, *flags: str):
-    base = [
-        "--name",
-        "r",
-        "--output_dir",
-        str(root),
-        "--model.name",
-        str(model),
-        "--model.dtype",
-        "float32",
-        "--model.max_model_len",
-        "128",
-    ]
-    base += ["--orchestrator.environment.id", "say-digit", "--orchestrator.batch_size", "8", "--orchestrator.group_size", "4"]
-    base += ["--orchestrator.sampling.max_tokens", "8", "--max_lag", "0", "--learning_rate", "1e-3"]
-    base += ["--trainer.strict_parity", "false"]  # the stub's log-probabilities are no model's
-    config = build(parse_args([*base, *flags]))
+    base = f"--name r --output_dir {root} --model.name {model} --model.dtype float32 --model.max_model_len 128 --max_lag 0 "
+    base += "--orchestrator.environment.id say-digit --orchestrator.batch_size 8 --orchestrator.group_size 4 --learning_rate 1e-3 "
+    base += "--orchestrator.sampling.max_tokens 8 --trainer.strict_parity false"  # the stub's log-probabilities are no model's
+    config = build(parse_args([*base.split(), *flags]))
     write_file(config.run_dir.config, to_toml(config).encode())
     return config
 
@@ -90,30 +76,14 @@ def leftovers(root: Path) -> list[Path]:
 # The orchestrator -----------------------------------------------------------------------------------------------------------
 
 
-class Inference(WebServer):
-    """Our HTTP protocol. What it samples is a function of the prompt and the version alone."""
-
-    def __init__(self, status_path: Path):
-        super().__init__(web.post("/generate", self.generate), web.post("/load_weights", self.load), web.get("/status", self.status))
-        self.status_path, self.version = status_path, 0
-
-    async def __aenter__(self) -> "Inference":
-        await super().__aenter__()
-        write_status(self.status_path, RoleStatus(address=self.url))
-        return self
+class Inference(StubServer):
+    """What it samples is a function of the prompt and the version alone."""
 
     async def generate(self, request: web.Request) -> web.Response:
         ids = (await request.json())["token_ids"]
         said = [(7 * sum(ids) + self.version + i) % 200 + 10 for i in range(3)]
         spans = [[self.version, 3]]
         return web.json_response({"token_ids": said, "logprobs": [-1.0] * 3, "policy_versions": spans, "finish_reason": "stop"})
-
-    async def load(self, request: web.Request) -> web.Response:
-        self.version = (await request.json())["policy_version"]
-        return web.json_response({"policy_version": self.version})
-
-    async def status(self, _: web.Request) -> web.Response:
-        return web.json_response({"policy_version": self.version, "max_model_len": 128, "served_model": "tiny"} | {"protocol": PROTOCOL})
 
 
 def train(config) -> None:
@@ -132,40 +102,22 @@ def train(config) -> None:
             client.published(WeightVersion(step, str(config.run_dir.weights(step))), wait)
 
 
-def pending_records(path: Path) -> list[Group | Members]:
-    """What pending.log has whole, as the next orchestrator will find it."""
-    records = []
-    try:
-        for payload in decode_records(path.read_bytes() if path.exists() else b"", str(path)):
-            records.append(decode(payload))
-    except CorruptFileError as error:
-        assert "cut short" in str(error) or "damaged record" in str(error)  # the torn tail
-    return records
-
-
-def pending_groups(path: Path) -> dict[int, Group]:
-    return {record.group_id: record for record in pending_records(path) if isinstance(record, Group)}
-
-
-def pending_members(path: Path) -> dict[tuple[int, int], float]:
-    """(group, episode) -> reward of the finished rollouts of unfinished groups."""
-    records = [record for record in pending_records(path) if isinstance(record, Members)]
-    return {(record.group_id, rollout.episode): rollout.reward for record in records for rollout in record.members}
-
-
 def orchestrate(zygote, config, lives: list[tuple[str, int]], trace: str = "") -> tuple[dict[int, Group], dict[tuple[int, int], float]]:
     """The orchestrator, killed at each point in turn and then left alone. Returns every group, and every member of another, that was
     ever seen finished."""
     log, finished, members = config.run_dir.root / "orchestrator.log", {}, {}
     trainer = threading.Thread(target=train, args=(config,), daemon=True)
-    with serving(Inference(config.run_dir.status("inference"))):
+    with serving(Inference(status=config.run_dir.status("inference"), served_model="tiny", max_model_len=128)):
         trainer.start()
         for name, count in lives:
             code = zygote.live("orchestrator", config.run_dir.config, log, f"orchestrator:{name}:{count}")
             assert code == KILLED, f"{name} was not reached for the {count}. time: code {code}\n{log.read_text()[-3000:]}"
             config.run_dir.status("orchestrator").unlink(missing_ok=True)  # as the supervisor does
-            finished |= pending_groups(config.run_dir.pending)
-            members |= pending_members(config.run_dir.pending)
+            for record in promises.pending_records(config.run_dir.pending):
+                if isinstance(record, Group):
+                    finished[record.group_id] = record
+                else:
+                    members |= {(record.group_id, rollout.episode): rollout.reward for rollout in record.members}
         if lives:
             end_at(config, config.run_dir.newest_batch() + 2)
         assert zygote.live("orchestrator", config.run_dir.config, log, trace=trace) == 0, log.read_text()[-3000:]
@@ -176,20 +128,11 @@ def orchestrate(zygote, config, lives: list[tuple[str, int]], trace: str = "") -
 def check_exactly_once(config, finished: dict[int, Group], members: dict[tuple[int, int], float]) -> None:
     """Every group in one place with the members that it had, every batch complete, nothing half left."""
     run_dir, steps = config.run_dir, range(1, config.max_steps + 1)
-    assert list(numbered(run_dir.batches, ".batch")) == list(steps)
-    rollouts = {step: [json.loads(line) for line in open_rollouts(path)] for step, path in run_dir.rollout_files().items()}
+    assert promises.exactly_once(run_dir, {*finished}) == ([], 0) and promises.lag(run_dir, config)[0] == []
+    rollouts = promises.rollout_lines(run_dir)
     assert list(rollouts) == list(steps)
-    places = Counter(group for lines in rollouts.values() for group in {line["group_id"] for line in lines})
-    assert set(places.values()) == {1}, "a group stands in two batches"
-    waiting = pending_groups(run_dir.pending)
-    lost = {group for group in finished if group not in places and group not in waiting}
-    assert not lost and not places.keys() & waiting.keys()
-    for step, lines in rollouts.items():
-        batch = decode_batch(run_dir.batch(step).read_bytes(), "batch").batch
-        trained = {(line["group_id"], line["rollout_id"]) for line in lines if line["trained"]}
-        assert trained == {(sample.group_id, sample.rollout_id) for sample in batch.samples} and len(trained) == len(batch.samples) == 8
-        assert all(line["why"] for line in lines if not line["trained"])
-        assert {span.policy_version for sample in batch.samples for span in sample.policy_versions} <= set(range(step))
+    for lines in rollouts.values():
+        assert sum(line["trained"] for line in lines) == 8
         for line in lines:
             if line["group_id"] in finished:
                 assert line["reward"] == finished[line["group_id"]].rollouts[line["rollout_id"]].reward

@@ -125,6 +125,7 @@ def test_records_end_where_they_should(payloads, tail):
         pass
     else:
         assert not tail
+    assert found == payloads  # those before the damage
 
 
 def group(number: int, text: str) -> Group:

@@ -39,21 +39,8 @@ def weights(step: int) -> bytes:
 def run(tmp_path, monkeypatch):
     """A run of four steps with the checkpoints 2 and 4, of whose versions the last two are kept."""
     monkeypatch.chdir(tmp_path)
-    flags = [
-        "--orchestrator.environment.id",
-        "e",
-        "--model.name",
-        "owner/m",
-        "--name",
-        "x",
-        "--max_steps",
-        "4",
-        "--learning_rate",
-        "1e-5",
-        "--model.dtype",
-        "bfloat16",
-    ]
-    config = build(parse_args(flags)).with_absolute_paths()
+    flags = "--orchestrator.environment.id e --model.name owner/m --name x --max_steps 4 --learning_rate 1e-5 --model.dtype bfloat16"
+    config = build(parse_args(flags.split())).with_absolute_paths()
     run_dir = config.run_dir
     write_file(run_dir.config, to_toml(config).encode())
     for step in range(1, 5):

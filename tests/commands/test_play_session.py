@@ -87,17 +87,8 @@ def test_a_worker_that_cannot_be_brought_back():
 
 
 def test_a_server_alone_has_all_of_the_box(tmp_path):
-    flags = [
-        "--orchestrator.eval.id",
-        "e",
-        "--trainer-gpus",
-        "1",
-        "--trainer.weights.dir",
-        "/dev/shm",
-        "--orchestrator.environment.id",
-        "e",
-    ]
-    config = server_config(build(parse_args(flags)), "owner/model", tmp_path / "work")
+    flags = "--orchestrator.environment.id e --orchestrator.eval.id e --trainer-gpus 1 --trainer.weights.dir /dev/shm"
+    config = server_config(build(parse_args(flags.split())), "owner/model", tmp_path / "work")
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     again = build(parse_args([f"@{path}"]))

@@ -62,17 +62,8 @@ def test_what_depends_on_a_key_under_another_name_is_not_known():
 
 
 def test_of_an_unknown_type_what_no_class_has_is_known():
-    said = faults(
-        *ENV,
-        "--trainer.loss.type",
-        "dpo",
-        "--trainer.loss.clip_low",
-        "0.1",
-        "--trainer.loss.bogus",
-        "1",
-        "--trainer.loss.kl_coefficient",
-        "x",
-    )
+    given = "--trainer.loss.type dpo --trainer.loss.clip_low 0.1 --trainer.loss.bogus 1 --trainer.loss.kl_coefficient x"
+    said = faults(*ENV, *given.split())
     assert said.startswith("3 faults") and "trainer.loss.bogus = 1" in said and "kl_coefficient = 'x'" in said and "clip_low" not in said
 
 

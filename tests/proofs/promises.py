@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,25 @@ from rl.run_dir.files import CorruptFileError, decode_records
 from rl.run_dir.metrics import parse_line, read_metrics, sources_dir
 from rl.run_dir.paths import RunDir, numbered
 from rl.wire.batch_file import decode_batch, open_rollouts
-from rl.wire.rollouts import Group
+from rl.wire.rollouts import Group, Members
 
 INTERRUPTED_S = 60.0
 """Half-written things that are younger were being written when the run was stopped."""
 LEFTOVER = re.compile(r"\..+\.(tmp|old|replaced)")
 
 
-def pending_groups(path: Path) -> set[int]:
-    """Ids of the whole groups of pending.log; of one that is being written, those before the torn end."""
-    found: set[int] = set()
-    try:
+def pending_records(path: Path) -> list[Group | Members]:
+    """What pending.log has whole, as the next orchestrator will find it; of one that is being written, what is before the torn end."""
+    found: list[Group | Members] = []
+    with suppress(CorruptFileError, FileNotFoundError):
         for payload in decode_records(path.read_bytes(), str(path)):
-            if isinstance(record := decode(payload), Group):
-                found.add(record.group_id)
-    except (CorruptFileError, FileNotFoundError):
-        pass
+            found.append(decode(payload))
     return found
+
+
+def pending_groups(path: Path) -> set[int]:
+    """Ids of the whole groups of pending.log."""
+    return {record.group_id for record in pending_records(path) if isinstance(record, Group)}
 
 
 def rollout_lines(run_dir: RunDir) -> dict[int, list[dict[str, Any]]]:

@@ -1,6 +1,7 @@
 """Checksums by a hash that only a newer rl knows are distinguished from damage."""
 
 import json
+import os
 
 import pytest
 
@@ -40,6 +41,13 @@ def test_a_flipped_bit_in_a_name_of_a_hash_is_damage(checkpoint):
     write_manifest(checkpoint, __0="blake9")
     with pytest.raises(CorruptFileError, match=r"__0_0\.distcp: damaged"):
         verify_checkpoint(checkpoint)
+
+
+def test_a_sparse_file_of_the_wrong_size_is_not_read(checkpoint):
+    write_manifest(checkpoint)
+    os.truncate(checkpoint / "__0_0.distcp", 1 << 40)
+    with pytest.raises(CorruptFileError, match=r"__0_0\.distcp: damaged"):
+        verify_checkpoint(checkpoint)  # a terabyte would take minutes
 
 
 def test_digests_of_a_newer_rl_are_not_damaged(tmp_path):

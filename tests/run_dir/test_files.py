@@ -9,21 +9,12 @@ from rl.run_dir import files
 from rl.run_dir.files import (
     CorruptFileError,
     decode_record,
-    decode_records,
     encode_record,
     make_durable,
     remove_directory,
     write_directory,
     write_file,
 )
-
-
-def test_records_round_trip():
-    payloads = [b"", b"a", bytes(range(256)) * 10]
-    data = b"".join(map(encode_record, payloads))
-    assert list(decode_records(data, "x")) == payloads
-    assert decode_record(encode_record(b"abc"), "x") == b"abc"
-    assert list(decode_records(b"", "x")) == []
 
 
 def test_damage_at_any_byte_is_noticed():
@@ -34,16 +25,6 @@ def test_damage_at_any_byte_is_noticed():
             damaged[place] ^= flip
             with pytest.raises(CorruptFileError, match=r"000012.batch: "):
                 decode_record(bytes(damaged), "000012.batch")
-
-
-def test_a_cut_at_any_byte_is_noticed_and_whole_records_before_it_survive():
-    first, second = encode_record(b"one"), encode_record(b"two")
-    for length in range(1, len(second)):
-        found = []
-        with pytest.raises(CorruptFileError, match=f"at byte {len(first)}"):
-            for payload in decode_records(first + second[:length], "pending.log"):
-                found.append(payload)
-        assert found == [b"one"]
 
 
 def test_one_record_means_one():
@@ -76,13 +57,6 @@ def test_files_of_a_directory_have_the_permissions_of_the_umask(tmp_path):
             0o600,
             0o600,
         ]
-
-
-def test_write_file_replaces_and_leaves_no_temporary(tmp_path):
-    path = tmp_path / "a" / "file"
-    write_file(path, b"1")
-    write_file(path, b"22")
-    assert path.read_bytes() == b"22" and os.listdir(path.parent) == ["file"]
 
 
 def test_a_write_that_fails_names_the_file_and_changes_nothing(tmp_path, monkeypatch):

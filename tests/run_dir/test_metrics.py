@@ -78,16 +78,6 @@ def test_the_reader_goes_on_behind_lines_that_a_repair_took_back(path):
     assert [line["step"] for line in reader.new()] == [2]
 
 
-def test_a_line_that_its_writer_did_not_finish_is_no_line(path):
-    log = MetricsLog(path, "a")
-    log.write(1, {})
-    os.write(log.file, b'{"step": 2, "sou')
-    Merger(path).merge()
-    MetricsLog(path, "a").write(3, {})
-    Merger(path).merge()
-    assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()] == [1, 3]
-
-
 def test_a_run_from_before_there_were_sources_goes_on(path):
     """Its lines stay where they are; half a line of a killed writer, which the next one completed, is skipped."""
     path.parent.mkdir()
@@ -168,15 +158,6 @@ def test_a_merger_goes_by_what_is_there(path):
     merger.merge()
     merger.merge()
     assert steps_of(path) == [1, 2, 3, 4, 5, 6, 7] and b"\0" not in path.read_bytes()
-
-
-def test_lines_that_come_at_once_are_in_the_order_of_their_times(path, monkeypatch):
-    logs = [MetricsLog(path, source) for source in "ba"]
-    for i, log in enumerate(logs * 3):
-        monkeypatch.setattr(metrics.time, "time", lambda i=i: float(i))
-        log.write(i, {})
-    Merger(path).merge()
-    assert steps_of(path) == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_metrics_file_that_was_deleted_is_made_again_piece_by_piece(path, monkeypatch):

@@ -31,6 +31,7 @@ def test_only_complete_things_are_numbered(tmp_path):
 
 def test_a_million_steps(tmp_path):
     run_dir = make(tmp_path)
+    assert run_dir.newest_batch() == 0 and run_dir.newest_weights() is None
     run_dir.batches.mkdir(parents=True)
     for step in (1_000_000, 999_998, 999_999, 1_000_001):
         run_dir.batch(step).touch()
@@ -43,17 +44,6 @@ def test_a_million_steps(tmp_path):
     assert run_dir.newest_batch() == 999_999 and list(numbered(away / "batches", ".batch")) == [1_000_000, 1_000_001]
 
 
-def test_the_newest(tmp_path):
-    run_dir = make(tmp_path)
-    assert run_dir.newest_batch() == 0 and run_dir.newest_weights() is None
-    for version in (1, 9, 10):
-        run_dir.weights(version).mkdir(parents=True)
-    run_dir.batches.mkdir()
-    run_dir.batch(7).touch()
-    assert run_dir.newest_batch() == 7
-    assert run_dir.newest_weights() == (10, run_dir.weights(10))
-
-
 def test_nothing_later_nothing_discarded(tmp_path):
     run_dir = make(tmp_path)
     run_dir.batches.mkdir(parents=True)
@@ -63,21 +53,17 @@ def test_nothing_later_nothing_discarded(tmp_path):
     assert run_dir.pending.exists() and not run_dir.discarded.exists()
 
 
-def test_weights_that_lie_elsewhere_are_discarded_as_weights(tmp_path):
+def test_weights_that_lie_elsewhere_and_token_logs_go_with_their_steps(tmp_path):
     run_dir = RunDir(tmp_path / "r", tmp_path / "memory" / "r")
-    run_dir.weights(5).mkdir(parents=True)
-    (run_dir.weights(5) / "model.safetensors").write_text("w")
-    away = run_dir.discard_after(4)
-    assert away is not None and (away / "weights" / "000005" / "model.safetensors").read_text() == "w"
-    assert not run_dir.weights(5).exists()
-
-
-def test_token_logs_go_with_their_steps(tmp_path):
-    run_dir = make(tmp_path)
     run_dir.tokens_dir.mkdir(parents=True)
     for step in (4, 5):
+        run_dir.weights(step).mkdir(parents=True)
+        (run_dir.weights(step) / "model.safetensors").write_text(f"w{step}")
         run_dir.tokens(step).touch()
     away = run_dir.discard_after(4)
     assert (
-        away is not None and (away / "tokens" / "000005.safetensors").exists() and list(numbered(run_dir.tokens_dir, ".safetensors")) == [4]
+        away
+        and (away / "weights" / "000005" / "model.safetensors").read_text() == "w5"
+        and (away / "tokens" / "000005.safetensors").exists()
     )
+    assert list(numbered(run_dir.weights_dir)) == list(numbered(run_dir.tokens_dir, ".safetensors")) == [4]

@@ -1,6 +1,8 @@
 """The rule for which entries stay."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -35,32 +37,23 @@ def stays(there: set[int], keep_last: int, keep_every: int | None, needed: set[i
     return {n for n in there if n in newest or n in needed or n >= needed_from or (keep_every and n % keep_every == 0)}
 
 
-class InMemory(Retention):
-    """Without a disk: `there` are the entries."""
-
-    there: set[int]
-
-    def _delete(self, number: int) -> None:
-        self.there.remove(number)
-
-
 STEPS = st.lists(st.tuples(st.integers(1, 12), st.sets(st.integers(1, 12), max_size=2), st.none() | st.integers(0, 14)), max_size=12)
 
 
 @given(st.sets(st.integers(1, 8)), st.integers(0, 4), st.none() | st.integers(1, 4), STEPS)
-def test_what_is_kept_in_mind_is_what_the_rule_says(tmp_path_factory, before, keep_last, keep_every, steps):
+def test_what_is_kept_in_mind_is_what_the_rule_says(before, keep_last, keep_every, steps):
     """Whatever is added, even an older number again, the result equals that of checking all entries each time."""
-    retention = InMemory(tmp_path_factory.getbasetemp(), ("",), keep_last, keep_every)
-    retention.there, expected = set(before), set(before)
-    retention.newest = []
-    for number in sorted(before):
-        retention._add(number, retention.newest, keep_last)
-    for added, needed, needed_from in steps:
-        limit = NEVER if needed_from is None else needed_from
-        retention.there.add(added)
-        retention.delete_old(added, needed, limit)
-        expected = stays(expected | {added}, keep_last, keep_every, needed, limit)
-        assert retention.there == expected
+    with tempfile.TemporaryDirectory() as name:
+        folder, expected = Path(name), set(before)
+        for number in before:
+            (folder / f"{number:06d}.batch").touch()
+        retention = Retention(folder, (".batch",), keep_last, keep_every)
+        for added, needed, needed_from in steps:
+            limit = NEVER if needed_from is None else needed_from
+            (folder / f"{added:06d}.batch").touch()
+            retention.delete_old(added, needed, limit)
+            expected = stays(expected | {added}, keep_last, keep_every, needed, limit)
+            assert {*numbers(folder, ".batch")} == expected
 
 
 def test_a_directory_is_listed_once(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,16 +54,12 @@ def main(args: list[str], _children: Children) -> int:
     roots = [named_run(spec) for spec in rest]
     runs = [Run(root) for root in roots]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print("\n".join([*map(visible, about(roots, runs)), ""]))
+    named = zip(NAMES, roots, runs, strict=True)
+    about = [f"{name}  {root}: {run.step} of {run.config.max_steps} steps" for name, root, run in named]
+    print("\n".join([*map(visible, about), ""]))
     for part in (settings(runs, width), curves(runs, width), evaluations(runs)):
         print("\n".join([*(clip(line, width or len(line)) for line in map(visible, part)), ""]))
     return 0
-
-
-def about(roots: list[Path], runs: list[Run]) -> list[str]:
-    """Returns a line about each run. Raises RunError."""
-    named = zip(NAMES, roots, runs, strict=True)
-    return [f"{name}  {root}: {run.step} of {run.config.max_steps} steps" for name, root, run in named]
 
 
 def settings(runs: list[Run], width: int | None) -> list[str]:

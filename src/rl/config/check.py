@@ -32,11 +32,6 @@ def hosts(config: RLConfig) -> dict[str, str]:
     return {"inference.host": config.inference.host, "orchestrator.host": config.orchestrator.host}
 
 
-def bound_wider(config: RLConfig) -> dict[str, str]:
-    """Returns the hosts that expose a process of the run to other machines, by setting key."""
-    return {} if config.sft else {key: host for key, host in hosts(config).items() if not is_loopback(host)}
-
-
 def exposure(config: RLConfig) -> list[str]:
     """Returns one sentence per exposed process: what other machines can reach, and what protects it."""
     guard = f"the token in ${VARIABLE}" if os.environ.get(VARIABLE) else f"the token in {token_file(config.run_dir.status_dir)}"
@@ -45,7 +40,8 @@ def exposure(config: RLConfig) -> list[str]:
         "encrypted, so use it only on a network that you trust",
         "orchestrator.host": f"the orchestrator answers other machines that have {guard} (CURVE, encrypted)",
     }
-    return [f"{key} = {host}: {effects[key]}" for key, host in bound_wider(config).items()]
+    wider = {} if config.sft else {key: host for key, host in hosts(config).items() if not is_loopback(host)}
+    return [f"{key} = {host}: {effects[key]}" for key, host in wider.items()]
 
 
 def access_faults(config: RLConfig) -> Iterator[Fault]:

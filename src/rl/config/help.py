@@ -113,12 +113,6 @@ def fit(text: str) -> str:
     return "\n".join(lines)
 
 
-def commands_text() -> str:
-    """Returns the list of subcommands for `rl --help`."""
-    lines = [f"  rl {name:<10} {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(["without a command, `rl` trains; the commands, each with its own --help:", *lines, ""])
-
-
 def print_help(program: str, usage: str, topic: str = "") -> None:
     """Prints the program's usage, common keys and sections; or every key of a topic with type, default and docstring.
 
@@ -137,7 +131,8 @@ def print_help(program: str, usage: str, topic: str = "") -> None:
     else:
         print(fit(usage.replace("{program}", program)) + "\n")
         if program == "rl":
-            print(commands_text())
+            print("without a command, `rl` trains; the commands, each with its own --help:")
+            print("\n".join(f"  rl {name:<10} {what}" for name, (_, what) in COMMANDS.items()) + "\n")
         read = READS.get(program, EVERYTHING_BUT_SFT)
         print(overview({key: info for key, info in tree.items() if key in read}, defaults if read.usual else None))
 

@@ -53,8 +53,14 @@ def given_token() -> str | None:
 
 
 def run_token(status_dir: Path) -> str:
-    """Returns the token that servers require: RL_TOKEN, or the run's own, generated if needed. Raises RunError."""
-    return given_token() or kept_token(status_dir)
+    """Returns the token that servers require: RL_TOKEN, or the run's own. If there is none, one of the processes that start together, even
+    on several nodes, generates it. Raises RunError."""
+    if token := given_token():
+        return token
+    make_token(token_file(status_dir))
+    token = read_token(status_dir)
+    assert token is not None
+    return token
 
 
 def read_token(status_dir: Path) -> str | None:
@@ -73,14 +79,6 @@ def read_token(status_dir: Path) -> str | None:
         raise RunError(f"{path}: {error.strerror}; run as the user who started the run, or set {VARIABLE}") from None
     if not SHAPE.fullmatch(token):
         raise RunError(f"{path}: does not hold a token; delete it and restart every process of the run")
-    return token
-
-
-def kept_token(status_dir: Path) -> str:
-    """Returns the run's own token. If there is none, one of the processes that start together, even on several nodes, generates it."""
-    make_token(token_file(status_dir))
-    token = read_token(status_dir)
-    assert token is not None
     return token
 
 

@@ -49,8 +49,11 @@ def verify_files(folder: Path, checksums: Mapping[str, Mapping[str, Any]]) -> No
         raise newer(folder / MANIFEST, names.pop())
     for name, expected in checksums.items():
         file = folder / name
-        if not file.is_file() or checksum(file) != expected:
-            raise CorruptFileError(f"{file}: {'damaged' if file.is_file() else 'missing'}")
+        if not file.is_file():
+            raise CorruptFileError(f"{file}: missing")
+        size = expected.get("size") if isinstance(expected, Mapping) else None
+        if file.stat().st_size != size or checksum(file) != expected:  # size first: a sparse file may have terabytes
+            raise CorruptFileError(f"{file}: damaged")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -163,13 +163,9 @@ class Numbers:
 
     def points(self, source: str, metric: str, last: int | None = None) -> Points:
         """Returns steps and finite values of a metric, all or the `last` ones."""
-        table = self.tables.get(source)
-        if table is None or metric not in table.arrays:
-            return [], []
-        steps, rows = table.ordered()
-        values = table.arrays[metric][rows]
-        there = np.flatnonzero(np.isfinite(values))[-last if last else None :]
-        return steps[there].tolist(), values[there].tolist()
+        steps, values = self.curve(metric, source)
+        begin = -last if last else None
+        return steps[begin:].tolist(), values[begin:].tolist()
 
     def newest(self) -> float | None:
         """Returns the time of the newest line, seconds since the epoch; None if there is none."""

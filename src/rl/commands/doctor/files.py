@@ -9,7 +9,7 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
 from rl.trainer.sft.tokens import verify_data
-from rl.wire.batch_file import check_rollouts, sound_batch
+from rl.wire.batch_file import batch_head, check_rollouts, sound_batch
 
 
 def damaged_files(run_dir: RunDir) -> list[str]:
@@ -20,7 +20,11 @@ def damaged_files(run_dir: RunDir) -> list[str]:
     moves = "`--resume` moves damaged files away"
     records = "a resume rewrites the records of steps that it repeats; only `rl replay` needs the others, and shows which file is right"
     kinds: list[tuple[dict[int, Path], Callable[[int, Path], Any], str]] = [
-        (numbered(run_dir.batches, ".batch"), lambda _, path: sound_batch(path), f"{moves} and continues before it if needed"),
+        (
+            numbered(run_dir.batches, ".batch"),
+            lambda _, path: batch_head(path) and sound_batch(path),
+            f"{moves} and continues before it if needed",
+        ),
         (numbered(run_dir.checkpoints), lambda _, path: verify_checkpoint(path), f"{moves} and starts from an older checkpoint"),
         (
             numbered(run_dir.weights_dir),
