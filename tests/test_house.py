@@ -128,7 +128,7 @@ def test_at_most_two_broad_excepts():
 )
 def test_light_imports(module):
     """`--help` has to answer at once."""
-    heavy = ("torch", "vllm", "verifiers", "transformers", "numpy", "matplotlib", "wandb", "rich", "zmq")
+    heavy = ("torch", "vllm", "verifiers", "transformers", "numpy", "matplotlib", "wandb", "rich", "zmq", "pydantic_settings")
     code = f"import {module}, sys; print(*[name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 

@@ -19,7 +19,7 @@ from tests.commands.driver import rl
 HELP_CODE = """
 import sys, atexit
 from rl.main import main
-HEAVY = ("torch", "vllm", "verifiers", "transformers", "zmq")
+HEAVY = ("torch", "vllm", "verifiers", "transformers", "zmq", "pydantic_settings")
 atexit.register(lambda: print("heavy:", [name for name in HEAVY if name in sys.modules]))
 sys.exit(main())
 """

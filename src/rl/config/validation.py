@@ -10,7 +10,6 @@ from rl.config.faults import Spelled, below, fault_lines, key_of
 from rl.config.fields import field_tree
 from rl.config.hints import without_numbers
 from rl.config.run import RLConfig
-from rl.config.sources import Edit, load, place_value, take_out, together, without_replaced
 
 PASSES = 5
 """Times that the remaining settings are checked again; a fault can hide another one below it, but rarely many in a row."""
@@ -20,6 +19,8 @@ MODES = ("sft", "trainer.data", "trainer.data.fake")
 
 def validate(layers: list[Spelled], faults: dict[str, str]) -> RLConfig | None:
     """Returns the configuration without faulty settings, or None if nothing valid is left. Adds to the faults by key."""
+    from rl.config.sources import Edit, load, place_value, take_out, together, without_replaced
+
     layers = without_replaced(layers)
     settings = together(layers)
     edits: list[Edit] = [partial(take_out, keys=key.split(".")) for key in faults]
