@@ -19,6 +19,7 @@ from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 from rl.wire.rollouts import Group, Rollout
+from tests.hosts import permitted
 from tests.proofs import promises, soak
 from tests.trainer.samples import make_sample
 from tests.waiting import until
@@ -69,6 +70,20 @@ def test_a_run_under_kills_keeps_every_promise(tmp_path):
     log = (tmp_path / "out" / "rl.log").read_text()
     assert code == 0, output + log[-3000:]
     assert {kill["target"] for kill in report["kills"]} == {"trainer", "orchestrator", "worker", "engine", "rl"}
+    assert all(kill["recovered_s"] is not None for kill in report["kills"])
+    assert report["figures"]["rollouts_lost"] == 0 and report["figures"]["versions"] >= 8
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(not permitted(), reason="may not make pid namespaces")
+@pytest.mark.timeout(450)
+def test_a_run_on_two_hosts_outlives_each(tmp_path):
+    """Orchestrator and trainer die together, and inference does; each is started again on another host, after 30 s of watching leases."""
+    make_tiny_model(tmp_path / "model")
+    code, report, output = run_chaos(tmp_path, "--kills", "2", "--every", "4", "--undisturbed", "3", "--targets", "host-train,host-serve")
+    log = (tmp_path / "out" / "rl.log").read_text()
+    assert code == 0, output + log[-3000:]
+    assert {kill["target"] for kill in report["kills"]} == {"host-train", "host-serve"}
     assert all(kill["recovered_s"] is not None for kill in report["kills"])
     assert report["figures"]["rollouts_lost"] == 0 and report["figures"]["versions"] >= 8
 

@@ -3,8 +3,9 @@
     uv run -m tests.proofs.chaos @ CONFIG [rl's flags] --kills 20 --every 60 --seed 7 --targets trainer,engine --signals KILL,STOP,SEGV
 
 The kills fall at random times and on random processes, by the seed. A dead `rl` is started again with --resume, all else is its to bring
-back; but a further inference server (`server`, of `--servers N`), which is started again as by hand. At the end: exactly once, equal to
-`rl replay` bit for bit, no orphan, nothing left behind, lag bounds; and a table. Exit code 1 if any of it is broken.
+back; but a further inference server (`server`, of `--servers N`), which is started again as by hand. With the targets host-train and
+host-serve the run is started by hand on two hosts, which die as a whole (chaos_hosts.py). At the end: exactly once, equal to `rl replay`
+bit for bit, no orphan, nothing left behind, lag bounds; and a table. Exit code 1 if any of it is broken.
 """
 
 import argparse
@@ -28,9 +29,10 @@ import psutil
 from rl.run_dir.metrics import MetricsReader
 from rl.run_dir.paths import numbered
 from tests.proofs import promises
+from tests.proofs.chaos_hosts import HOSTS, HostRun
 from tests.proofs.chaos_run import UP_S, EndedError, Run
 
-TARGETS = ("trainer", "rank", "orchestrator", "worker", "inference", "engine", "server", "rl", "guard")
+TARGETS = ("trainer", "rank", "orchestrator", "worker", "inference", "engine", "server", "rl", "guard", *HOSTS)
 LOOK_S = 0.2
 PATIENCE_S = 120.0
 """A kill waits so long for its target to be there."""
@@ -38,7 +40,7 @@ STOPPED_S = 8.0
 """A stopped `rl` or further server is let go on after this: nobody is above it to notice."""
 NOBODYS = ("rl", "server")
 ORPHAN_S = 60.0
-"""What a dead `rl` left must be gone by then."""
+"""What a dead `rl`, or host, left must be gone by then."""
 ORPHANS_EVERY_S = 2.0
 
 
@@ -283,7 +285,7 @@ def options_of(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument(
         "--targets",
-        default=",".join(TARGETS),
+        default=",".join(target for target in TARGETS if target not in HOSTS),
         help=f"trainer or trainer:STOP, ...; out of {', '.join(TARGETS)}; one that is not there is passed over",
     )
     parser.add_argument("--servers", type=int, default=0, help="inference servers beside the one of `rl`")
@@ -298,6 +300,9 @@ def options_of(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     targets = {target.partition(":")[0] for target in options.targets}
     if unknown := targets - set(TARGETS):
         parser.error(f"--targets: {', '.join(sorted(unknown))} is none of {', '.join(TARGETS)}")
+    options.by_hosts = not targets.isdisjoint(HOSTS)
+    if options.by_hosts and (not targets <= set(HOSTS) or options.signals != ["KILL"] or options.servers):
+        parser.error(f"--targets: {' and '.join(HOSTS)} go with each other alone, are killed (KILL), and have no further --servers")
     return options, rest
 
 
@@ -308,7 +313,7 @@ def main() -> int:
     flags = ["--output_dir", str(folder), "--name", "run"]
     if not any(word in ("--max_steps", "--steps") or word.startswith(("--max_steps=", "--steps=")) for word in rest):
         flags += ["--max_steps", "999999"]  # the schedule ends the run
-    run = Run([*rest, *flags], folder, options.servers)
+    run = HostRun([*rest, *flags], folder) if options.by_hosts else Run([*rest, *flags], folder, options.servers)
     if (run.config.trainer.ranks or 1) == 1:
         options.targets = [target for target in options.targets if not target.startswith("rank")]
     chaos = Chaos(run, options)

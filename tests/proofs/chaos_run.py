@@ -1,4 +1,4 @@
-"""The run that `chaos.py` kills: how it is started, started again, looked at and ended."""
+"""The run that `chaos.py` and `kill_everywhere.py` kill: how it is started, started again, looked at and ended."""
 
 import getpass
 import os
@@ -131,10 +131,14 @@ class Run:
         status = self.status(role)
         if (status.started or 0) < self.not_before.get(role, 0):
             return False
-        fresh = time.time() - (status.heartbeat or 0) < FRESH_S and psutil.pid_exists(status.pid or 0)
+        fresh = time.time() - (status.heartbeat or 0) < FRESH_S and self.lives(role, status)
         if role == "trainer":
             return fresh and status.phase in TRAINER_STEPS
         return fresh and status.address is not None and status.phase is not Phase.LOADING_ENVIRONMENTS
+
+    def lives(self, role: str, status: RoleStatus) -> bool:
+        """Whether the process of a status is there."""
+        return psutil.pid_exists(status.pid or 0)
 
     def roles(self) -> list[str]:
         if self.config.sft:
