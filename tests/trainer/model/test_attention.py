@@ -9,10 +9,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from rl.system.errors import RunError
-from rl.trainer.model import attention as module
 from rl.trainer.model import blocks
-from rl.trainer.model.attention import TreeMask, attend_blocks, attend_flex, attention
+from rl.trainer.model.attention import TreeMask, attend_blocks, attention
 from rl.trainer.model.blocks import bundle, cut_blocks
+from rl.trainer.model.flex import attend as attend_flex
 from tests.trainer.device import DEVICE
 
 
@@ -89,25 +89,6 @@ def test_caps_and_sinks_equal_the_dense_formula(monkeypatch, window, cap, sunk):
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(*grads, strict=True))
     floats = [x.detach().float() for x in inputs]
     assert (attend_flex(*floats[:3], tree, window, 0.7, cap, *floats[3:]) - expected).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("sunk", [False, True])
-def test_kept_probabilities_give_the_bits_of_recomputed_ones(monkeypatch, sunk):
-    for name, value in LIMITS["small blocks"].items():
-        monkeypatch.setattr(blocks, name, value)
-    subtree_ends, positions = random_row(1, 150)
-    tensors = [x.detach().bfloat16().requires_grad_() for x in qkv(150, 150)]
-    sinks = torch.randn(6, dtype=torch.bfloat16, device=DEVICE).requires_grad_() if sunk else None
-    inputs, grads, saved = [*tensors, *([sinks] if sunk else [])], [], []
-    for keys in (0, 30, 150):
-        monkeypatch.setattr(module, "KEPT_KEYS", keys)
-        tree = TreeMask(subtree_ends, positions)
-        out = attend_blocks(*tensors, tree, None, 0.25, None, sinks)
-        kept = sum(some.mask.shape[2] <= keys for some in tree.plan(None, torch.bfloat16, 2, 3).bundles)
-        saved.append((kept, len(out.grad_fn.saved_tensors) - 4))
-        grads.append(torch.autograd.grad(out, inputs, torch.ones_like(out)))
-    assert saved[0][0] == 0 < saved[1][0] < saved[2][0] and all(a == b for a, b in saved)
-    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*grads, strict=True))
 
 
 def test_blocks_are_computed_together_where_their_padding_costs_less_than_a_call():

@@ -50,7 +50,9 @@ class Plan:
     rows: Tensor  # [T' * heads * group] int64: for each of these rows, the slot that holds it
     padding: Tensor  # [n] int64: the slots that are padding
     keys: list[Tensor]  # for each bundle: [heads * B * k] int64, rows of a key tensor [T, heads, D]; empty for a single block
-    runs: list[int]  # see `runs_by_bundle`
+    runs: list[Tensor]
+    """For each bundle the runs of its keys: [n, 4] int64 in CPU memory, each run's block within the bundle, its offset among the block's
+    keys, its first key and the key after its last."""
 
 
 def is_unbranched(positions: np.ndarray) -> bool:
@@ -131,16 +133,18 @@ def padded_mask(masks: list[Tensor]) -> Tensor:
 
 def make_plan(bundles: list[Bundle], heads: int, group: int) -> Plan:
     """Computes the indices of the bundles' queries, keys and results."""
-    slots, real, keys, runs = [], [], [], list[int]()
-    for number, some in enumerate(bundles):
+    slots, real, keys, runs = [], [], [], list[Tensor]()
+    for some in bundles:
         places, seen = (np.full((len(some.blocks), size), -1) for size in some.mask.shape[1:])
+        own = []
         for row, block in enumerate(some.blocks):
             end = 0
             places[row, : block.mask.shape[0]] = np.arange(block.queries.start, block.queries.stop)
             for first, behind in block.keys:
-                runs += [number, row, end, first, behind]
+                own.append((row, end, first, behind))
                 seen[row, end : end + behind - first] = np.arange(first, behind)
                 end += behind - first
+        runs.append(torch.tensor(own))
         of_heads = np.arange(heads * group).reshape(heads, 1, group, 1)
         slots.append((places.clip(0)[None, :, None] * heads * group + of_heads).ravel())
         real.append(np.broadcast_to(places[None, :, None] >= 0, (heads, len(places), group, places.shape[1])).ravel())

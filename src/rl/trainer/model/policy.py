@@ -5,6 +5,7 @@ from functools import partial
 from typing import get_args
 
 import torch
+from torch._higher_order_ops import inductor_compiled_code
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
@@ -13,7 +14,7 @@ from rl.config.trainer import TrainerConfig
 from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.model.attention import TreeMask
-from rl.trainer.model.compiled import compiled, kept_operations
+from rl.trainer.model.compiled import compiled
 from rl.trainer.model.head import LossHead, Scores
 from rl.trainer.model.lora import add_adapters
 from rl.trainer.model.modes import Mode, is_compiled, turn_off_randomness, widen_windows
@@ -64,8 +65,9 @@ KEPT_OPERATIONS = [
     torch.ops.aten.addmm.default,
     torch.ops.aten._grouped_mm.default,
     torch.ops.rl.block_attention.default,
+    inductor_compiled_code,  # compiled attention, see KEEP_RESULT
 ]
-"""Operations whose results selective checkpointing keeps, besides compiled attention: they save the most recomputation per byte.
+"""Operations whose results selective checkpointing keeps: they save the most recomputation per byte.
 Matrix products within a compiled layer are not among them: they are recomputed."""
 
 
@@ -77,7 +79,7 @@ def change_layers(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, w
     kind = settings.activation_checkpointing
     contexts = {}
     if kind == "selective":
-        kept = KEPT_OPERATIONS + kept_operations()
+        kept = [*KEPT_OPERATIONS]
         if any(getattr(module, "has_bias", False) for module in model.modules()):  # the bias is added in place to this result
             kept.remove(torch.ops.aten._grouped_mm.default)
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
