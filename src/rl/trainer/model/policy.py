@@ -20,7 +20,7 @@ from rl.trainer.model.lora import add_adapters
 from rl.trainer.model.modes import Mode, is_compiled, turn_off_randomness, widen_windows
 from rl.trainer.model.rope import freeze_rope
 from rl.trainer.model.selftest import choose_mode
-from rl.trainer.parallel.loading import load_rows
+from rl.trainer.parallel.loading import LocalShards, load_rows
 from rl.trainer.parallel.sharding import RowGather, reshard, shard_model
 from rl.trainer.parallel.world import World
 
@@ -35,7 +35,7 @@ def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world
     tensors are missing from its files.
     """
     choice = choose_mode(folder, config, settings, world)
-    model, rows = load_rows(
+    model = load_rows(
         folder,
         world,
         dtype=DTYPES[config.dtype] if settings.lora or frozen else torch.float32,  # frozen weights need no float32 master
@@ -54,7 +54,7 @@ def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world
     if head is None:
         raise RunError(f"{type(model).__name__} has no language-model head")
     head.forward = LossHead(head, choice.mode)
-    rows.to_meta(model)
+    rows = LocalShards(model)
     shard_model(model, DTYPES[config.dtype], world)
     rows.attach_shards(model)
     return model
