@@ -1,7 +1,12 @@
-"""Samples and checkpoints for the trainer's tests."""
+"""Samples and checkpoints for the trainer's tests, and the comparison of two runs."""
 
 import random
 
+import pytest
+from safetensors.torch import load_file
+
+from rl.run_dir.metrics import read_metrics
+from rl.run_dir.paths import RunDir
 from rl.trainer.store import checkpoint
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 
@@ -59,3 +64,15 @@ def branching_batch() -> TrainBatch:
 
 def save_checkpoint(path, step, model, optimizer, world):
     checkpoint.write(path, step, checkpoint.tensors_of(model, optimizer, world), checkpoint.fingerprint(model), world)
+
+
+def assert_alike(ours: RunDir, theirs: RunDir, version: int) -> None:
+    """Metrics and weights of two runs are the same but for the order of sums."""
+    names = {*(f"{name}/mean" for name in ("loss", "entropy", "mismatch_kl", "lag_kl")), "optim/grad_norm", "masked_fraction"}
+    lines = read_metrics(ours.metrics)
+    for key, line in read_metrics(theirs.metrics).items():
+        for name in line.keys() & {*names, "validation/loss"}:
+            assert lines[key][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (key, name)
+    mine, yours = (load_file(run_dir.weights(version) / "model.safetensors") for run_dir in (ours, theirs))
+    for name, weight in yours.items():
+        assert (mine[name] - weight).norm() <= 1e-5 * weight.norm(), name

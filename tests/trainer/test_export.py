@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -171,11 +169,3 @@ def test_a_full_disk(adapted, tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"no space left: 0\.\d\d MiB are needed, 0\.00 MiB are free") as error:
         export(adapted[0].root, "--to", tmp_path / "full")
     assert error.value.filename.startswith(str(tmp_path)) and not list(tmp_path.iterdir())
-
-
-def test_the_command_as_a_process(adapted, tmp_path):
-    command = [sys.executable, "-m", "rl.main", "export", str(adapted[0].root), "--to", str(tmp_path / "there"), "--merge"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path / 'there'}: the model of step 4, 0.4 MiB\n"
-    assert done.stderr.splitlines()[-1] == f"step 4 of {adapted[0].root}: reading {adapted[0].checkpoint(4)}"

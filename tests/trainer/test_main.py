@@ -29,7 +29,7 @@ from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
-from tests.trainer.samples import make_batch
+from tests.trainer.samples import assert_alike, make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.zygote import Forked, trainer_zygote
 
@@ -198,14 +198,8 @@ def test_two_ranks_equal_one(straight, tied_folder, world, tmp_path):
     config = make_config(tmp_path, tied_folder)
     with StubOrchestrator(config.run_dir, batches()):
         run_trainer(config, ranks=2)
-    ours, theirs = (read_metrics(run_dir.metrics) for run_dir in (config.run_dir, straight[0]))
-    for key, line in theirs.items():
-        kl = "mismatch_kl/mean" if key[0] == 1 else "lag_kl/mean"
-        for name in ("loss/mean", "optim/grad_norm", "entropy/mean", kl, "masked_fraction"):
-            assert ours[key][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (key, name)
-    ours, theirs = (load_file(run_dir.weights(STEPS) / "model.safetensors") for run_dir in (config.run_dir, straight[0]))
-    for name, weight in theirs.items():
-        assert (ours[name] - weight).norm() <= 1e-5 * weight.norm(), name
+    assert_alike(config.run_dir, straight[0], STEPS)
+    ours = load_file(config.run_dir.weights(STEPS) / "model.safetensors")
     model = load_policy(str(tied_folder), config.model, config.trainer, world)
     found = checkpoint.newest_sound(config.run_dir.checkpoints, world)
     assert checkpoint.load(*found, model, make_optimizer(model, OptimConfig()), world) == STEPS

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from rl.config.loss import LossConfig
@@ -25,6 +24,7 @@ from rl.trainer.train import train_step
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS
 from tests.trainer import loss_formulas as formulas
+from tests.trainer.layouts import whole
 from tests.trainer.samples import make_batch, make_sample
 
 LR = 1e-2
@@ -56,12 +56,8 @@ def train(context, config, batch) -> dict[str, float]:
     return train_step(context, prepare(batch, config, context.world, 64, config.trainer.minibatches), LR, Timer())
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def weights_of(context) -> dict[str, torch.Tensor]:
-    return {name: whole(parameter.detach()).clone() for name, parameter in context.model.named_parameters()}
+    return {name: whole(parameter) for name, parameter in context.model.named_parameters()}
 
 
 def assert_equal(ours, theirs):
@@ -175,7 +171,7 @@ def test_clipped_losses_compare_with_the_policy_that_the_batch_began_with(tied_f
     steps, apply = [], context.optimizer.step
 
     def step():
-        gradients = {name: whole(parameter.grad).clone() for name, parameter in context.model.named_parameters()}
+        gradients = {name: whole(parameter.grad) for name, parameter in context.model.named_parameters()}
         steps.append((weights_of(context), gradients))
         apply()
 

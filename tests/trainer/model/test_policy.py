@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -133,31 +132,6 @@ def test_models_that_change_their_logits_are_scored_from_logits(world, tmp_path)
     model = policy(folder, world)
     assert_same(backward(model, world, branching_batch()), reference(folder, branching_batch()))
     assert not model.get_output_embeddings().forward.fused
-
-
-def saved_bytes(folder, world, kind):
-    """What is kept for the backward pass, weights aside."""
-    model = policy(folder, world, activation_checkpointing=kind)
-    (row,) = rows_of(make_batch(1, groups=16))
-    own = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
-    sizes = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own and tensor.dtype == torch.float32:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        scores = score(model, row, world)
-    scores.logprobs.sum().backward()
-    return sum(sizes.values())
-
-
-def test_full_checkpointing_keeps_the_least(world, tmp_path):
-    folder = make_tiny_model(tmp_path / "deep", CONFIGS["llama"] | {"num_hidden_layers": 8})
-    none, full = (saved_bytes(folder, world, kind) for kind in ("none", "full"))
-    assert full < 0.5 * none
 
 
 def products_and_attentions(folder, world, kind):

@@ -46,15 +46,6 @@ def test_frequencies_are_those_of_inference(world, tmp_path):
     assert rope.inv_freq[1].item() == pytest.approx(base ** (-2 / 32))
 
 
-def test_alpha_is_part_of_the_base(world, tmp_path):
-    """HunYuan's base, rope_theta * alpha^(d / (d - 2)): the function of transformers for dynamic frequencies may not know it."""
-    folder = make_tiny_model(tmp_path / "hunyuan", CONFIGS["hunyuan_alpha"])
-    rope = load_policy(str(folder), ModelConfig(max_model_len=512), TrainerConfig(), world).model.rotary_emb
-    base = 1e4 * 1000 ** (32 / 30)
-    assert rope.inv_freq.tolist() == pytest.approx([base ** (-n / 32) for n in range(0, 32, 2)])
-    assert rope.attention_scaling == 1
-
-
 def test_lengths_without_frequencies_are_refused(world, tmp_path):
     """vLLM reads beyond the end of its table there: nan."""
     folder = make_tiny_model(tmp_path / "dynamic", CONFIGS["llama_dynamic"])

@@ -10,7 +10,7 @@ from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.measure.performance import work_of
 from rl.trainer.model import head, selftest
-from rl.trainer.model.policy import is_packed
+from rl.trainer.model.policy import mode_of
 from rl.trainer.model.selftest import choose_mode, examine, keep_layers
 from tests.families import CONFIGS
 from tests.trainer.model.test_policy import assert_same, backward, policy, reference
@@ -55,8 +55,8 @@ def test_each_kind_of_model_is_trained_with_the_numbers_that_it_has_alone(family
     model = policy(folder(family), world)
     said = "".join(capfd.readouterr())
     assert f"trainer.attention: {mode} for " in said and because in said and ("WARNING" in said) == (mode != "blocks")
-    assert is_packed(model) == (mode != "unpacked") and work_of(model).per_token > 0
-    found = backward(model, world, branching_batch(), max_tokens=4096 * is_packed(model))
+    assert mode_of(model) == mode and work_of(model).per_token > 0
+    found = backward(model, world, branching_batch(), max_tokens=4096 * (mode != "unpacked"))
     assert len(found[1]) > 100
     assert_same(found, reference(folder(family), branching_batch()))
 
@@ -77,7 +77,7 @@ def test_a_mode_that_is_set_is_tested_too(folder, world):
             RunError, match=r"cannot be trained: no mode matches each sample computed alone .* set trainer.attention = auto"
         ):
             policy(folder(family), world, attention=attention)
-    assert not is_packed(policy(folder("llama"), world, attention="unpacked"))
+    assert mode_of(policy(folder("llama"), world, attention="unpacked")) == "unpacked"
 
 
 def test_models_that_are_not_causal_or_not_whole_are_refused(folder, world, monkeypatch):

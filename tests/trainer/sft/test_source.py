@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl.config.command_line import to_toml
@@ -31,6 +30,7 @@ from rl.trainer.model.policy import load_policy, score
 from rl.trainer.sft.source import FromExamples, make_batch, meaningful, shuffled, split, validate
 from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
 from rl.trainer.train import loss_inputs
+from tests.trainer.samples import assert_alike
 from tests.trainer.test_main import run_trainer
 
 STEPS = 6
@@ -227,11 +227,4 @@ def test_a_resumed_run_is_equal_bit_for_bit(straight, tmp_path):
 def test_two_ranks_equal_one(straight, tmp_path):
     config = make_config(tmp_path, straight.model.name)
     run_trainer(config, ranks=2)
-    ours, theirs = (read_metrics(c.run_dir.metrics) for c in (config, straight))
-    for key, line in theirs.items():
-        for name in ("loss/mean", "optim/grad_norm", "entropy/mean", "validation/loss"):
-            if name in line:
-                assert ours[key][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (key, name)
-    ours, theirs = (load_file(c.run_dir.weights(STEPS) / "model.safetensors") for c in (config, straight))
-    for name, weight in theirs.items():
-        assert (ours[name] - weight).norm() <= 1e-5 * weight.norm(), name
+    assert_alike(config.run_dir, straight.run_dir, STEPS)

@@ -9,8 +9,7 @@ import torch
 from rl.system.errors import RunError
 
 KEEP_RESULT = {"wrap_inductor_compiled_regions": True}
-"""Inductor's option that makes a compiled function a single operation, `inductor_compiled_code`, for selective checkpointing, which can then
-keep its result."""
+"""Inductor's option that makes a compiled function a single operation for selective checkpointing, which can then keep its result."""
 
 
 def compiled(function: Callable[..., Any], remedy: str, options: dict[str, Any] | None = None) -> Callable[..., Any]:

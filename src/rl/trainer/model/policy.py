@@ -95,11 +95,6 @@ def mode_of(*models: PreTrainedModel) -> Mode:
     return max((model.get_output_embeddings().forward.mode for model in models), key=get_args(Mode).index)
 
 
-def is_packed(model: PreTrainedModel) -> bool:
-    """Whether a row of this model may hold several samples."""
-    return mode_of(model) != "unpacked"
-
-
 def score(model: PreTrainedModel, batch: MicroBatch, world: World, entropy_gradient: bool = False) -> Scores:
     """Scores the micro batch's loss tokens. `entropy_gradient`: whether the entropies have a gradient too.
 
