@@ -168,13 +168,6 @@ def test_selective_checkpointing_of_experts_with_biases(world, tmp_path):
     assert_same(backward(policy(folder, world, activation_checkpointing="selective"), world, batch), expected, 1e-6)
 
 
-def test_one_large_equals_many_micro_batches(tied_folder, world):
-    batch = make_batch(2, groups=6)
-    model = policy(tied_folder, world)
-    assert len(rows_of(batch, 30)) > 4
-    assert_same(backward(model, world, batch, 30), backward(model, world, batch))
-
-
 def test_own_logprobs_give_ratio_one(model_folder, world):
     model = policy(model_folder, world)
     optimizer = make_optimizer(model, TrainerConfig().optim)  # of sharded parameters, which a forward pass would gather
@@ -217,20 +210,6 @@ def step(model, optimizer, packed, world):
 def ready(*samples):
     batch = TrainBatch(step=1, samples=list(samples))
     return Packed(batch, [rows_of(batch)], 0.0)
-
-
-def test_a_step_raises_what_was_good(tied_folder, world):
-    model = policy(tied_folder, world)
-    optimizer = make_optimizer(model, TrainerConfig().optim)
-    good = make_sample([5, 6], [7], advantage=1.0, logprobs=[0, 0, -5.5])
-    bad = make_sample([5, 6], [8], advantage=-1.0, logprobs=[0, 0, -5.5])
-    both = ready(good, bad)
-    before = score(model, both.micro_batches[0], world).logprobs.detach()
-    metrics = step(model, optimizer, both, world)
-    after = score(model, both.micro_batches[0], world).logprobs.detach()
-    assert after[0] > before[0] and after[1] < before[1]
-    assert metrics["optim/grad_norm"] > 0 and metrics["optim/lr"] == 1e-2 and 0 < metrics["entropy/mean"] < 5.6
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(tied_folder, world):

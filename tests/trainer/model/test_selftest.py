@@ -137,7 +137,7 @@ def test_the_result_is_cached_by_model_and_settings(folder, world, cache, monkey
     assert len(tried) == 4
 
 
-@pytest.mark.parametrize("place", ["load_part", "call", "ReferenceLogprobs"])
+@pytest.mark.parametrize("place", ["load_part", "LossHead", "ReferenceLogprobs"])
 def test_out_of_memory_is_no_fault_of_the_model(folder, world, cache, monkeypatch, place):
     """A mode for which there was no memory was "not exact", a slower one was taken and cached, or another model recommended."""
 

@@ -218,8 +218,9 @@ def attend_blocks(
     sinks: Tensor | None = None,
 ) -> Tensor:
     plan = tree.plan(window, query.dtype, key.shape[1], query.shape[1] // key.shape[1])
-    masks = [some.mask for some in plan.bundles]
-    return block_attention(query, key, value, masks, plan.keys, plan.slots, plan.rows, plan.padding, plan.runs, scale, cap or 0.0, sinks)
+    return block_attention(
+        query, key, value, plan.masks, plan.keys, plan.slots, plan.rows, plan.padding, plan.runs, scale, cap or 0.0, sinks
+    )
 
 
 @torch.compiler.disable
