@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from rl.run_dir.metrics import read_metrics
@@ -60,6 +61,20 @@ def branching_batch() -> TrainBatch:
         *(make_sample([*history, 50 + i // 2], [60 + i] * 8, group=11, rollout=i, advantage=0.1 * i - 0.2) for i in range(5)),
     ]
     return TrainBatch(step=5, samples=samples)
+
+
+def plain_scores(model, sample: TrainingSample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of a sample's loss tokens, alone in its row, by plain transformers and torch."""
+    ids, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask[1:])
+    log_softmax = torch.log_softmax(model(ids[None], use_cache=False).logits[0, :-1] / sample.temperature, -1)
+    return log_softmax.gather(-1, ids[1:, None])[:, 0][mask], -(log_softmax.exp() * log_softmax).sum(-1)[mask]
+
+
+def toy_step(model, optimizer) -> None:
+    """An optimizer step that changes every weight."""
+    model(input_ids=torch.tensor([[5, 6, 7, 8, 9, 200]])).logits.float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def save_checkpoint(path, step, model, optimizer, world):

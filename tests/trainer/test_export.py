@@ -19,7 +19,7 @@ from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import versions
 from tests.models.hub_stub import TOKEN, HubStub
-from tests.trainer.samples import save_checkpoint
+from tests.trainer.samples import save_checkpoint, toy_step
 from tests.web import serving
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
@@ -35,9 +35,7 @@ def make_run(root, model_folder, world, dtype="bfloat16", **trainer):
     model = load_policy(str(model_folder), config.model, config.trainer, world)
     optimizer = make_optimizer(model, config.trainer.optim)
     for step in range(1, 5):
-        model(input_ids=IDS).logits.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        toy_step(model, optimizer)
         if step in (2, 4):
             save_checkpoint(config.run_dir.checkpoint(step), step, model, optimizer, world)
         if step in (2, 3):

@@ -25,7 +25,7 @@ from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS
 from tests.trainer import loss_formulas as formulas
 from tests.trainer.layouts import whole
-from tests.trainer.samples import make_batch, make_sample
+from tests.trainer.samples import make_batch, make_sample, plain_scores
 
 LR = 1e-2
 
@@ -125,19 +125,12 @@ def test_only_several_steps_tell_the_sampler_from_the_policy_before(tied_folder,
 # The clipped losses ---------------------------------------------------------------------------------------------------------
 
 
-def plain_logprobs(model, sample) -> torch.Tensor:
-    """Log-probabilities of a sample's loss tokens, alone in its row."""
-    ids = torch.tensor(sample.token_ids)
-    logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
-    return logprobs[torch.tensor(sample.loss_mask[1:])]
-
-
 def float64_gradient(model, old, samples, loss) -> dict[str, torch.Tensor]:
     """The gradient of a minibatch's loss, mean over its tokens, by the formulas and an unpacked float64 model."""
     model.zero_grad()
     count = sum(sum(sample.loss_mask) for sample in samples)
     for sample, first in zip(samples, old, strict=True):
-        now = plain_logprobs(model, sample)
+        now, _ = plain_scores(model, sample)
         mask = np.array(sample.loss_mask)
         sampler, advantages = np.array(sample.logprobs)[mask], np.array(sample.advantages)[mask]
         nothing = np.zeros(len(sampler))
@@ -167,7 +160,7 @@ def test_clipped_losses_compare_with_the_policy_that_the_batch_began_with(tied_f
     context, config = learner_of(tied_folder, world, settings, minibatches=2, epochs=2)
     reference = AutoModelForCausalLM.from_pretrained(tied_folder, dtype=torch.float64, attn_implementation="eager")
     with torch.no_grad():
-        old = [plain_logprobs(reference, sample) for sample in batch.samples]
+        old = [plain_scores(reference, sample)[0] for sample in batch.samples]
     steps, apply = [], context.optimizer.step
 
     def step():

@@ -16,11 +16,11 @@ from rl.models.tiny import make_tiny_model
 from rl.system.errors import ConfigError, RunError
 from rl.trainer.model import lora
 from rl.trainer.model.policy import DTYPES, load_policy
-from rl.trainer.optim import gradient_norm, make_optimizer
+from rl.trainer.optim import make_optimizer
 from rl.trainer.store import checkpoint, versions
 from tests.families import CONFIGS
 from tests.trainer.layouts import whole
-from tests.trainer.samples import save_checkpoint
+from tests.trainer.samples import save_checkpoint, toy_step
 
 RANK = 4
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
@@ -35,18 +35,11 @@ def adapted(folder, world, dtype="float32", **settings):
     return model, make_optimizer(model, settings.optim)
 
 
-def step(model, optimizer):
-    model(input_ids=IDS).logits.float().square().mean().backward()
-    assert gradient_norm(model.parameters()) > 0
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 @pytest.fixture
 def trained(tied_folder, world):
     model, optimizer = adapted(tied_folder, world)
     for _ in range(3):
-        step(model, optimizer)
+        toy_step(model, optimizer)
     return model, optimizer
 
 
@@ -96,7 +89,7 @@ def test_peft_computes_what_the_trainer_computes(trained, tied_folder, world, tm
 def test_in_bfloat16_adapters_compute_as_bfloat16_weights_do(tied_folder, world, tmp_path):
     model, optimizer = adapted(tied_folder, world, "bfloat16")
     for _ in range(3):
-        step(model, optimizer)
+        toy_step(model, optimizer)
     dtypes = {("lora_" in name, parameter.dtype) for name, parameter in model.named_parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
     folder = publish(model, tmp_path / "000003", tied_folder, world, "bfloat16")
@@ -121,11 +114,11 @@ def test_without_adapters_it_is_the_base_model(trained, tied_folder, world):
     model, optimizer = trained
     twin, twins_optimizer = adapted(tied_folder, world)
     for _ in range(3):
-        step(twin, twins_optimizer)
+        toy_step(twin, twins_optimizer)
     with lora.without_adapters(model):
         assert torch.equal(logits_of(model), logits_of(plain(tied_folder)))
-    step(model, optimizer)
-    step(twin, twins_optimizer)
+    toy_step(model, optimizer)
+    toy_step(twin, twins_optimizer)
     assert all(torch.equal(whole(a), whole(b)) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
@@ -182,10 +175,10 @@ def test_checkpoints_hold_adapters_alone_and_resume_bit_for_bit(trained, tied_fo
     stored = FileSystemReader(tmp_path / "000003").read_metadata().state_dict_metadata
     assert len(stored) == 4 * len(lora.trainable(trained[0])) + 1  # weight, two moments, step; RNG
     assert all("lora_" in name for name in stored if not name.startswith("rng."))
-    step(*trained)
+    toy_step(*trained)
     other = adapted(tied_folder, world)
     assert checkpoint.load(*checkpoint.newest_sound(tmp_path, world), *other, world) == 3
-    step(*other)
+    toy_step(*other)
     assert all(torch.equal(whole(a), whole(b)) for a, b in zip(trained[0].parameters(), other[0].parameters(), strict=True))
     fewer = adapted(tied_folder, world, targets=["q_proj"])
     with pytest.raises(RunError, match="another model"):

@@ -15,7 +15,6 @@ from rl.system.errors import RESTART, RunError
 from rl.trainer.data.balance import Layout
 from rl.trainer.data.packing import Packed, pack
 from rl.trainer.measure.performance import Timer
-from rl.trainer.model.attention import TreeMask
 from rl.trainer.model.modes import layer_windows
 from rl.trainer.model.policy import change_layers, load_policy, score
 from rl.trainer.optim import make_optimizer
@@ -24,9 +23,9 @@ from rl.trainer.store import versions
 from rl.trainer.train import train_step
 from rl.wire.messages import TrainBatch
 from tests.bounds import OPERATIONS, rounding
-from tests.families import CONFIGS, PACKED
+from tests.families import CONFIGS
 from tests.trainer.device import DEVICE, on_cpu
-from tests.trainer.samples import branching_batch, make_batch, make_sample
+from tests.trainer.samples import branching_batch, make_batch, make_sample, plain_scores
 
 ENTROPY = 0.1
 """What the entropies count in these tests' objective, beside advantage times log-probability."""
@@ -60,14 +59,11 @@ def reference(folder, batch):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     scored = {}
     for place, sample in enumerate(batch.samples):
-        logits = model(torch.tensor([sample.token_ids]), use_cache=False).logits[0, :-1] / sample.temperature
-        log_softmax = torch.log_softmax(logits, -1)
-        logprobs = log_softmax.gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
-        entropies = -(log_softmax.exp() * log_softmax).sum(-1)
-        mask = torch.tensor(sample.loss_mask[1:])
-        (torch.tensor(sample.advantages[1:]) * logprobs + ENTROPY * entropies)[mask].sum().backward()
-        for t in torch.nonzero(mask)[:, 0].tolist():
-            scored[place, t + 1] = (logprobs[t].item(), entropies[t].item())
+        logprobs, entropies = plain_scores(model, sample)
+        mask = torch.tensor(sample.loss_mask)
+        (torch.tensor(sample.advantages)[mask] * logprobs + ENTROPY * entropies).sum().backward()
+        for t, *values in zip(torch.nonzero(mask)[:, 0].tolist(), logprobs.tolist(), entropies.tolist(), strict=True):
+            scored[place, t] = tuple(values)
     return {name: p.grad for name, p in model.named_parameters()}, scored
 
 
@@ -81,18 +77,6 @@ def assert_same(found, expected, operations=OPERATIONS):
         assert values == pytest.approx(expected[1][key], abs=tolerance * largest), key
     for name, gradient in gradients.items():
         assert (gradient - expected[0][name]).norm() <= tolerance * expected[0][name].norm().clamp(min=1e-3), name
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", PACKED)
-def test_packed_trees_equal_single_samples(family, tied, world, tmp_path):
-    """Grouped keys, experts, windows shorter than the samples, absolute positions: the numbers are those of plain transformers."""
-    folder = make_tiny_model(tmp_path / family, CONFIGS[family] | {"tie_word_embeddings": tied})
-    batch = branching_batch()
-    model = policy(folder, world)
-    found = backward(model, world, batch)
-    assert len(found[1]) > 100
-    assert_same(found, reference(folder, batch))
 
 
 VARIANTS = [
@@ -178,16 +162,6 @@ def test_own_logprobs_give_ratio_one(model_folder, world):
     assert not own.entropies.requires_grad
     metrics = step(model, optimizer, Packed(batch, [[row]], 0.0), world)
     assert metrics["mismatch_kl/mean"] == 0 and metrics["masked_fraction"] == 0
-
-
-@on_cpu
-def test_bfloat16_computes_as_bfloat16_weights_do(tied_folder, world):
-    """FSDP's mixed precision is the computation of inference: bfloat16 weights, not autocast."""
-    (row,) = rows_of(TrainBatch(step=1, samples=[make_sample([5, 6, 7, 8], [9, 10, 11])]))
-    plain = AutoModelForCausalLM.from_pretrained(tied_folder, dtype=torch.bfloat16, attn_implementation="rl_blocks")
-    logits = plain(row.input_ids[None], tree=TreeMask(row.subtree_ends, row.position_ids)).logits[0, 3:].float()
-    expected = torch.log_softmax(logits, -1).gather(-1, row.targets[:, None])[:, 0]
-    assert torch.allclose(score(policy(tied_folder, world, "bfloat16"), row, world).logprobs, expected, atol=1e-6)
 
 
 def test_published_weights_load_in_transformers(model_folder, world, tmp_path):

@@ -1,5 +1,7 @@
 """The test at the start: what it chooses for models of every kind, what it refuses, and that what it chooses is exact."""
 
+import functools
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
@@ -12,7 +14,7 @@ from rl.trainer.measure.performance import work_of
 from rl.trainer.model import head, selftest
 from rl.trainer.model.policy import mode_of
 from rl.trainer.model.selftest import choose_mode, examine, keep_layers
-from tests.families import CONFIGS
+from tests.families import CONFIGS, UNTIED
 from tests.trainer.model.test_policy import assert_same, backward, policy, reference
 from tests.trainer.samples import branching_batch
 
@@ -29,21 +31,14 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A function from the name of a family to the folder of a model."""
-    root, made = tmp_path_factory.mktemp("models"), {}
-
-    def get(family):
-        return made.setdefault(family, None) or made.update({family: make_tiny_model(root / family, CONFIGS[family])}) or made[family]
-
-    return get
+    root, configs = tmp_path_factory.mktemp("models"), CONFIGS | {"untied": UNTIED}
+    return functools.cache(lambda family: make_tiny_model(root / family, configs[family]))
 
 
 @pytest.mark.parametrize(
     ("family", "mode", "because"),
     [
-        ("llama", "blocks", ""),
-        ("gemma3", "blocks", ""),
-        ("gemma2", "blocks", ""),
-        ("gpt_oss", "blocks", ""),
+        *((family, "blocks", "") for family in ("llama", "untied", "qwen3", "qwen3_moe", "gpt2", "gemma3", "gemma2", "gpt_oss")),
         ("phimoe", "eager", "does not pass its window of 8 tokens to its attention function"),
         ("gptj", "eager", "cannot be replaced"),
         ("lfm2", "unpacked", "nats off"),
@@ -51,7 +46,8 @@ def folder(tmp_path_factory):
     ],
 )
 def test_each_kind_of_model_is_trained_with_the_numbers_that_it_has_alone(family, mode, because, folder, world, capfd):
-    """Log-probabilities, entropies and gradients, packed if possible, are those of plain transformers."""
+    """Log-probabilities, entropies and gradients, packed if possible, are those of plain transformers: with tied and untied heads, grouped
+    keys, experts, windows shorter than the samples, absolute positions, caps and sinks."""
     model = policy(folder(family), world)
     said = "".join(capfd.readouterr())
     assert f"trainer.attention: {mode} for " in said and because in said and ("WARNING" in said) == (mode != "blocks")

@@ -30,7 +30,7 @@ from rl.trainer.model.policy import load_policy, score
 from rl.trainer.sft.source import FromExamples, make_batch, meaningful, shuffled, split, validate
 from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
 from rl.trainer.train import loss_inputs
-from tests.trainer.samples import assert_alike
+from tests.trainer.samples import assert_alike, plain_scores
 from tests.trainer.test_main import run_trainer
 
 STEPS = 6
@@ -136,14 +136,12 @@ def test_damaged_data_is_refused(tied_folder, tmp_path):
 
 
 def plain_loss(folder, samples):
-    """Loss and gradients of plain transformers: each sample alone, labels -100 where nothing is trained, mean over all trained tokens."""
+    """Loss and gradients of plain transformers: each sample alone, mean over all trained tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     count = sum(sum(sample.loss_mask) for sample in samples)
     total = 0.0
     for sample in samples:
-        labels = [id if trained else -100 for id, trained in zip(sample.token_ids, sample.loss_mask, strict=True)]
-        logits = model(torch.tensor([sample.token_ids])).logits[0, :-1]
-        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum") / count
+        loss = -plain_scores(model, sample)[0].sum() / count
         loss.backward()
         total += loss.item()
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -26,7 +26,7 @@ from rl.trainer.store import checkpoint
 from rl.trainer.store import saver as saver_module
 from rl.trainer.store.saver import Saver
 from tests.families import CONFIGS
-from tests.trainer.samples import save_checkpoint
+from tests.trainer.samples import save_checkpoint, toy_step
 
 
 @pytest.fixture
@@ -39,12 +39,6 @@ def fresh(folder, world):
     return model, make_optimizer(model, OptimConfig(lr=0.1))
 
 
-def step(model, optimizer):
-    model(torch.tensor([[5, 6, 7]])).logits.square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def state(model, optimizer):
     moments = [v[key] for v in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     steps = [v["step"] for v in optimizer.state.values()]
@@ -52,15 +46,15 @@ def state(model, optimizer):
 
 
 def test_what_is_loaded_is_what_was_saved(trained, tied_folder, world, tmp_path):
-    step(*trained)
+    toy_step(*trained)
     save_checkpoint(tmp_path / "000007", 7, *trained, world)
     random_after = torch.rand(3)
-    step(*trained)
+    toy_step(*trained)
     other = fresh(tied_folder, world)
     path, manifest = checkpoint.newest_sound(tmp_path, world)
     assert checkpoint.load(path, manifest, *other, world) == 7
     assert torch.equal(torch.rand(3), random_after)
-    step(*other)
+    toy_step(*other)
     assert all(torch.equal(a, b) for a, b in zip(state(*trained), state(*other), strict=True))
 
 
@@ -148,10 +142,10 @@ def test_a_checkpoint_is_written_while_the_model_trains_on(trained, tied_folder,
 
     monkeypatch.setattr(checkpoint, "write", slow)
     saver = Saver(run_dir, TrainerConfig(), world, 0)
-    step(*trained)
+    toy_step(*trained)
     expected = state(*trained)
     saver.save(1, *trained)
-    step(*trained)
+    toy_step(*trained)
     saver.thread.raise_errors()
     assert not any(torch.equal(a, b) for a, b in zip(expected, state(*trained), strict=True))
     assert saver.step == 0 and saver.began == 1 and not run_dir.checkpoint(1).exists()
