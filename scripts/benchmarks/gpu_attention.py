@@ -13,8 +13,7 @@ from rl.trainer.data.balance import Layout
 from rl.trainer.data.fake import FakeBatches
 from rl.trainer.data.micro_batch import fill_blocks
 from rl.trainer.data.packing import pack
-from rl.trainer.model.attention import TreeMask, attend_blocks
-from rl.trainer.model.flex import attend as attend_flex
+from rl.trainer.model.attention import TreeMask, attend_blocks, attend_flex
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rl.system.errors import RunError
 from rl.trainer.model import blocks
-from rl.trainer.model.attention import TreeMask, attend_blocks, attention
+from rl.trainer.model.attention import TreeMask, attend_blocks, attend_flex, attention
 from rl.trainer.model.blocks import bundle, make_plan
-from rl.trainer.model.flex import attend as attend_flex
 from tests.trainer.device import DEVICE
 
 

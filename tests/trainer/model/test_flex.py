@@ -6,8 +6,7 @@ from torch.nn.attention import flex_attention as of_torch
 
 from rl.trainer.data.micro_batch import fill_blocks
 from rl.trainer.model import flex
-from rl.trainer.model.attention import TreeMask
-from rl.trainer.model.flex import attend as attend_flex
+from rl.trainer.model.attention import TreeMask, attend_flex
 from rl.trainer.model.flex import padded, whole_blocks
 from rl.trainer.model.policy import score
 from tests.trainer.device import on_cpu

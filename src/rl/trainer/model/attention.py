@@ -12,6 +12,7 @@ There are three implementations, all exact:
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -223,6 +224,11 @@ def attend_blocks(
     )
 
 
+def attend_flex(query: Tensor, key: Tensor, value: Tensor, tree: TreeMask, window: int | None, *settings: Any) -> Tensor:
+    """`settings`: scale, cap and sinks, as `attend_blocks` has them."""
+    return flex.attend(query, key, value, tree.flex(window), window, *settings)
+
+
 @torch.compiler.disable
 def attention(
     module: nn.Module,
@@ -257,4 +263,4 @@ def attention(
 
 
 AttentionInterface.register("rl_blocks", attention)
-AttentionInterface.register("rl_flex", functools.partial(attention, attend=flex.attend))
+AttentionInterface.register("rl_flex", functools.partial(attention, attend=attend_flex))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +10,6 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad
 
 from rl.trainer.model.compiled import KEEP_RESULT, compiled
-
-if TYPE_CHECKING:
-    from rl.trainer.model.attention import TreeMask
 
 BLOCK = 128
 """FlexAttention's own block size."""
@@ -105,14 +102,14 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    tree: "TreeMask",
+    mask: BlockMask,
     window: int | None,
     scale: float,
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes attention with the mask of the layers with this window; the other arguments are as in attention.block_attention."""
-    kind, mask = (scale, cap, sinks is not None), tree.flex(window)
+    kind = (scale, cap, sinks is not None)
     function = kernel(*kind)
     if query.device.type in COMPILED_ON:
         function = compiled_kernel(*kind, window, torch.is_grad_enabled())
