@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir
+from rl.trainer.data.balance import Layout
+from rl.trainer.data.packing import Packed, pack
 from rl.trainer.store import checkpoint
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 
@@ -61,6 +63,11 @@ def branching_batch() -> TrainBatch:
         *(make_sample([*history, 50 + i // 2], [60 + i] * 8, group=11, rollout=i, advantage=0.1 * i - 0.2) for i in range(5)),
     ]
     return TrainBatch(step=5, samples=samples)
+
+
+def pack_alone(batch: TrainBatch, weights: list[float] | None = None, max_tokens: int = 4096) -> Packed:
+    """A batch packed for a single rank; `weights`: of each sample's tokens, by default 1."""
+    return pack(batch, weights or [1.0] * len(batch.samples), Layout(0, 1, max_tokens, 64))
 
 
 def plain_scores(model, sample: TrainingSample) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,8 +12,7 @@ from rl.models.tiny import make_tiny_model
 from rl.run_dir.in_memory import opened
 from rl.run_dir.safetensors import tensor_digests
 from rl.system.errors import RESTART, RunError
-from rl.trainer.data.balance import Layout
-from rl.trainer.data.packing import Packed, pack
+from rl.trainer.data.packing import Packed
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model.modes import layer_windows
 from rl.trainer.model.policy import change_layers, load_policy, score
@@ -25,7 +24,7 @@ from rl.wire.messages import TrainBatch
 from tests.bounds import OPERATIONS, rounding
 from tests.families import CONFIGS
 from tests.trainer.device import DEVICE, on_cpu
-from tests.trainer.samples import branching_batch, make_batch, make_sample, plain_scores
+from tests.trainer.samples import branching_batch, make_batch, make_sample, pack_alone, plain_scores
 
 ENTROPY = 0.1
 """What the entropies count in these tests' objective, beside advantage times log-probability."""
@@ -36,8 +35,7 @@ def policy(folder, world, dtype="float32", **settings):
 
 
 def rows_of(batch, max_tokens=4096):
-    rows = pack(batch, [1.0] * len(batch.samples), Layout(0, 1, max_tokens, 64)).micro_batches
-    return [row.to(DEVICE) for row in rows]
+    return [row.to(DEVICE) for row in pack_alone(batch, max_tokens=max_tokens).micro_batches]
 
 
 def backward(model, world, batch, max_tokens=4096):

@@ -8,15 +8,13 @@ from rl.config.run import RLConfig
 from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
-from rl.trainer.data.balance import Layout
-from rl.trainer.data.packing import pack
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model.policy import load_policy, score
 from rl.trainer.model.reference import load_reference, reference_logprobs
 from rl.trainer.optim import make_optimizer
 from rl.trainer.start import TrainContext
 from rl.trainer.train import train_step
-from tests.trainer.samples import make_batch
+from tests.trainer.samples import make_batch, pack_alone
 
 
 def make_config(dtype="float32", lora=False, **loss):
@@ -26,7 +24,7 @@ def make_config(dtype="float32", lora=False, **loss):
 
 def packed_batch():
     batch = make_batch(1, groups=2)
-    return pack(batch, [1 / batch.num_loss_tokens] * len(batch.samples), Layout(0, 1, 4096, 64))
+    return pack_alone(batch, [1 / batch.num_loss_tokens] * len(batch.samples))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

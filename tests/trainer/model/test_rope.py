@@ -7,17 +7,15 @@ from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
-from rl.trainer.data.balance import Layout
-from rl.trainer.data.packing import pack
 from rl.trainer.model.policy import load_policy, score
 from rl.wire.messages import TrainBatch
 from tests.families import CONFIGS
-from tests.trainer.samples import make_sample
+from tests.trainer.samples import make_sample, pack_alone
 
 
 def scored(model, world, *samples):
     batch = TrainBatch(step=1, samples=list(samples))
-    (row,) = pack(batch, [1.0] * len(samples), Layout(0, 1, 4096, 64)).micro_batches
+    (row,) = pack_alone(batch).micro_batches
     return score(model, row, world).logprobs[row.sequences == 0]
 
 
