@@ -6,12 +6,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rl.config.command_line import to_toml
+from rl.config.run import RLConfig
+from rl.run_dir.files import write_file
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir
 from rl.trainer.data.balance import Layout
 from rl.trainer.data.packing import Packed, pack
 from rl.trainer.store import checkpoint
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+
+
+def run_config(root, model, steps: int, dtype: str, **trainer) -> RLConfig:
+    """The settings of a run on the batches of these tests, which are written to its folder."""
+    usual = {"micro_batch_tokens": 128, "checkpoint": {"interval": 2}, "strict_parity": False}  # the stub has no model
+    values = {"name": "run", "output_dir": str(root), "max_steps": steps, "model": {"name": str(model), "dtype": dtype}}
+    config = RLConfig.model_validate(values | {"orchestrator": {"environment": [{"id": "test"}]}, "trainer": usual | trainer})
+    write_file(config.run_dir.config, to_toml(config).encode())
+    return config
 
 
 def make_sample(

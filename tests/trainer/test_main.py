@@ -28,7 +28,7 @@ from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
-from tests.trainer.samples import assert_alike, make_batch
+from tests.trainer.samples import assert_alike, make_batch, run_config
 from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.zygote import Forked, trainer_zygote
 
@@ -52,26 +52,8 @@ def test_the_allocator_of_gpus_leaves_no_holes_unless_the_user_says_so(monkeypat
 
 
 def make_config(root, model, **trainer) -> RLConfig:
-    config = RLConfig.model_validate(
-        {
-            "name": "run",
-            "output_dir": str(root),
-            "max_steps": STEPS,
-            "model": {"name": str(model), "dtype": "float32"},
-            "orchestrator": {"environment": [{"id": "test"}]},
-            "trainer": {
-                "optim": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2},
-                "micro_batch_tokens": 128,
-                "checkpoint": {"interval": 2},
-                "weights": {"keep_last": 10},
-                "batch_timeout_s": 60,
-                "strict_parity": False,  # the stub's log-probabilities are no model's
-            }
-            | trainer,
-        }
-    )
-    write_file(config.run_dir.config, to_toml(config).encode())
-    return config
+    settings = {"optim": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}, "weights": {"keep_last": 10}, "batch_timeout_s": 60}
+    return run_config(root, model, STEPS, "float32", **settings | trainer)
 
 
 def batches(last=STEPS):
