@@ -38,7 +38,7 @@ from rl.trainer.data.balance import Layout
 from rl.trainer.data.fake import make_sample
 from rl.trainer.data.packing import pack
 from rl.trainer.model.lora import target_layers
-from rl.trainer.model.policy import is_packed, load_policy, score
+from rl.trainer.model.policy import load_policy, mode_of, score
 from rl.trainer.model.selftest import MODEL_ERRORS, choose_mode, describe
 from rl.trainer.parallel.world import World, start_world
 from rl.wire.messages import TrainBatch
@@ -144,7 +144,7 @@ def plain(folder: str, batch: TrainBatch) -> tuple[list[Tensor], dict[str, Tenso
 
 def trained(model: PreTrainedModel, batch: TrainBatch, world: World) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The same as the trainer computes it."""
-    layout = Layout(0, 1, 4096 * is_packed(model), 64)
+    layout = Layout(0, 1, 4096 * (mode_of(model) != "unpacked"), 64)
     found: list[list[tuple[int, float]]] = [[] for _ in batch.samples]
     for row in pack(batch, [1.0] * len(batch.samples), layout).micro_batches:
         logprobs = score(model, row, world).logprobs

@@ -171,6 +171,7 @@ COMBINATIONS = [
     args("--orchestrator.batch_size 7", "orchestrator.batch_size = 7\n    is smaller than one group of 8 rollouts (group_size)"),
     args("--max_lag 9", "allows rollouts older than orchestrator.max_off_policy_steps = 8; lower it or raise that"),
     args("--orchestrator.sampling.max_tokens 2048", "leaves no room for a prompt in model.max_model_len = 2048"),
+    args("--trainer.optim.lr 1e30", "trainer.optim.lr = 1e+30\n    would destroy the model in the first step; usual values are"),
     args("--trainer.optim.offload --trainer.gpus 0", "trainer.gpus = 0 already trains on the CPU: leave it out"),
     args("--trainer.loss.token_mask '[2, 8]'", "trainer.loss.token_mask = [2.0, 8.0]\n    excludes r = 1"),
     args("--trainer-gpus 0,1 --inference-gpus 1,2", "inference.gpus = [1, 2]\n    shares [1] with trainer.gpus"),

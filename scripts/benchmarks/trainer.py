@@ -35,7 +35,6 @@ from rl.trainer.measure.performance import Timer, peak_memory_gib
 from rl.trainer.measure.tokens import TokenColumns
 from rl.trainer.model.policy import load_policy, score
 from rl.trainer.optim import make_optimizer
-from rl.trainer.parallel.loading import LocalShards
 from rl.trainer.parallel.world import World, start_world
 from rl.trainer.start import TrainContext
 from rl.trainer.store.token_files import TokenFiles
@@ -78,10 +77,9 @@ def counted(function: Callable[..., Any]) -> Callable[..., Any]:
     return timed
 
 
-def load_whole(folder: str, world: World, **arguments: Any) -> tuple[PreTrainedModel, LocalShards]:
+def load_whole(folder: str, world: World, **arguments: Any) -> PreTrainedModel:
     """The same model, attention included, not sharded."""
-    model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
-    return model, LocalShards(model)
+    return AutoModelForCausalLM.from_pretrained(folder, **arguments)
 
 
 def bare_step(folder: str, config: RLConfig, world: World) -> Step:

@@ -49,11 +49,17 @@ class Layout:
     checkpointing: str = "none"
     minibatches: int = 1
     epochs: int = 1
+    lora: bool = False
 
     @property
     def reference(self) -> str:
         """The layout on one rank that this one must equal."""
-        return next(name for name, other in LAYOUTS.items() if (other.model, other.loss) == (self.model, self.loss))
+        return next(name for name, other in LAYOUTS.items() if other.task == self.task)
+
+    @property
+    def task(self) -> tuple[str, str, bool]:
+        """What is trained, however it is divided."""
+        return self.model, self.loss, self.lora
 
 
 LAYOUTS = {
@@ -70,6 +76,7 @@ LAYOUTS = {
     "context 2, recomputed": Layout(2, context_parallel=2, checkpointing="full"),
 }
 """All against the first."""
+LAYOUTS |= {"one lora": Layout(lora=True), "two lora": Layout(2, micro_batch_tokens=64, lora=True)}
 for kind in ("gpt2", "gemma3"):  # learned positions; sliding windows shorter than the samples
     LAYOUTS |= {f"one {kind}": Layout(model=kind), f"context 4 {kind}": Layout(4, context_parallel=4, micro_batch_tokens=40, model=kind)}
 several = {"loss": "clip", "minibatches": 3, "epochs": 2}
@@ -108,6 +115,7 @@ def make_config(layout: Layout, folder: str) -> RLConfig:
                 "loss": {"type": layout.loss},
                 "activation_checkpointing": layout.checkpointing,
                 "optim": {"lr": 1e-3},
+                "lora": layout.lora,
             },
         }
     )
@@ -138,6 +146,7 @@ class Kept:
 
 def train(layout: Layout, config: RLConfig, world: World) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Metrics of each step; the weights after the last, and the first step's gradient (AdamW's moment is a tenth of it, clipped)."""
+    torch.manual_seed(0)
     model = load_policy(config.model.name, config.model, config.trainer, world)
     optimizer = make_optimizer(model, config.trainer.optim)
     metrics, first, kept = [], {}, Kept()

@@ -1,9 +1,29 @@
-"""Samples and checkpoints for the trainer's tests."""
+"""Samples and checkpoints for the trainer's tests, and the comparison of two runs."""
 
 import random
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl.config.command_line import to_toml
+from rl.config.run import RLConfig
+from rl.run_dir.files import write_file
+from rl.run_dir.metrics import read_metrics
+from rl.run_dir.paths import RunDir
+from rl.trainer.data.balance import Layout
+from rl.trainer.data.packing import Packed, pack
 from rl.trainer.store import checkpoint
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+
+
+def run_config(root, model, steps: int, dtype: str, **trainer) -> RLConfig:
+    """The settings of a run on the batches of these tests, which are written to its folder."""
+    usual = {"micro_batch_tokens": 128, "checkpoint": {"interval": 2}, "strict_parity": False}  # the stub has no model
+    values = {"name": "run", "output_dir": str(root), "max_steps": steps, "model": {"name": str(model), "dtype": dtype}}
+    config = RLConfig.model_validate(values | {"orchestrator": {"environment": [{"id": "test"}]}, "trainer": usual | trainer})
+    write_file(config.run_dir.config, to_toml(config).encode())
+    return config
 
 
 def make_sample(
@@ -57,5 +77,36 @@ def branching_batch() -> TrainBatch:
     return TrainBatch(step=5, samples=samples)
 
 
+def pack_alone(batch: TrainBatch, weights: list[float] | None = None, max_tokens: int = 4096) -> Packed:
+    """A batch packed for a single rank; `weights`: of each sample's tokens, by default 1."""
+    return pack(batch, weights or [1.0] * len(batch.samples), Layout(0, 1, max_tokens, 64))
+
+
+def plain_scores(model, sample: TrainingSample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of a sample's loss tokens, alone in its row, by plain transformers and torch."""
+    ids, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask[1:])
+    log_softmax = torch.log_softmax(model(ids[None], use_cache=False).logits[0, :-1] / sample.temperature, -1)
+    return log_softmax.gather(-1, ids[1:, None])[:, 0][mask], -(log_softmax.exp() * log_softmax).sum(-1)[mask]
+
+
+def toy_step(model, optimizer) -> None:
+    """An optimizer step that changes every weight."""
+    model(input_ids=torch.tensor([[5, 6, 7, 8, 9, 200]])).logits.float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def save_checkpoint(path, step, model, optimizer, world):
     checkpoint.write(path, step, checkpoint.tensors_of(model, optimizer, world), checkpoint.fingerprint(model), world)
+
+
+def assert_alike(ours: RunDir, theirs: RunDir, version: int) -> None:
+    """Metrics and weights of two runs are the same but for the order of sums."""
+    names = {*(f"{name}/mean" for name in ("loss", "entropy", "mismatch_kl", "lag_kl")), "optim/grad_norm", "masked_fraction"}
+    lines = read_metrics(ours.metrics)
+    for key, line in read_metrics(theirs.metrics).items():
+        for name in line.keys() & {*names, "validation/loss"}:
+            assert lines[key][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (key, name)
+    mine, yours = (load_file(run_dir.weights(version) / "model.safetensors") for run_dir in (ours, theirs))
+    for name, weight in yours.items():
+        assert (mine[name] - weight).norm() <= 1e-5 * weight.norm(), name

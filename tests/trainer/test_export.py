@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import versions
 from tests.models.hub_stub import TOKEN, HubStub
-from tests.trainer.samples import save_checkpoint
+from tests.trainer.samples import save_checkpoint, toy_step
 from tests.web import serving
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
@@ -37,9 +35,7 @@ def make_run(root, model_folder, world, dtype="bfloat16", **trainer):
     model = load_policy(str(model_folder), config.model, config.trainer, world)
     optimizer = make_optimizer(model, config.trainer.optim)
     for step in range(1, 5):
-        model(input_ids=IDS).logits.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        toy_step(model, optimizer)
         if step in (2, 4):
             save_checkpoint(config.run_dir.checkpoint(step), step, model, optimizer, world)
         if step in (2, 3):
@@ -171,11 +167,3 @@ def test_a_full_disk(adapted, tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"no space left: 0\.\d\d MiB are needed, 0\.00 MiB are free") as error:
         export(adapted[0].root, "--to", tmp_path / "full")
     assert error.value.filename.startswith(str(tmp_path)) and not list(tmp_path.iterdir())
-
-
-def test_the_command_as_a_process(adapted, tmp_path):
-    command = [sys.executable, "-m", "rl.main", "export", str(adapted[0].root), "--to", str(tmp_path / "there"), "--merge"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path / 'there'}: the model of step 4, 0.4 MiB\n"
-    assert done.stderr.splitlines()[-1] == f"step 4 of {adapted[0].root}: reading {adapted[0].checkpoint(4)}"

@@ -12,7 +12,6 @@ import time
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
 import rl.trainer.main
 from rl.config.command_line import to_toml
@@ -29,7 +28,7 @@ from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
-from tests.trainer.samples import make_batch
+from tests.trainer.samples import assert_alike, make_batch, run_config
 from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.zygote import Forked, trainer_zygote
 
@@ -53,26 +52,8 @@ def test_the_allocator_of_gpus_leaves_no_holes_unless_the_user_says_so(monkeypat
 
 
 def make_config(root, model, **trainer) -> RLConfig:
-    config = RLConfig.model_validate(
-        {
-            "name": "run",
-            "output_dir": str(root),
-            "max_steps": STEPS,
-            "model": {"name": str(model), "dtype": "float32"},
-            "orchestrator": {"environment": [{"id": "test"}]},
-            "trainer": {
-                "optim": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2},
-                "micro_batch_tokens": 128,
-                "checkpoint": {"interval": 2},
-                "weights": {"keep_last": 10},
-                "batch_timeout_s": 60,
-                "strict_parity": False,  # the stub's log-probabilities are no model's
-            }
-            | trainer,
-        }
-    )
-    write_file(config.run_dir.config, to_toml(config).encode())
-    return config
+    settings = {"optim": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}, "weights": {"keep_last": 10}, "batch_timeout_s": 60}
+    return run_config(root, model, STEPS, "float32", **settings | trainer)
 
 
 def batches(last=STEPS):
@@ -160,16 +141,6 @@ def test_every_token_and_every_part_of_a_step_is_on_record(straight):
     assert {mark.name for mark in run.timeline().marks} == {"step"}
 
 
-def test_versions_are_complete_models(straight, tied_folder):
-    run_dir, _ = straight
-    model = Run(run_dir.root, cache=False).load_model()
-    assert model.config.architectures == ["LlamaForCausalLM"] and model.dtype.is_floating_point
-    assert AutoTokenizer.from_pretrained(run_dir.weights(STEPS)).chat_template
-    assert "lm_head.weight" not in load_file(run_dir.weights(STEPS) / "model.safetensors")  # tied: written once
-    before, after = (load_file(folder / "model.safetensors") for folder in (tied_folder, run_dir.weights(STEPS)))
-    assert before.keys() == after.keys() and all((before[k] != after[k]).any() for k in before if "norm" not in k)
-
-
 def test_a_resumed_run_equals_a_straight_one_bit_for_bit(straight, tied_folder, tmp_path):
     """Ended after step 3, resumed after its weights are lost and its newest checkpoint is damaged: steps 3 to 5 are done (again)."""
     config = make_config(tmp_path, tied_folder)
@@ -198,14 +169,8 @@ def test_two_ranks_equal_one(straight, tied_folder, world, tmp_path):
     config = make_config(tmp_path, tied_folder)
     with StubOrchestrator(config.run_dir, batches()):
         run_trainer(config, ranks=2)
-    ours, theirs = (read_metrics(run_dir.metrics) for run_dir in (config.run_dir, straight[0]))
-    for key, line in theirs.items():
-        kl = "mismatch_kl/mean" if key[0] == 1 else "lag_kl/mean"
-        for name in ("loss/mean", "optim/grad_norm", "entropy/mean", kl, "masked_fraction"):
-            assert ours[key][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (key, name)
-    ours, theirs = (load_file(run_dir.weights(STEPS) / "model.safetensors") for run_dir in (config.run_dir, straight[0]))
-    for name, weight in theirs.items():
-        assert (ours[name] - weight).norm() <= 1e-5 * weight.norm(), name
+    assert_alike(config.run_dir, straight[0], STEPS)
+    ours = load_file(config.run_dir.weights(STEPS) / "model.safetensors")
     model = load_policy(str(tied_folder), config.model, config.trainer, world)
     found = checkpoint.newest_sound(config.run_dir.checkpoints, world)
     assert checkpoint.load(*found, model, make_optimizer(model, OptimConfig()), world) == STEPS

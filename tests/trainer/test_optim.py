@@ -105,10 +105,3 @@ def test_offloaded_moments_travel_once_an_optimizer_step_and_the_bits_are_the_sa
         results.append(checkpoint.snapshot(model, optimizer, world))
     assert results[0].keys() == results[1].keys()
     assert all(torch.equal(local(value), local(results[1][name])) for name, value in results[0].items())
-
-
-def test_a_sharded_tensor_of_zeros_may_lie_elsewhere(tied_folder, world):
-    """As the host's moments of a model on a GPU do."""
-    parameter = next(policy(tied_folder, world).parameters())
-    zeros = torch.zeros_like(parameter, device="meta")
-    assert isinstance(zeros, DTensor) and zeros.to_local().is_meta and zeros.placements == parameter.placements

@@ -9,13 +9,13 @@ import pytest
 from rl.config.command_line import build, parse_args
 from rl.run_dir.metrics import read_metrics
 from rl.trainer.data.minibatches import sample_weights
-from rl.trainer.data.packing import Layout, pack
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.start import TrainContext
 from rl.trainer.train import train_step
 from tests.orchestrator.test_orchestrator import lines, play
+from tests.trainer.samples import pack_alone
 
 PAGE = Path("docs/functions.md").read_text()
 
@@ -68,5 +68,5 @@ def test_the_five_functions_of_the_page_in_one_run(folder, model, world):
 def train_here(config, batch, model, world):
     """One step on a batch, by the loss of the page."""
     policy = load_policy(str(model), config.model, config.trainer, world)
-    packed = pack(batch, sample_weights(batch.samples, config.trainer.loss, 1), Layout(0, 1, 4096, 64))
+    packed = pack_alone(batch, sample_weights(batch.samples, config.trainer.loss, 1))
     return train_step(TrainContext(policy, make_optimizer(policy, config.trainer.optim), config.trainer, world), packed, 1e-3, Timer())

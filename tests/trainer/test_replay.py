@@ -10,7 +10,6 @@ from blake3 import blake3
 from safetensors.torch import load_file
 
 from rl.commands.branch import make
-from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.run_dir.checksums import first_difference, read_digests, verify_version
 from rl.run_dir.digests import HASH
@@ -25,19 +24,15 @@ from rl.trainer.replay import FOUND, compare, open_log
 from rl.trainer.start import start
 from rl.trainer.train import train
 from rl.wire.batch_file import decode_batch, write_batch
-from tests.trainer.samples import make_batch
+from tests.trainer.samples import make_batch, run_config
 from tests.trainer.stub_orchestrator import StubOrchestrator
 
 STEPS, QUARANTINED = 4, 3
 
 
 def make_config(root, model, **trainer) -> RLConfig:
-    settings = {"name": "run", "output_dir": str(root), "max_steps": STEPS, "model": {"name": str(model), "dtype": "bfloat16"}}
-    settings["orchestrator"] = {"environment": [{"id": "test"}]}
-    optim, weights = {"lr": 1e-3, "schedule": "cosine"}, {"keep_last": 2}
-    settings["trainer"] = {"optim": optim, "micro_batch_tokens": 128, "checkpoint": {"interval": 2}, "weights": weights} | trainer
-    settings["trainer"]["strict_parity"] = False  # the stub's log-probabilities are no model's
-    return RLConfig.model_validate(settings)
+    settings = {"optim": {"lr": 1e-3, "schedule": "cosine"}, "weights": {"keep_last": 2}}
+    return run_config(root, model, STEPS, "bfloat16", **settings | trainer)
 
 
 def train_here(config, world, source=None):
@@ -53,7 +48,6 @@ def record(config, world, batches):
     """A run with its log, and what it asked for."""
     for batch in batches:
         write_batch(config.run_dir.batch(batch.step), batch, {})
-    write_file(config.run_dir.config, to_toml(config).encode())
     with StubOrchestrator(config.run_dir, batches) as orchestrator:
         trainer = train_here(config, world)
     return trainer, orchestrator

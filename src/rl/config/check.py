@@ -76,6 +76,9 @@ def check(config: RLConfig) -> Iterator[Fault]:
     yield from check_minibatches(config)
     if config.trainer.lora and not config.trainer.lora.targets:
         yield "trainer.lora.targets", [], 'names no layer; give some ("q_proj", "v_proj"), or all-linear'
+    if config.trainer.optim.lr > 1:
+        remedy = "would destroy the model in the first step; usual values are 1e-7 to 1e-3, and no model needs more than 1: give less"
+        yield "trainer.optim.lr", config.trainer.optim.lr, remedy
     if config.trainer.optim.offload and config.trainer.gpus == 0:
         remedy = "moves optimizer state from GPU to CPU memory, but trainer.gpus = 0 already trains on the CPU: leave it out"
         yield "trainer.optim.offload", True, remedy

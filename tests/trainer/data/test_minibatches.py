@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from rl.config.loss import LossConfig
@@ -25,7 +24,8 @@ from rl.trainer.train import train_step
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS
 from tests.trainer import loss_formulas as formulas
-from tests.trainer.samples import make_batch, make_sample
+from tests.trainer.layouts import whole
+from tests.trainer.samples import make_batch, make_sample, plain_scores
 
 LR = 1e-2
 
@@ -56,12 +56,8 @@ def train(context, config, batch) -> dict[str, float]:
     return train_step(context, prepare(batch, config, context.world, 64, config.trainer.minibatches), LR, Timer())
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def weights_of(context) -> dict[str, torch.Tensor]:
-    return {name: whole(parameter.detach()).clone() for name, parameter in context.model.named_parameters()}
+    return {name: whole(parameter) for name, parameter in context.model.named_parameters()}
 
 
 def assert_equal(ours, theirs):
@@ -129,19 +125,12 @@ def test_only_several_steps_tell_the_sampler_from_the_policy_before(tied_folder,
 # The clipped losses ---------------------------------------------------------------------------------------------------------
 
 
-def plain_logprobs(model, sample) -> torch.Tensor:
-    """Log-probabilities of a sample's loss tokens, alone in its row."""
-    ids = torch.tensor(sample.token_ids)
-    logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
-    return logprobs[torch.tensor(sample.loss_mask[1:])]
-
-
 def float64_gradient(model, old, samples, loss) -> dict[str, torch.Tensor]:
     """The gradient of a minibatch's loss, mean over its tokens, by the formulas and an unpacked float64 model."""
     model.zero_grad()
     count = sum(sum(sample.loss_mask) for sample in samples)
     for sample, first in zip(samples, old, strict=True):
-        now = plain_logprobs(model, sample)
+        now, _ = plain_scores(model, sample)
         mask = np.array(sample.loss_mask)
         sampler, advantages = np.array(sample.logprobs)[mask], np.array(sample.advantages)[mask]
         nothing = np.zeros(len(sampler))
@@ -171,11 +160,11 @@ def test_clipped_losses_compare_with_the_policy_that_the_batch_began_with(tied_f
     context, config = learner_of(tied_folder, world, settings, minibatches=2, epochs=2)
     reference = AutoModelForCausalLM.from_pretrained(tied_folder, dtype=torch.float64, attn_implementation="eager")
     with torch.no_grad():
-        old = [plain_logprobs(reference, sample) for sample in batch.samples]
+        old = [plain_scores(reference, sample)[0] for sample in batch.samples]
     steps, apply = [], context.optimizer.step
 
     def step():
-        gradients = {name: whole(parameter.grad).clone() for name, parameter in context.model.named_parameters()}
+        gradients = {name: whole(parameter.grad) for name, parameter in context.model.named_parameters()}
         steps.append((weights_of(context), gradients))
         apply()
 

@@ -10,8 +10,7 @@ from rl.config.trainer import TrainerConfig
 from rl.trainer.data.balance import Layout, plan, range_cost, range_tokens
 from rl.trainer.data.micro_batch import micro_batch_tokens
 from rl.trainer.data.packing import pack
-from rl.trainer.data.prefix_tree import SortedSamples, lay_out, sort_samples
-from rl.trainer.model.attention import TreeMask
+from rl.trainer.data.prefix_tree import sort_samples
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from tests.trainer.samples import make_batch, make_sample
 
@@ -31,26 +30,6 @@ def test_literal_tree_of_the_docstring():
     assert row.input_ids.tolist() == [A, B, D] and row.position_ids.tolist() == [0, 1, 2] and row.subtree_ends.tolist() == [3, 3, 3]
     assert row.predictors.tolist() == [0, 1, 2] and row.rows.tolist() == [0, 0, 1, 1, 2] and row.targets.tolist() == [B, B, C, D, E]
     assert row.sequences.tolist() == [0, 1, 0, 1, 1] and row.places.tolist() == [0, 2, 1, 3, 4] and row.weights.tolist() == [1, 2, 1, 2, 2]
-
-
-def test_tensors_of_two_trees():
-    # a b -> c d | e d : two branches of the same prompt; the last token of each sample is predicted, never seen.
-    branches = [make_sample([A, B], [C, D], advantage=0.5), make_sample([A, B], [E, D], advantage=-0.5)]
-    (row,) = packed(batch_of(*branches, make_sample([B, A], [C], group=1, temperature=0.5))).micro_batches
-    assert row.input_ids.tolist() == [A, B, C, E, B, A] and row.position_ids.tolist() == [0, 1, 2, 2, 0, 1]
-    assert row.subtree_ends.tolist() == [4, 4, 3, 4, 6, 6]
-    assert TreeMask(row.subtree_ends, row.position_ids).dense().int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0],
-        [0, 0, 0, 0, 1, 0],
-        [0, 0, 0, 0, 1, 1],
-    ]
-    assert row.predictors.tolist() == [1, 2, 3, 5] and row.temperatures.tolist() == [1.0, 1.0, 1.0, 0.5]
-    assert row.rows.tolist() == [0, 0, 1, 2, 3] and row.targets.tolist() == [C, E, D, D, C]
-    assert row.advantages.tolist() == [0.5, -0.5, 0.5, -0.5, 1.0]
-    assert row.teacher_logprobs is None and row.queries is None
 
 
 def test_branches_of_multi_turn_rollouts_share_their_history():
@@ -181,13 +160,6 @@ def test_micro_batches_are_full_balanced_and_fall_in_cost(ranks):
     tokens = [range_tokens(ordered, part) for parts in assigned for part in parts]
     assert max(tokens) <= 512 and sum(tokens) >= 0.7 * 512 * len(tokens)
     assert assigned == plan(ordered, layout)
-
-
-def test_lay_out_of_a_piece_from_the_middle_begins_with_a_whole_sample():
-    ordered = sort_samples(batch_of(*(make_sample([A, B], [C + i, D]) for i in range(3))))
-    token_ids, positions, subtree_ends, paths = lay_out(SortedSamples(ordered.items, ordered.lengths, ordered.shared), (1, 3))
-    assert token_ids.tolist() == [A, B, C + 1, C + 2] and positions.tolist() == [0, 1, 2, 2] and subtree_ends.tolist() == [4, 4, 3, 4]
-    assert [path.tolist() for path in paths] == [[0, 1, 2], [0, 1, 3]]
 
 
 def test_a_pass_on_a_gpu_is_larger_by_default():

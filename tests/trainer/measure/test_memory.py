@@ -8,12 +8,11 @@ import torch
 from rl.config.run import RLConfig
 from rl.config.trainer import OptimConfig
 from rl.system.errors import RunError
-from rl.trainer.data.balance import Layout
 from rl.trainer.data.fake import full_batch
-from rl.trainer.data.packing import pack
 from rl.trainer.measure.memory import GIB, State, advice, explain_out_of_memory, keep_to_share, state_of
 from rl.trainer.model.policy import load_policy, score
 from rl.trainer.optim import make_optimizer
+from tests.trainer.samples import pack_alone
 
 
 def test_the_state_is_exactly_what_torch_holds(tied_folder, world):
@@ -67,7 +66,7 @@ def test_on_a_shared_gpu_the_trainer_leaves_alone_what_is_vllms(monkeypatch, tra
 def test_the_error_of_the_allocator_is_explained_and_others_are_not(tied_folder, world):
     config = RLConfig.model_validate({"model": {"dtype": "float32"}, "trainer": {"micro_batch_tokens": 128}})
     model = load_policy(str(tied_folder), config.model, config.trainer, world)
-    rows = pack(full_batch(1, 128, 65, 259), [1.0] * 2, Layout(0, 1, 128, 64)).micro_batches
+    rows = pack_alone(full_batch(1, 128, 65, 259), max_tokens=128).micro_batches
     assert score(model, rows[0], world).logprobs.shape == (128,)
     with pytest.raises(RunError) as error, explain_out_of_memory(model, rows, config, world):
         torch.empty(1 << 50)

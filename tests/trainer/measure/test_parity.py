@@ -9,15 +9,13 @@ from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
-from rl.trainer.data.balance import Layout
-from rl.trainer.data.packing import pack
 from rl.trainer.measure.parity import ParityWatch, compare
 from rl.trainer.model.policy import load_policy
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS, parity_of
 from tests.families import CONFIGS, LENGTH_DEPENDENT, PACKED, STATES
-from tests.trainer.samples import make_sample
+from tests.trainer.samples import make_sample, pack_alone
 from tests.zygote import inference_zygote
 
 FAMILIES = PACKED + LENGTH_DEPENDENT + STATES
@@ -71,8 +69,7 @@ def probe_samples(model, config, world, error):
     for i, sample in enumerate(samples):
         sample.policy_versions = [type(sample.policy_versions[0])(3 if i == 0 else 4, 3)]
     by_place = {}
-    layout = Layout(0, 1, 4096, 64)
-    (row,) = pack(TrainBatch(step=1, samples=samples), [1.0] * 3, layout).micro_batches
+    (row,) = pack_alone(TrainBatch(step=1, samples=samples)).micro_batches
     for (_, _, difference), sample, target in zip(own, row.sequences.tolist(), row.targets.tolist(), strict=True):
         by_place[sample, target] = difference - 2.0  # make_sample says -2 for every token
     for i, sample in enumerate(samples):
@@ -85,8 +82,7 @@ def watch_of(error, tied_folder, world, strict):
     config = RLConfig(model=ModelConfig(name=str(tied_folder), dtype="float32"), trainer=TrainerConfig())
     model = load_policy(str(tied_folder), config.model, config.trainer, world)
     watch = ParityWatch(LIMITS["float32"], strict, FakeClient(probe_samples(model, config, world, error)))
-    layout = Layout(0, 1, 4096, 64)
-    return watch, lambda: watch.at_checkpoint(4, model, lambda batch: pack(batch, [1.0] * 3, layout), world)
+    return watch, lambda: watch.at_checkpoint(4, model, pack_alone, world)
 
 
 def test_a_probe_is_asked_only_where_no_batch_had_fresh_tokens(tied_folder, world):

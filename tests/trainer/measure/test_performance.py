@@ -8,11 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lfm2Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
 from rl.config.loss import PolicyGradientConfig
-from rl.trainer.data.balance import Layout
 from rl.trainer.data.minibatches import sample_weights
-from rl.trainer.data.packing import pack
 from rl.trainer.measure.performance import Timer, peak_flops, performance, work_of
-from tests.trainer.samples import make_sample
+from tests.trainer.samples import make_sample, pack_alone
 
 LLAMA = {
     "vocab_size": 100,
@@ -38,7 +36,7 @@ def chain(tokens):
     """One sequence of `tokens` inputs, each with a loss."""
     sample = make_sample([5], [6] * tokens)
     batch = SimpleNamespace(samples=[sample], step=1, envs=["test"])
-    return batch, pack(batch, sample_weights([sample], PolicyGradientConfig(), 1), Layout(0, 1, 4096, 64)).micro_batches[0]
+    return batch, pack_alone(batch, sample_weights([sample], PolicyGradientConfig(), 1)).micro_batches[0]
 
 
 def test_llama_by_hand():

@@ -12,7 +12,7 @@ from rl.trainer.model.policy import Scores
 
 def terms(log_ratios, masked, reference=None, teacher=None):
     ratio = log_ratios.exp()
-    return LossTerms(torch.zeros_like(ratio), masked, ratio, ratio - 1 - log_ratios, reference, teacher)
+    return LossTerms(torch.zeros_like(ratio), masked, torch.zeros_like(masked), ratio, ratio - 1 - log_ratios, reference, teacher, None)
 
 
 def test_two_environments_in_two_micro_batches(world):

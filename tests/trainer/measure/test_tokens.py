@@ -17,7 +17,7 @@ from rl.trainer.store.token_files import TokenFiles
 from tests.bounds import OPERATIONS, rounding
 from tests.trainer.data.test_minibatches import learner_of, the_batch, train
 from tests.trainer.layouts import Kept
-from tests.trainer.samples import make_sample
+from tests.trainer.samples import make_sample, plain_scores
 
 
 class Columns(Kept):
@@ -27,30 +27,19 @@ class Columns(Kept):
         self.columns = columns
 
 
-def plain_logprobs(folder, batch) -> np.ndarray:
-    """Log-probability of each trained token, one sample after another through a plain model."""
-    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), []
-    for sample in batch.samples:
-        ids = torch.tensor([sample.token_ids])
-        with torch.no_grad():
-            logprobs = (model(ids).logits[0] / sample.temperature).log_softmax(-1)
-        found += [float(logprobs[i - 1, token]) for i, token in enumerate(sample.token_ids) if sample.loss_mask[i]]
-    return np.array(found)
-
-
 def test_tokens_are_in_the_order_of_the_samples_whatever_the_packing(tied_folder, world):
     batch = the_batch()
     batch.samples.insert(3, make_sample([1, 2], [], group=0))  # nothing to train
-    expected = plain_logprobs(tied_folder, batch)
+    plain = AutoModelForCausalLM.from_pretrained(tied_folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = np.concatenate([plain_scores(plain, sample)[0].double().numpy() for sample in batch.samples])
     ratio = np.exp(expected - np.array([lp for s in batch.samples for lp, on in zip(s.logprobs, s.loss_mask, strict=True) if on]))
     low, high = np.quantile(ratio, [0.2, 0.8])
     context, config = learner_of(tied_folder, world, loss={"token_mask": [float(low), float(high)], "type": "cispo"})
     context.token_files = kept = Columns()
     train(context, config, batch)
-    assert (
-        kept.columns["trainer_logprobs"] == pytest.approx(expected, abs=rounding(OPERATIONS, np.abs(expected).max()))
-        and kept.columns["entropies"].dtype == np.float16
-    )
+    assert kept.columns["trainer_logprobs"] == pytest.approx(expected, abs=rounding(OPERATIONS, np.abs(expected).max()))
+    assert kept.columns["entropies"].dtype == np.float16
     outside = (ratio < low * (1 - 1e-5)) | (ratio > high * (1 + 1e-5))
     assert np.array_equal(kept.columns["flags"] == MASKED, outside) and 0 < outside.mean() < 0.5
     assert set(kept.columns) == {"trainer_logprobs", "entropies", "flags"}

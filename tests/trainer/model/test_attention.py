@@ -9,10 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from rl.system.errors import RunError
-from rl.trainer.model import attention as module
 from rl.trainer.model import blocks
 from rl.trainer.model.attention import TreeMask, attend_blocks, attend_flex, attention
-from rl.trainer.model.blocks import bundle, cut_blocks
+from rl.trainer.model.blocks import bundle, make_plan
 from tests.trainer.device import DEVICE
 
 
@@ -59,7 +58,7 @@ def test_blocks_and_flex_equal_the_dense_mask(monkeypatch, limits, window, local
     out = attend_blocks(query, key, value, tree, window, 0.2)
     assert (out - expected).abs().max() < 1e-12
     plan = tree.plan(window, query.dtype, 2, 3)
-    assert (len(plan.padding) > 0 and len(plan.bundles[0].blocks) > 2) == (limits == "bundles")
+    assert (len(plan.padding) > 0 and len(plan.masks[0]) > 2) == (limits == "bundles")
     grad = torch.randn_like(out)
     grads = [torch.autograd.grad(o, (query, key, value), grad) for o in (out, expected)]
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(*grads, strict=True))
@@ -91,42 +90,6 @@ def test_caps_and_sinks_equal_the_dense_formula(monkeypatch, window, cap, sunk):
     assert (attend_flex(*floats[:3], tree, window, 0.7, cap, *floats[3:]) - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("sunk", [False, True])
-def test_kept_probabilities_give_the_bits_of_recomputed_ones(monkeypatch, sunk):
-    for name, value in LIMITS["small blocks"].items():
-        monkeypatch.setattr(blocks, name, value)
-    subtree_ends, positions = random_row(1, 150)
-    tensors = [x.detach().bfloat16().requires_grad_() for x in qkv(150, 150)]
-    sinks = torch.randn(6, dtype=torch.bfloat16, device=DEVICE).requires_grad_() if sunk else None
-    inputs, grads, saved = [*tensors, *([sinks] if sunk else [])], [], []
-    for keys in (0, 30, 150):
-        monkeypatch.setattr(module, "KEPT_KEYS", keys)
-        tree = TreeMask(subtree_ends, positions)
-        out = attend_blocks(*tensors, tree, None, 0.25, None, sinks)
-        kept = sum(some.mask.shape[2] <= keys for some in tree.plan(None, torch.bfloat16, 2, 3).bundles)
-        saved.append((kept, len(out.grad_fn.saved_tensors) - 4))
-        grads.append(torch.autograd.grad(out, inputs, torch.ones_like(out)))
-    assert saved[0][0] == 0 < saved[1][0] < saved[2][0] and all(a == b for a, b in saved)
-    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*grads, strict=True))
-
-
-def test_blocks_are_computed_together_where_their_padding_costs_less_than_a_call():
-    """Eight prompts of 44, each with four answers, in rows of one length and of several."""
-    rows = (([24] * 8, [(8, 140, 144)]), ([24] * 7 + [23], [(8, 140, 144)]), ([24] * 6 + [50] * 2, [(10, 144, 144)]))
-    for lengths, shapes in rows:
-        subtree_ends, positions = [], []
-        for length in lengths:
-            start = len(subtree_ends)
-            subtree_ends += [start + 44 + 4 * length] * 44 + [
-                start + 44 + length * (1 + answer) for answer in range(4) for _ in range(length)
-            ]
-            positions += [*range(44), *list(range(44, 44 + length)) * 4]
-        found = bundle(TreeMask(torch.tensor(subtree_ends), torch.tensor(positions)).blocks(None, torch.float32))
-        assert [tuple(some.mask.shape) for some in found] == shapes
-        spans = sorted((block.queries.start, block.queries.stop) for some in found for block in some.blocks)
-        assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])] and spans[-1][1] == len(subtree_ends)
-
-
 def test_every_query_is_in_one_block_and_the_cost_is_what_is_visible():
     # one chain of 4096, and 8 answers of 128 behind a prompt of 256
     positions = torch.cat([torch.arange(4096), torch.arange(256), torch.arange(256, 384).repeat(8)])
@@ -134,16 +97,9 @@ def test_every_query_is_in_one_block_and_the_cost_is_what_is_visible():
     subtree_ends = torch.cat([torch.full((4096,), 4096), torch.full((256,), int(starts[-1])), starts[1:].repeat_interleave(128)])
     found = TreeMask(subtree_ends, positions).blocks(None, torch.float32)
     assert [b.queries.start for b in found] == [0, *(b.queries.stop for b in found[:-1])] and found[-1].queries.stop == len(subtree_ends)
-    assert sum(some.mask.numel() for some in bundle(found)) < 1.15 * int((positions + 1).sum())
+    assert sum(mask.numel() for mask in make_plan(bundle(found), 1, 1).masks) < 1.15 * int((positions + 1).sum())
     storages = {b.mask.untyped_storage().data_ptr(): b.mask.untyped_storage().nbytes() for b in found}
     assert sum(storages.values()) < 4 * 300 * 4096  # unbranched blocks share one triangle
-
-
-def test_small_trees_share_blocks_and_gaps_end_them():
-    positions = torch.arange(5).repeat(20).numpy()
-    assert cut_blocks(torch.arange(100).numpy(), positions) == [slice(0, 100)]
-    queries = torch.cat([torch.arange(10), torch.arange(50, 60)]).numpy()
-    assert cut_blocks(queries, positions) == [slice(0, 10), slice(10, 20)]
 
 
 def test_flex_mask_knows_full_and_partial_blocks():

@@ -7,7 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from rl.system.errors import RunError
-from rl.trainer.model.compiled import KEEP_RESULT, compiled, kept_operations
+from rl.trainer.model.compiled import KEEP_RESULT, compiled
+from rl.trainer.model.policy import KEPT_OPERATIONS
 
 
 def test_what_is_compiled_too_often_is_refused(monkeypatch):
@@ -56,6 +57,6 @@ def test_selective_checkpointing_keeps_what_is_compiled_to_be_kept():
         out.sum().backward()
         return len(ran), x.grad
 
-    kept, gradient = runs({KEEP_RESULT: True}, kept_operations())
+    kept, gradient = runs(KEEP_RESULT, KEPT_OPERATIONS)
     again, expected = runs(None, [torch.ops.aten.mm.default])
     assert (kept, again) == (1, 2) and torch.equal(gradient, expected)

@@ -100,14 +100,6 @@ def test_bfloat16_logits_give_float32_accuracy():
     assert near(values, dense(logits, temperatures, rows, targets)[0])
 
 
-def test_literals():
-    # logits (0, log 3) at temperature 1: probabilities 1/4, 3/4; at temperature 1/2: 1/10, 9/10.
-    logits = torch.tensor([[0.0, math.log(3)]] * 2)
-    values, entropies = token_logprobs(logits, torch.tensor([1.0, 0.5]), torch.tensor([0, 1]), torch.tensor([0, 1]))
-    assert values.tolist() == pytest.approx([math.log(0.25), math.log(0.9)])
-    assert entropies[0].item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
-
-
 def test_no_targets_give_a_zero_gradient():
     logits = torch.randn(2, 5, requires_grad=True)
     none = torch.zeros(0, dtype=torch.int64)

@@ -1,31 +1,26 @@
 """Adapters against peft and against the base model: values, what is trained, what is stored, and on how many ranks."""
 
 import json
-import os
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl.config.command_line import build, load_config_or_exit, parse_args
 from rl.config.run import ModelConfig
 from rl.config.trainer import LoraConfig, OptimConfig, TrainerConfig
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.metrics import read_metrics
-from rl.run_dir.paths import numbered
 from rl.system.errors import ConfigError, RunError
 from rl.trainer.model import lora
 from rl.trainer.model.policy import DTYPES, load_policy
-from rl.trainer.optim import gradient_norm, make_optimizer
+from rl.trainer.optim import make_optimizer
 from rl.trainer.store import checkpoint, versions
 from tests.families import CONFIGS
-from tests.trainer.samples import make_batch, save_checkpoint
-from tests.trainer.stub_orchestrator import StubOrchestrator
-from tests.trainer.test_main import make_config, run_trainer
+from tests.trainer.layouts import whole
+from tests.trainer.samples import save_checkpoint, toy_step
 
 RANK = 4
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
@@ -40,23 +35,12 @@ def adapted(folder, world, dtype="float32", **settings):
     return model, make_optimizer(model, settings.optim)
 
 
-def step(model, optimizer):
-    model(input_ids=IDS).logits.float().square().mean().backward()
-    assert gradient_norm(model.parameters()) > 0
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 @pytest.fixture
 def trained(tied_folder, world):
     model, optimizer = adapted(tied_folder, world)
     for _ in range(3):
-        step(model, optimizer)
+        toy_step(model, optimizer)
     return model, optimizer
-
-
-def whole(parameter):
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def logits_of(model):
@@ -105,7 +89,7 @@ def test_peft_computes_what_the_trainer_computes(trained, tied_folder, world, tm
 def test_in_bfloat16_adapters_compute_as_bfloat16_weights_do(tied_folder, world, tmp_path):
     model, optimizer = adapted(tied_folder, world, "bfloat16")
     for _ in range(3):
-        step(model, optimizer)
+        toy_step(model, optimizer)
     dtypes = {("lora_" in name, parameter.dtype) for name, parameter in model.named_parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
     folder = publish(model, tmp_path / "000003", tied_folder, world, "bfloat16")
@@ -130,11 +114,11 @@ def test_without_adapters_it_is_the_base_model(trained, tied_folder, world):
     model, optimizer = trained
     twin, twins_optimizer = adapted(tied_folder, world)
     for _ in range(3):
-        step(twin, twins_optimizer)
+        toy_step(twin, twins_optimizer)
     with lora.without_adapters(model):
         assert torch.equal(logits_of(model), logits_of(plain(tied_folder)))
-    step(model, optimizer)
-    step(twin, twins_optimizer)
+    toy_step(model, optimizer)
+    toy_step(twin, twins_optimizer)
     assert all(torch.equal(whole(a), whole(b)) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
@@ -191,60 +175,11 @@ def test_checkpoints_hold_adapters_alone_and_resume_bit_for_bit(trained, tied_fo
     stored = FileSystemReader(tmp_path / "000003").read_metadata().state_dict_metadata
     assert len(stored) == 4 * len(lora.trainable(trained[0])) + 1  # weight, two moments, step; RNG
     assert all("lora_" in name for name in stored if not name.startswith("rng."))
-    step(*trained)
+    toy_step(*trained)
     other = adapted(tied_folder, world)
     assert checkpoint.load(*checkpoint.newest_sound(tmp_path, world), *other, world) == 3
-    step(*other)
+    toy_step(*other)
     assert all(torch.equal(whole(a), whole(b)) for a, b in zip(trained[0].parameters(), other[0].parameters(), strict=True))
     fewer = adapted(tied_folder, world, targets=["q_proj"])
     with pytest.raises(RunError, match="another model"):
         checkpoint.load(*checkpoint.newest_sound(tmp_path, world), *fewer, world)
-
-
-# The real trainer process -----------------------------------------------------------------------------------------------
-
-STEPS = 3
-
-
-def run(root, model, ranks=1, last=STEPS):
-    config = make_config(root, model, lora={"rank": RANK}, optim={"lr": 1e-3}, checkpoint={"interval": 2})
-    with StubOrchestrator(config.run_dir, [make_batch(step, groups=4) for step in range(1, last + 1)]):
-        output = run_trainer(config, ranks=ranks)
-    return config.run_dir, output
-
-
-@pytest.fixture(scope="module")
-def straight(tied_folder, tmp_path_factory):
-    return run(tmp_path_factory.mktemp("straight"), tied_folder)[0]
-
-
-def adapters_of(run_dir, version):
-    return load_file(run_dir.weights(version) / "adapter_model.safetensors")
-
-
-def test_a_run_publishes_adapters(straight, tied_folder):
-    assert list(numbered(straight.weights_dir)) == [1, 2, 3]
-    folder = straight.weights(STEPS)
-    assert sorted(os.listdir(folder)) == ["adapter_config.json", "adapter_model.safetensors", "digests.json"]
-    theirs = logits_of(PeftModel.from_pretrained(plain(tied_folder), folder))
-    assert (theirs - logits_of(plain(tied_folder))).abs().max() > 1e-3
-
-
-def test_two_ranks_equal_one(straight, tied_folder, tmp_path):
-    ours, _ = run(tmp_path, tied_folder, ranks=2)
-    metrics = [read_metrics(run_dir.metrics) for run_dir in (ours, straight)]
-    for step_ in range(1, STEPS + 1):
-        for name in ("loss/mean", "optim/grad_norm", "entropy/mean", "lag_kl/mean" if step_ > 1 else "mismatch_kl/mean"):
-            one, two = (lines[step_, "trainer"][name] for lines in metrics)
-            assert one == pytest.approx(two, rel=1e-4, abs=1e-6), (step_, name)
-    theirs = adapters_of(straight, STEPS)
-    for name, tensor in adapters_of(ours, STEPS).items():
-        assert (tensor - theirs[name]).norm() <= 1e-5 * theirs[name].norm(), name
-
-
-def test_a_resumed_run_equals_a_straight_one_bit_for_bit(straight, tied_folder, tmp_path):
-    _, output = run(tmp_path, tied_folder, last=2)
-    assert "the run has ended" in output
-    run_dir, _ = run(tmp_path, tied_folder)
-    ours, theirs = (adapters_of(d, STEPS) for d in (run_dir, straight))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

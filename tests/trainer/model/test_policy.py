@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -13,10 +12,8 @@ from rl.models.tiny import make_tiny_model
 from rl.run_dir.in_memory import opened
 from rl.run_dir.safetensors import tensor_digests
 from rl.system.errors import RESTART, RunError
-from rl.trainer.data.balance import Layout
-from rl.trainer.data.packing import Packed, pack
+from rl.trainer.data.packing import Packed
 from rl.trainer.measure.performance import Timer
-from rl.trainer.model.attention import TreeMask
 from rl.trainer.model.modes import layer_windows
 from rl.trainer.model.policy import change_layers, load_policy, score
 from rl.trainer.optim import make_optimizer
@@ -25,9 +22,9 @@ from rl.trainer.store import versions
 from rl.trainer.train import train_step
 from rl.wire.messages import TrainBatch
 from tests.bounds import OPERATIONS, rounding
-from tests.families import CONFIGS, PACKED
+from tests.families import CONFIGS
 from tests.trainer.device import DEVICE, on_cpu
-from tests.trainer.samples import branching_batch, make_batch, make_sample
+from tests.trainer.samples import branching_batch, make_batch, make_sample, pack_alone, plain_scores
 
 ENTROPY = 0.1
 """What the entropies count in these tests' objective, beside advantage times log-probability."""
@@ -38,8 +35,7 @@ def policy(folder, world, dtype="float32", **settings):
 
 
 def rows_of(batch, max_tokens=4096):
-    rows = pack(batch, [1.0] * len(batch.samples), Layout(0, 1, max_tokens, 64)).micro_batches
-    return [row.to(DEVICE) for row in rows]
+    return [row.to(DEVICE) for row in pack_alone(batch, max_tokens=max_tokens).micro_batches]
 
 
 def backward(model, world, batch, max_tokens=4096):
@@ -61,14 +57,11 @@ def reference(folder, batch):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     scored = {}
     for place, sample in enumerate(batch.samples):
-        logits = model(torch.tensor([sample.token_ids]), use_cache=False).logits[0, :-1] / sample.temperature
-        log_softmax = torch.log_softmax(logits, -1)
-        logprobs = log_softmax.gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
-        entropies = -(log_softmax.exp() * log_softmax).sum(-1)
-        mask = torch.tensor(sample.loss_mask[1:])
-        (torch.tensor(sample.advantages[1:]) * logprobs + ENTROPY * entropies)[mask].sum().backward()
-        for t in torch.nonzero(mask)[:, 0].tolist():
-            scored[place, t + 1] = (logprobs[t].item(), entropies[t].item())
+        logprobs, entropies = plain_scores(model, sample)
+        mask = torch.tensor(sample.loss_mask)
+        (torch.tensor(sample.advantages)[mask] * logprobs + ENTROPY * entropies).sum().backward()
+        for t, *values in zip(torch.nonzero(mask)[:, 0].tolist(), logprobs.tolist(), entropies.tolist(), strict=True):
+            scored[place, t] = tuple(values)
     return {name: p.grad for name, p in model.named_parameters()}, scored
 
 
@@ -82,18 +75,6 @@ def assert_same(found, expected, operations=OPERATIONS):
         assert values == pytest.approx(expected[1][key], abs=tolerance * largest), key
     for name, gradient in gradients.items():
         assert (gradient - expected[0][name]).norm() <= tolerance * expected[0][name].norm().clamp(min=1e-3), name
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", PACKED)
-def test_packed_trees_equal_single_samples(family, tied, world, tmp_path):
-    """Grouped keys, experts, windows shorter than the samples, absolute positions: the numbers are those of plain transformers."""
-    folder = make_tiny_model(tmp_path / family, CONFIGS[family] | {"tie_word_embeddings": tied})
-    batch = branching_batch()
-    model = policy(folder, world)
-    found = backward(model, world, batch)
-    assert len(found[1]) > 100
-    assert_same(found, reference(folder, batch))
 
 
 VARIANTS = [
@@ -135,31 +116,6 @@ def test_models_that_change_their_logits_are_scored_from_logits(world, tmp_path)
     assert not model.get_output_embeddings().forward.fused
 
 
-def saved_bytes(folder, world, kind):
-    """What is kept for the backward pass, weights aside."""
-    model = policy(folder, world, activation_checkpointing=kind)
-    (row,) = rows_of(make_batch(1, groups=16))
-    own = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
-    sizes = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own and tensor.dtype == torch.float32:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        scores = score(model, row, world)
-    scores.logprobs.sum().backward()
-    return sum(sizes.values())
-
-
-def test_full_checkpointing_keeps_the_least(world, tmp_path):
-    folder = make_tiny_model(tmp_path / "deep", CONFIGS["llama"] | {"num_hidden_layers": 8})
-    none, full = (saved_bytes(folder, world, kind) for kind in ("none", "full"))
-    assert full < 0.5 * none
-
-
 def products_and_attentions(folder, world, kind):
     """How many matrix products and attentions of the layers a forward and backward pass takes."""
     model = policy(folder, world, activation_checkpointing=kind)
@@ -194,13 +150,6 @@ def test_selective_checkpointing_of_experts_with_biases(world, tmp_path):
     assert_same(backward(policy(folder, world, activation_checkpointing="selective"), world, batch), expected, 1e-6)
 
 
-def test_one_large_equals_many_micro_batches(tied_folder, world):
-    batch = make_batch(2, groups=6)
-    model = policy(tied_folder, world)
-    assert len(rows_of(batch, 30)) > 4
-    assert_same(backward(model, world, batch, 30), backward(model, world, batch))
-
-
 def test_own_logprobs_give_ratio_one(model_folder, world):
     model = policy(model_folder, world)
     optimizer = make_optimizer(model, TrainerConfig().optim)  # of sharded parameters, which a forward pass would gather
@@ -211,16 +160,6 @@ def test_own_logprobs_give_ratio_one(model_folder, world):
     assert not own.entropies.requires_grad
     metrics = step(model, optimizer, Packed(batch, [[row]], 0.0), world)
     assert metrics["mismatch_kl/mean"] == 0 and metrics["masked_fraction"] == 0
-
-
-@on_cpu
-def test_bfloat16_computes_as_bfloat16_weights_do(tied_folder, world):
-    """FSDP's mixed precision is the computation of inference: bfloat16 weights, not autocast."""
-    (row,) = rows_of(TrainBatch(step=1, samples=[make_sample([5, 6, 7, 8], [9, 10, 11])]))
-    plain = AutoModelForCausalLM.from_pretrained(tied_folder, dtype=torch.bfloat16, attn_implementation="rl_blocks")
-    logits = plain(row.input_ids[None], tree=TreeMask(row.subtree_ends, row.position_ids)).logits[0, 3:].float()
-    expected = torch.log_softmax(logits, -1).gather(-1, row.targets[:, None])[:, 0]
-    assert torch.allclose(score(policy(tied_folder, world, "bfloat16"), row, world).logprobs, expected, atol=1e-6)
 
 
 def test_published_weights_load_in_transformers(model_folder, world, tmp_path):
@@ -243,20 +182,6 @@ def step(model, optimizer, packed, world):
 def ready(*samples):
     batch = TrainBatch(step=1, samples=list(samples))
     return Packed(batch, [rows_of(batch)], 0.0)
-
-
-def test_a_step_raises_what_was_good(tied_folder, world):
-    model = policy(tied_folder, world)
-    optimizer = make_optimizer(model, TrainerConfig().optim)
-    good = make_sample([5, 6], [7], advantage=1.0, logprobs=[0, 0, -5.5])
-    bad = make_sample([5, 6], [8], advantage=-1.0, logprobs=[0, 0, -5.5])
-    both = ready(good, bad)
-    before = score(model, both.micro_batches[0], world).logprobs.detach()
-    metrics = step(model, optimizer, both, world)
-    after = score(model, both.micro_batches[0], world).logprobs.detach()
-    assert after[0] > before[0] and after[1] < before[1]
-    assert metrics["optim/grad_norm"] > 0 and metrics["optim/lr"] == 1e-2 and 0 < metrics["entropy/mean"] < 5.6
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(tied_folder, world):

@@ -7,17 +7,15 @@ from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
-from rl.trainer.data.balance import Layout
-from rl.trainer.data.packing import pack
 from rl.trainer.model.policy import load_policy, score
 from rl.wire.messages import TrainBatch
 from tests.families import CONFIGS
-from tests.trainer.samples import make_sample
+from tests.trainer.samples import make_sample, pack_alone
 
 
 def scored(model, world, *samples):
     batch = TrainBatch(step=1, samples=list(samples))
-    (row,) = pack(batch, [1.0] * len(samples), Layout(0, 1, 4096, 64)).micro_batches
+    (row,) = pack_alone(batch).micro_batches
     return score(model, row, world).logprobs[row.sequences == 0]
 
 
@@ -44,15 +42,6 @@ def test_frequencies_are_those_of_inference(world, tmp_path):
     rope = load_policy(str(dynamic), ModelConfig(max_model_len=1024), TrainerConfig(), world).model.rotary_emb
     base = 1e4 * (4 * 1024 / 128 - 3) ** (32 / 30)
     assert rope.inv_freq[1].item() == pytest.approx(base ** (-2 / 32))
-
-
-def test_alpha_is_part_of_the_base(world, tmp_path):
-    """HunYuan's base, rope_theta * alpha^(d / (d - 2)): the function of transformers for dynamic frequencies may not know it."""
-    folder = make_tiny_model(tmp_path / "hunyuan", CONFIGS["hunyuan_alpha"])
-    rope = load_policy(str(folder), ModelConfig(max_model_len=512), TrainerConfig(), world).model.rotary_emb
-    base = 1e4 * 1000 ** (32 / 30)
-    assert rope.inv_freq.tolist() == pytest.approx([base ** (-n / 32) for n in range(0, 32, 2)])
-    assert rope.attention_scaling == 1
 
 
 def test_lengths_without_frequencies_are_refused(world, tmp_path):

@@ -1,5 +1,7 @@
 """The test at the start: what it chooses for models of every kind, what it refuses, and that what it chooses is exact."""
 
+import functools
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
@@ -10,9 +12,9 @@ from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.measure.performance import work_of
 from rl.trainer.model import head, selftest
-from rl.trainer.model.policy import is_packed
+from rl.trainer.model.policy import mode_of
 from rl.trainer.model.selftest import choose_mode, examine, keep_layers
-from tests.families import CONFIGS
+from tests.families import CONFIGS, UNTIED
 from tests.trainer.model.test_policy import assert_same, backward, policy, reference
 from tests.trainer.samples import branching_batch
 
@@ -29,21 +31,14 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A function from the name of a family to the folder of a model."""
-    root, made = tmp_path_factory.mktemp("models"), {}
-
-    def get(family):
-        return made.setdefault(family, None) or made.update({family: make_tiny_model(root / family, CONFIGS[family])}) or made[family]
-
-    return get
+    root, configs = tmp_path_factory.mktemp("models"), CONFIGS | {"untied": UNTIED}
+    return functools.cache(lambda family: make_tiny_model(root / family, configs[family]))
 
 
 @pytest.mark.parametrize(
     ("family", "mode", "because"),
     [
-        ("llama", "blocks", ""),
-        ("gemma3", "blocks", ""),
-        ("gemma2", "blocks", ""),
-        ("gpt_oss", "blocks", ""),
+        *((family, "blocks", "") for family in ("llama", "untied", "qwen3", "qwen3_moe", "gpt2", "gemma3", "gemma2", "gpt_oss")),
         ("phimoe", "eager", "does not pass its window of 8 tokens to its attention function"),
         ("gptj", "eager", "cannot be replaced"),
         ("lfm2", "unpacked", "nats off"),
@@ -51,12 +46,13 @@ def folder(tmp_path_factory):
     ],
 )
 def test_each_kind_of_model_is_trained_with_the_numbers_that_it_has_alone(family, mode, because, folder, world, capfd):
-    """Log-probabilities, entropies and gradients, packed if possible, are those of plain transformers."""
+    """Log-probabilities, entropies and gradients, packed if possible, are those of plain transformers: with tied and untied heads, grouped
+    keys, experts, windows shorter than the samples, absolute positions, caps and sinks."""
     model = policy(folder(family), world)
     said = "".join(capfd.readouterr())
     assert f"trainer.attention: {mode} for " in said and because in said and ("WARNING" in said) == (mode != "blocks")
-    assert is_packed(model) == (mode != "unpacked") and work_of(model).per_token > 0
-    found = backward(model, world, branching_batch(), max_tokens=4096 * is_packed(model))
+    assert mode_of(model) == mode and work_of(model).per_token > 0
+    found = backward(model, world, branching_batch(), max_tokens=4096 * (mode != "unpacked"))
     assert len(found[1]) > 100
     assert_same(found, reference(folder(family), branching_batch()))
 
@@ -77,7 +73,7 @@ def test_a_mode_that_is_set_is_tested_too(folder, world):
             RunError, match=r"cannot be trained: no mode matches each sample computed alone .* set trainer.attention = auto"
         ):
             policy(folder(family), world, attention=attention)
-    assert not is_packed(policy(folder("llama"), world, attention="unpacked"))
+    assert mode_of(policy(folder("llama"), world, attention="unpacked")) == "unpacked"
 
 
 def test_models_that_are_not_causal_or_not_whole_are_refused(folder, world, monkeypatch):
@@ -137,7 +133,7 @@ def test_the_result_is_cached_by_model_and_settings(folder, world, cache, monkey
     assert len(tried) == 4
 
 
-@pytest.mark.parametrize("place", ["load_part", "call", "ReferenceLogprobs"])
+@pytest.mark.parametrize("place", ["load_part", "LossHead", "ReferenceLogprobs"])
 def test_out_of_memory_is_no_fault_of_the_model(folder, world, cache, monkeypatch, place):
     """A mode for which there was no memory was "not exact", a slower one was taken and cached, or another model recommended."""
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from rl.models.tiny import make_tiny_model
 from tests.families import CONFIGS, UNTIED
 from tests.trainer.parallel.loads import RANKS
-from tests.trainer.parallel.test_sharding import free_ports
-from tests.zygote import trainer_zygote
+from tests.trainer.parallel.test_sharding import free_ports, run_ranks
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -65,21 +63,7 @@ def results(tmp_path_factory):
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 32}
     make_tiny_model(folder / "large", UNTIED | sizes)  # 170 MB
     (folder / "plan.json").write_text(json.dumps({"same": same, "port": free_ports(1)[0]}))
-    processes = [
-        trainer_zygote().fork("tests.trainer.parallel.loads", str(rank), str(folder), log=folder / f"rank{rank}.log")
-        for rank in range(RANKS)
-    ]
-    deadline = time.monotonic() + 120
-    try:
-        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        failed = [process.log.read_text() for process in processes if process.poll()]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(30)
-    assert not failed, failed[0]
+    run_ranks("tests.trainer.parallel.loads", folder, RANKS)
     return folder, [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(RANKS)]
 
 

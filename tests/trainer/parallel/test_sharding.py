@@ -43,10 +43,9 @@ def free_ports(count: int) -> list[int]:
     return ports[:count]
 
 
-def run_ranks(folder: Path) -> None:
-    """Four of them; as soon as one fails the others are ended."""
-    logs = [folder / f"rank{rank}.log" for rank in range(4)]
-    processes = [trainer_zygote().fork("tests.trainer.layouts", str(rank), str(folder), log=log) for rank, log in enumerate(logs)]
+def run_ranks(module: str, folder: Path, count: int) -> None:
+    """Runs a module on each of some ranks, with the arguments RANK and FOLDER; as soon as one fails the others are ended."""
+    processes = [trainer_zygote().fork(module, str(rank), str(folder), log=folder / f"rank{rank}.log") for rank in range(count)]
     deadline = time.monotonic() + 240
     try:
         while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
@@ -65,7 +64,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     models = {kind: str(make_tiny_model(folder / kind, config)) for kind, config in MODELS.items()}
     (folder / "plan.json").write_text(json.dumps({"models": models, "ports": free_ports(len(LAYOUTS) + 5)}))
-    run_ranks(folder)
+    run_ranks("tests.trainer.layouts", folder, 4)
     return folder
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl.config.command_line import to_toml
@@ -22,15 +21,14 @@ from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.metrics import cut_metrics, read_metrics
 from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
-from rl.trainer.data.balance import Layout
 from rl.trainer.data.minibatches import sample_weights
-from rl.trainer.data.packing import pack
 from rl.trainer.loss.common import compute_loss
 from rl.trainer.loss.losses import cross_entropy
 from rl.trainer.model.policy import load_policy, score
 from rl.trainer.sft.source import FromExamples, make_batch, meaningful, shuffled, split, validate
 from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
 from rl.trainer.train import loss_inputs
+from tests.trainer.samples import assert_alike, pack_alone, plain_scores
 from tests.trainer.test_main import run_trainer
 
 STEPS = 6
@@ -109,7 +107,7 @@ def test_samples_fit_the_loss_and_share_prompts(tmp_path):
     assert [sample.token_ids for sample in batch.samples] == [[5, 6, 8, 9], [5, 6, 7], [5, 6, 8, 9]]
     assert batch.samples[0].advantages == [0.0, 0.0, 1.0, 1.0] and batch.samples[0].logprobs == [0.0] * 4
     assert len({sample.group_id for sample in batch.samples}) == 1 and batch.num_loss_tokens == 5
-    packed = pack(batch, [1.0] * 3, Layout(0, 1, 128, 64))
+    packed = pack_alone(batch)
     assert packed.shared_token_fraction == pytest.approx(1 - 3 / 8)  # 5 6 8 for all: 3 of 3 + 2 + 3 inputs
     assert not any(row.fresh.any() for row in packed.micro_batches)  # no version sampled them: nothing to compare with inference
 
@@ -136,14 +134,12 @@ def test_damaged_data_is_refused(tied_folder, tmp_path):
 
 
 def plain_loss(folder, samples):
-    """Loss and gradients of plain transformers: each sample alone, labels -100 where nothing is trained, mean over all trained tokens."""
+    """Loss and gradients of plain transformers: each sample alone, mean over all trained tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     count = sum(sum(sample.loss_mask) for sample in samples)
     total = 0.0
     for sample in samples:
-        labels = [id if trained else -100 for id, trained in zip(sample.token_ids, sample.loss_mask, strict=True)]
-        logits = model(torch.tensor([sample.token_ids])).logits[0, :-1]
-        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum") / count
+        loss = -plain_scores(model, sample)[0].sum() / count
         loss.backward()
         total += loss.item()
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -155,8 +151,7 @@ def test_loss_and_gradient_are_those_of_plain_cross_entropy(tied_folder, world, 
     expected, gradients = plain_loss(tied_folder, batch.samples)
     config = CrossEntropyConfig()
     model = load_policy(str(tied_folder), ModelConfig(dtype="float32"), TrainerConfig(), world)
-    layout = Layout(0, 1, micro_batch_tokens, 64)
-    rows = pack(batch, sample_weights(batch.samples, config, 1), layout).micro_batches
+    rows = pack_alone(batch, sample_weights(batch.samples, config, 1), micro_batch_tokens).micro_batches
     assert (len(rows) > 1) == (micro_batch_tokens == 40)
     total = 0.0
     for row in rows:
@@ -167,7 +162,7 @@ def test_loss_and_gradient_are_those_of_plain_cross_entropy(tied_folder, world, 
     assert total == pytest.approx(expected, abs=1e-5)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), gradients[name], rtol=1e-5, atol=1e-5)
-    held_out = validate(model, [batch], lambda batch: pack(batch, [1.0] * len(batch.samples), layout), world)
+    held_out = validate(model, [batch], pack_alone, world)
     assert held_out["validation/loss"] == pytest.approx(expected, abs=1e-5)
     assert held_out["validation/perplexity"] == pytest.approx(np.exp(expected), rel=1e-4)
     assert all(type(parameter).__name__ != "Tensor" for parameter in model.parameters())  # sharded again: a step and a save may follow
@@ -227,11 +222,4 @@ def test_a_resumed_run_is_equal_bit_for_bit(straight, tmp_path):
 def test_two_ranks_equal_one(straight, tmp_path):
     config = make_config(tmp_path, straight.model.name)
     run_trainer(config, ranks=2)
-    ours, theirs = (read_metrics(c.run_dir.metrics) for c in (config, straight))
-    for key, line in theirs.items():
-        for name in ("loss/mean", "optim/grad_norm", "entropy/mean", "validation/loss"):
-            if name in line:
-                assert ours[key][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (key, name)
-    ours, theirs = (load_file(c.run_dir.weights(STEPS) / "model.safetensors") for c in (config, straight))
-    for name, weight in theirs.items():
-        assert (ours[name] - weight).norm() <= 1e-5 * weight.norm(), name
+    assert_alike(config.run_dir, straight.run_dir, STEPS)

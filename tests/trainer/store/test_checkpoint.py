@@ -4,7 +4,6 @@ import pickle
 import shutil
 import threading
 import time
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,7 @@ from rl.trainer.store import checkpoint
 from rl.trainer.store import saver as saver_module
 from rl.trainer.store.saver import Saver
 from tests.families import CONFIGS
-from tests.trainer.samples import save_checkpoint
+from tests.trainer.samples import save_checkpoint, toy_step
 
 
 @pytest.fixture
@@ -40,12 +39,6 @@ def fresh(folder, world):
     return model, make_optimizer(model, OptimConfig(lr=0.1))
 
 
-def step(model, optimizer):
-    model(torch.tensor([[5, 6, 7]])).logits.square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def state(model, optimizer):
     moments = [v[key] for v in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     steps = [v["step"] for v in optimizer.state.values()]
@@ -53,15 +46,15 @@ def state(model, optimizer):
 
 
 def test_what_is_loaded_is_what_was_saved(trained, tied_folder, world, tmp_path):
-    step(*trained)
+    toy_step(*trained)
     save_checkpoint(tmp_path / "000007", 7, *trained, world)
     random_after = torch.rand(3)
-    step(*trained)
+    toy_step(*trained)
     other = fresh(tied_folder, world)
     path, manifest = checkpoint.newest_sound(tmp_path, world)
     assert checkpoint.load(path, manifest, *other, world) == 7
     assert torch.equal(torch.rand(3), random_after)
-    step(*other)
+    toy_step(*other)
     assert all(torch.equal(a, b) for a, b in zip(state(*trained), state(*other), strict=True))
 
 
@@ -149,10 +142,10 @@ def test_a_checkpoint_is_written_while_the_model_trains_on(trained, tied_folder,
 
     monkeypatch.setattr(checkpoint, "write", slow)
     saver = Saver(run_dir, TrainerConfig(), world, 0)
-    step(*trained)
+    toy_step(*trained)
     expected = state(*trained)
     saver.save(1, *trained)
-    step(*trained)
+    toy_step(*trained)
     saver.thread.raise_errors()
     assert not any(torch.equal(a, b) for a, b in zip(expected, state(*trained), strict=True))
     assert saver.step == 0 and saver.began == 1 and not run_dir.checkpoint(1).exists()
@@ -208,75 +201,55 @@ def test_a_damaged_checkpoint_does_not_count_for_retention(trained, world, tmp_p
     assert list(numbered(run_dir.checkpoints)) == [2]
 
 
-class Simulation:
-    """A run of steps of 10 s on a clock of its own, with checkpoints that cost what they do at 32B parameters: 390 GB are copied in 6 s,
-    and written at 1.3 GB/s."""
+class Clock:
+    """A clock that stands still but for what a checkpoint costs: at 32B parameters 390 GB are copied in 6 s, and written at 1.3 GB/s."""
 
-    STEP_S, COPY_S, WRITE_S = 10.0, 6.0, 300.0
-
-    def __init__(self, monkeypatch, tmp_path, world, **settings):
-        self.now, self.training_s, self.undisturbed_s, self.written = 0.0, 0.0, 0.0, []
-        self.until, self.work = 0.0, None
+    def __init__(self, monkeypatch, copy_s=6.0, write_s=300.0):
+        self.now = 0.0
         monkeypatch.setattr(saver_module, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(checkpoint, "snapshot", lambda *_: self.spend(self.COPY_S))
+        monkeypatch.setattr(checkpoint, "snapshot", lambda *_: self.spend(copy_s))
         monkeypatch.setattr(checkpoint, "fingerprint", str)
-        monkeypatch.setattr(checkpoint, "write", lambda path, *_: self.written.append(int(path.name)))
-        self.saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig.model_validate({"checkpoint": settings}), world, 0)
-        self.saver.thread = self
+        monkeypatch.setattr(checkpoint, "write", lambda *_: self.spend(write_s))
 
     def spend(self, seconds):
-        """Time passes, in which the thread writes what it has."""
-        end = self.now + seconds
-        if self.work and self.until <= end:
-            self.now, work, self.work = self.until, self.work, None
-            work()
-        self.now = end
+        self.now += seconds
 
-    def raise_errors(self):
-        """Nothing fails."""
+    def save(self, saver, step, at):
+        """Saves the state after `step`, which is due at this time and not before."""
+        for self.now in (at - 1, at):
+            assert saver.due(step, 10**9) == (self.now == at)
+        saver.save(step, None, None)
+        saver.finish()
 
-    def start(self, function, *args):
-        assert not self.work, "two at once"
-        self.until, self.work = self.now + self.WRITE_S, lambda: function(*args)
 
-    def result(self, *_):
-        if self.work:
-            self.spend(self.until - self.now)
-
-    def run(self, hours):
-        step = 0
-        while self.now < 3600 * hours:
-            step += 1
-            self.saver.start_clock()
-            self.undisturbed_s += 0.0 if self.work else self.STEP_S
-            self.training_s += self.STEP_S
-            self.spend(self.STEP_S)
-            if self.saver.due(step, 10**9):
-                self.saver.save(step, None, None)
-        return self.training_s / self.now, self.undisturbed_s / self.now
+def saver_of(tmp_path, world, **settings) -> Saver:
+    saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig.model_validate({"checkpoint": settings}), world, 0)
+    assert not saver.due(1, 9) and saver.due(9, 9)  # the last step always
+    saver.start_clock()
+    return saver
 
 
 def test_checkpoints_leave_the_time_to_training(world, tmp_path, monkeypatch):
-    """Nineteen parts of twenty, even if training stood still while one is written; and as often as that allows."""
-    simulation = Simulation(monkeypatch, tmp_path, world)
-    training, undisturbed = simulation.run(hours=48)
-    assert training > 0.99 and undisturbed >= 0.95
-    begun = [simulation.STEP_S * step for step in simulation.written]  # in training's own time
-    assert begun[0] == 60 and all(20 * 306 <= b - a - 300 <= 20 * 306 + 20 for a, b in pairwise(begun))
-    assert simulation.saver.metrics()["time/checkpoint_cost"] == 306
-    assert simulation.saver.metrics()["time/checkpoint_fraction"] < 0.05
+    """Twenty parts of twenty-one, even if training stood still while one is written; and as often as that allows."""
+    clock, saver = Clock(monkeypatch), saver_of(tmp_path, world)
+    for step, at in ((1, 60), (2, 366 + 20 * 306), (3, 366 + 41 * 306)):
+        clock.save(saver, step, at)
+    assert saver.metrics() == {"time/checkpoint_cost": 306, "time/checkpoint_fraction": 1 / 21}
+    saver.began, clock.now = 4, 1e9
+    assert not saver.due(5, 9), "one is in progress"
 
 
 def test_cheap_checkpoints_keep_the_interval(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(Simulation, "COPY_S", 0.5)
-    monkeypatch.setattr(Simulation, "WRITE_S", 1.5)
-    simulation = Simulation(monkeypatch, tmp_path, world)
-    simulation.run(hours=1)
-    assert {b - a for a, b in pairwise(simulation.written)} == {7}  # 60 s from the end of the last one on
+    clock, saver = Clock(monkeypatch, 0.5, 1.5), saver_of(tmp_path, world)
+    for step, at in ((1, 60), (2, 122), (3, 184)):  # 60 s from the end of the last one on
+        clock.save(saver, step, at)
 
 
 def test_an_interval_in_steps_is_obeyed_whatever_it_costs(world, tmp_path, monkeypatch):
-    simulation = Simulation(monkeypatch, tmp_path, world, interval=10)
-    training, _ = simulation.run(hours=10)
-    assert training < 0.4 and {b - a for a, b in pairwise(simulation.written)} == {10}
-    assert simulation.saver.metrics() == {"time/checkpoint_cost": 306, "time/checkpoint_fraction": 1.0}
+    Clock(monkeypatch)
+    saver = saver_of(tmp_path, world, interval=10)
+    for step in (10, 20):
+        saver.save(step, None, None)
+        saver.finish()
+        assert [saver.due(step + more, 10**9) for more in (1, 9, 10)] == [False, False, True]
+    assert saver.metrics() == {"time/checkpoint_cost": 306, "time/checkpoint_fraction": 1.0}

@@ -1,11 +1,8 @@
 """Tensors in a file in memory that others read as safetensors."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from safetensors import safe_open
@@ -94,16 +91,3 @@ def test_its_memory_is_used_again_once_nobody_reads_it(buffer):
     assert buffer.write_header(buffer.tensors).name != file.name
     with opened(file) as before, opened(buffer.file) as now:
         assert before is None and read_header(now).keys() == LIKE.keys()
-
-
-def test_a_reader_in_another_process_keeps_its_content_and_gives_it_back_by_dying(buffer):
-    file = buffer.write_header(buffer.tensors)
-    code = "import sys, msgspec; from rl.run_dir.in_memory import *; file = msgspec.json.decode(sys.argv[1], type=InMemory)\n"
-    code += "with opened(file) as path: print(path is not None, flush=True); sys.stdin.read()"
-    argument = msgspec.json.encode(file).decode()
-    with subprocess.Popen([sys.executable, "-c", code, argument], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
-        assert reader.stdout.readline() == "True\n"
-        assert not buffer.claim(LIKE)
-        reader.kill()
-        reader.wait()
-        assert buffer.claim(LIKE)

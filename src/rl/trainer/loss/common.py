@@ -66,8 +66,10 @@ class LossTerms:
 
     loss: Tensor
     """Float32 with gradient, to be weighted and summed; 0 where one of the masks on r applies."""
-    masked: Tensor
-    """Bool: the policy term has no gradient at the token, because of the loss's own clip or one of the masks on r."""
+    clipped: Tensor
+    """Bool: the loss's own clip removes the token's gradient."""
+    outside: Tensor
+    """Bool: one of the masks on r excludes the token."""
     ratio: Tensor
     """r."""
     kl: Tensor
@@ -76,12 +78,13 @@ class LossTerms:
     """The `kl_estimator`'s estimate of KL(p || reference), before the coefficient; None without a reference."""
     teacher_kl: Tensor | None
     """log p - log teacher, whose mean over sampled tokens is KL(p || teacher); nan for tokens without a teacher, None if none has one."""
-    update_kl: Tensor | None = None
+    update_kl: Tensor | None
     """k3 of log p - log o: an estimate of KL(o || p), how far the batch's optimizer steps have moved the policy; None without o."""
-    clipped: Tensor | None = None
-    """Bool: the loss's own clip removes the token's gradient."""
-    outside: Tensor | None = None
-    """Bool: one of the masks on r excludes the token."""
+
+    @property
+    def masked(self) -> Tensor:
+        """Bool: the policy term has no gradient at the token."""
+        return self.clipped | self.outside
 
 
 def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunction) -> LossTerms:
@@ -105,14 +108,13 @@ def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunctio
     masked = outside_masks(inputs, config, log_mismatch)
     return LossTerms(
         loss=torch.where(masked, 0.0, loss),
-        masked=masked | clipped,
+        clipped=clipped,
+        outside=masked,
         ratio=log_ratio(inputs).detach().exp(),
         kl=k3(log_mismatch),
         reference_kl=None if kl is None else kl.detach(),
         teacher_kl=teacher_kl,
         update_kl=None if inputs.old_logprobs is None else k3(log_update(inputs).detach()),
-        clipped=clipped,
-        outside=masked,
     )
 
 

@@ -20,12 +20,12 @@ from rl.config.command_line import from_toml
 from rl.config.run import RLConfig
 from rl.models.folder import resolve_model
 from rl.system.errors import RunError
-from rl.trainer.data.balance import Layout
-from rl.trainer.data.micro_batch import MicroBatch, fill_blocks, micro_batch_tokens
-from rl.trainer.data.packing import Packed, pack
+from rl.trainer.data.micro_batch import MicroBatch
+from rl.trainer.data.packing import Packed
+from rl.trainer.data.prefetch import prepare
 from rl.trainer.loss.kl import MAX_LOG_RATIO, k3
 from rl.trainer.model.modes import layer_windows
-from rl.trainer.model.policy import is_packed, load_policy, mode_of, score
+from rl.trainer.model.policy import load_policy, mode_of, score
 from rl.trainer.parallel.world import World, start_world
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch, TrainingSample
@@ -90,7 +90,7 @@ class ParityWatch:
             )
         return found.metrics | {"parity/agrees": float(agrees)}
 
-    def at_checkpoint(self, step: int, model: PreTrainedModel, prepare: Callable[[TrainBatch], Packed], world: World) -> dict[str, float]:
+    def at_checkpoint(self, step: int, model: PreTrainedModel, pack: Callable[[TrainBatch], Packed], world: World) -> dict[str, float]:
         """Compares on a probe of version `step`, the model's own, if no batch since the last checkpoint allowed it. Every rank calls this.
 
         Waits for: inference to load the version and answer, PROBE_WAIT_S at most.
@@ -106,7 +106,7 @@ class ParityWatch:
             return {"parity/unjudged": float(self.unjudged)}
         self.unjudged = 0
         sums = ParitySums(world.device)
-        for row in prepare(TrainBatch(step=step + 1, samples=samples)).micro_batches:
+        for row in pack(TrainBatch(step=step + 1, samples=samples)).micro_batches:
             part = row.to(world.device)
             sums.add(differences(model, part, world), part.fresh)
         metrics = self.judge(sums.total(world))
@@ -132,11 +132,9 @@ def main() -> None:
 
 def compare(model: PreTrainedModel, config: RLConfig, batch: TrainBatch, world: World) -> list[tuple[int, float, float]]:
     """Returns (position, temperature, difference) of every sampled token of the batch."""
-    row_tokens = micro_batch_tokens(config.trainer, world.device, mode_of(model)) * is_packed(model)
-    layout = Layout(world.data_rank, world.data_size, row_tokens, model.config.get_text_config().hidden_size)
     found: list[tuple[int, float, float]] = []
-    for row in pack(batch, [1.0] * len(batch.samples), layout).micro_batches:
-        part = (fill_blocks(row, 1) if world.device.type == "cuda" and row_tokens else row).to(world.device)
+    for row in prepare(batch, config, world, model.config.get_text_config().hidden_size, mode=mode_of(model)).micro_batches:
+        part = row.to(world.device)
         positions = (part.position_ids[part.predictors][part.rows] + 1).tolist()
         temperatures = [round(temperature, 6) for temperature in part.temperatures[part.rows].tolist()]
         found += zip(positions, temperatures, differences(model, part, world).tolist(), strict=True)

@@ -27,7 +27,6 @@ class TokenColumns:
 
         Never waits for the device.
         """
-        assert terms.clipped is not None and terms.outside is not None
         flags = CLIPPED * terms.clipped + MASKED * terms.outside
         reference = torch.zeros_like(scores.entropies) if batch.reference_logprobs is None else batch.reference_logprobs
         new = torch.stack([torch.ones_like(reference), scores.logprobs, scores.entropies, flags.float(), reference])

@@ -12,6 +12,7 @@ There are three implementations, all exact:
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +24,6 @@ from transformers import AttentionInterface
 from rl.system.errors import RunError
 from rl.trainer.model import flex
 from rl.trainer.model.blocks import Block, Plan, bundle, cut_blocks, is_unbranched, make_plan, runs_of, visible_keys
-
-KEPT_KEYS = 256
-"""A call with at most this many keys keeps its probabilities for the backward pass, which costs at most the memory of four 64-dimensional
-queries per query; larger calls compute them again."""
 
 
 class TreeMask:
@@ -94,19 +91,10 @@ class TreeMask:
         return self._flex[window]
 
 
-def runs_by_bundle(runs: Sequence[int], count: int) -> list[list[list[int]]]:
-    """Returns the runs of keys of each bundle. `runs` has five numbers per run: its bundle, its block within the bundle, its offset among
-    the block's keys, its first key and the key after its last."""
-    found: list[list[list[int]]] = [[] for _ in range(count)]
-    for start in range(0, len(runs), 5):
-        found[runs[start]].append(list(runs[start + 1 : start + 5]))
-    return found
-
-
-def bundle_keys(whole: Tensor, places: Tensor, mask: Tensor, runs: list[list[int]]) -> Tensor:
+def bundle_keys(whole: Tensor, places: Tensor, mask: Tensor, runs: Tensor) -> Tensor:
     """[1, heads, T, D] -> [heads * B, k, D], a view if the bundle is a single block with consecutive keys."""
     if len(mask) == 1:
-        parts = [whole[0, :, first:behind] for _, _, first, behind in runs]
+        parts = [whole[0, :, first:behind] for _, _, first, behind in runs.tolist()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return head_rows(whole).index_select(0, places).view(-1, mask.shape[2], whole.shape[3])
 
@@ -145,11 +133,11 @@ def block_attention(
     slots: Tensor,
     rows: Tensor,
     padding: Tensor,
-    runs: Sequence[int],
+    runs: Sequence[Tensor],
     scale: float,
     cap: float,
     sinks: Tensor | None,
-) -> tuple[Tensor, list[Tensor]]:
+) -> Tensor:
     """Computes attention bundle by bundle. The query heads that share a key head are rows of one matrix product, so no key is copied.
 
     Args:
@@ -159,48 +147,32 @@ def block_attention(
         keys, slots, rows, padding, runs: see `Plan`.
         scale, cap, sinks: see `probabilities`; a cap of 0 means none.
 
-    Returns: [1, T', H, D2], and for the backward pass the probabilities of the bundles that keep them.
+    Returns: [1, T', H, D2].
     """
-    group, kept = query.shape[1] // key.shape[1], list[Tensor]()
+    group = query.shape[1] // key.shape[1]
     out = query.new_empty(len(slots), value.shape[3])
     sizes = [query.shape[1] * mask.shape[0] * mask.shape[1] for mask in masks]
     queries = head_rows(query).index_select(0, slots).split(sizes)
-    for q, o, mask, places, own in zip(queries, out.split(sizes), masks, keys, runs_by_bundle(runs, len(masks)), strict=True):
+    for q, o, mask, places, own in zip(queries, out.split(sizes), masks, keys, runs, strict=True):
         q, o = (x.view(-1, group * mask.shape[1], x.shape[1]) for x in (q, o))
         k, v = (bundle_keys(whole, places, mask, own) for whole in (key, value))
-        p = probabilities(q, k, mask, scale, cap, sinks)[0]
-        torch.bmm(p, v, out=o)
-        if is_kept(mask, cap):
-            kept.append(p)
-    return out.index_select(0, rows).view(1, query.shape[2], query.shape[1], value.shape[3]), kept
+        torch.bmm(probabilities(q, k, mask, scale, cap, sinks)[0], v, out=o)
+    return out.index_select(0, rows).view(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def is_kept(mask: Tensor, cap: float) -> bool:
-    """Whether a bundle's probabilities are kept. They are not with a cap: the backward pass then recomputes the scores for their tanh."""
-    return mask.shape[2] <= KEPT_KEYS and not cap
-
-
-@block_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, masks: Sequence[Tensor], *places: object) -> tuple[Tensor, list[Tensor]]:
-    heads, group, cap = key.shape[1], query.shape[1] // key.shape[1], places[-2]
-    kept = [query.new_empty(heads * len(mask), group * mask.shape[1], mask.shape[2]) for mask in masks if is_kept(mask, cap)]
-    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), kept
-
-
-def save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, list[Tensor]]) -> None:
+def save(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
     query, key, value, ctx.masks, ctx.keys, ctx.slots, ctx.rows, ctx.padding, ctx.runs, ctx.scale, ctx.cap, sinks = inputs
-    ctx.save_for_backward(query, key, value, sinks, *output[1])
-    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, sinks)
 
 
-def block_attention_backward(ctx: FunctionCtx, grad: Tensor, _: list[None]) -> tuple[Tensor | list[None] | None, ...]:
-    """With a bundle's probabilities P, recomputed if they were not kept, and O = P V: dV = P^T dO, dS = P * (dO V^T - rowsum),
-    dQ = scale dS K, dK = scale dS^T Q, where rowsum is the sum of P * (dO V^T) over each row.
+def block_attention_backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | list[None] | None, ...]:
+    """With a bundle's probabilities P, computed again, and O = P V: dV = P^T dO, dS = P * (dO V^T - rowsum), dQ = scale dS K,
+    dK = scale dS^T Q, where rowsum is the sum of P * (dO V^T) over each row.
 
     With a cap dS is multiplied by 1 - tanh^2. A sink's value is zero, so its gradient is its probability, 1 - sum P, times -rowsum.
     Sums over blocks are kept in float32 or better. The gradient of padding is 0.
     """
-    query, key, value, sinks, *kept = ctx.saved_tensors
+    query, key, value, sinks = ctx.saved_tensors
     heads, group = key.shape[1], query.shape[1] // key.shape[1]
     sizes = [query.shape[1] * mask.shape[0] * mask.shape[1] for mask in ctx.masks]
     precise = torch.promote_types(key.dtype, torch.float32)
@@ -210,10 +182,10 @@ def block_attention_backward(ctx: FunctionCtx, grad: Tensor, _: list[None]) -> t
     grads = grad.reshape(-1, grad.shape[3]).index_select(0, ctx.slots).index_fill_(0, ctx.padding, 0)
     grad_query = torch.empty_like(queries)
     parts = (x.split(sizes) for x in (queries, grads, grad_query))
-    for *rows, mask, places, own in zip(*parts, ctx.masks, ctx.keys, runs_by_bundle(ctx.runs, len(sizes)), strict=True):
+    for *rows, mask, places, own in zip(*parts, ctx.masks, ctx.keys, ctx.runs, strict=True):
         q, g, grad_q = (x.view(heads * len(mask), group * mask.shape[1], x.shape[1]) for x in rows)
         k, v = (bundle_keys(whole, places, mask, own) for whole in (key, value))
-        p, tanh = (kept.pop(0), None) if is_kept(mask, ctx.cap) else probabilities(q, k, mask, ctx.scale, ctx.cap, sinks)
+        p, tanh = probabilities(q, k, mask, ctx.scale, ctx.cap, sinks)
         grad_p = torch.bmm(g, v.transpose(1, 2))
         s = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
         if grad_sinks is not None:
@@ -224,13 +196,13 @@ def block_attention_backward(ctx: FunctionCtx, grad: Tensor, _: list[None]) -> t
         grad_q.baddbmm_(s, k, beta=0, alpha=ctx.scale)
         for total, part in ((grad_key, torch.bmm(s.transpose(1, 2), q).mul_(ctx.scale)), (grad_value, torch.bmm(p.transpose(1, 2), g))):
             by_block = part.view(heads, len(mask), *part.shape[1:])
-            for block, place, first, behind in own:
+            for block, place, first, behind in own.tolist():
                 total[first:behind] += by_block[:, block, place : place + behind - first].transpose(0, 1)
     grad_query = grad_query.index_select(0, ctx.rows).view(query.shape[2], *query.shape[1::2])  # [T', H, D], the order of the projections
     grad_key, grad_value = (total.to(key.dtype).transpose(0, 1)[None] for total in (grad_key, grad_value))
     grad_sinks = None if sinks is None else grad_sinks.to(sinks.dtype)
     none = [None] * len(sizes)
-    return grad_query.transpose(0, 1)[None], grad_key, grad_value, none, none, *[None] * 6, grad_sinks
+    return grad_query.transpose(0, 1)[None], grad_key, grad_value, none, none, None, None, None, none, None, None, grad_sinks
 
 
 block_attention.register_autograd(block_attention_backward, setup_context=save)
@@ -247,21 +219,14 @@ def attend_blocks(
     sinks: Tensor | None = None,
 ) -> Tensor:
     plan = tree.plan(window, query.dtype, key.shape[1], query.shape[1] // key.shape[1])
-    masks = [some.mask for some in plan.bundles]
-    return block_attention(query, key, value, masks, plan.keys, plan.slots, plan.rows, plan.padding, plan.runs, scale, cap or 0.0, sinks)[0]
+    return block_attention(
+        query, key, value, plan.masks, plan.keys, plan.slots, plan.rows, plan.padding, plan.runs, scale, cap or 0.0, sinks
+    )
 
 
-def attend_flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tree: TreeMask,
-    window: int | None,
-    scale: float,
-    cap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    return flex.attend(query, key, value, tree.flex(window), window, scale, cap, sinks)
+def attend_flex(query: Tensor, key: Tensor, value: Tensor, tree: TreeMask, window: int | None, *settings: Any) -> Tensor:
+    """`settings`: scale, cap and sinks, as `attend_blocks` has them."""
+    return flex.attend(query, key, value, tree.flex(window), window, *settings)
 
 
 @torch.compiler.disable

@@ -31,26 +31,21 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Bundle:
-    """Blocks that are computed together, each padded to the largest numbers of queries and keys among them."""
-
-    blocks: list[Block]
-    mask: Tensor  # [B, q, k]; a padded query sees everything, a padded key is seen by padded queries only
-
-
-@dataclass(frozen=True)
 class Plan:
-    """All queries of a row in bundles, for `heads` key heads, each shared by `group` query heads.
+    """All queries of a row in bundles, for `heads` key heads, each shared by `group` query heads. A bundle's blocks are computed together,
+    each padded to the largest numbers of queries and keys among them.
 
     A slot is one query of one head in the padded bundles. Slots are ordered by bundle, key head, block, query head and query.
     """
 
-    bundles: list[Bundle]
+    masks: list[Tensor]  # for each bundle: [B, q, k]; a padded query sees everything, a padded key is seen by padded queries only
     slots: Tensor  # [N] int64: for each slot, the row of a query tensor [T', heads * group, D] that it holds
     rows: Tensor  # [T' * heads * group] int64: for each of these rows, the slot that holds it
     padding: Tensor  # [n] int64: the slots that are padding
     keys: list[Tensor]  # for each bundle: [heads * B * k] int64, rows of a key tensor [T, heads, D]; empty for a single block
-    runs: list[int]  # see `runs_by_bundle`
+    runs: list[Tensor]
+    """For each bundle the runs of its keys: [n, 4] int64 in CPU memory, each run's block within the bundle, its offset among the block's
+    keys, its first key and the key after its last."""
 
 
 def is_unbranched(positions: np.ndarray) -> bool:
@@ -101,7 +96,7 @@ def cut_blocks(queries: np.ndarray, positions: np.ndarray) -> list[slice]:
     return blocks
 
 
-def bundle(blocks: list[Block]) -> list[Bundle]:
+def bundle(blocks: list[Block]) -> list[list[Block]]:
     """Bundles the blocks, largest number of keys first. A block joins a bundle if its padding costs less than one more call."""
     bundles: list[list[Block]] = []
     height, cost = 0, 0
@@ -114,7 +109,7 @@ def bundle(blocks: list[Block]) -> list[Bundle]:
         else:
             bundles.append([block])
             height, cost = q, q * k
-    return [Bundle(some, padded_mask([block.mask for block in some])) for some in bundles]
+    return bundles
 
 
 def padded_mask(masks: list[Tensor]) -> Tensor:
@@ -129,24 +124,27 @@ def padded_mask(masks: list[Tensor]) -> Tensor:
     return padded
 
 
-def make_plan(bundles: list[Bundle], heads: int, group: int) -> Plan:
-    """Computes the indices of the bundles' queries, keys and results."""
-    slots, real, keys, runs = [], [], [], list[int]()
-    for number, some in enumerate(bundles):
-        places, seen = (np.full((len(some.blocks), size), -1) for size in some.mask.shape[1:])
-        for row, block in enumerate(some.blocks):
+def make_plan(bundles: list[list[Block]], heads: int, group: int) -> Plan:
+    """Computes the masks of the bundles, and the indices of their queries, keys and results."""
+    masks = [padded_mask([block.mask for block in some]) for some in bundles]
+    slots, real, keys, runs = [], [], [], list[Tensor]()
+    for some, mask in zip(bundles, masks, strict=True):
+        places, seen = (np.full((len(some), size), -1) for size in mask.shape[1:])
+        own = []
+        for row, block in enumerate(some):
             end = 0
             places[row, : block.mask.shape[0]] = np.arange(block.queries.start, block.queries.stop)
             for first, behind in block.keys:
-                runs += [number, row, end, first, behind]
+                own.append((row, end, first, behind))
                 seen[row, end : end + behind - first] = np.arange(first, behind)
                 end += behind - first
+        runs.append(torch.tensor(own))
         of_heads = np.arange(heads * group).reshape(heads, 1, group, 1)
         slots.append((places.clip(0)[None, :, None] * heads * group + of_heads).ravel())
         real.append(np.broadcast_to(places[None, :, None] >= 0, (heads, len(places), group, places.shape[1])).ravel())
         keys.append((seen.clip(0)[None] * heads + np.arange(heads)[:, None, None]).ravel() if len(seen) > 1 else np.zeros(0, np.int64))
     slot, is_real = np.concatenate(slots), np.concatenate(real)
     rows = np.flatnonzero(is_real)[np.argsort(slot[is_real])]
-    device = bundles[0].mask.device
+    device = masks[0].device
     found = (torch.from_numpy(places).to(device) for places in (slot, rows, np.flatnonzero(~is_real), *keys))
-    return Plan(bundles, next(found), next(found), next(found), list(found), runs)
+    return Plan(masks, next(found), next(found), next(found), list(found), runs)

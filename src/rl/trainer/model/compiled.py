@@ -8,7 +8,7 @@ import torch
 
 from rl.system.errors import RunError
 
-KEEP_RESULT = "wrap_inductor_compiled_regions"
+KEEP_RESULT = {"wrap_inductor_compiled_regions": True}
 """Inductor's option that makes a compiled function a single operation for selective checkpointing, which can then keep its result."""
 
 
@@ -43,18 +43,3 @@ def compiled(function: Callable[..., Any], remedy: str, options: dict[str, Any] 
 def describe(error: Exception) -> str:
     """The first line of an error, with its kind."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
-
-
-def kept_operations() -> list[Any]:
-    """Returns the operation that represents a function compiled with KEEP_RESULT, if torch has it."""
-    from torch import _higher_order_ops
-
-    found = getattr(_higher_order_ops, "inductor_compiled_code", None)
-    return [found] if found is not None and keeps_results() else []
-
-
-def keeps_results() -> bool:
-    """Whether torch knows the option KEEP_RESULT."""
-    from torch._inductor import config
-
-    return hasattr(config, KEEP_RESULT)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from rl.trainer.model.compiled import KEEP_RESULT, compiled, keeps_results
+from rl.trainer.model.compiled import KEEP_RESULT, compiled
 
 BLOCK = 128
 """FlexAttention's own block size."""
@@ -95,11 +95,18 @@ def compiled_kernel(scale: float, cap: float | None, sums: bool, window: int | N
     """
     attend = kernel(scale, cap, sums)
     attend.__code__ = attend.__code__.replace()
-    return compiled(attend, "set trainer.attention = blocks", {KEEP_RESULT: True} if keeps_results() else None)
+    return compiled(attend, "set trainer.attention = blocks", KEEP_RESULT)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, window: int | None, scale: float, cap: float | None, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    window: int | None,
+    scale: float,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes attention with the mask of the layers with this window; the other arguments are as in attention.block_attention."""
     kind = (scale, cap, sinks is not None)

@@ -1,24 +1,15 @@
 """The head of the policy: log-probabilities of the loss tokens instead of logits for all tokens."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.model.attention import TreeMask
 from rl.trainer.model.logprobs import head_logprobs, token_logprobs
 from rl.trainer.model.modes import Mode, call
-
-
-class Predictions(Protocol):
-    """The loss tokens of a micro batch, see MicroBatch."""
-
-    predictors: Tensor  # [P]
-    temperatures: Tensor  # [P]
-    rows: Tensor  # [N]
-    targets: Tensor  # [N]
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,7 @@ class LossHead:
         self.head, self.logits, self.mode = head, head.forward, mode
         self.fused = type(head) is nn.Linear
         """False for other heads and for models that change the logits after the head: the logits of the predictors are then returned."""
-        self.batch: Predictions | None = None
+        self.batch: MicroBatch | None = None
         """The micro batch to score; None if the head is to return all logits."""
         self.entropy_gradient = False
         self.scores: Tensor | None = None  # [2, N], the result of the fused head
@@ -57,7 +48,7 @@ class LossHead:
         self.scores = torch.stack([logprobs, entropies[batch.rows]])
         return self.scores
 
-    def score(self, model: PreTrainedModel, batch: Predictions, row: tuple[Tensor, Tensor, TreeMask], entropy_gradient: bool) -> Scores:
+    def score(self, model: PreTrainedModel, batch: MicroBatch, row: tuple[Tensor, Tensor, TreeMask], entropy_gradient: bool) -> Scores:
         """Scores a batch's loss tokens. `row`: ids [T'] and positions [T'] of the tokens to compute, and their mask."""
         self.batch, self.entropy_gradient, self.scores = batch, entropy_gradient, None
         output = call(model, self.mode, *row)

@@ -5,6 +5,7 @@ from functools import partial
 from typing import get_args
 
 import torch
+from torch._higher_order_ops import inductor_compiled_code
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
@@ -13,13 +14,13 @@ from rl.config.trainer import TrainerConfig
 from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.model.attention import TreeMask
-from rl.trainer.model.compiled import compiled, kept_operations
+from rl.trainer.model.compiled import compiled
 from rl.trainer.model.head import LossHead, Scores
 from rl.trainer.model.lora import add_adapters
 from rl.trainer.model.modes import Mode, is_compiled, turn_off_randomness, widen_windows
 from rl.trainer.model.rope import freeze_rope
 from rl.trainer.model.selftest import choose_mode
-from rl.trainer.parallel.loading import load_rows
+from rl.trainer.parallel.loading import LocalShards, load_rows
 from rl.trainer.parallel.sharding import RowGather, reshard, shard_model
 from rl.trainer.parallel.world import World
 
@@ -34,7 +35,7 @@ def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world
     tensors are missing from its files.
     """
     choice = choose_mode(folder, config, settings, world)
-    model, rows = load_rows(
+    model = load_rows(
         folder,
         world,
         dtype=DTYPES[config.dtype] if settings.lora or frozen else torch.float32,  # frozen weights need no float32 master
@@ -53,7 +54,7 @@ def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world
     if head is None:
         raise RunError(f"{type(model).__name__} has no language-model head")
     head.forward = LossHead(head, choice.mode)
-    rows.to_meta(model)
+    rows = LocalShards(model)
     shard_model(model, DTYPES[config.dtype], world)
     rows.attach_shards(model)
     return model
@@ -64,8 +65,9 @@ KEPT_OPERATIONS = [
     torch.ops.aten.addmm.default,
     torch.ops.aten._grouped_mm.default,
     torch.ops.rl.block_attention.default,
+    inductor_compiled_code,  # compiled attention, see KEEP_RESULT
 ]
-"""Operations whose results selective checkpointing keeps, besides compiled attention: they save the most recomputation per byte.
+"""Operations whose results selective checkpointing keeps: they save the most recomputation per byte.
 Matrix products within a compiled layer are not among them: they are recomputed."""
 
 
@@ -77,7 +79,7 @@ def change_layers(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, w
     kind = settings.activation_checkpointing
     contexts = {}
     if kind == "selective":
-        kept = KEPT_OPERATIONS + kept_operations()
+        kept = [*KEPT_OPERATIONS]
         if any(getattr(module, "has_bias", False) for module in model.modules()):  # the bias is added in place to this result
             kept.remove(torch.ops.aten._grouped_mm.default)
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
@@ -91,11 +93,6 @@ def change_layers(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, w
 def mode_of(*models: PreTrainedModel) -> Mode:
     """Returns the mode in which the model computes a row; for several models that share rows, the mode that restricts rows the most."""
     return max((model.get_output_embeddings().forward.mode for model in models), key=get_args(Mode).index)
-
-
-def is_packed(model: PreTrainedModel) -> bool:
-    """Whether a row of this model may hold several samples."""
-    return mode_of(model) != "unpacked"
 
 
 def score(model: PreTrainedModel, batch: MicroBatch, world: World, entropy_gradient: bool = False) -> Scores:

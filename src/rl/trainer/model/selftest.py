@@ -16,10 +16,10 @@ import importlib.metadata
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import torch
@@ -32,11 +32,12 @@ from rl.config.trainer import TrainerConfig
 from rl.models.folder import cache_root
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
+from rl.trainer.data.micro_batch import empty_micro_batch
 from rl.trainer.measure.performance import is_out_of_memory
 from rl.trainer.model.attention import TreeMask
 from rl.trainer.model.flex import padded, whole_blocks
 from rl.trainer.model.head import LossHead
-from rl.trainer.model.modes import Mode, call, implementation, possible_modes, turn_off_randomness
+from rl.trainer.model.modes import Mode, implementation, possible_modes, turn_off_randomness
 from rl.trainer.model.rope import freeze_rope
 from rl.trainer.parallel.world import World
 
@@ -245,7 +246,7 @@ class ReferenceLogprobs:
         self.tokens, self.logprobs = top.indices, top.values - logits.logsumexp(-1, keepdim=True)
 
     def distance(self, logits: Tensor) -> float:
-        """Returns the largest difference of log-probabilities at the first T positions from those of logits [T, V]. May be nan."""
+        """Returns the largest difference of log-probabilities at the first T positions from those of the model's logits [T, V]."""
         logits, tokens = logits.float(), self.tokens[: len(logits)]
         return float((logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True) - self.logprobs[: len(logits)]).abs().max())
 
@@ -256,7 +257,7 @@ class Test:
     __test__ = False
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
-        self.model, self.dtype, self.device = model, getattr(torch, config.dtype), model.device
+        self.model, self.config, self.device = model, config, model.device
         text = model.config.get_text_config()
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(text.vocab_size, (PREFIX + sum(BRANCHES) + FAR,), generator=generator)
@@ -301,23 +302,19 @@ class Test:
             raise RunError(f"{name}: a token's log-probability depends on what follows it; choose a causal language model")
 
     def why_not(self, mode: Mode) -> str:
-        """Returns why a mode is not exact; empty if it is, and then `found` is the largest difference."""
-        if mode == "flex":
-            return self.why_not("blocks") or self.in_dtype(lambda: self.try_mode(mode))
-        return self.try_mode(mode)
-
-    def in_dtype(self, check: Callable[[], str]) -> str:
-        """Runs a check in the type of the run, with the limit of that type."""
-        before, precise = (self.alone, self.limit), self.model
+        """Returns why a mode is not exact; empty if it is, and then `found` is the largest difference and `limit` what rounding allows."""
+        if mode != "flex":
+            return self.try_mode(mode)
+        if reason := self.try_mode("blocks"):
+            return reason
         try:
-            self.model = copy.deepcopy(precise).to(self.dtype)
-            self.measure()
-            return check()
+            rounded = Test(copy.deepcopy(self.model).to(getattr(torch, self.config.dtype)), self.config)
         except MODEL_ERRORS as error:
             let_pass(error)
             return describe(error)
-        finally:
-            self.model, (self.alone, self.limit) = precise, before
+        if not (reason := rounded.try_mode(mode)):
+            self.found, self.limit = rounded.found, rounded.limit
+        return reason
 
     @torch.no_grad()
     def try_mode(self, mode: Mode) -> str:
@@ -340,14 +337,9 @@ class Test:
     def unpacked_difference(self, model: PreTrainedModel) -> float:
         """Computes the samples in reverse order, to reveal state that a model carries from call to call."""
         tree = TreeMask(self.far, self.far)  # not used
-        pairs = list(zip(reversed(self.alone[: len(self.samples)]), reversed(self.samples), strict=True))
-        found = [alone.distance(call(model, "unpacked", ids, ids, tree)[0]) for alone, ids in pairs]
-        return largest(
-            [
-                *found,
-                *(head_difference(model, "unpacked", (ids, ids, tree), alone.tokens[:, 0], alone.logprobs[:, 0]) for alone, ids in pairs),
-            ]
-        )
+        pairs = list(zip(self.alone, self.samples, strict=False))  # without the sample at the last positions
+        found = [difference(model, "unpacked", (ids, ids, tree), alone.tokens, alone.logprobs) for alone, ids in reversed(pairs)]
+        return float(torch.tensor(found).max())  # nan if one is
 
     def packed_difference(self, model: PreTrainedModel, mode: Mode) -> float:
         """Computes two samples as a tree, and after it a third at the last positions, which must not depend on them."""
@@ -363,35 +355,23 @@ class Test:
         subtree_ends = torch.full_like(ids, len(ids))
         subtree_ends[:length] = length
         subtree_ends[PREFIX : len(a)] = len(a)
-        total = len(ids)
         if mode == "flex":  # padded as in training: shorter rows would use another kernel
-            ids, positions, subtree_ends = padded(ids, positions, subtree_ends, whole_blocks(total))
-        row = ids, positions, TreeMask(subtree_ends, positions)
-        found = call(model, mode, *row)[0, :total]
-        parts = [found[: len(a)], torch.cat([found[:PREFIX], found[len(a) : length]]), found[length:]]
-        differences = [alone.distance(logits) for alone, logits in zip(self.alone, parts, strict=True)]
-        first, second, far = self.alone
-        tokens, logprobs = (
-            torch.cat([x[:, 0], y[PREFIX:, 0], z[:, 0]])
-            for x, y, z in ((first.tokens, second.tokens, far.tokens), (first.logprobs, second.logprobs, far.logprobs))
-        )
-        return largest([*differences, head_difference(model, mode, row, tokens, logprobs)])
+            ids, positions, subtree_ends = padded(ids, positions, subtree_ends, whole_blocks(len(ids)))
+        parts = list(zip(self.alone, (0, PREFIX, 0), strict=True))
+        tokens, logprobs = (torch.cat([getattr(alone, name)[start:] for alone, start in parts]) for name in ("tokens", "logprobs"))
+        return difference(model, mode, (ids, positions, TreeMask(subtree_ends, positions)), tokens, logprobs)
 
 
-def head_difference(model: PreTrainedModel, mode: Mode, row: tuple[Tensor, Tensor, TreeMask], tokens: Tensor, logprobs: Tensor) -> float:
-    """Returns the largest difference from `logprobs` [T] of the log-probabilities that training's head computes for `tokens` [T], one for
-    each of the first T positions of a row."""
+def difference(model: PreTrainedModel, mode: Mode, row: tuple[Tensor, Tensor, TreeMask], tokens: Tensor, logprobs: Tensor) -> float:
+    """Returns the largest difference from `logprobs` [T, n] of the log-probabilities that training's head computes for `tokens` [T, n] at
+    the first T positions of a row. May be nan."""
     if (head := model.get_output_embeddings()) is None:
         raise RunError("it has no language-model head")
     places = torch.arange(len(tokens), device=tokens.device)
-    batch = SimpleNamespace(predictors=places, temperatures=torch.ones_like(logprobs), rows=places, targets=tokens)
+    rows, temperatures = places.repeat_interleave(tokens.shape[1]), torch.ones(len(places), device=tokens.device)
+    batch = replace(empty_micro_batch(), predictors=places, temperatures=temperatures, rows=rows, targets=tokens.flatten())
     own, head.forward = head.forward, (scoring := LossHead(head, mode))
     try:
-        return float((scoring.score(model, batch, row, entropy_gradient=False).logprobs - logprobs).abs().max())
+        return float((scoring.score(model, batch, row, entropy_gradient=False).logprobs - logprobs.flatten()).abs().max())
     finally:
         head.forward = own
-
-
-def largest(values: Iterable[float]) -> float:
-    """Returns the largest value, or nan if any value is nan."""
-    return float(torch.tensor(list(values)).max())

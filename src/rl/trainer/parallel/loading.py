@@ -37,53 +37,38 @@ GIB = 1024**3
 
 
 class LocalShards:
-    """This rank's rows of the matrices of a model that is about to be sharded; the model holds placeholders without memory instead."""
+    """This rank's rows of the matrices of a model, which holds tensors on the meta device instead while FSDP shards it: FSDP takes no
+    DTensors."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.of: dict[nn.Parameter, Tensor] = {}
-        """The rows by the matrix's placeholder."""
-        self.by_name: dict[str, Tensor] = {}
-        """The rows by the parameter's name, while FSDP shards the model."""
-        replace_parameters(model, self._take)
+        self.rows: dict[str, Tensor] = {}
+        """The rows by the parameter's name."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
 
-    def _take(self, parameter: nn.Parameter) -> nn.Parameter:
-        if not isinstance(parameter, DTensor):
-            return parameter
-        # Not on the meta device yet: peft moves adapters to the device of the layer's weight.
-        stand_in = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
-        new = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
-        self.of[new] = parameter.detach().to_local()
-        return new
-
-    def to_meta(self, model: PreTrainedModel) -> None:
-        """Replaces the placeholders by tensors on the meta device: FSDP only shards parameters that are contiguous or on it."""
-
-        def to_meta(parameter: nn.Parameter) -> nn.Parameter:
-            if parameter not in self.of:
+        def take(parameter: nn.Parameter) -> nn.Parameter:
+            if not isinstance(parameter, DTensor):
                 return parameter
+            self.rows[names[parameter]] = parameter.detach().to_local()
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            self.of[new] = self.of.pop(parameter)
-            return new
+            return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
-        replace_parameters(model, to_meta)
-        self.by_name = {name: self.of.pop(parameter) for name, parameter in model.named_parameters() if parameter in self.of}
+        replace_parameters(model, take)
 
     def attach_shards(self, model: PreTrainedModel) -> None:
         """Gives the sharded model its rows. Raises RunError naming the parameters and buffers that have no values."""
         names = {parameter: name for name, parameter in model.named_parameters()}
 
         def fill(parameter: nn.Parameter) -> nn.Parameter:
-            if names[parameter] not in self.by_name:
+            if names[parameter] not in self.rows:
                 return parameter
             assert isinstance(parameter, DTensor)
-            rows = self.by_name.pop(names[parameter])
+            rows = self.rows.pop(names[parameter])
             value = dtensor(rows, parameter.device_mesh, parameter.placements, parameter.shape)
             return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
         replace_parameters(model, fill)
         tensors = (*model.named_parameters(), *model.named_buffers())
-        if empty := [*(name for name, tensor in tensors if tensor.is_meta), *self.by_name]:
+        if empty := [*(name for name, tensor in tensors if tensor.is_meta), *self.rows]:
             raise RunError(f"{type(model).__name__}: {', '.join(empty)} got no values from its files; please report this")
 
 
@@ -104,8 +89,8 @@ def dtensor(rows: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], s
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def load_rows(folder: str, world: World, **arguments: Any) -> tuple[PreTrainedModel, LocalShards]:
-    """Returns the causal language model of `folder`, made by `from_pretrained` with `arguments`, and this rank's rows of its matrices.
+def load_rows(folder: str, world: World, **arguments: Any) -> PreTrainedModel:
+    """Returns the causal language model of `folder`, made by `from_pretrained` with `arguments`; its matrices are DTensors, cut by rows.
 
     Needs memory for these rows and one tensor. Every rank calls this. Raises RunError for parameters and buffers that are missing from
     the files.
@@ -116,10 +101,9 @@ def load_rows(folder: str, world: World, **arguments: Any) -> tuple[PreTrainedMo
     if missing := sorted(found["missing_keys"]):
         few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise RunError(f"{folder}: its files lack {few}, which {type(model).__name__} needs; are they complete, and of this model?")
-    rows = LocalShards(model)
     if world.is_main and (note := reader.note(model)):
         print(f"{folder}: {note}", flush=True)
-    return model, rows
+    return model
 
 
 class Reader:

@@ -125,12 +125,12 @@ class RowGather:
         self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=2)
         """(whole, part) of the last two calls, which are the keys and values of one layer."""
 
-    def __call__(self, part: Tensor, dim: int = -2) -> Tensor:
-        """[..., T', ...] at this rank's queries -> [..., T, ...] of the whole row, along `dim`. Every rank of the group calls this."""
-        part = part.movedim(dim, 0)
+    def __call__(self, part: Tensor) -> Tensor:
+        """[..., T', D] at this rank's queries -> [..., T, D] of the whole row. Every rank of the group calls this."""
+        part = part.movedim(-2, 0)
         whole = GatherRow.apply(part, self)
         self.recent.append((whole.detach(), part.detach()))
-        return whole.movedim(0, dim)
+        return whole.movedim(0, -2)
 
     def gather(self, part: Tensor) -> Tensor:
         """[T', ...] -> [T, ...], without gradient."""

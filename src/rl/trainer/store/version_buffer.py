@@ -1,5 +1,6 @@
 """Contiguous tensors in a file in memory, which a header in front of them turns into a safetensors file."""
 
+import functools
 import json
 import mmap
 import os
@@ -7,29 +8,12 @@ import sys
 from collections.abc import Mapping
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from rl.run_dir import in_memory
 from rl.run_dir.in_memory import InMemory
 
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The format's names of types."""
 HEADER_BYTES, HEADER_BYTES_EACH = 4096, 512
 """Space reserved for the header and for each tensor's entry; the format allows trailing spaces. A longer header is not written."""
 
@@ -44,11 +28,17 @@ def allocate(size: int) -> tuple[InMemory | None, Tensor]:
         return None, torch.empty(size, dtype=torch.uint8)
 
 
+@functools.cache
+def name_of(dtype: torch.dtype) -> str:
+    """Returns the format's name of a type."""
+    return json.loads(save({"none": torch.empty(0, dtype=dtype)})[8:])["none"]["dtype"]
+
+
 def header_of(tensors: Mapping[str, Tensor], mark: bytes) -> bytes:
     """Returns the header's JSON, which begins with `mark`, for contiguous tensors in this order."""
     entries, end = {}, 0
     for name, tensor in tensors.items():
-        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+        entries[name] = {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
         end += tensor.nbytes
     return mark + b"," + json.dumps(entries).encode()[1:] if entries else mark + b"}"
 
@@ -93,7 +83,7 @@ class VersionBuffer:
         tensors = dict(sorted(named.items(), key=lambda item: item[1].data_ptr()))
         end = self.memory.data_ptr() + self.start
         for tensor in tensors.values():
-            if not tensor.is_contiguous() or tensor.data_ptr() != end or tensor.dtype not in NAMES:
+            if not tensor.is_contiguous() or tensor.data_ptr() != end:
                 return None
             end += tensor.nbytes
         header = header_of(tensors, self.file.content_id)

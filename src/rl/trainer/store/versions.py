@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,23 +31,21 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", "
 class PublishedVersion:
     """A policy version in memory: the unsharded weights and everything needed to write its files. Only `model`'s architecture is read."""
 
-    tensors: dict[str, Tensor]
-    """Tensors by the names of the model's parameters."""
+    buffer: VersionBuffer
+    """The memory that holds the tensors, by the names of the model's parameters; other processes may be able to read it."""
     model: PreTrainedModel
     base: Path
     """The base model's folder, whose tokenizer and configs are copied."""
     dtype: torch.dtype
-    made_by: dict[str, Any] = field(default_factory=dict)
+    made_by: dict[str, Any]
     """The conditions that the bits of the weights depend on, see determinism.conditions."""
-    buffer: VersionBuffer | None = None
-    """The memory that holds the tensors, which other processes may be able to read."""
 
     @cached_property
     def named(self) -> dict[str, Tensor]:
         """The tensors by their names in the safetensors file."""
         if lora.has_adapters(self.model):
-            return {lora.name_in_file(name): tensor for name, tensor in self.tensors.items()}
-        return revert_weight_conversion(self.model, self.tensors)
+            return {lora.name_in_file(name): tensor for name, tensor in self.buffer.tensors.items()}
+        return revert_weight_conversion(self.model, self.buffer.tensors)
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -59,7 +57,7 @@ class PublishedVersion:
     def in_memory(self) -> InMemory | None:
         """The version as a file in memory, valid while this object exists; None if tensors must be converted for a file, and for adapters,
         whose base is only named in their folder."""
-        return self.buffer.write_header(self.named) if self.buffer and not lora.has_adapters(self.model) else None
+        return None if lora.has_adapters(self.model) else self.buffer.write_header(self.named)
 
     def write_record(self, record: Path, fence: Fence = None) -> None:
         """Writes the digests, before the version is announced, so that it can be compared if it is trained again. They are kept when the
@@ -108,7 +106,7 @@ def snapshot(
     dtypes = {name: dtype if value.is_floating_point() else value.dtype for name, value in named}
     like, buffer = {name: (value.shape, dtypes[name]) for name, value in named}, None
     if world.is_main:
-        buffer = before.buffer if before and before.buffer and before.buffer.claim(like) else VersionBuffer(like)
+        buffer = before.buffer if before and before.buffer.claim(like) else VersionBuffer(like)
     for name, value in named:
         value = value.detach()
         if value.is_cuda or world.size > 1:  # cast here: a copy between devices casts after the transfer, with twice the bytes
@@ -118,7 +116,7 @@ def snapshot(
         if buffer:
             buffer.tensors[name].copy_(local(value))
     faults.point("weights.cast")
-    return PublishedVersion(buffer.tensors, model, base, dtype, made_by, buffer) if buffer else None
+    return PublishedVersion(buffer, model, base, dtype, made_by) if buffer else None
 
 
 def copy_small_files(base: Path, folder: Path) -> None:
