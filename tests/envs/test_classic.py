@@ -19,7 +19,7 @@ from msgspec import structs
 from openai import AsyncOpenAI
 
 from rl.envs.classic.client import chat_message, completion_prompt
-from rl.envs.classic.environment import ClassicEnvironment, Row, error_text
+from rl.envs.classic.environment import ClassicEnvironment, error_text
 from rl.envs.environment import check_prompts
 from rl.envs.load import load
 from rl.envs.worker import Worker
@@ -675,7 +675,6 @@ def test_rows_are_not_changed_by_playing():
     data = rows(1, info={"seen": [0]})
     env = made(lambda: Greedy(dataset=data, rubric=rubric(lambda info: len(info["seen"]))))
     assert [rollout.reward for rollout in played(env, num_episodes=3)] == [2.0, 2.0, 2.0]
-    assert Row({"a": [{"b": (1,)}]}).__deepcopy__({}) == {"a": [{"b": (1,)}]}
 
 
 def test_close_tears_down_once():
@@ -711,4 +710,4 @@ def test_playing_costs_little():
     asyncio.run(play())
     before = time.process_time()
     asyncio.run(play())
-    assert time.process_time() - before < 100 * calls_s()  # 20 seen; without `skip_overhead` twice as much
+    assert time.process_time() - before < 100 * calls_s()  # 40 seen

@@ -341,6 +341,13 @@ def test_a_harness_of_the_package_s_own_is_served_over_http_and_may_stream():
     assert (asked["max_tokens"], asked["stop"], asked["temperature"]) == (5, ["."], 1.0), "the temperature is the run's"
 
 
+def test_a_version_that_we_have_not_tested_is_played_and_told(monkeypatch):
+    monkeypatch.setattr("rl.envs.v1.environment.KNOWN", ())
+    env = load("v1-echo", saying("1"))
+    assert "is newer than what rl was tested with" in env.notice and play(env, order(1))[0][0].reward == 1.0
+    assert load("v1-echo", StubPolicy(endpoint=Endpoint(base_url="", model="m"))).notice == ""
+
+
 def test_other_dialects_are_refused():
     [[rollout]] = play(load("v1-program", args={"agent": {"harness": {"route": "/messages", "stream": False}}}))
     assert rollout.cause == "environment" and "the policy answers chat completions only" in rollout.error

@@ -79,12 +79,17 @@ def find_call_fault(name: str, arguments: str) -> str:
     """Describes the fault of a function as far as its source text shows: it is missing or takes other arguments. Empty if there is none."""
     if fault := find_fault(name):
         return fault
+    definition, path = find_definition(name)
+    return signature_fault(definition, path, arguments) if definition else ""
+
+
+def find_definition(name: str) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef | None, Path]:
+    """Returns the definition of a function in which `find_fault` has found no fault, and its file; None if its text does not show one."""
     source, _, function = name.rpartition(":")
     path = source_file(source)
     tree = syntax_tree(path) if path.suffix == ".py" else None  # find_fault has reported a SyntaxError
     functions = [node for node in (tree.body if tree else ()) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    found = [node for node in functions if node.name == function]
-    return signature_fault(found[-1], path, arguments) if found else ""
+    return next((node for node in reversed(functions) if node.name == function), None), path
 
 
 def signature_fault(node: ast.FunctionDef | ast.AsyncFunctionDef, path: Path, arguments: str) -> str:
