@@ -263,7 +263,6 @@ def test_private_packages_come_by_prime(index, said, tmp_path, monkeypatch):
 def test_a_damaged_home_is_made_anew(index, said):
     home = ensure(Request("rows", None), said.append)
     for damage in (
-        lambda: next(home.place.glob("lib/python3*/site-packages/helper-*/RECORD")).unlink(),
         lambda: (home.interpreter.unlink(), home.interpreter.symlink_to("/nowhere/python3")),
         lambda: (home.place / "home.json").write_text("{"),
         lambda: next(home.place.glob("lib/python3*/site-packages/helper.py")).unlink(),
