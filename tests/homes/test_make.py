@@ -278,18 +278,6 @@ def test_a_damaged_home_is_made_anew(index, said):
     assert ensure(Request("rows", None), said.append, fresh=True) == home and lost.exists()  # what `rl env install` does
 
 
-def test_a_home_that_is_gone_under_a_run_is_made_anew(index, said):
-    home = ensure(Request("rows", None), said.append)
-    with subprocess.Popen([home.interpreter, "-c", "import time; time.sleep(60)"]) as running:
-        lost = next(home.place.glob("lib/python3*/site-packages/verifiers/v1/__init__.py"))
-        lost.unlink()
-        with pytest.raises(RunError, match=f"its home {home.place} lacks files, and processes {running.pid} run in it; end them"):
-            ensure(Request("rows", None), said.append, fresh=True)
-        subprocess.run(["rm", "-r", str(home.place)], check=True)
-        assert ensure(Request("rows", None), said.append) == home and lost.exists()
-        running.kill()
-
-
 def test_two_that_want_the_same_home(index, said):
     """One makes it, the other waits for that and says so."""
     with make.building(Request("rows", None), "environment other", said.append, time.monotonic() + 60):
