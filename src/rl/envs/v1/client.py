@@ -1,12 +1,15 @@
-"""Connects verifiers v1 to the policy: its interception server gets a client that answers in this process."""
+"""Connects verifiers v1 to the policy: its interception server gets a client that answers in this process, and each trace in play has
+one conversation with the policy."""
 
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import PrivateAttr
+from verifiers.v1 import errors
 from verifiers.v1.clients.client import RelayReply, resolve_client
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire, parse_message
@@ -14,10 +17,43 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
 from verifiers.v1.types import Response, TurnTokens, Usage
 
-from rl.envs.policy import RolloutError
-from rl.envs.v1.active import ActiveTrace
-from rl.models.chat import Answer, assistant_message
-from rl.wire.rollouts import Turn
+from rl.envs.policy import Conversation, RolloutError
+from rl.models.chat import Answer, Message, assistant_message
+from rl.wire.inference_client import PromptTooLongError
+from rl.wire.rollouts import Cause, Turn
+
+OVERLONG = "context_length"
+"""Stop condition of a trace whose prompt leaves no room for an answer: the name in verifiers 0.3; 0.4 has no such condition."""
+OverlongPromptError: type[vf.ProviderError] = getattr(errors, "OverlongPromptError", vf.ProviderError)
+"""Makes verifiers 0.3 end a rollout as if by a limit; 0.4 tolerates any error once the trace is stopped."""
+
+
+@dataclass
+class ActiveTrace:
+    """One trace in play: its conversation (None with an endpoint), and the cause if its last call failed."""
+
+    trace: vf.Trace
+    conversation: Conversation | None
+    failure: Cause | None = None
+
+    async def answer(self, messages: list[Message], body: dict[str, Any]) -> tuple[Turn, Answer]:
+        """Plays one turn. `body` has the tools and the sampling parameters that the harness and the agent's config ask for; the
+        conversation has the run's. Raises vf.ProviderError."""
+        assert self.conversation
+        self.failure = None
+        overrides = body | {"max_tokens": body.get("max_tokens") or body.get("max_completion_tokens")}
+        try:
+            return await self.conversation.answer(messages, body.get("tools"), overrides)
+        except PromptTooLongError as error:
+            self.trace.stop(OVERLONG)
+            raise OverlongPromptError(f"context length exceeded: {error}", status_code=400) from error
+        except RolloutError as error:
+            raise self.fail(error) from error
+
+    def fail(self, error: RolloutError) -> vf.ProviderError:
+        """Records the cause. SDKs do not retry the status 400: our own client has already retried what it can."""
+        self.failure = error.cause
+        return vf.ProviderError(str(error), status_code=400)
 
 
 class PolicyClient(vf.Client):

@@ -7,6 +7,7 @@ no effect. verifiers also enforces an agent's own limits (`args.agent = {max_tur
 import asyncio
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -20,8 +21,7 @@ from verifiers.v1.utils.retries import run_episode_with_retry
 
 from rl.envs.environment import exits_are_errors, limited, places
 from rl.envs.policy import OVERRIDABLE, Conversation, Policy, RolloutError
-from rl.envs.v1.active import ActiveTrace
-from rl.envs.v1.client import PolicyClientConfig
+from rl.envs.v1.client import ActiveTrace, PolicyClientConfig
 from rl.envs.v1.config import V1Config
 from rl.envs.v1.harness import chat_tool, close_connections, opening
 from rl.envs.v1.rollouts import as_episode
@@ -51,29 +51,26 @@ class EndlessTasks(Sequence[vf.Task]):
 
     def __init__(self, taskset: vf.Taskset):
         self.taskset = taskset
-        self.kept: dict[int, vf.Task] = {}
         self._start()
 
     def _start(self) -> None:
         self.tasks: Iterator[vf.Task] = iter(self.taskset)
         self.num_drawn = 0
+        self.kept: deque[vf.Task] = deque(maxlen=KEPT_TASKS)
 
     def __len__(self) -> int:
         raise TypeError("an endless taskset has no size")
 
     def __getitem__(self, index: Any) -> vf.Task:
-        if index not in self.kept and index < self.num_drawn:
+        if index < self.num_drawn - len(self.kept):
             self._start()
-        while index not in self.kept:
+        while index >= self.num_drawn:
             task = next(self.tasks, None)
             if task is None:
                 raise RolloutError("environment", f"the taskset is marked INFINITE, but ended after {self.num_drawn} tasks")
-            self.kept.pop(self.num_drawn, None)  # reinserted, so that it is deleted last
-            self.kept[self.num_drawn] = task
+            self.kept.append(task)
             self.num_drawn += 1
-            if len(self.kept) > KEPT_TASKS:
-                del self.kept[next(iter(self.kept))]
-        return self.kept[index]
+        return self.kept[index - self.num_drawn]
 
 
 class V1Environment:
