@@ -23,7 +23,7 @@ from rl.envs.environment import exits_are_errors, limited, places
 from rl.envs.policy import OVERRIDABLE, Conversation, Policy, RolloutError
 from rl.envs.v1.client import ActiveTrace, PolicyClientConfig
 from rl.envs.v1.config import V1Config
-from rl.envs.v1.harness import chat_tool, close_connections, opening
+from rl.envs.v1.harness import chat_tool, opening
 from rl.envs.v1.rollouts import as_episode
 from rl.envs.v1.versions import KNOWN, MCPServer, installed, own_sampling
 from rl.system import process_table
@@ -219,7 +219,6 @@ class V1Environment:
             self.servers.cancel()
         elif not self.servers.cancelled() and (error := self.servers.exception()):
             log.warning("%s: its servers ended with %r", self.name, error)
-        await close_connections()
 
     async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
         return [await self._episode(order.seeded("member", i)) for i in range(num_episodes)]
