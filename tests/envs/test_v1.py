@@ -2,12 +2,14 @@
 
 import asyncio
 import itertools
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
+from rl.envs import load as adapters
 from rl.envs.environment import check_prompts
 from rl.envs.load import is_v1
 from rl.envs.policy import RolloutError
@@ -345,6 +347,9 @@ def test_a_version_that_we_have_not_tested_is_played_and_told(monkeypatch):
     env = load("v1-echo", saying("1"))
     assert "is newer than what rl was tested with" in env.notice and play(env, order(1))[0][0].reward == 1.0
     assert load("v1-echo", StubPolicy(endpoint=Endpoint(base_url="", model="m"))).notice == ""
+    monkeypatch.setitem(sys.modules, "rl.envs.v1.environment", None)  # as if it lacked a module that the adapter imports
+    with pytest.raises(RunError, match=r"environment x is v1, which needs verifiers>=0\.3\.1,<0\.5 .*; this interpreter has verifiers 0\."):
+        adapters.load(EnvSpec(name="x", id="v1-echo", kind="v1"), StubPolicy())
 
 
 def test_other_dialects_are_refused():

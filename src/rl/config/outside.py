@@ -117,10 +117,11 @@ def not_a_column(name: str, source: str, columns: Collection[str]) -> str:
 
 def cannot_be_column(name: str, path: Path) -> bool:
     """Returns whether a name occurs nowhere in a JSONL file. Of one that does occur, the worker tells whether it is a column."""
-    if not name.isascii() or not path.is_file() or not path.stat().st_size:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            return name.isascii() and text.find(f'"{name}"'.encode()) < 0
+    except (OSError, ValueError):  # `rows_fault` tells of a file that is empty or cannot be read
         return False
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        return text.find(f'"{name}"'.encode()) < 0
 
 
 def own_functions(config: RLConfig) -> Iterator[tuple[str, str, str]]:

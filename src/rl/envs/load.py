@@ -27,7 +27,7 @@ def load(spec: EnvSpec, policy: Policy) -> Environment:
             from rl.envs.v1.environment import V1Environment as Adapter
         else:
             from rl.envs.classic.environment import ClassicEnvironment as Adapter
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         needs = f"environment {spec.name} is {api}, which needs {VERIFIERS[api]} and datasets"
         have = f"this interpreter has verifiers {version('verifiers')}"
         raise RunError(f'{needs}; {have}: {error}; install that, or in a home set its kind = "{api}"') from None
