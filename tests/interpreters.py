@@ -15,7 +15,6 @@ IN_A_HOME = (
     "envs/test_classic.py",
     "envs/test_rows.py",
     "envs/test_v1.py",
-    "envs/test_seam.py",
     "envs/test_conversation.py",
     *(f"environments/test_{name}.py" for name in EXAMPLES),
 )

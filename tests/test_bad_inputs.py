@@ -52,7 +52,7 @@ def rows_and_reward(dataset: str, reward: str, message: str, *given: str) -> Cas
         (tmp / "texts.jsonl").write_text('{"text": "x", "answer": "1"}\n')
         (tmp / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
         (tmp / "blank.jsonl").write_text("\n \n")
-        (tmp / "rewards.py").write_text("def exact(completion):\n    return 1.0\n")
+        (tmp / "rewards.py").write_text("def exact(completion, *, answer, more=1, **others): ...\ndef asks(completion, anser): ...\n")
         (tmp / "broken.py").write_text("def exact(:\n")
         keys = ["--orchestrator.environment.dataset", f"{tmp}/{dataset}", "--orchestrator.environment.reward", f"{tmp}/{reward}"]
         load_config_or_exit([*keys, *given, "--dry-run"], variables={})
@@ -99,7 +99,12 @@ def best(content: str, message: str) -> Case:
     return Case(do, message)
 
 
-WHOLE_MODEL = {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": "", "tokenizer_config.json": "{}"}
+WHOLE_MODEL = {
+    "config.json": "{}",
+    "tokenizer.json": '{"model": {}, "added_tokens": []}',
+    "model.safetensors": "",
+    "tokenizer_config.json": "{}",
+}
 
 
 def model(files: dict[str, str], message: str) -> Case:
@@ -206,6 +211,7 @@ OUTSIDE = [
     rows_and_reward("rows.jsonl", "reward.py:exact", "reward.py:exact'\n    names a file that does not exist: {tmp}/reward.py"),
     rows_and_reward("rows.jsonl", "rewards.py:exat", "names no function: {tmp}/rewards.py has no function exat; did you mean exact?"),
     rows_and_reward("rows.jsonl", "broken.py:exact", "cannot be read: {tmp}/broken.py:1: invalid syntax; correct it"),
+    rows_and_reward("rows.jsonl", "rewards.py:asks", "rewards.py:asks'\n    asks for anser, which is not a column of {tmp}/rows.jsonl"),
     rows_and_reward("row.jsonl", "rewards.py:exact", "dataset = '{tmp}/row.jsonl'\n    is not a file ({tmp}/row.jsonl); give a JSONL file"),
     rows_and_reward("empty.jsonl", "rewards.py:exact", "empty.jsonl'\n    is empty; write one JSON object per line"),
     rows_and_reward("sheet.jsonl", "rewards.py:exact", "sheet.jsonl'\n    does not begin with a JSON object (Expecting value"),

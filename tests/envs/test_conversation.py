@@ -72,15 +72,6 @@ def test_the_first_turn_that_continues_no_earlier_one(played):
     assert Turns.of(turns).first_rewritten() == next(expected, None)
 
 
-def test_that_a_long_chat_only_grew_is_seen_without_its_tokens(monkeypatch):
-    turns, history = Turns(), [1]
-    for number in range(50):
-        turns.add(Turn(prompt_ids=history, completion_ids=[2], logprobs=[0.0], policy_versions=[VersionSpan(0, 1)], finish_reason="stop"))
-        history = [*history, 2, number]
-    monkeypatch.setattr(Turns, "ids", None)
-    assert turns.first_rewritten() is None
-
-
 def test_a_text_is_kept_once():
     policy, turns = StubPolicy(lambda prompt: "answer", max_model_len=100_000), Turns()
     talk = TextConversation(policy, 0, SAMPLING, turns)

@@ -86,7 +86,7 @@ class Servers:
     """Stands for InferenceServers."""
 
     def __init__(self, version: int = 3):
-        self.version, self.questions = version, 0
+        self.version = version
         self.others: dict[str, int] = {}
         """Further servers, and what they hold."""
 
@@ -94,7 +94,6 @@ class Servers:
         return [POLICY_URL.removesuffix("/v1"), *self.others]
 
     async def loaded_version(self, urls=()) -> int:
-        self.questions += 1
         if self.version < 0:
             raise InferenceLostError("waited 1 s for inference server 0")
         held = {POLICY_URL.removesuffix("/v1"): self.version} | self.others
@@ -145,7 +144,6 @@ def make(tmp_path, gym, agents=("adder",), with_policy=None, **spec) -> NemoGymE
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
     monkeypatch.setattr(environment, "PAUSES_S", (0.01, 0.01, 0.01, 0.01, 0.01))
-    monkeypatch.setattr(environment, "RECENT_S", 0.0)
 
 
 def fails(cause: str, text: str, *args, **kwargs) -> None:
@@ -301,19 +299,10 @@ def test_a_gym_that_asks_another_server_of_this_machine_is_refused(tmp_path):
     assert play(tmp_path, NemoGym(policy_url="http://gateway:8000/v1")).reward == 1.0
 
 
-def test_the_version_is_that_of_the_episodes_start_and_asked_once_a_second(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "RECENT_S", 60.0)
+def test_the_version_is_that_of_the_episodes_start(tmp_path):
     ours = policy()
-
-    async def run():
-        async with NemoGym() as gym:
-            env = make(tmp_path, gym, with_policy=ours)
-            await env.start()
-            played = await asyncio.gather(*(env.play(order(), 1) for _ in range(20)))
-            await env.close()
-            return [min(episode[0].versions) for [episode] in played]
-
-    assert (asyncio.run(run()), ours.servers.questions) == ([3] * 20, 1)
+    gym = NemoGym(lambda *_: setattr(ours.servers, "version", 4) or ANSWER)
+    assert [play(tmp_path, gym, with_policy=ours).versions for _ in range(2)] == [[3], [4]]
     ours.servers.version = -1
     fails("inference", "waited 1 s", tmp_path, NemoGym(), with_policy=ours)
 

@@ -102,19 +102,16 @@ def test_faults_of_rows_name_the_line(folder, rows, text):
 @pytest.mark.parametrize(
     ("reward", "text"),
     [
-        ("exact", r"reward exact names no function; write file\.py:function or module:function"),
-        ("nowhere.py:exact", r"names a file that does not exist: /.*nowhere\.py"),
-        ("my_rewards.py:exakt", r"my_rewards\.py has no function exakt; did you mean exact\?"),
-        ("my_rewards.py:zzz", r"has no function zzz; it has exact, level, longest, asks"),
+        (
+            "my_rewards.py:exakt",
+            r"reward my_rewards\.py:exakt names no function: .*my_rewards\.py has no function exakt; did you mean exact\?",
+        ),
         ("my_rewards.py:asks", r"asks for reference, which is not a column of rows\.jsonl; it can ask for answer, completion, difficulty"),
-        ("no.such.module:f", r"names a module that is not installed: install no\.such\.module, or name a file"),
         ("broken.py:f", r"raised ZeroDivisionError: division by zero \(at /.*broken\.py:2\); correct it"),
-        ("syntax.py:f", r"cannot be read: /.*syntax\.py:1: invalid syntax; correct it"),
     ],
 )
 def test_faults_of_functions_name_the_place(folder, reward, text):
     (folder / "broken.py").write_text("a = 0\nb = 1 / a\nf = print\n")
-    (folder / "syntax.py").write_text("def f(:\n")
     with pytest.raises(RunError, match=text):
         made(reward)
 

@@ -104,10 +104,6 @@ def test_a_secret_at_the_end_of_a_long_error_is_not_cut_in_half(monkeypatch):
     assert len(said.error) == MAX_ERROR and "not-a" not in said.error
 
 
-def test_what_can_be_written_comes_through():
-    assert sent([Rollout(reward=0.5)])[0].rollouts[0].reward == 0.5
-
-
 class SometimesNan:
     """An environment whose second rollout has such a log-probability in its second turn, in the first `faults` plays."""
 

@@ -87,6 +87,22 @@ def test_what_a_folder_lacks_is_named(folder, file, words):
         resolve_model(ModelConfig(name=str(folder)))
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("{}", "not a tokenizer, it has no model and no added_tokens; copy the model again"),
+        ('{"model": {}}', "not a tokenizer, it has no added_tokens; copy"),
+        ("[1]", "expected a JSON object, not list; copy the model again"),
+        ("{", "not readable as JSON .*; copy the model again"),
+    ],
+)
+def test_a_damaged_tokenizer_is_told_before_anything_starts(folder, text, fault):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(RunError, match=f"{folder}/tokenizer.json: {fault}"):
+        resolve_model(ModelConfig(name=str(folder)))
+
+
 def test_a_missing_shard_is_named(folder):
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}})

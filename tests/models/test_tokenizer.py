@@ -59,3 +59,6 @@ def test_a_tokenizer_that_cannot_be_loaded_says_why(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"damaged")
     with pytest.raises(RunError, match=r"tokenizer of .*cannot be loaded: .*requirements = .*copy the model again"):
         load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(RunError, match=r"tokenizer of .*cannot be loaded: transformers raised KeyError: 'added_tokens' .*copy the model"):
+        load_tokenizer(str(tmp_path))

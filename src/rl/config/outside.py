@@ -5,20 +5,26 @@ Nothing is imported. A stored run's configuration is not checked, because the ru
 
 import json
 import math
+import mmap
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import date, time
+from functools import partial
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
 from rl.config.check import Fault
 from rl.config.loss import CustomConfig
-from rl.config.orchestrator import CustomCreditConfig
+from rl.config.orchestrator import CustomCreditConfig, EnvSource
 from rl.config.run import RLConfig
 from rl.system.functions import find_fault
-from rl.system.user_function import find_call_fault
+from rl.system.user_function import find_call_fault, find_definition, signature_of
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
+REWARD_PARAMETERS = {"prompt", "completion", "answer", "info", "state", "task", "parser"}
+"""Parameters of a reward function that verifiers passes, besides those named like columns."""
+GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos", "parser"}
 
 
 def outside_faults(config: RLConfig) -> Iterator[Fault]:
@@ -30,12 +36,12 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
             named: dict[str, Callable[[str], str]] = {} if entry.head_server else {"dataset": rows_fault, "eval_dataset": rows_fault}
             elsewhere = entry.python or entry.requirements  # that interpreter may have modules that this one lacks
             if not elsewhere or ".py:" in (entry.reward or ""):
-                named["reward"] = find_fault
+                named["reward"] = partial(reward_fault, entry=entry)
             for key, find in named.items():
                 value = getattr(entry, key)
-                if value and value not in seen and (fault := find(value)):
+                if value and (fault := find(value)) and (value, fault) not in seen:
+                    seen.add((value, fault))
                     yield f"orchestrator.{kind}.{i}.{key}", value, fault
-                seen.add(value)
             for key, table in (("args", entry.args), ("set_kwargs", entry.set_kwargs)):
                 for name, value in table.items():
                     if fault := argument_fault(value):
@@ -80,6 +86,42 @@ def first_row_fault(path: Path) -> str:
     if not {"prompt", "question"} & set(row):
         return f'has no column prompt or question, only {", ".join(row) or "an empty object"}; write rows like {{"prompt": "...", ...}}'
     return ""
+
+
+def reward_fault(reward: str, entry: EnvSource) -> str:
+    """Returns what is wrong with a reward function, as far as its source text and its rows show; empty if nothing."""
+    if fault := find_fault(reward):
+        return fault
+    definition, path = find_definition(reward)
+    if definition is None or definition.decorator_list:
+        return ""
+    asked = not_given(signature_of(definition.args), ())
+    for source in filter(None, (entry.dataset, entry.eval_dataset)):
+        if lacking := next((name for name in asked if cannot_be_column(name, Path(source).expanduser())), ""):
+            return f"{not_a_column(lacking, source, ())}; see {path}:{definition.lineno}"
+    return ""
+
+
+def not_given(signature: Signature, columns: Collection[str]) -> list[str]:
+    """Returns the parameters of a reward function that get no value if the rows have these columns."""
+    required = [one for one in signature.parameters.values() if one.default is Parameter.empty]
+    names = [one.name for one in required if one.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]
+    return [name for name in names if name not in REWARD_PARAMETERS | GROUP_PARAMETERS | set(columns)]
+
+
+def not_a_column(name: str, source: str, columns: Collection[str]) -> str:
+    """Returns the message about a parameter of a reward function that gets no value."""
+    known = f"{', '.join(sorted(REWARD_PARAMETERS | set(columns)))}, or states, prompts, completions, ... of a whole group"
+    return f"asks for {name}, which is not a column of {source}; it can ask for {known}"
+
+
+def cannot_be_column(name: str, path: Path) -> bool:
+    """Returns whether a name occurs nowhere in a JSONL file. Of one that does occur, the worker tells whether it is a column."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            return name.isascii() and text.find(f'"{name}"'.encode()) < 0
+    except (OSError, ValueError):  # `rows_fault` tells of a file that is empty or cannot be read
+        return False
 
 
 def own_functions(config: RLConfig) -> Iterator[tuple[str, str, str]]:

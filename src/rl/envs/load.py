@@ -9,6 +9,7 @@ from rl.config.environment_id import module_name
 from rl.config.installed import check_installed, comes_with_verifiers
 from rl.envs.environment import Environment, v1_exports
 from rl.envs.policy import Policy
+from rl.homes.needs import VERIFIERS, Api
 from rl.system.errors import RunError
 from rl.system.functions import Blame
 from rl.wire.worker_messages import EnvSpec
@@ -20,19 +21,17 @@ def load(spec: EnvSpec, policy: Policy) -> Environment:
         from rl.envs.nemo_gym.environment import NemoGymEnvironment
 
         return NemoGymEnvironment(spec, policy)
-    if spec.id and (spec.kind == "v1" or (spec.kind is None and is_v1(spec.id))):
-        from rl.envs.v1.environment import V1Environment
-
-        return V1Environment(spec, policy)
+    api: Api = "v1" if spec.id and (spec.kind == "v1" or (spec.kind is None and is_v1(spec.id))) else "classic"
     try:
-        from rl.envs.classic.environment import ClassicEnvironment
-    except ImportError as error:
+        if api == "v1":
+            from rl.envs.v1.environment import V1Environment as Adapter
+        else:
+            from rl.envs.classic.environment import ClassicEnvironment as Adapter
+    except (ImportError, AttributeError) as error:
+        needs = f"environment {spec.name} is {api}, which needs {VERIFIERS[api]} and datasets"
         have = f"this interpreter has verifiers {version('verifiers')}"
-        raise RunError(
-            f'environment {spec.name} is classic, which needs verifiers 0.3.1 and datasets; {have}: {error}; set its kind = "classic"'
-        ) from None
-
-    return ClassicEnvironment(spec, policy)
+        raise RunError(f'{needs}; {have}: {error}; install that, or in a home set its kind = "{api}"') from None
+    return Adapter(spec, policy)
 
 
 def library(spec: EnvSpec) -> str:

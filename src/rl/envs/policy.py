@@ -136,15 +136,23 @@ class Conversation:
             before, ids = self._prompt(messages, compared, tools)
         except RendererError as error:  # this model's template cannot render the environment's messages or tools
             raise RolloutError("environment", str(error)) from error
-        sampling = self.sampling | seed_of_turn(self.seed, self.asked)
-        self.asked += 1
-        turn = await self.policy.sample(self.server, ids, sampling, overrides)
+        turn = await self.sample(ids, overrides)
         answer = self.policy.renderer.parse(turn.completion_ids, tools, ids)
         num_old = len(before.whole()) if before else 0
         added = [*compared[num_old:], comparable(assistant_message(answer))]
-        self.history.append(Past(len(self.turns), before, added, tools))
-        self.turns.add(turn)
+        self.keep(turn, Past(len(self.turns), before, added, tools))
         return turn, answer
+
+    async def sample(self, ids: list[int], overrides: dict[str, Any]) -> Turn:
+        """The policy's answer to prompt ids; in a seeded conversation, each request has its own seed."""
+        seed = {} if self.seed is None else {"seed": derived_seed(self.seed, self.asked)}
+        self.asked += 1
+        return await self.policy.sample(self.server, ids, self.sampling | seed, overrides)
+
+    def keep(self, turn: Turn, past: Past) -> None:
+        """Appends an answered turn."""
+        self.history.append(past)
+        self.turns.add(turn)
 
     def _prompt(self, messages: list[Message], compared: list[Message], tools: list[Tool] | None) -> tuple[Past | None, list[int]]:
         """Returns the newest earlier conversation that the messages extend, and prompt ids that begin with exactly its ids; or None
@@ -157,11 +165,6 @@ class Conversation:
                     return past, ids
         self.policy.check_append_only(len(self.history))
         return None, self.policy.renderer.prompt_ids(messages, tools)
-
-
-def seed_of_turn(seed: int | None, turn: int) -> dict[str, int]:
-    """The sampling parameter that makes a turn of a seeded conversation draw the same tokens again; {} without a seed."""
-    return {} if seed is None else {"seed": derived_seed(seed, turn)}
 
 
 def comparable(message: Message) -> Message:

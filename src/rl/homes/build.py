@@ -164,9 +164,11 @@ def tampered(place: Path) -> str:
     whatever an environment writes into one of its packages also ends up in later installations from that cache."""
     found, site = [], site_packages(place)
     for one in importlib.metadata.distributions(path=[str(site)]):
-        files = [file for file in one.files or [] if file.hash and file.parts[0] != ".." and (site / file).is_file()]
-        unpacked = max(((site / file).stat().st_mtime for file in files if file.name == "METADATA"), default=0.0)
-        found += [(one.name, str(file)) for file in files if not as_recorded(site / file, file, unpacked)]
+        files = [file for file in one.files or [] if file.hash and file.hash.mode == "sha256" and file.parts[0] != ".."]
+        written = {file: (site / file).stat().st_mtime for file in files if (site / file).is_file()}
+        unpacked = max((time for file, time in written.items() if file.name == "METADATA"), default=0.0)
+        younger = [file for file, time in written.items() if time > unpacked]  # all others are as they were unpacked
+        found += [(one.name, str(file)) for file in younger if file.hash and sha256(site / file) != file.hash.value]
     if not found:
         return ""
     which = f"{found[0][1]} of {found[0][0]}" + (f", and {len(found) - 1} more," if len(found) > 1 else "")
@@ -174,14 +176,9 @@ def tampered(place: Path) -> str:
     return f"{which} differs from its package's record: something wrote into uv's cache; {remedy}"
 
 
-def as_recorded(path: Path, file: importlib.metadata.PackagePath, unpacked: float) -> bool:
-    """Whether a file matches the record of its package. A file that was not written to since `unpacked` is not read."""
-    state = path.stat()
-    if file.size is not None and state.st_size != file.size:
-        return False
-    if state.st_mtime <= unpacked or not file.hash or file.hash.mode != "sha256":
-        return True
-    return base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode() == file.hash.value
+def sha256(path: Path) -> str:
+    """The digest of a file as records of packages have it."""
+    return base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
 
 
 def asked_of(place: Path, package: str) -> dict[str, SpecifierSet]:

@@ -83,9 +83,6 @@ def read(name: str) -> tuple[Home | None, str]:
         return None, f"{place / FILE} cannot be read ({error})"
     if not home.interpreter.exists():
         return None, f"its interpreter is gone ({home.interpreter})"
-    records = len(list(place.glob("lib/python3*/site-packages/*.dist-info/RECORD")))
-    if records != len(home.packages):
-        return None, f"{records} of {len(home.packages)} packages are in {place}"
     names = (place / NAMES).read_text().splitlines() if (place / NAMES).exists() else []
     if gone := {*names} - {name for folder in place.glob("lib/python3*/site-packages") for name in os.listdir(folder)}:
         return None, f"{', '.join(sorted(gone))} is gone from it"

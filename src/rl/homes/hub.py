@@ -7,14 +7,14 @@ Modelled on the Hub's own clients and tested against a server with its layout, n
 import os
 import re
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rl.config.environment_id import Source, module_name
-from rl.homes.uv import PROGRESS_S, Say, last_lines
+from rl.homes.uv import Say, last_lines, run
 from rl.run_dir.access_token import hides_keys
-from rl.system.children import start
 from rl.system.errors import RunError
 
 HUB_VARIABLE, HUB = "RL_ENVIRONMENTS_HUB", "https://api.primeintellect.ai/api/v1/environmentshub"
@@ -90,16 +90,8 @@ def pull(source: Source, work: Path, found: str, say: Say) -> Place:
     command = [prime, "env", "pull", f"{source.owner}/{source.name}{version}", "--target", str(target)]
     say(f"{found}; trying `prime env pull`")
     shutil.rmtree(target, ignore_errors=True)
-    child, waited = start("prime", command, dict(os.environ), log), 0.0
-    try:
-        while (code := child.wait(PROGRESS_S)) is None and waited < PULL_TIMEOUT_S:
-            waited += PROGRESS_S
-            say(f"  {source.text}: prime has been running for {waited:.0f} s")
-    finally:
-        child.kill_tree()
-        child.wait()
-        child.reap()
+    code, output = run(command, dict(os.environ), log, source.text, say, time.monotonic() + PULL_TIMEOUT_S)
     if code != 0 or not (target / "pyproject.toml").is_file():
         why = f"did not end within {PULL_TIMEOUT_S:.0f} s" if code is None else f"ended with code {code}"
-        raise RunError(f"{found}, and `prime env pull` {why}; {check}, and `prime login`. {last_lines(log, 0).replace('uv', 'prime', 1)}")
+        raise RunError(f"{found}, and `prime env pull` {why}; {check}, and `prime login`. {last_lines('prime', output)}")
     return Place(f"{source.name} @ {target.as_uri()}", "", "the Environments Hub (by `prime`)")

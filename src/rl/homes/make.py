@@ -247,17 +247,14 @@ def described(request: Request, found: Found, place: Path, older: str) -> Home:
     return Home(digest="", id=request.id, module=found.module, api=found.api, version=version, why=text, python="", packages=[])
 
 
-def name_of(home: Home, *held: object) -> str:
-    """The digest of a home. `held`: contents that its fields do not express; empty ones are ignored."""
-    return digest(FORMAT, home.packages, home.python, home.path, home.module, home.api, home.version, *filter(None, held))
-
-
 def keep(place: Path, described: Home, plan: Plan, own: str = "", fresh: bool = False) -> Home:
     """Moves a virtual environment to its final place, named after its exact content, unless that exists already. `own`: see contents.
     `fresh`: replaces an existing one that lacks files. Raises RunError if that is in use."""
     found = {"python": python_version(place), "packages": packages(place), "index": plan.index, "path": str(plan.path or "")}
     home = msgspec.structs.replace(described, **found)
-    home = msgspec.structs.replace(home, digest=(name := name_of(home, contents(place, own), plan.index)))
+    held = filter(None, (contents(place, own), plan.index))
+    name = digest(FORMAT, home.packages, home.python, home.path, home.module, home.api, home.version, *held)
+    home = msgspec.structs.replace(home, digest=name)
     there = homes_root() / name
     if read(name)[0] is None or (fresh and not has_all(there, place)):
         if there.exists() and (processes := users(name)):

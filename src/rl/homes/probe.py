@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl.homes.needs import Api
-from rl.system.functions import syntax_tree
+from rl.system.functions import bound_names, syntax_tree
 
 CLASSIC, V1 = "load_environment", "verifiers.v1"
 MOST_FILES = 500
@@ -39,41 +39,27 @@ def files_of(file: Path) -> list[Path]:
 
 def probe(file: Path) -> Probe:
     """Reads a module's file, and for its imports its whole package. A file that is not Python offers nothing: importing it reports why."""
-    names, exported = set(bound(file)), set(exports(file)) - set(functions(file))
-    hides = bool({"*", "__getattr__"} & names) or next(nodes(file), None) is None
-    imports = frozenset(name for path in files_of(file) for name in verifiers_imports(path))
+    nodes = nodes_of(file)
+    names, functions = bound_names(nodes), {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    exported = set(exports(nodes)) - functions
+    hides = bool({"*", "__getattr__"} & names) or not nodes
+    imports = frozenset(name for path in files_of(file) for name in verifiers_imports(nodes_of(path)))
     is_v1 = any(name == V1 or name.startswith(f"{V1}.") for name in imports)
     return Probe(CLASSIC in names, is_v1 and bool(exported - {CLASSIC}), imports, hides)
 
 
-def nodes(file: Path) -> Iterator[ast.AST]:
+def nodes_of(file: Path) -> list[ast.AST]:
     """All nodes of a file's syntax tree; none if it cannot be parsed."""
     try:
         tree = syntax_tree(file)
     except SyntaxError:
         tree = None
-    yield from ast.walk(tree) if tree else ()
+    return [*ast.walk(tree)] if tree else []
 
 
-def bound(file: Path) -> Iterator[str]:
-    """The names that are bound in a file, by definition, assignment or import."""
-    for node in nodes(file):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in node.names)
-
-
-def functions(file: Path) -> Iterator[str]:
-    """The names of the functions that are defined in a file."""
-    yield from (node.name for node in nodes(file) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
-def exports(file: Path) -> Iterator[str]:
+def exports(nodes: list[ast.AST]) -> Iterator[str]:
     """The names in `__all__`."""
-    for node in nodes(file):
+    for node in nodes:
         if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -81,9 +67,9 @@ def exports(file: Path) -> Iterator[str]:
             yield from (leaf.value for leaf in ast.walk(node.value) if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str))
 
 
-def verifiers_imports(file: Path) -> Iterator[str]:
+def verifiers_imports(nodes: list[ast.AST]) -> Iterator[str]:
     """The modules of verifiers that a file imports, including `v1` and `legacy` imported from verifiers itself."""
-    for node in nodes(file):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "verifiers")
         elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "verifiers":

@@ -11,7 +11,7 @@ from rl.config.environment_id import Source, id_faults, read_id
 from rl.config.orchestrator import EnvSource
 from rl.config.run import RLConfig
 from rl.homes.entry import find_module
-from rl.homes.home import Home, digest, read, read_pointer
+from rl.homes.home import digest, read, read_pointer
 from rl.homes.make import ensure
 from rl.homes.needs import VERIFIERS
 from rl.homes.probe import files_of
@@ -146,11 +146,7 @@ def in_homes(config: RLConfig, homes: Homes) -> RLConfig:
     by_source = [(entry.source, homes[name]) for name, entry in entries(config).items() if name in homes]
     for entry in [*settings.environment, *settings.eval]:
         if one := next((record for source, record in by_source if source == entry.source), None):
-            resolve_interpreter(entry, one.home)
+            entry.name, entry.python = entry.label, str(one.home.interpreter)
+            if entry.id:
+                entry.id = one.home.module or read_id(entry.id).text
     return config
-
-
-def resolve_interpreter(entry: EnvSource, home: Home) -> None:
-    entry.name, entry.python = entry.label, str(home.interpreter)
-    if entry.id:
-        entry.id = home.module or read_id(entry.id).text

@@ -64,23 +64,30 @@ def uv_binary() -> str:
 def run_uv(arguments: list[str], folder: Path, log: Path, what: str, say: Say, deadline: float) -> str:
     """Runs uv in `folder` and returns its output, which is appended to `log`. `deadline` is on time.monotonic's clock. Raises UvError."""
     env = {key: value for key, value in os.environ.items() if key not in HIDDEN} | {"UV_NO_PROGRESS": "1", "NO_COLOR": "1"}
-    before = log.stat().st_size if log.exists() else 0
     began = time.monotonic()
-    child = start("uv", [uv_binary(), "--directory", str(folder), *arguments], env, log)  # uv looks for its settings from there upwards
+    command = [uv_binary(), "--directory", str(folder), *arguments]  # uv looks for its settings from there upwards
+    code, output = run(command, env, log, what, say, deadline)
+    if code is None:
+        raise UvError(f"{what}: not made after {time.monotonic() - began:.0f} s; {last_lines('uv', output)}", "")
+    if code:
+        raise UvError(f"{what}: {reason(output, folder)}\n{last_lines('uv', output)}", output)
+    return output
+
+
+def run(command: list[str], env: dict[str, str], log: Path, what: str, say: Say, deadline: float) -> tuple[int | None, str]:
+    """Runs a command until the deadline (on time.monotonic's clock), and says from time to time that it still runs. Returns its exit code
+    (None: it did not end by then) and its output, which is appended to `log`."""
+    before = log.stat().st_size if log.exists() else 0
+    began, name = time.monotonic(), Path(command[0]).name
+    child = start(name, command, env, log)
     try:
-        while (code := child.wait(min(PROGRESS_S, max(0.0, deadline - time.monotonic())))) is None:
-            seconds = time.monotonic() - began
-            if time.monotonic() >= deadline:
-                raise UvError(f"{what}: not made after {seconds:.0f} s; {last_lines(log, before)}", "")
-            say(f"  {what}: uv has been running for {seconds:.0f} s (log: {log})")
+        while (code := child.wait(min(PROGRESS_S, max(0.0, deadline - time.monotonic())))) is None and time.monotonic() < deadline:
+            say(f"  {what}: {name} has been running for {time.monotonic() - began:.0f} s (log: {log})")
     finally:
         child.kill_tree()
         child.wait()
         child.reap()
-    output = log.read_bytes()[before:].decode(errors="replace")
-    if code:
-        raise UvError(f"{what}: {reason(output, folder)}\n{last_lines(log, before)}", output)
-    return output
+    return code, log.read_bytes()[before:].decode(errors="replace")
 
 
 def reason(output: str, folder: Path) -> str:
@@ -103,7 +110,7 @@ def reason(output: str, folder: Path) -> str:
     return "uv could not install it; fix the package, or name your own interpreter with `python`"
 
 
-def last_lines(log: Path, before: int) -> str:
-    """The last lines that uv has printed since byte `before` of the log."""
-    lines = log.read_bytes()[before:].decode(errors="replace").rstrip().splitlines()[-SHOWN_LINES:]
-    return "uv says:\n" + "\n".join(f"  {line}" for line in lines) if lines else "uv said nothing"
+def last_lines(name: str, output: str) -> str:
+    """The last lines that a command has printed."""
+    lines = output.rstrip().splitlines()[-SHOWN_LINES:]
+    return f"{name} says:\n" + "\n".join(f"  {line}" for line in lines) if lines else f"{name} said nothing"

@@ -55,9 +55,10 @@ def resolve_model(model: ModelConfig, *, needs_template: bool = True) -> str:
 def missing_parts(folder: Path) -> list[str]:
     """The files that a model folder lacks, described for the user; empty if it is complete. Raises RunError for a damaged one."""
     faults = [] if (folder / "config.json").is_file() else ["config.json"]
-    for name in ("config.json", "tokenizer.json"):
-        if (folder / name).is_file():
-            read_json(folder / name)
+    for name, keys in (("config.json", ()), ("tokenizer.json", ("model", "added_tokens"))):
+        fields = read_json(folder / name) if (folder / name).is_file() else dict.fromkeys(keys)
+        if lacks := [key for key in keys if key not in fields]:
+            raise RunError(f"{folder / name}: not a tokenizer, it has no {' and no '.join(lacks)}; copy the model again")
     if not has_tokenizer(folder):
         faults.append(f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     index = folder / "model.safetensors.index.json"

@@ -4,7 +4,7 @@ import os
 import sys
 from typing import Any
 
-from rl.system.errors import RunError
+from rl.system.functions import Blame
 
 
 def hide_torch() -> None:
@@ -20,8 +20,6 @@ def load_tokenizer(model_path: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of the model folder `model_path`. Raises RunError if it cannot be loaded, e.g. because a package is missing."""
     from transformers import AutoTokenizer
 
-    try:
+    needs = 'if this names a package, add it: orchestrator.environment.requirements = ["sentencepiece"]; else copy the model again'
+    with Blame(f"the tokenizer of {model_path} cannot be loaded: transformers", needs):
         return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    except (ImportError, OSError, ValueError) as error:
-        needs = 'if this names a package, add it: orchestrator.environment.requirements = ["sentencepiece"]; else copy the model again'
-        raise RunError(f"the tokenizer of {model_path} cannot be loaded: {error}; {needs}") from None

@@ -95,14 +95,18 @@ def missing_in(path: Path, function: str) -> str:
     if tree is None:
         return ""
     nodes = list(ast.walk(tree))
-    used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    bound |= {alias.asname or alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    used, bound = {node.id for node in nodes if isinstance(node, ast.Name)}, bound_names(nodes)
     if function in bound or {"*", "__getattr__"} & bound or {"globals", "setattr", "exec"} & used:
         return ""
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_"]
     return f"names no function: {lacks(path, function, names)}"
+
+
+def bound_names(nodes: list[ast.AST]) -> set[str]:
+    """Returns the names that the nodes of a syntax tree bind, by definition, assignment or import."""
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    return bound | {alias.asname or alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
 
 
 def lacks(path: object, function: str, functions: list[str]) -> str:

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any
 
 from rl.system.errors import RunError
-from rl.system.functions import Blame, find_fault, load_function, source_file, syntax_tree
+from rl.system.functions import Blame, bound_names, find_fault, load_function, source_file, syntax_tree
 
 
 class UserFunction:
@@ -79,12 +79,23 @@ def find_call_fault(name: str, arguments: str) -> str:
     """Describes the fault of a function as far as its source text shows: it is missing or takes other arguments. Empty if there is none."""
     if fault := find_fault(name):
         return fault
+    definition, path = find_definition(name)
+    return signature_fault(definition, path, arguments) if definition else ""
+
+
+def find_definition(name: str) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef | None, Path]:
+    """Returns the definition of a function in which `find_fault` has found no fault, and its file; None if its text does not show one, or
+    also assigns something else to the name."""
     source, _, function = name.rpartition(":")
     path = source_file(source)
     tree = syntax_tree(path) if path.suffix == ".py" else None  # find_fault has reported a SyntaxError
-    functions = [node for node in (tree.body if tree else ()) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    found = [node for node in functions if node.name == function]
-    return signature_fault(found[-1], path, arguments) if found else ""
+    found = None
+    for node in tree.body if tree else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
+            found = node
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and function in bound_names([*ast.walk(node)]):
+            return None, path
+    return found, path
 
 
 def signature_fault(node: ast.FunctionDef | ast.AsyncFunctionDef, path: Path, arguments: str) -> str:

@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 from verifiers.clients import Client, OpenAIChatCompletionsClient, OpenAICompletionsClient
 from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 
-from rl.envs.policy import Conversation, Past, Policy, RolloutError, seed_of_turn
+from rl.envs.policy import Conversation, Past, Policy, RolloutError
 from rl.models.chat import Answer, Message, Tool
 from rl.wire.inference_client import PromptTooLongError
 from rl.wire.turns import Turn, Turns
@@ -91,17 +91,10 @@ class LazyList(Sequence[int]):
         return list(other) + self.make()
 
 
-class TextConversation:
+class TextConversation(Conversation):
     """A conversation in completion style: text in, text out. A prompt that begins with an earlier turn's text continues its ids."""
 
-    def __init__(self, policy: Policy, server: int, sampling: dict[str, Any], turns: Turns, seed: int | None = None):
-        self.policy, self.server, self.sampling, self.turns, self.seed = policy, server, sampling, turns, seed
-        self.asked = 0
-        """See Conversation."""
-        self.history: list[Past] = []
-        """In order of the completions."""
-
-    async def answer(self, text: str, tools: list[Tool] | None, overrides: dict[str, Any]) -> tuple[Turn, Answer]:
+    async def answer(self, text: Any, tools: list[Tool] | None, overrides: dict[str, Any]) -> tuple[Turn, Answer]:
         """The policy's continuation of a text; tools are ignored. Raises the errors of `Policy.sample`."""
         renderer = self.policy.renderer
         for before in reversed(self.history):
@@ -112,12 +105,9 @@ class TextConversation:
         else:
             self.policy.check_append_only(len(self.history))
             before, new, ids = None, text, renderer.encode(text)
-        sampling = self.sampling | seed_of_turn(self.seed, self.asked)
-        self.asked += 1
-        turn = await self.policy.sample(self.server, ids, sampling, overrides)
+        turn = await self.sample(ids, overrides)
         completion = renderer.decode(turn.completion_ids)
-        self.history.append(Past(len(self.turns), before, [new, completion]))
-        self.turns.add(turn)
+        self.keep(turn, Past(len(self.turns), before, [new, completion]))
         return turn, Answer(completion, None, [], [])
 
 
@@ -129,7 +119,7 @@ class PolicyClient(Client):
         self.policy = policy
         self.order = order
         self.completion = completion
-        self.conversations: dict[str, Conversation | TextConversation] = {}
+        self.conversations: dict[str, Conversation] = {}
         self.turns = Turns()
         self.overlong = False
         self.failure: RolloutError | None = None
@@ -166,7 +156,7 @@ class PolicyClient(Client):
         self.bad_tool_calls += len(answer.bad_tool_calls)
         return conversation.history[-1].index, turn, answer
 
-    def _conversation(self, state: Any) -> Conversation | TextConversation:
+    def _conversation(self, state: Any) -> Conversation:
         """The conversation of a trajectory. An environment can play several of them in one rollout."""
         key = state["trajectory_id"] if state else ""
         if key not in self.conversations:
@@ -209,8 +199,7 @@ class PolicyClient(Client):
 
     def messages(self) -> tuple[list[Message], list[Message]]:
         """The newest chat so far, for a rollout without messages of its environment: its first prompt, and the messages after it."""
-        chats = [conversation for conversation in self.conversations.values() if isinstance(conversation, Conversation)]
-        turns = [turn for chat in chats for turn in chat.history]
+        turns = [] if self.completion else [turn for chat in self.conversations.values() for turn in chat.history]
         whole = turns[-1].whole() if turns else []
         num_prompt = turns[-1].num_prompt if turns else 0
         return whole[:num_prompt], whole[num_prompt:]

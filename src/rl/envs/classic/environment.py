@@ -1,7 +1,6 @@
 """Environments of verifiers' classic API: single and multi turn, tools, groups, judges, rows with a reward function."""
 
 import asyncio
-import copy
 import functools
 import json
 from collections.abc import Coroutine, Iterator
@@ -28,7 +27,6 @@ from rl.envs.classic.loading import (
     load_package,
     members,
     set_attributes,
-    skip_overhead,
 )
 from rl.envs.classic.rewards import Scoring, watch
 from rl.envs.classic.rows import load_rows
@@ -45,23 +43,6 @@ CACHED_TASKS = 256
 """Number of tasks kept in memory: each episode of a group asks for the same task again."""
 
 
-class Row(dict[str, Any]):
-    """A task's row. verifiers deep-copies it for every rollout, which is several times faster without a memo for JSON-like data."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return {key: deep_copy(value) for key, value in self.items()}
-
-
-def deep_copy(value: Any) -> Any:
-    """A copy of JSON-like data that shares no list or dict; `copy.deepcopy` copies anything else in it."""
-    kind = type(value)
-    if kind is str or kind is int or kind is float or value is None:
-        return value
-    if kind is dict:
-        return {key: deep_copy(item) for key, item in value.items()}
-    return [deep_copy(item) for item in value] if kind is list else copy.deepcopy(value)
-
-
 @dataclass
 class Task:
     """A row and the environment that plays it (one of the members of an EnvGroup)."""
@@ -69,7 +50,7 @@ class Task:
     env: vf.Environment
     member: str
     """Names of the nested group members that lead to it, each followed by a slash; "" without a group."""
-    row: Row
+    row: dict[str, Any]
 
     @property
     def completion_style(self) -> bool:
@@ -129,10 +110,9 @@ class ClassicEnvironment:
         for env in self.leaves.values():
             check_scorable(env, self.name)
             watch(env.rubric)
-            skip_overhead(env)
         base = next(base for base in type(self.env).__mro__ if base.__module__.startswith("verifiers."))
         self.kind = f"classic {base.__name__}"
-        self._task = functools.lru_cache(CACHED_TASKS)(lambda split, index: self._routed(self.env, Row(self.splits[split][index]), ""))
+        self._task = functools.lru_cache(CACHED_TASKS)(lambda split, index: self._routed(self.env, self.splits[split][index], ""))
         if policy.endpoint:
             self.endpoint_clients = endpoint_clients(policy.endpoint)
 
@@ -145,12 +125,12 @@ class ClassicEnvironment:
     def num_tasks(self, split: Split) -> int:
         return len(self.splits[split])
 
-    def _routed(self, env: vf.Environment, row: Row, member: str) -> Task:
+    def _routed(self, env: vf.Environment, row: dict[str, Any], member: str) -> Task:
         """Finds the member that plays a row. EnvGroup itself is not used: it has no group rewards, and scores nested groups with 0."""
         if not isinstance(env, vf.EnvGroup):
             return Task(env, member, row)
         name, inner, _ = env._route_child_input(row)
-        return self._routed(env.get_env_for_name(name), Row(inner), f"{member}{name}/")
+        return self._routed(env.get_env_for_name(name), inner, f"{member}{name}/")
 
     def task(self, split: Split, index: int) -> dict[str, Any]:
         task = self._task(split, index)

@@ -1,17 +1,14 @@
 """Loads and describes classic environments. Errors name the place and the remedy."""
 
-import functools
 import inspect
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import verifiers as vf
-from verifiers.legacy.utils import response_utils
 from verifiers.utils.env_utils import import_env_module
 
 from rl.config.installed import check_installed
@@ -124,23 +121,3 @@ def describe_one(env: vf.Environment) -> dict[str, Any]:
         "scored": env.score_rollouts,
     }
     return {name: value for name, value in about.items() if value not in (None, [], {})}
-
-
-def skip_overhead(env: vf.Environment) -> None:
-    """Avoids two steps of verifiers that take more than half of a rollout's time: inspecting the signature of every stop condition
-    and cleanup in every turn, and starting a thread for a few list operations per turn."""
-    env._stop_conditions = [with_signature(method) for method in env._stop_conditions]
-    env._cleanup_handlers = [with_signature(method) for method in env._cleanup_handlers]
-    response_utils.asyncio = SimpleNamespace(to_thread=call_directly)  # type: ignore[attr-defined]
-
-
-def with_signature(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The same method with a precomputed signature, wrapped because a bound method takes no attributes."""
-    call = functools.update_wrapper(functools.partial(method), method)
-    call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
-    return call
-
-
-async def call_directly(function: Callable[[], Any]) -> Any:
-    """Replaces asyncio.to_thread: calls the function directly."""
-    return function()

@@ -1,7 +1,6 @@
 """Watches reward functions: if one raises or returns no number, the rollout fails; verifiers would count it as 0.0."""
 
 import functools
-import inspect
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -87,6 +86,5 @@ def watched(func: Callable[..., Any], weight: float, is_group: bool) -> Callable
         return [0.0] * scoring.num_rollouts if is_group else 0.0
 
     call.__name__ = getattr(func, "__name__", type(func).__name__)
-    call.__signature__ = inspect.signature(func)  # type: ignore[attr-defined]  # verifiers inspects it several times per rollout
     call.watched = True  # type: ignore[attr-defined]
     return call

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import verifiers as vf
 
-from rl.config.outside import rows_fault
+from rl.config.outside import not_a_column, not_given, rows_fault
 from rl.models.hub import hub_or_cache
 from rl.system.errors import RunError
 from rl.system.functions import Blame, load_function
@@ -17,9 +17,6 @@ from rl.system.jsonl import json_objects
 from rl.wire.worker_messages import EnvSpec
 
 ROLES = ("system", "user", "assistant", "tool")
-PARAMETERS = {"prompt", "completion", "answer", "info", "state", "task", "parser"}
-"""Parameters of a reward function that verifiers passes, besides those named like columns."""
-GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos", "parser"}
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
 """Names of the JSON types that Arrow distinguishes."""
 EXAMPLE = '{"prompt": "What is 2 + 2?", "answer": "4"}'
@@ -100,11 +97,5 @@ def messages_in(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
 
 def check_parameters(reward: str, function: Callable[..., Any], columns: set[str], source: str) -> None:
     """Checks that every parameter of a reward function gets a value; otherwise every rollout would fail. Raises RunError."""
-    given = PARAMETERS | GROUP_PARAMETERS | columns
-    for parameter in inspect.signature(function).parameters.values():
-        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if named and parameter.default is parameter.empty and parameter.name not in given:
-            raise RunError(
-                f"reward {reward} ({inspect.getsourcefile(function)}) asks for {parameter.name}, which is not a column of {source}; "
-                f"it can ask for {', '.join(sorted(PARAMETERS | columns))}, or states, prompts, completions, ... of a whole group"
-            )
+    if asked := not_given(inspect.signature(function), columns):
+        raise RunError(f"reward {reward} ({inspect.getsourcefile(function)}) {not_a_column(asked[0], source, columns)}")

@@ -9,8 +9,6 @@ begin a new sample.
 
 import asyncio
 import json
-import math
-import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -43,8 +41,6 @@ PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses in seconds between tries while nothing answers; their sum is the time that NeMo Gym takes to restart."""
 MAX_FAILURES = 3
 """Number of answers with status >= 500 that fail an episode: the environment's own code failed, and rarely recovers."""
-RECENT_S = 1.0
-"""Seconds for which versions and addresses are cached; every episode needs them."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -83,10 +79,6 @@ class NemoGymEnvironment:
         self.rows: dict[Split, list[Row]] = {"train": train, "eval": read_rows(Path(spec.eval_dataset)) if spec.eval_dataset else train}
         self.generating = places(spec.max_generating)
         self.agents: dict[str, Agent] = {}
-        self.agents_at = -math.inf
-        self.versions: dict[tuple[str, ...], tuple[float, int]] = {}
-        """Policy servers -> time of the last query (time.monotonic), and the oldest version among them."""
-        self.version_lock = asyncio.Lock()
 
     def num_tasks(self, split: Split) -> int:
         return len(self.rows[split])
@@ -147,20 +139,13 @@ class NemoGymEnvironment:
         return [rollout]
 
     async def _policy_version(self, agent: str) -> int | None:
-        """The oldest version on the agent's servers, cached for at most a second; None if an endpoint plays."""
+        """The oldest version on the agent's servers; None if an endpoint plays."""
         if self.policy.endpoint is not None:
             return None
-        urls = self._own_servers(agent)
-        async with self.version_lock:
-            asked_at, version = self.versions.get(urls, (-math.inf, 0))
-            if time.monotonic() - asked_at > RECENT_S:
-                asked_at = time.monotonic()
-                try:
-                    version = await self.policy.servers.loaded_version(urls)
-                except InferenceLostError as error:
-                    raise RolloutError("inference", str(error)) from error
-                self.versions[urls] = asked_at, version
-            return version
+        try:
+            return await self.policy.servers.loaded_version(self._own_servers(agent))
+        except InferenceLostError as error:
+            raise RolloutError("inference", str(error)) from error
 
     def _own_servers(self, agent: str) -> tuple[str, ...]:
         """The run's servers that the agent queries; none if it queries an address unknown here, such as a router's."""
@@ -186,7 +171,8 @@ class NemoGymEnvironment:
                 problem = f"{url}/run: {type(error).__name__} {error}"
             if pause is not None:
                 await asyncio.sleep(pause)
-                await self._rediscover()
+                with suppress(RunError):  # a restarted NeMo Gym has new ports; while the head server is down, the old ones are kept
+                    self.agents |= await self._discover()
         raise RolloutError("environment", f"NeMo Gym (head server {self.head}): {problem}. See ng_run's output; if it is gone, {START}")
 
     async def _discover(self) -> dict[str, Agent]:
@@ -198,13 +184,6 @@ class NemoGymEnvironment:
         except (aiohttp.ClientError, ValueError, yaml.YAMLError) as error:
             raise RunError(f"no NeMo Gym head server at {self.head} ({type(error).__name__}: {error}); {START}") from error
         return find_agents(config, self.head)
-
-    async def _rediscover(self) -> None:
-        """Updates the agents after a failure: a restarted NeMo Gym has new ports. Keeps the old ones while the head server is down."""
-        if time.monotonic() - self.agents_at > RECENT_S:
-            self.agents_at = time.monotonic()
-            with suppress(RunError):
-                self.agents |= await self._discover()
 
     def _agent_name(self, name: str | None) -> str:
         return name if name is not None else next(iter(self.agents))

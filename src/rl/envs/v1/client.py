@@ -1,10 +1,15 @@
-"""Connects tested versions of verifiers v1 to the policy: their interception server gets a client that answers in this process."""
+"""Connects verifiers v1 to the policy: its interception server gets a client that answers in this process, and each trace in play has
+one conversation with the policy."""
 
+import time
+import uuid
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import PrivateAttr
+from verifiers.v1 import errors
 from verifiers.v1.clients.client import RelayReply, resolve_client
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire, parse_message
@@ -12,9 +17,43 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
 from verifiers.v1.types import Response, TurnTokens, Usage
 
-from rl.envs.v1.active import ActiveTrace, completion, not_chat
-from rl.models.chat import Answer
-from rl.wire.rollouts import Turn
+from rl.envs.policy import Conversation, RolloutError
+from rl.models.chat import Answer, Message, assistant_message
+from rl.wire.inference_client import PromptTooLongError
+from rl.wire.rollouts import Cause, Turn
+
+OVERLONG = "context_length"
+"""Stop condition of a trace whose prompt leaves no room for an answer: the name in verifiers 0.3; 0.4 has no such condition."""
+OverlongPromptError: type[vf.ProviderError] = getattr(errors, "OverlongPromptError", vf.ProviderError)
+"""Makes verifiers 0.3 end a rollout as if by a limit; 0.4 tolerates any error once the trace is stopped."""
+
+
+@dataclass
+class ActiveTrace:
+    """One trace in play: its conversation (None with an endpoint), and the cause if its last call failed."""
+
+    trace: vf.Trace
+    conversation: Conversation | None
+    failure: Cause | None = None
+
+    async def answer(self, messages: list[Message], body: dict[str, Any]) -> tuple[Turn, Answer]:
+        """Plays one turn. `body` has the tools and the sampling parameters that the harness and the agent's config ask for; the
+        conversation has the run's. Raises vf.ProviderError."""
+        assert self.conversation
+        self.failure = None
+        overrides = body | {"max_tokens": body.get("max_tokens") or body.get("max_completion_tokens")}
+        try:
+            return await self.conversation.answer(messages, body.get("tools"), overrides)
+        except PromptTooLongError as error:
+            self.trace.stop(OVERLONG)
+            raise OverlongPromptError(f"context length exceeded: {error}", status_code=400) from error
+        except RolloutError as error:
+            raise self.fail(error) from error
+
+    def fail(self, error: RolloutError) -> vf.ProviderError:
+        """Records the cause. SDKs do not retry the status 400: our own client has already retried what it can."""
+        self.failure = error.cause
+        return vf.ProviderError(str(error), status_code=400)
 
 
 class PolicyClient(vf.Client):
@@ -37,7 +76,8 @@ class PolicyClient(vf.Client):
         if active is None or active.conversation is None:
             raise vf.ProviderError(f"trace {session_id} is not being played", status_code=409)
         if not isinstance(dialect, ChatDialect):
-            raise active.fail(not_chat(type(dialect).__name__))
+            problem = f"the harness uses {type(dialect).__name__}, but the policy answers chat completions only; configure another harness"
+            raise active.fail(RolloutError("environment", problem))
         # In verifiers' own form, where tool results name their tool: a resumed conversation has that form, and must match the one before.
         messages = [message_to_wire(message) for message in (turn.prompt if turn else dialect.parse_request(body).messages)]
         return response(*await active.answer(messages, body), body["model"])
@@ -76,14 +116,22 @@ interception.resolve_client = lambda config: config.client if isinstance(config,
 
 
 def response(turn: Turn, answer: Answer, model: str) -> Response:
-    """An answer as verifiers records it, including the chat completion for the harness."""
-    raw = completion(turn, answer, model)
-    [choice], usage = raw["choices"], raw["usage"]
+    """An answer as verifiers records it, and in `raw` as a chat completion of OpenAI's API, for the harness."""
+    finish = "length" if turn.finish_reason == "length" else "tool_calls" if answer.tool_calls else "stop"
+    num_prompt, num_new = len(turn.prompt_ids), len(turn.completion_ids)
+    message = assistant_message(answer)
+    about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    raw = {
+        **about,
+        "object": "chat.completion",
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
+    }
     return Response(
-        **{key: raw[key] for key in ("id", "created", "model")},
-        message=parse_message(choice["message"]),
-        finish_reason=choice["finish_reason"],
-        usage=Usage(prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"]),
+        **about,
+        message=parse_message(message),
+        finish_reason=finish,
+        usage=Usage(prompt_tokens=num_prompt, completion_tokens=num_new),
         # Without spans of the messages, the graph puts a turn's new ids into one node, which is right for tasks that read a branch's ids.
         tokens=TurnTokens(prompt_ids=turn.prompt_ids, completion_ids=turn.completion_ids, completion_logprobs=turn.logprobs),
         raw=raw,

@@ -7,6 +7,7 @@ no effect. verifiers also enforces an agent's own limits (`args.agent = {max_tur
 import asyncio
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -20,11 +21,10 @@ from verifiers.v1.utils.retries import run_episode_with_retry
 
 from rl.envs.environment import exits_are_errors, limited, places
 from rl.envs.policy import OVERRIDABLE, Conversation, Policy, RolloutError
-from rl.envs.v1.active import ActiveTrace
+from rl.envs.v1.client import ActiveTrace, PolicyClientConfig
 from rl.envs.v1.config import V1Config
-from rl.envs.v1.harness import chat_tool, close_connections, opening
+from rl.envs.v1.harness import chat_tool, opening
 from rl.envs.v1.rollouts import as_episode
-from rl.envs.v1.seam import HttpSeam
 from rl.envs.v1.versions import KNOWN, MCPServer, installed, own_sampling
 from rl.system import process_table
 from rl.system.errors import RunError
@@ -51,29 +51,26 @@ class EndlessTasks(Sequence[vf.Task]):
 
     def __init__(self, taskset: vf.Taskset):
         self.taskset = taskset
-        self.kept: dict[int, vf.Task] = {}
         self._start()
 
     def _start(self) -> None:
         self.tasks: Iterator[vf.Task] = iter(self.taskset)
         self.num_drawn = 0
+        self.kept: deque[vf.Task] = deque(maxlen=KEPT_TASKS)
 
     def __len__(self) -> int:
         raise TypeError("an endless taskset has no size")
 
     def __getitem__(self, index: Any) -> vf.Task:
-        if index not in self.kept and index < self.num_drawn:
+        if index < self.num_drawn - len(self.kept):
             self._start()
-        while index not in self.kept:
+        while index >= self.num_drawn:
             task = next(self.tasks, None)
             if task is None:
                 raise RolloutError("environment", f"the taskset is marked INFINITE, but ended after {self.num_drawn} tasks")
-            self.kept.pop(self.num_drawn, None)  # reinserted, so that it is deleted last
-            self.kept[self.num_drawn] = task
+            self.kept.append(task)
             self.num_drawn += 1
-            if len(self.kept) > KEPT_TASKS:
-                del self.kept[next(iter(self.kept))]
-        return self.kept[index]
+        return self.kept[index - self.num_drawn]
 
 
 class V1Environment:
@@ -88,10 +85,10 @@ class V1Environment:
         self.policy = policy
         self.name = f"environment {spec.name}"
         self.generating = places(spec.max_generating)
-        self.active: dict[str, ActiveTrace] = {}
-        self.notice = ""
-        self.seam: HttpSeam | None = None
-        self._choose_client()
+        newer = "" if installed() in KNOWN else f"verifiers {version('verifiers')} is newer than what rl was tested with"
+        self.notice = "" if policy.endpoint else newer
+        self.client_config = PolicyClientConfig()
+        self.active = self.client_config.client.active
         with self._load_errors("loading it"):
             self.config = V1Config(spec, policy.endpoint is not None)
             self.env = vf.load_environment(self.config.env)
@@ -103,19 +100,6 @@ class V1Environment:
         with self._load_errors("describing its tools"):
             self.tools = asyncio.run(self._tools())
         self.kind = "v1 taskset" if isinstance(self.env, vf.SingleAgentEnv) else "v1 environment"
-
-    def _choose_client(self) -> None:
-        """Chooses our client inside verifiers if its version was tested, else verifiers' own client over HTTP."""
-        if self.policy.endpoint is not None:
-            return
-        if installed() in KNOWN:
-            from rl.envs.v1.client import PolicyClientConfig
-
-            self.client_config: vf.EvalClientConfig = PolicyClientConfig()
-            self.client_config.client.active = self.active
-        else:
-            self.seam = HttpSeam(self.active)
-            self.notice = f"verifiers {version('verifiers')} is newer than what rl was tested with; it asks the policy over HTTP"
 
     def _load_errors(self, doing: str) -> Blame:
         what = f"{self.name} ({self.spec.id}): {doing}"
@@ -190,8 +174,6 @@ class V1Environment:
     async def start(self) -> None:
         """Starts the interception server and the tool servers that all tasks share."""
         exits_are_errors(asyncio.get_running_loop())  # verifiers runs reward functions in tasks of their own
-        if self.seam:
-            self.client_config = await self.seam.start()
         up, self.stop_servers = asyncio.Event(), asyncio.Event()
         self.servers = asyncio.create_task(self._serve(up))
         self.servers.add_done_callback(lambda _: up.set())
@@ -237,9 +219,6 @@ class V1Environment:
             self.servers.cancel()
         elif not self.servers.cancelled() and (error := self.servers.exception()):
             log.warning("%s: its servers ended with %r", self.name, error)
-        await close_connections()
-        if self.seam:
-            await self.seam.close()
 
     async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
         return [await self._episode(order.seeded("member", i)) for i in range(num_episodes)]

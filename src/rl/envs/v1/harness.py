@@ -61,11 +61,15 @@ class InProcessHarness(Harness[InProcessConfig]):
         url = f"{endpoint.rstrip('/')}/chat/completions"
         body: dict[str, Any] = {"model": ctx.model, "messages": opening(system, prompt)}
         headers = {"Authorization": f"Bearer {secret}"}
-        async with tool_servers(mcp_urls, self.config) as servers:
+        no_deadline = aiohttp.ClientTimeout(total=None)  # answers wait for the inference server, and episodes have a deadline
+        async with (
+            aiohttp.ClientSession(headers=headers, timeout=no_deadline) as http,
+            tool_servers(mcp_urls, self.config) as servers,
+        ):
             if servers.tools:
                 body["tools"] = servers.tools
             while True:
-                message, problem = await ask(url, headers, body)
+                message, problem = await ask(http, url, body)
                 if problem:
                     return ProgramResult(exit_code=1, stdout="", stderr=problem)
                 body["messages"].append(message)
@@ -76,31 +80,10 @@ class InProcessHarness(Harness[InProcessConfig]):
                     body["messages"].append({"role": "tool", "tool_call_id": call["id"], "content": result})
 
 
-connections: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
-"""Connections to interception servers, by event loop: a new one per rollout would take a tenth of the rollout's cost."""
-IDLE_S = 15.0
-"""Seconds that an idle connection is kept. The servers keep theirs for longer, so that none is closed under a new request."""
-
-
-def http() -> aiohttp.ClientSession:
-    """The HTTP session of this event loop; `close_connections` closes it."""
-    loop = asyncio.get_running_loop()
-    if loop not in connections:
-        timeout = aiohttp.ClientTimeout(total=None)  # answers wait for the inference server, and episodes have a deadline
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
-        connections[loop] = aiohttp.ClientSession(timeout=timeout, connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-    return connections[loop]
-
-
-async def close_connections() -> None:
-    if session := connections.pop(asyncio.get_running_loop(), None):
-        await session.close()
-
-
-async def ask(url: str, headers: dict[str, str], body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+async def ask(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Queries the model. Returns its message and "", or {} and the reason why the call failed."""
     try:
-        async with http().post(url, json=body, headers=headers) as reply:
+        async with http.post(url, json=body) as reply:
             if reply.status >= 400:
                 return {}, await reply.text() or f"status {reply.status}"
             return (await reply.json())["choices"][0]["message"], ""

@@ -7,7 +7,7 @@ import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 
 from rl.envs.policy import RolloutError
-from rl.envs.v1.active import OVERLONG, ActiveTrace
+from rl.envs.v1.client import OVERLONG, ActiveTrace
 from rl.envs.v1.harness import opening
 from rl.wire.rollouts import Cause, Episode, Rollout
 from rl.wire.turns import Turns
