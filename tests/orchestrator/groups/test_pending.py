@@ -85,7 +85,7 @@ def test_what_waits_is_readable_with_what_will_become_of_it(tmp_path):
     def lines():
         return [json.loads(line) for line in readable.path.read_text().splitlines()]
 
-    readable = PendingRollouts(tmp_path / "rollouts" / "pending.jsonl", {"e": Rules()})
+    readable = PendingRollouts(tmp_path / "rollouts" / "pending.jsonl", False)
     readable.append([group(1, 0.0, 1.0), group(2, 0.0, 0.0)])
     assert [(line["group_id"], line["reward"], line["why"]) for line in lines()] == [
         (1, 0.0, "pending"), (1, 1.0, "pending"), (2, 0.0, "no_signal"), (2, 0.0, "no_signal")

@@ -3,8 +3,10 @@
 import asyncio
 import math
 from collections.abc import Collection
+from pathlib import Path
 from typing import NamedTuple
 
+from rl.wire.batch_file import samples_of
 from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import TrainingSample
 
@@ -18,10 +20,15 @@ class Prompt(NamedTuple):
     temperature: float
 
 
-def add_prompt(prompts: dict[int, Prompt], sample: TrainingSample) -> None:
-    """Records the prompt of a group's first sample, by group id, for the first PROMPTS groups of a batch."""
-    if len(prompts) < PROMPTS and sample.group_id not in prompts:
-        prompts[sample.group_id] = Prompt(sample.token_ids[: sample.loss_mask.index(True)], sample.temperature)
+def prompts_of(batch: Path) -> list[Prompt]:
+    """Returns the prompt of the first sample of each of the first PROMPTS groups in a batch file."""
+    prompts: dict[int, Prompt] = {}
+    for sample in samples_of(batch):
+        if sample.group_id not in prompts:
+            prompts[sample.group_id] = Prompt(sample.token_ids[: sample.loss_mask.index(True)], sample.temperature)
+        if len(prompts) == PROMPTS:
+            break
+    return [*prompts.values()]
 
 
 async def probe(servers: InferenceServers, prompts: Collection[Prompt], max_model_len: int) -> list[TrainingSample]:
