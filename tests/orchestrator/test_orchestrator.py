@@ -103,9 +103,9 @@ def test_three_steps_on_policy(tmp_path, model, monkeypatch):
         answered.clear()
         write(builder, step, metrics)
 
-    async def evaluate(evaluator, entry, version, resolve_interpreter):
+    async def evaluate(evaluator, entry, version, reconcile):
         evaluated_after.append((version, config.run_dir.newest_batch()))
-        await play_eval(evaluator, entry, version, resolve_interpreter)
+        await play_eval(evaluator, entry, version, reconcile)
 
     write, play_eval, evaluated_after = BatchBuilder._write_after_batch, Evaluator.evaluate, []
     monkeypatch.setattr(Evaluator, "evaluate", evaluate)

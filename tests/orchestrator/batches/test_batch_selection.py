@@ -185,7 +185,7 @@ def test_no_metric_of_an_environment_takes_the_place_of_one_of_ours():
         **own,
     }
     said = []
-    GroupWarnings(said.append).renamed(some)
+    GroupWarnings(said.append).about(some)
     assert [(one.about, one.env) for one in said] == [("renamed", "e")]
     assert "agent_agent as own_agent_agent" in said[0].text and "means" not in said[0].text
 

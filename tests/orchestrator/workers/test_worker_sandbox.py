@@ -192,4 +192,4 @@ def test_a_key_that_is_not_set_is_told(tmp_path, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     setup = WorkerSetup(env=EnvSpec(name="x"), policy=PolicySpec(), orchestrator="", worker_id="x", max_tokens=1, retries=0, sandbox=True)
     with pytest.raises(RunError, match="environment x: keys names JUDGE_KEY, not set in the shell"):
-        WorkerSandbox(tmp_path, tmp_path).enter(msgspec.structs.replace(setup, keys=["JUDGE_KEY", "PATH"]), tmp_path / "setup.json")
+        WorkerSandbox(tmp_path, tmp_path, print).enter(msgspec.structs.replace(setup, keys=["JUDGE_KEY", "PATH"]), tmp_path / "setup.json")

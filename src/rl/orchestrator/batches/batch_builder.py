@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from rl.config.run import RLConfig
 from rl.orchestrator.batches import batch_selection as batches
@@ -48,31 +49,25 @@ class GroupWarnings:
         self.warn = warn
         self.last: dict[tuple[str, str], float] = {}
 
-    def _due(self, kind: str, env: str) -> bool:
-        now = time.monotonic()
-        due = now - self.last.get((kind, env), -WARN_EVERY_S) >= WARN_EVERY_S
-        if due:
-            self.last[kind, env] = now
-        return due
+    def _say(self, kind: Literal["failed", "renamed", "stale"], env: str, text: str) -> None:
+        if time.monotonic() - self.last.get((kind, env), -math.inf) < WARN_EVERY_S:
+            return
+        self.last[kind, env] = time.monotonic()
+        log.warning(text)
+        if kind != "stale":  # which the metrics show
+            self.warn(RunWarning(kind, env, text))
 
-    def failed(self, group: Group) -> None:
-        """Warns of a group with failed rollouts."""
-        errors = [rollout for rollout in group.rollouts if rollout.error]
-        if errors and self._due("failed", group.env):
+    def about(self, group: Group) -> None:
+        """Warns of a group with failed rollouts, and of metrics whose names collide with built-in ones."""
+        if errors := [rollout for rollout in group.rollouts if rollout.error]:
             first = (errors[0].error or "").splitlines()[0]
             count = f"{len(errors)} of {len(group.rollouts)}"
             text = f"environment {group.env}: {count} rollouts of a group failed for good ({errors[0].cause}): {first}"
-            log.warning(text)
-            self.warn(RunWarning("failed", group.env, text))
-
-    def renamed(self, group: Group) -> None:
-        """Warns of an environment's metrics whose names collide with built-in ones."""
-        names = sorted({name for rollout in group.rollouts for name in rollout.metrics if own_name(name) != name})
-        if names and self._due("renamed", group.env):
+            self._say("failed", group.env, text)
+        if names := sorted({name for rollout in group.rollouts for name in rollout.metrics if own_name(name) != name}):
             renamed = ", ".join(f"{name} as {own_name(name)}" for name in names)
             text = f"metrics of environment {group.env} with the names of built-in metrics are reported under other names: {renamed}"
-            log.warning(text)
-            self.warn(RunWarning("renamed", group.env, text))
+            self._say("renamed", group.env, text)
 
     def stale(self, stale: Counter[str], used: Counter[str], limit: int) -> None:
         """Warns of environments that lose as many groups to staleness as they contribute to a batch.
@@ -80,12 +75,12 @@ class GroupWarnings:
         stale, used: number of groups too old for the batch, and number in it, by environment.
         """
         for env, count in stale.items():
-            if count >= max(1, used[env]) and self._due("stale", env):
-                log.warning(
-                    "environment %s: %d of its groups were stale for this batch, %d were used. Its rollouts take longer than "
-                    "orchestrator.max_off_policy_steps = %d steps: raise that, lower its weight, or make it faster (workers, max_tokens)",
-                    *(env, count, used[env], limit),
+            if count >= max(1, used[env]):
+                which = (
+                    f"environment {env}: {count} of its groups were stale for this batch, {used[env]} were used. Its rollouts take longer"
                 )
+                remedy = "raise that, lower its weight, or make it faster (workers, max_tokens)"
+                self._say("stale", env, f"{which} longer than orchestrator.max_off_policy_steps = {limit} steps: {remedy}")
 
 
 @dataclass(eq=False)
@@ -178,8 +173,7 @@ class BatchBuilder:
             await asyncio.to_thread(self.readable.append, groups)
         for group in groups:
             self.admission.in_flight.pop(group.group_id, None)
-            self.warnings.failed(group)
-            self.warnings.renamed(group)
+            self.warnings.about(group)
 
     def _keep(self, finished: list[Group | Members]) -> None:
         self.fence()

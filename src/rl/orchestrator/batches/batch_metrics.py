@@ -15,7 +15,7 @@ TAKEN = re.compile(r"mean|length_penalty|reward_mean(_stderr)?|length_mean|error
 
 
 def batch_metrics(step: int, groups: list[Group], mask_truncated: bool = False, envs: Iterable[str] = ()) -> dict[str, float]:
-    """Returns the metrics of a step that settles `groups`: rewards over every finished rollout, trained or not; lag over the trained tokens.
+    """Returns the metrics of a step that settles `groups`: rewards over all finished rollouts, trained or not; lag over the trained tokens.
     `envs`: environments that are reported even if none of their rollouts has finished.
 
     Surplus groups are counted but left out of the means: they are biased towards fast groups, and may be of an older version.
