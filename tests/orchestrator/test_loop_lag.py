@@ -18,10 +18,10 @@ from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks.admission import Admission
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskSource
 from rl.orchestrator.workers.pool_worker import ANSWERS
-from rl.wire.messages import VersionSpan
-from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.rollouts import Group, Rollout
 from rl.wire.worker_messages import Played
 from tests.loop_lag import LoopLag
+from tests.orchestrator.made import turn
 
 HELD_S = 0.05
 
@@ -61,10 +61,9 @@ def long_group(group_id, turns, new):
         history, made = [], []
         for number in range(turns):
             history = history + [1000 + number] * new
-            spans = [VersionSpan(0, new)]
-            answer = {"completion_ids": [2000 + number] * new, "logprobs": [-0.5 - number] * new, "policy_versions": spans}
-            made.append(Turn(prompt_ids=history, finish_reason="stop", **answer))
-            history = history + answer["completion_ids"]
+            answer = [2000 + number] * new
+            made.append(turn(history, answer))
+            history = history + answer
         messages = [{"role": "assistant", "content": "word " * new}] * turns
         rollouts.append(Rollout(turns=made, messages=messages, reward=float(episode % 2), episode=episode))
     return Group(group_id=group_id, env="e", task=group_id, rollouts=rollouts)

@@ -21,21 +21,14 @@ from rl.orchestrator.groups.group_credit import Rules, credit_group, normalise
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import EncodedBatch, decode_batch
-from rl.wire.messages import TrainBatch, VersionSpan
-from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.messages import TrainBatch
+from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import pack_logprobs
+from tests.orchestrator.made import turn
 
 
 def rollout(reward, version=0, error=None, tokens=2, **options):
-    turns = [
-        Turn(
-            prompt_ids=[1],
-            completion_ids=[2] * tokens,
-            logprobs=[-1.0] * tokens,
-            policy_versions=[VersionSpan(version, tokens)],
-            finish_reason="stop",
-        )
-    ]
+    turns = [turn(completion=[2] * tokens, version=version)]
     return Rollout(turns=turns, reward=reward, error=error, cause="environment" if error else None, metrics={"m": reward * 2}, **options)
 
 

@@ -14,10 +14,10 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import read_metrics
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
-from rl.wire.messages import VersionSpan
-from rl.wire.rollouts import Rollout, Turn
+from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import ServerSet
 from tests.launch.test_repair import version as write_version
+from tests.orchestrator.made import turn
 
 
 class Servers:
@@ -65,11 +65,10 @@ class Pool:
     async def play(self, env, split, task, num_episodes, sampling, server, seed):
         version = self.servers.versions[0]
         self.played.append((task, version))
-        turn = Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0], policy_versions=[VersionSpan(version, 1)], finish_reason="stop")
         if (held := self.after.get(len(self.played))) is not None:
             self.servers.versions = [held]
         await asyncio.sleep(0)
-        return [Rollout(turns=[turn], reward=float(version), episode=i) for i in range(num_episodes)]
+        return [Rollout(turns=[turn(version=version)], reward=float(version), episode=i) for i in range(num_episodes)]
 
 
 @pytest.fixture

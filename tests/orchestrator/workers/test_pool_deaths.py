@@ -6,27 +6,10 @@ import signal
 
 import pytest
 
-from rl.orchestrator.workers.pool import WorkerPool
 from rl.system.errors import RunError
-from tests.orchestrator import light_worker
+from tests.orchestrator.light_worker import run
 
 IN_FLIGHT = 20
-
-
-def run(tmp_path, monkeypatch, work, **args):
-    """Runs `work(pool)` with one worker."""
-
-    async def main():
-        pool = WorkerPool(tmp_path / "logs")
-        try:
-            light_worker.start(pool, monkeypatch, **args)
-            async with asyncio.timeout(40):
-                await pool.sizes(20.0)
-                return await work(pool)
-        finally:
-            await pool.close()
-
-    return asyncio.run(main())
 
 
 def test_after_a_death_all_groups_are_played_at_once_again(tmp_path, monkeypatch):
