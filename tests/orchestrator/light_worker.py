@@ -13,8 +13,8 @@ import msgspec
 from rl.orchestrator.workers.pool import WorkerPool
 from rl.wire.rollouts import Rollout
 from rl.wire.streams import MessageStream
-from rl.wire.worker_messages import Close, Describe, EnvSpec, Heartbeat, Played, PlayGroup, PolicySpec, Ready, ToWorker, WorkerSetup
-from tests.orchestrator.made import turn
+from rl.wire.worker_messages import Close, Describe, Heartbeat, Played, PlayGroup, Ready, ToWorker, WorkerSetup
+from tests.orchestrator.made import turn, worker_setup
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -24,8 +24,7 @@ BOOTSTRAP = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from tests.orchestrato
 def start(pool: WorkerPool, monkeypatch, name: str = "light", most: int = 0, **args) -> None:
     """Starts a light worker in `pool`, as a worker with its own interpreter. `args`: see `work`."""
     monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", BOOTSTRAP)
-    spec, place = EnvSpec(name=name, args=args), {"orchestrator": pool.address, "worker_id": f"{name}-0", "python": sys.executable}
-    pool.start(WorkerSetup(env=spec, policy=PolicySpec(), max_tokens=1, retries=0, most=most, **place))
+    pool.start(worker_setup(name, args=args, orchestrator=pool.address, python=sys.executable, most=most))
 
 
 def run(tmp_path: Path, monkeypatch, work: Callable[[WorkerPool], Awaitable[T]], **args: Any) -> T:

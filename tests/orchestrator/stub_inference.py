@@ -28,7 +28,6 @@ class StubInference(WebServer):
         self.skill = skill
         self.random = random.Random(0)
         self.log: list[tuple[str, dict]] = []
-        self.fail_next = 0
         self.deaths: dict[tuple[str, int], int] = {}
         """(route, index of the request): the server dies at this request, and comes back with this version."""
         self.counts: Counter[str] = Counter()
@@ -49,9 +48,6 @@ class StubInference(WebServer):
         self.log.append(("generate", body))
         if self.dies(request):
             return web.Response()
-        if self.fail_next:
-            self.fail_next -= 1
-            return web.Response(status=500, text="engine died")
         prompt = self.tokenizer.decode(body["token_ids"])
         digit = prompt.split("say ")[1][0]
         said = digit if self.random.random() < self.skill else str((int(digit) + 1) % 10)

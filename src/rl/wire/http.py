@@ -53,28 +53,22 @@ class HttpClient:
         headers = {"Content-Type": "application/json"} | headers
         try:
             async with asyncio.timeout(timeout_s), self.session.request(method, url, data=data, headers=headers) as response:
-                content = await read_answer(response)
+                content = bytearray()
+                async for chunk in response.content.iter_any():
+                    content += chunk
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise AwayError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise AwayError(f"{type(error).__name__} {error}") from None
         if response.status >= 500:
             raise AwayError(refusal(response.status, content))
-        return response.status, content
+        return response.status, bytes(content)
 
     async def close(self) -> None:
         if self.session is not None:
             await self.session.close()
 
 
-async def read_answer(response: aiohttp.ClientResponse) -> bytes:
-    """Returns the whole content of a response. Raises aiohttp.ClientError if it is larger than MAX_ANSWER_BYTES."""
-    content = bytearray()
-    async for chunk in response.content.iter_any():
-        content += chunk
-        if len(content) > MAX_ANSWER_BYTES:
-            raise aiohttp.ClientPayloadError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
-    return bytes(content)
-
-
-def refusal(status: int, content: bytes) -> str:
+def refusal(status: int, content: bytes | bytearray) -> str:
     """Describes an answer with an error status."""
     return f"answered {status}: {content[:300].decode(errors='replace')}"

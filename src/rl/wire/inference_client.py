@@ -145,8 +145,6 @@ class InferenceServers:
         self.balancer = Balancer()
         self.fleet: ServerSet | None = None
         """The servers as last announced by the orchestrator; None: not yet, so this process finds them itself."""
-        self.oldest = 0
-        """The oldest version that may answer a new request."""
         self.contents: dict[int, str] = {}
         """Version -> the id of its content, if known."""
         self.known: dict[str, int] = {}
@@ -170,7 +168,7 @@ class InferenceServers:
 
     def follow(self, fleet: ServerSet) -> None:
         """Adopts the servers announced by the orchestrator: from now on no other server is asked for tokens."""
-        self.fleet, self.oldest = fleet, fleet.oldest
+        self.fleet = fleet
         self.balancer.update(fleet.urls, fleet.closed)
 
     async def poll_versions(self) -> dict[str, int]:
@@ -265,7 +263,7 @@ class InferenceServers:
         while True:
             if not self.balancer.usable() and self.fleet is None:
                 self.balancer.update(self.find())
-            server, oldest = self.balancer.choose(session), self.oldest
+            server, oldest = self.balancer.choose(session), self.fleet.oldest if self.fleet else 0
             if (server is None or problem) and time.monotonic() - since > self.timeout_s:
                 raise self._lost("/generate", problem or self._problems())
             if server is None:

@@ -1,4 +1,5 @@
 import json
+import math
 
 import msgspec
 import pytest
@@ -119,33 +120,32 @@ def test_turns_that_could_not_be_merged_are_counted():
     assert metrics["rollouts/unmerged_turns"] == 0.5
 
 
-def test_oldest_groups_first_and_not_before_the_batch_is_full():
-    groups = [group(5, 1.0, 0.0), group(3, 1.0, 0.0), group(4, 1.0, 1.0)]
-    assert choose(groups, 6, 0, 3) is None
-    assert [g.group_id for g in choose([*groups, group(1, 0.0, 1.0)], 4, 5, 3)] == [1, 3]
-    assert [g.group_id for g in choose([*groups, group(1, 0.0, 1.0, 0.5)], 4, 5, 3)] == [1, 3]  # one rollout more than asked for
+def silent(count):
+    return [group(i, 0.0, 0.0) for i in range(count)]
 
 
-def test_a_group_does_not_overtake_one_that_was_begun_before_it():
-    groups = [group(1, 1.0, 0.0), group(3, 1.0, 0.0), group(4, 1.0, 0.0)]
-    assert choose(groups, 4, 2, 3, before=2) is None  # group 2 is playing
-    assert [g.group_id for g in choose(groups, 4, 2, 3, before=4)] == [1, 3]
+def trainable(*numbers):
+    return [group(number, 1.0, 0.0) for number in numbers]
 
 
-def test_short_batch_after_three_batches_worth_of_groups():
-    silent = [group(i, 0.0, 0.0) for i in range(3 * 2)]
-    assert choose(silent, 4, 0, 3) is None
-    assert [g.group_id for g in choose([*silent[1:], group(9, 1.0, 0.0)], 4, 0, 3)] == [9]
-
-
-def test_the_limit_of_refills_is_a_setting():
-    finished = [group(0, 0.0, 0.0), group(1, 1.0, 0.0)]
-    assert [g.group_id for g in choose(finished, 4, 0, 1)] == [1] and choose(finished, 4, 0, 2) is None
-
-
-def test_no_short_batch_while_groups_are_playing():
-    finished = [*(group(i, 0.0, 0.0) for i in range(3 * 2 - 1)), group(9, 1.0, 0.0)]
-    assert choose(finished, 4, 1, 3) is None
+@pytest.mark.parametrize(
+    ("finished", "num_playing", "max_refill", "before", "chosen"),
+    [
+        ([*trainable(5, 3), group(4, 1.0, 1.0)], 0, 3, math.inf, None),  # not full
+        ([*trainable(5, 3, 1), group(4, 1.0, 1.0)], 5, 3, math.inf, [1, 3]),  # the oldest first
+        ([*trainable(5, 3), group(1, 0.0, 1.0, 0.5)], 5, 3, math.inf, [1, 3]),  # one rollout more than asked for
+        (trainable(1, 3, 4), 2, 3, 2, None),  # group 2, which started before, is playing
+        (trainable(1, 3, 4), 2, 3, 4, [1, 3]),
+        (silent(6), 0, 3, math.inf, None),
+        ([*silent(5), *trainable(9)], 0, 3, math.inf, [9]),  # short, after three batches' worth of groups
+        ([*silent(5), *trainable(9)], 1, 3, math.inf, None),  # not while one is playing
+        ([*silent(1), *trainable(1)], 0, 1, math.inf, [1]),
+        ([*silent(1), *trainable(1)], 0, 2, math.inf, None),
+    ],
+)
+def test_which_groups_are_the_next_batch(finished, num_playing, max_refill, before, chosen):
+    found = choose(finished, 4, num_playing, max_refill, before)
+    assert (found and [one.group_id for one in found]) == chosen
 
 
 def test_metrics_count_every_rollout_and_lag_by_token():

@@ -26,18 +26,12 @@ ENCODER = msgspec.msgpack.Encoder()
 GROUPS, MEMBERS = msgspec.msgpack.Decoder(Group), msgspec.msgpack.Decoder(Members)
 
 
-class Kind(msgspec.Struct):
-    """The field that tells the two kinds of records apart."""
-
-    members: list[msgspec.Raw] = []
-
-
-KINDS = msgspec.msgpack.Decoder(Kind)
-
-
 def decode(payload: bytes) -> Group | Members:
-    """Decodes a record of the log. Raises the exceptions in UNREADABLE."""
-    return MEMBERS.decode(payload) if KINDS.decode(payload).members else GROUPS.decode(payload)
+    """Decodes a record of the log; only Members have the field `members`. Raises the exceptions in UNREADABLE."""
+    try:
+        return MEMBERS.decode(payload)
+    except msgspec.ValidationError:
+        return GROUPS.decode(payload)
 
 
 def encoded(records: Iterable[Group | Members]) -> bytes:
