@@ -64,7 +64,7 @@ def play(config, model, *, steps=None, stub_options=None, during=None, step_s=0.
         status = Status(config.run_dir.status("orchestrator"), "orchestrator")
         stub = StubInference(model, config.run_dir.status("inference"), **(stub_options or {}))
         newest = config.run_dir.newest_weights()
-        stub.policy_version = newest[0] if newest else 0
+        stub.version = newest[0] if newest else 0
         async with stub:
             steps_wanted = range(1, config.max_steps + 1) if steps is None else steps
             trainer = asyncio.create_task(asyncio.to_thread(train, config, steps_wanted, step_s))

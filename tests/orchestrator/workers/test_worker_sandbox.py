@@ -170,10 +170,8 @@ def test_the_network_and_the_keys_that_its_settings_name(tmp_path, monkeypatch):
         try:
             async with asyncio.timeout(60):
                 for name, network in (("open", True), ("closed", False)):
-                    keys, place = ["JUDGE_KEY"] if network else [], {"orchestrator": pool.address, "python": sys.executable}
-                    pool.start(
-                        worker_setup(name, args={"address": address}, policy=policy, sandbox=True, network=network, keys=keys, **place)
-                    )
+                    place = {"orchestrator": pool.address, "python": sys.executable, "keys": ["JUDGE_KEY"] if network else []}
+                    pool.start(worker_setup(name, args={"address": address}, policy=policy, sandbox=True, network=network, **place))
                 await pool.sizes(30.0)
                 for name in ("open", "closed"):
                     (rollout,) = await pool.play(name, "train", 0, 1, {}, 0)

@@ -5,7 +5,7 @@ import logging
 import time
 from contextlib import suppress
 
-from rl.orchestrator.policy.probe import probe, prompts_of
+from rl.orchestrator.policy.probe import probe
 from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.progress import Progress
 from rl.run_dir.paths import RunDir, numbers
@@ -88,8 +88,7 @@ class TrainerRequests:
             return await server.reply(sender, NotReady(self.status.current))
         samples, newest = [], self.progress.newest
         if self.policy.loaded == version and newest:
-            prompts = await asyncio.to_thread(prompts_of, self.run_dir.batch(newest))
-            samples = await probe(self.policy.servers, prompts, self.max_model_len)
+            samples = await probe(self.policy.servers, self.run_dir.batch(newest), self.max_model_len)
         return await server.reply(sender, Probe(samples))
 
     async def wait_for_trainer_end(self, timeout_s: float) -> None:
