@@ -131,7 +131,7 @@ def trainable(*numbers):
 @pytest.mark.parametrize(
     ("finished", "num_playing", "max_refill", "before", "chosen"),
     [
-        ([*trainable(5, 3), group(4, 1.0, 1.0)], 0, 3, math.inf, None),  # not full
+        ([*trainable(5), group(4, 1.0, 1.0)], 0, 3, math.inf, None),  # not full
         ([*trainable(5, 3, 1), group(4, 1.0, 1.0)], 5, 3, math.inf, [1, 3]),  # the oldest first
         ([*trainable(5, 3), group(1, 0.0, 1.0, 0.5)], 5, 3, math.inf, [1, 3]),  # one rollout more than asked for
         (trainable(1, 3, 4), 2, 3, 2, None),  # group 2, which started before, is playing

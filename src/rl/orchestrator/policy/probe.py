@@ -1,6 +1,7 @@
 """Probes: completions without a reward, on which the trainer compares its log-probabilities with inference's."""
 
 import asyncio
+import math
 from pathlib import Path
 
 from rl.wire.batch_file import samples_of
@@ -38,7 +39,7 @@ async def complete(servers: InferenceServers, prompt: list[int], temperature: fl
     return TrainingSample(
         token_ids=prompt + answer.token_ids,
         loss_mask=[False] * n + [True] * m,
-        logprobs=[0.0] * n + answer.logprobs,
+        logprobs=[0.0] * n + [math.nan if one is None else one for one in answer.logprobs],
         advantages=[0.0] * (n + m),
         policy_versions=answer.policy_versions,
         env="probe",
