@@ -349,13 +349,12 @@ class WorkerPool:
     async def _pump(self, worker: Worker) -> None:
         """Sends waiting groups: suspects first, each while nothing else is played, then all others at once."""
         while worker.ready.done():
-            suspect = next((play for play in worker.waiting if play.is_suspect), None)
-            play = suspect or next(iter(worker.waiting), None)
-            if play is None or (worker.sent if suspect else worker.plays_suspect):
+            play = worker.waiting[0] if worker.waiting else None
+            if play is None or (worker.sent if play.is_suspect else worker.plays_suspect):
                 if worker.retiring and not worker.num_plays:
                     await self._send(worker, Close())
                 return
-            worker.waiting.remove(play)
+            worker.waiting.popleft()
             worker.sent[play.order.play_id] = play
             await self._send(worker, play.order_left())
 

@@ -87,6 +87,7 @@ class Worker:
     ready: "asyncio.Future[Ready]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     sent: dict[int, Play] = field(default_factory=dict)
     waiting: deque[Play] = field(default_factory=deque)
+    """Suspects first: groups that are played alone, because one of them may be what kills the worker."""
     heard: float = field(default_factory=time.monotonic)
     """Monotonic time of its last message, moved forward by the time in which the pool could not read any."""
     busy: float = 0.0
@@ -211,6 +212,5 @@ def inherit(dead: Worker, worker: Worker, reason: str) -> None:
         play.kills += 1
         if play.failed and not play.done.done():
             play.give_up(reason)
-    for play in dead.plays:
-        if not play.done.done():
-            worker.waiting.append(play)
+    left = [play for play in dead.plays if not play.done.done()]
+    worker.waiting.extend(sorted(left, key=lambda play: not play.is_suspect))
