@@ -84,13 +84,6 @@ def test_tasks_of_an_environment_that_changed_do_not_hang_a_resume():
     assert source.next(["a"]).group_id > 0
 
 
-def test_reissued_task_comes_again():
-    source = TaskSource({"a": EnvTasks(3)}, seed=0)
-    ref = source.next(["a"])
-    source.retry.append(ref)
-    assert source.next(["a"]) == ref and source.next(["a"]) != ref
-
-
 def pooled(size, seed=0, **weights):
     return TaskSource({"a": EnvTasks(size, difficulty=DifficultyConfig(**weights))}, seed=seed)
 
