@@ -117,7 +117,7 @@ class World:
     def orchestrator(self) -> Orchestrator:
         pool = Nothing()
         evaluator = Evaluator(self.config, pool, {}, StepClock())
-        policy = ServedPolicy(pool, self.run_dir, "/base", evaluator)
+        policy = ServedPolicy(pool, self.run_dir, "/base", evaluator, pool)
         source = TaskSource({"a": EnvTasks(7, 2.0, 2, self.config.orchestrator.environment[0].difficulty), "b": EnvTasks(None, 1.0, 2)}, 3)
         one = Orchestrator(self.config, pool, policy, source, evaluator, Nothing(), {})
         policy.loaded = self.published

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -82,7 +83,7 @@ def world(tmp_path):
             config.run_dir.weights(number).mkdir(parents=True, exist_ok=True)
         evaluator = Evaluator(config, pool or Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
         evaluator.clock.start()
-        return config, evaluator, ServedPolicy(servers, config.run_dir, str(tmp_path), evaluator)
+        return config, evaluator, ServedPolicy(servers, config.run_dir, str(tmp_path), evaluator, AsyncMock())
 
     return make
 
