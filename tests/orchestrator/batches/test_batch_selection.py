@@ -151,6 +151,7 @@ def test_which_groups_are_the_next_batch(finished, num_playing, max_refill, befo
 def test_metrics_count_every_rollout_and_lag_by_token():
     used, silent, failed = group(0, 1.0, 0.0, version=2), group(1, 1.0, 1.0), group(2, 0.0, 0.0, error="x")
     newer = group(3, 0.0, 1.0, version=3, tokens=6)
+    used.rollouts[0].turns.answers[0].policy_versions.append(VersionSpan(0, 0))  # no token is that old
     metrics = batch_metrics(4, [used, newer, silent, failed])
     assert metrics["reward/mean"] == 4 / 6 and metrics["reward/e/m"] == 8 / 6
     assert (metrics["lag/max"], metrics["lag/mean"]) == (1, 4 / 16)

@@ -5,7 +5,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from rl.orchestrator.batches.samples import is_trained
+from rl.orchestrator.batches.samples import is_trained, join_spans
 from rl.orchestrator.groups.credit import mean
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import unpack_logprobs
@@ -26,8 +26,9 @@ def batch_metrics(step: int, groups: list[Group], mask_truncated: bool = False, 
     used = [(group.env, rollout) for group in groups if group.why is None for rollout in group.rollouts]
     trained = [(env, rollout) for env, rollout in used if rollout.num_sampled and is_trained(rollout, mask_truncated)]
     lags = Counter[int]()
-    for span in (span for _, rollout in trained for answer in rollout.turns.answers for span in answer.policy_versions):
-        lags[step - 1 - span.policy_version] += span.num_tokens
+    for answer in (answer for _, rollout in trained for answer in rollout.turns.answers):
+        for span in join_spans(answer.policy_versions):  # without empty ones
+            lags[step - 1 - span.policy_version] += span.num_tokens
     return {
         "reward/mean": mean([rollout.reward for rollout in finished if rollout.trainable]),
         "lag/mean": sum(lag * count for lag, count in lags.items()) / max(1, lags.total()),
