@@ -22,7 +22,7 @@ from rl.orchestrator.groups.group_credit import Rules, credit_group, normalise
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import EncodedBatch, decode_batch
-from rl.wire.messages import TrainBatch
+from rl.wire.messages import TrainBatch, VersionSpan
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import pack_logprobs
 from tests.orchestrator.made import turn
