@@ -76,11 +76,10 @@ class GroupWarnings:
         """
         for env, count in stale.items():
             if count >= max(1, used[env]):
-                which = (
-                    f"environment {env}: {count} of its groups were stale for this batch, {used[env]} were used. Its rollouts take longer"
-                )
+                count_text = f"{count} of its groups were stale for this batch, {used[env]} were used"
+                limit_text = f"Its rollouts take longer than orchestrator.max_off_policy_steps = {limit} steps"
                 remedy = "raise that, lower its weight, or make it faster (workers, max_tokens)"
-                self._say("stale", env, f"{which} longer than orchestrator.max_off_policy_steps = {limit} steps: {remedy}")
+                self._say("stale", env, f"environment {env}: {count_text}. {limit_text}: {remedy}")
 
 
 @dataclass(eq=False)
