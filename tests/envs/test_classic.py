@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.machinery
+import itertools
 import json
 import signal
 import sys
@@ -102,7 +103,7 @@ def test_multi_turn_is_append_only_and_reasoning_is_kept():
     env = made(lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3), lambda prompt: next(replies))
     rollout = only(played(env, task=2))
     assert rollout.reward == 1.0 and [text(turn.completion_ids) for turn in rollout.turns] == ["hm</think>a\x03", "b\x03", "2\x03"]
-    for before, after in zip(rollout.turns, rollout.turns[1:], strict=False):
+    for before, after in itertools.pairwise(rollout.turns):
         kept = before.prompt_ids + before.completion_ids
         assert after.prompt_ids[: len(kept)] == kept
     assert rollout.messages[1] == {"role": "assistant", "content": "a", "reasoning_content": "hm"}

@@ -4,16 +4,19 @@ import asyncio
 import os
 import sys
 import urllib.request
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from rl.orchestrator.workers.pool import WorkerPool
-from rl.wire.messages import VersionSpan
-from rl.wire.rollouts import Rollout, Turn
+from rl.wire.rollouts import Rollout
 from rl.wire.streams import MessageStream
-from rl.wire.worker_messages import Close, Describe, EnvSpec, Heartbeat, Played, PlayGroup, PolicySpec, Ready, ToWorker, WorkerSetup
+from rl.wire.worker_messages import Close, Describe, Heartbeat, Played, PlayGroup, Ready, ToWorker, WorkerSetup
+from tests.orchestrator.made import turn, worker_setup
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 BOOTSTRAP = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from tests.orchestrator.light_worker import main; main(sys.argv[2])"
 
@@ -21,8 +24,23 @@ BOOTSTRAP = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from tests.orchestrato
 def start(pool: WorkerPool, monkeypatch, name: str = "light", most: int = 0, **args) -> None:
     """Starts a light worker in `pool`, as a worker with its own interpreter. `args`: see `work`."""
     monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", BOOTSTRAP)
-    spec, place = EnvSpec(name=name, args=args), {"orchestrator": pool.address, "worker_id": f"{name}-0", "python": sys.executable}
-    pool.start(WorkerSetup(env=spec, policy=PolicySpec(), max_tokens=1, retries=0, most=most, **place))
+    pool.start(worker_setup(name, args=args, orchestrator=pool.address, python=sys.executable, most=most))
+
+
+def run(tmp_path: Path, monkeypatch, work: Callable[[WorkerPool], Awaitable[T]], **args: Any) -> T:
+    """Runs `work(pool)` with a light worker; `args`: see `start`."""
+
+    async def main() -> T:
+        pool = WorkerPool(tmp_path / "logs")
+        try:
+            start(pool, monkeypatch, **args)
+            async with asyncio.timeout(100):
+                await pool.sizes(30.0)
+                return await work(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
 
 
 async def work(setup: WorkerSetup) -> None:
@@ -50,8 +68,7 @@ async def work(setup: WorkerSetup) -> None:
                 with open(args["log"], "a") as file:
                     file.write(f"{order.task} {i}\n")
             left.remove(i)
-            turn = Turn(prompt_ids=[1], completion_ids=[2 + i], logprobs=[-1.0], policy_versions=[VersionSpan(0, 1)], finish_reason="stop")
-            rollout = Rollout(turns=[turn], episode=i, reward=float(order.task + i))
+            rollout = Rollout(turns=[turn(completion=[2 + i])], episode=i, reward=float(order.task + i))
             if "address" in args:
                 rollout.reward, rollout.messages = answer_of(args["address"]), [{"role": "user", "content": " ".join(sorted(os.environ))}]
             await pool.send(encode(Played(order.play_id, [rollout], -1 if args.get("lies") else len(left))))

@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from rl.orchestrator.batches import batch_selection as batches
-from rl.orchestrator.batches.batch_metrics import SampleCounts
 from rl.run_dir import lease, metrics
 from rl.run_dir.files import clean_leftovers, temporary_name, write_directory
 from rl.run_dir.lease import check_fence, hold_role
@@ -26,7 +25,7 @@ from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Status
 from rl.system import faults
 from rl.system.errors import GIVE_UP
-from rl.wire.batch_file import check_rollouts, decode_batch, remove_rollouts, write_batch
+from rl.wire.batch_file import EncodedBatch, check_rollouts, decode_batch, remove_rollouts, write_batch
 from rl.wire.messages import TrainBatch
 from tests.hosts import Host, LateListings, permitted
 from tests.waiting import until
@@ -75,8 +74,8 @@ def orchestrate(root, environment: str, host: str, point: str = "") -> None:
     log = MetricsLog(run_dir.metrics, "orchestrator", fence)
     with merging(run_dir.metrics, fence):
         for step in range(newest + 1, STEPS + 1):
-            batch = batches.FormedBatch(step, [], SampleCounts(step), bytearray(json.dumps({"host": host}).encode()))
-            batches.commit(run_dir, batch, {"host": host})
+            lines = json.dumps({"host": host}).encode()
+            batches.commit(run_dir, EncodedBatch(step=step, samples=[]), lines, {"host": host})
             log.write(step, {"x": 1.0})
         until(lambda: (root / "trained").exists(), 20)
         time.sleep(ENVIRONMENT[environment])

@@ -42,7 +42,7 @@ def group(group_id: int, rewards: list[float], env: str = "sums", task: int = 0,
 
 def write_step(run_dir: RunDir, step: int, groups: list[Group]) -> None:
     """The rollouts of a step, as its batch settles them."""
-    write_rollouts(run_dir.rollouts(step), bytes(rollout_lines(groups, step, RULES)))
+    write_rollouts(run_dir.rollouts(step), rollout_lines(groups, step, False))
 
 
 def write_eval_of(run_dir: RunDir, version: int, rewards: list[float]) -> None:

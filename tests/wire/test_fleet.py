@@ -7,11 +7,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
 from rl.run_dir.status import RoleStatus, write_status
 from rl.system import process_table
-from rl.system.errors import GIVE_UP
 from rl.system.linux import pid_scope
 from rl.wire import inference_client
 from rl.wire.balance import BATCHED, Balancer
@@ -193,13 +191,6 @@ def test_an_address_that_is_not_ours():
 
     with pytest.raises(InferenceLostError, match=r"is not an inference server of rl: its /status answers 404"):
         play(work, WebServer())
-
-    async def wants_token(_):
-        return web.Response(status=401)
-
-    with pytest.raises(InferenceLostError, match="requires its run's token") as refused:
-        play(work, WebServer(web.get("/status", wants_token)))
-    assert refused.value.exit_code == GIVE_UP
 
 
 def test_the_version_of_some_servers_is_waited_for_although_others_are_there(monkeypatch):

@@ -4,7 +4,8 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -105,6 +106,26 @@ def client(tmp_path, timeout_s: float = 10.0) -> tuple[Client, list[tuple]]:
     return trainer, trainer.waits
 
 
+@contextmanager
+def impostor(tmp_path: Path, answers: list[list[bytes]]) -> Iterator[None]:
+    """Something with the run's token answers in place of the orchestrator, each request with the next of `answers`, a list of frames."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger, socket.curve_server = 0, True
+        _, socket.curve_secretkey = curve_keys(run_token(tmp_path / "status"), "server")
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=f"curve://127.0.0.1:{port}"))
+
+        def answer() -> None:
+            for frames in answers:
+                peer, _request = socket.recv_multipart()
+                socket.send_multipart([peer, *frames])
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        yield
+        answering.join()
+
+
 BATCH = encode_record(b"a batch")
 
 
@@ -188,22 +209,12 @@ def test_a_batch_that_is_damaged_is_named(serve, tmp_path, monkeypatch):
 def test_an_orchestrator_of_an_older_version_is_named(tmp_path, monkeypatch):
     """It sends the batch itself."""
     monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.2)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.linger, socket.curve_server = 0, True
-        _, socket.curve_secretkey = curve_keys(run_token(tmp_path / "status"), "server")
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=f"curve://127.0.0.1:{port}"))
-
-        def answer() -> None:
-            peer, _request = socket.recv_multipart()
-            socket.send_multipart([peer, msgspec.msgpack.encode({"type": "BatchBytes", "data": b"x"})])
-
-        answering = threading.Thread(target=answer)
-        answering.start()
-        trainer, _ = client(tmp_path, timeout_s=0.5)
-        with pytest.raises(RunError, match=r"BatchBytes.*is it this run's orchestrator, of the same version of rl\?"):
-            trainer.get_batch(1)
-        answering.join()
+    trainer, _ = client(tmp_path, timeout_s=0.5)
+    with (
+        impostor(tmp_path, [[msgspec.msgpack.encode({"type": "BatchBytes", "data": b"x"})]]),
+        pytest.raises(RunError, match=r"BatchBytes.*is it this run's orchestrator, of the same version of rl\?"),
+    ):
+        trainer.get_batch(1)
 
 
 def test_published_and_the_end_of_the_run(serve, tmp_path):
@@ -313,22 +324,9 @@ def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
     answers = [[b"garbage"], [b""], [b"a", b"b"], [b"\x91" * 100_000], [acknowledged], [acknowledged, b""], [b"x" * 2000]]
     answers.append([msgspec.msgpack.encode(ready(tmp_path))])
     monkeypatch.setattr("rl.wire.transport.MAX_REPLY_BYTES", 1000)  # the last reply but one closes the connection
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.linger, socket.curve_server = 0, True
-        _, socket.curve_secretkey = curve_keys(run_token(tmp_path / "status"), "server")
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=f"curve://127.0.0.1:{port}"))
-
-        def answer() -> None:
-            for frames in answers:
-                peer, _request = socket.recv_multipart()
-                socket.send_multipart([peer, *frames])
-
-        answering = threading.Thread(target=answer)
-        answering.start()
-        trainer, said = client(tmp_path)
+    trainer, said = client(tmp_path)
+    with impostor(tmp_path, answers):
         assert trainer.get_batch(1) == BATCH
-        answering.join()
     assert trainer.rejected.count == 5  # 100000 bytes and 2000 were too many
     assert all(any(text in detail for _, _, detail in said) for text in ("a Acknowledged in reply to a GetBatch", "2 frames"))
 

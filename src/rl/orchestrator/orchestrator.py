@@ -258,19 +258,22 @@ class Orchestrator:
             """Whether an evaluation of the loaded version that had to wait for the batch may start now."""
             return bool(self.evaluator.due(held, self.progress.final)) and not self.batch_goes_first()
 
-        def news() -> tuple[int, int, bool, WeightVersion | None]:
-            """Returns the newest batch, the trainer's activity, whether the wait is over, and the version to load."""
+        def is_over() -> bool:
             over = self.policy.loaded != held or held >= self.progress.final or is_time_to_evaluate()
-            return self.progress.newest, self.requests.activity, over, self.policy.next_version(self.progress.final)
+            return over or self.policy.next_version(self.progress.final) is not None
 
-        while (before := news())[2:] == (False, None):
-            if not await self.progress.wait_until(lambda before=before: news() != before, deadline_s):
+        def made() -> tuple[int, int]:
+            return self.progress.newest, self.requests.activity
+
+        while not is_over():
+            before = made()
+            if not await self.progress.wait_until(lambda before=before: is_over() or made() != before, deadline_s):
                 raise RunError(
                     f"waited {deadline_s:.0f} s for the trainer's version after {held} or a new batch; "
                     "if a step just takes long, raise orchestrator.trainer_timeout_s. "
                     f"Trainer: {last_seen(self.config.run_dir.status('trainer'))}"
                 )
-        return None if is_time_to_evaluate() else before[3]
+        return None if is_time_to_evaluate() else self.policy.next_version(self.progress.final)
 
     def batch_goes_first(self) -> bool:
         """Whether evaluations of the loaded version wait for the batch it samples: on-policy, servers are idle while that batch is trained.

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 
-from rl.orchestrator.policy.probe import Prompt
 from rl.run_dir.status import EndKind
 
 
@@ -13,8 +12,6 @@ class Progress:
     def __init__(self, max_steps: int):
         self.newest = 0
         """Number of the newest committed batch."""
-        self.prompts: dict[int, Prompt] = {}
-        """Prompts of the newest batch's first groups, for probes: decoding the batch again would block the event loop."""
         self.final = max_steps
         """Number of the last batch of the run."""
         self.end_reason = ""

@@ -9,7 +9,7 @@ import io
 import os
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,9 @@ import msgspec
 from rl.run_dir.files import HEADER, MAGIC, CorruptFileError, Data, decode_record, head_of_record, reading, write_file
 from rl.run_dir.hashes import blake2b, sha256
 from rl.run_dir.paths import RunDir, numbers
-from rl.wire.messages import UNREADABLE, BatchReady, TrainBatch
+from rl.wire.messages import UNREADABLE, BatchReady, TrainBatch, TrainingSample
 
 ENCODER = msgspec.msgpack.Encoder()
-PIECE = 1 << 22
-"""Number of bytes copied in a few milliseconds."""
-NO_SAMPLES = b"\xa7samples\x90"
-"""An empty `samples` field in msgpack."""
 ROLLOUT_SUFFIXES = (".jsonl", ".jsonl.gz", ".sha256")
 """Suffixes of the files with a step's rollouts: plain, compressed, and the checksum."""
 PLAIN_STEPS = 100
@@ -42,35 +38,20 @@ class BatchFile(msgspec.Struct, kw_only=True):
     state: msgspec.Raw
 
 
-def encode_batch(batch: TrainBatch, state: Any) -> bytearray:
+class EncodedBatch(msgspec.Struct, kw_only=True):
+    """A TrainBatch whose samples are encoded. As lists they would take several times the memory."""
+
+    step: int
+    samples: list[msgspec.Raw]
+
+
+def encode_batch(batch: TrainBatch | EncodedBatch, state: Any) -> bytearray:
     """Returns the bytes of a batch file: one checksummed record."""
-    return encode_samples(batch.step, [ENCODER.encode(sample) for sample in batch.samples], state)
-
-
-def encode_samples(step: int, samples: Sequence[bytes], state: Any) -> bytearray:
-    """Does what `encode_batch` does, with samples that are already encoded, each by itself.
-
-    No call in it holds the GIL for long, so it can run in a thread beside an event loop.
-    """
-    empty = BatchFile(batch=TrainBatch(step=step, samples=[]), state=msgspec.Raw(ENCODER.encode(state)))
-    head, key, tail = ENCODER.encode(empty).partition(NO_SAMPLES)
-    length = ENCODER.encode([None] * len(samples))[: -len(samples) or None]
-    record = joined([bytes(HEADER.size), head, key[:-1], length, *samples, tail])
+    record = bytearray(HEADER.size)
+    ENCODER.encode_into({"batch": batch, "state": state}, record, HEADER.size)
     payload = memoryview(record)[HEADER.size :]
     HEADER.pack_into(record, 0, MAGIC, len(payload), blake2b(payload))
     return record
-
-
-def joined(parts: Sequence[bytes]) -> bytearray:
-    """Concatenates the parts, copying piece by piece: `b"".join` would hold the GIL while it copies everything."""
-    data, offset = bytearray(sum(map(len, parts))), 0
-    for part in parts:
-        view = memoryview(part)
-        for start in range(0, len(part), PIECE):
-            piece = view[start : start + PIECE]
-            data[offset : offset + len(piece)] = piece
-            offset += len(piece)
-    return data
 
 
 def decode_batch(data: bytes, name: str) -> BatchFile:
@@ -81,7 +62,7 @@ def decode_batch(data: bytes, name: str) -> BatchFile:
         raise CorruptFileError(f"{name}: not a batch of this version of rl: {error}") from None
 
 
-def write_batch(path: Path, batch: TrainBatch, state: Any, fence: Callable[[], None] | None = None) -> None:
+def write_batch(path: Path, batch: TrainBatch | EncodedBatch, state: Any, fence: Callable[[], None] | None = None) -> None:
     """Commits a batch. Raises TakenError if the step already has one, and what `fence` raises, see write_file."""
     write_file(path, encode_batch(batch, state), new=True, fence=fence)
 
@@ -95,6 +76,13 @@ def sound_batch(path: Path) -> bytes:
         raise CorruptFileError(f"{path}: missing") from None
     decode_record(memoryview(data), str(path))  # a view, because slices of it are not copies
     return data
+
+
+def samples_of(path: Path) -> Iterator[TrainingSample]:
+    """Yields the samples of a batch file, each decoded when it is asked for. Raises CorruptFileError if the file is damaged or missing."""
+    content = msgspec.msgpack.decode(sound_batch(path)[HEADER.size :], type=dict[str, msgspec.Raw])
+    for sample in msgspec.msgpack.decode(content["batch"], type=EncodedBatch).samples:
+        yield msgspec.msgpack.decode(sample, type=TrainingSample)
 
 
 def batch_head(path: Path) -> BatchReady:

@@ -111,6 +111,6 @@ def host_name(value: bytes) -> str:
 
 def announced_length(scope: Scope) -> int:
     """Returns the request's content length, bytes; 0 if it is missing or not a number."""
-    values = [value for name, value in scope["headers"] if name == b"content-length"]
+    values = header(scope, b"content-length")
     digits = values[0] if values and values[0].isdigit() else b"0"
     return int(digits) if len(digits) < 19 else sys.maxsize

@@ -1,6 +1,5 @@
 """Single requests to HTTP servers that may be away, busy or starting; callers repeat them until their own deadline."""
 
-import asyncio
 import resource
 from typing import Any
 
@@ -29,7 +28,7 @@ class RefusedError(RunError):
 
 
 class HttpClient:
-    """Sends any number of concurrent requests. By default only connecting has a deadline.
+    """Sends any number of concurrent requests. Only connecting has a deadline here.
 
     Connections are limited to half of the files that this process may open; further requests are queued.
     """
@@ -39,11 +38,9 @@ class HttpClient:
         """Unix socket to which all requests go, whatever their address; empty for none."""
         self.session: aiohttp.ClientSession | None = None
 
-    async def request(
-        self, method: str, url: str, body: Any, headers: dict[str, str], *, timeout_s: float | None = None
-    ) -> tuple[int, bytes]:
-        """Sends `body` as JSON (None: no body). Returns status and content of the answer. Raises AwayError if there is none within
-        `timeout_s`, if it is larger than MAX_ANSWER_BYTES, or if its status is 500 or above."""
+    async def request(self, method: str, url: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:
+        """Sends `body` as JSON (None: no body). Returns status and content of the answer. Raises AwayError if there is none, if it is
+        larger than MAX_ANSWER_BYTES, or if its status is 500 or above."""
         if self.session is None:  # can only be made inside a running event loop
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
             most = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -52,29 +49,23 @@ class HttpClient:
         data = msgspec.json.encode(body) if body is not None else None
         headers = {"Content-Type": "application/json"} | headers
         try:
-            async with asyncio.timeout(timeout_s), self.session.request(method, url, data=data, headers=headers) as response:
-                content = await read_answer(response)
+            async with self.session.request(method, url, data=data, headers=headers) as response:
+                content = bytearray()
+                async for chunk in response.content.iter_any():
+                    content += chunk
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise AwayError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise AwayError(f"{type(error).__name__} {error}") from None
         if response.status >= 500:
             raise AwayError(refusal(response.status, content))
-        return response.status, content
+        return response.status, bytes(content)
 
     async def close(self) -> None:
         if self.session is not None:
             await self.session.close()
 
 
-async def read_answer(response: aiohttp.ClientResponse) -> bytes:
-    """Returns the whole content of a response. Raises aiohttp.ClientError if it is larger than MAX_ANSWER_BYTES."""
-    content = bytearray()
-    async for chunk in response.content.iter_any():
-        content += chunk
-        if len(content) > MAX_ANSWER_BYTES:
-            raise aiohttp.ClientPayloadError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
-    return bytes(content)
-
-
-def refusal(status: int, content: bytes) -> str:
+def refusal(status: int, content: bytes | bytearray) -> str:
     """Describes an answer with an error status."""
     return f"answered {status}: {content[:300].decode(errors='replace')}"

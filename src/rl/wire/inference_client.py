@@ -145,8 +145,6 @@ class InferenceServers:
         self.balancer = Balancer()
         self.fleet: ServerSet | None = None
         """The servers as last announced by the orchestrator; None: not yet, so this process finds them itself."""
-        self.oldest = 0
-        """The oldest version that may answer a new request."""
         self.contents: dict[int, str] = {}
         """Version -> the id of its content, if known."""
         self.known: dict[str, int] = {}
@@ -170,7 +168,7 @@ class InferenceServers:
 
     def follow(self, fleet: ServerSet) -> None:
         """Adopts the servers announced by the orchestrator: from now on no other server is asked for tokens."""
-        self.fleet, self.oldest = fleet, fleet.oldest
+        self.fleet = fleet
         self.balancer.update(fleet.urls, fleet.closed)
 
     async def poll_versions(self) -> dict[str, int]:
@@ -191,7 +189,7 @@ class InferenceServers:
         """Records which version a server holds, or what is wrong with it. A fault is logged once."""
         try:
             async with asyncio.timeout(STATUS_S):
-                status, content = await self._send("GET", url, "/status")
+                status, content = await self.send("GET", url, "/status")
             if status != 200:
                 raise InferenceLostError(f"{url} is not an inference server of rl: its /status answers {status}")
             found = read(content, HeldVersion)
@@ -265,7 +263,7 @@ class InferenceServers:
         while True:
             if not self.balancer.usable() and self.fleet is None:
                 self.balancer.update(self.find())
-            server, oldest = self.balancer.choose(session), self.oldest
+            server, oldest = self.balancer.choose(session), self.fleet.oldest if self.fleet else 0
             if (server is None or problem) and time.monotonic() - since > self.timeout_s:
                 raise self._lost("/generate", problem or self._problems())
             if server is None:
@@ -306,7 +304,7 @@ class InferenceServers:
         OSError and InferenceLostError."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_s):
-                await self._send("POST", url, "/prepare_weights", msgspec.to_builtins(version))
+                await self.send("POST", url, "/prepare_weights", msgspec.to_builtins(version))
 
     async def load(self, url: str, version: WeightVersion) -> float:
         """Loads a version into one server. Returns how long this paused generation, seconds.
@@ -316,7 +314,7 @@ class InferenceServers:
         body = msgspec.to_builtins(msgspec.structs.replace(version, path=str(Path(version.path).absolute())))
         try:
             async with asyncio.timeout(self.timeout_s + CONNECT_S):
-                status, content = await self._send("POST", url, "/load_weights", body)
+                status, content = await self.send("POST", url, "/load_weights", body)
         except TimeoutError:
             raise InferenceLostError(
                 f"waited {self.timeout_s:.0f} s for inference at {url} to load version {version.policy_version}: it is preparing weights, "
@@ -335,7 +333,7 @@ class InferenceServers:
 
     async def _fly(self, server: Server, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         """Sends a request that the balancer may cancel when its server is gone (AwayError)."""
-        flight = asyncio.ensure_future(self._send("POST", server.url, path, body))
+        flight = asyncio.ensure_future(self.send("POST", server.url, path, body))
         server.flights.add(flight)
         try:
             return await flight
@@ -347,7 +345,7 @@ class InferenceServers:
         finally:
             server.flights.discard(flight)
 
-    async def _send(self, method: str, url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+    async def send(self, method: str, url: str, path: str, body: Any = None) -> tuple[int, bytes]:
         """Returns status and content of one answer below 500. Raises AwayError or OSError if there is none, InferenceLostError if the
         server rejects the token or refuses (403)."""
         faults.point(f"http{path}")

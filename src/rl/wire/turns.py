@@ -7,7 +7,6 @@ sampled token in it follows exactly the ids that it was sampled after, and nothi
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, overload
 
 import msgspec
 
@@ -198,13 +197,8 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
     def __len__(self) -> int:
         return len(self.answers)
 
-    @overload
-    def __getitem__(self, index: int) -> Turn: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Turn]: ...
-    def __getitem__(self, index: Any) -> Any:
-        found = self.answers[index]
-        return [self._turn(answer) for answer in found] if isinstance(index, slice) else self._turn(found)
+    def __getitem__(self, index: int) -> Turn:
+        return self._turn(self.answers[index])
 
     def __iter__(self) -> Iterator[Turn]:
         return map(self._turn, self.answers)

@@ -1,33 +1,36 @@
 import json
+import math
+from collections import Counter
 
 import msgspec
 import pytest
 
 from rl.config.orchestrator import NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
 from rl.orchestrator.batches.batch_builder import GroupWarnings
-from rl.orchestrator.batches.batch_metrics import SampleCounts, batch_metrics
-from rl.orchestrator.batches.batch_selection import OrchestratorState, choose, commit, decode_state, form, rollout_line
+from rl.orchestrator.batches.batch_metrics import batch_metrics
+from rl.orchestrator.batches.batch_selection import (
+    OrchestratorState,
+    choose,
+    commit,
+    decode_state,
+    encoded_samples,
+    rollout_line,
+    rollout_lines,
+)
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
 from rl.orchestrator.batches.samples import group_samples
-from rl.orchestrator.groups.group_credit import Rules, credit_group
+from rl.orchestrator.groups.group_credit import Rules, credit_group, normalise
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
 from rl.run_dir.paths import RunDir
-from rl.wire.batch_file import decode_batch
+from rl.wire.batch_file import EncodedBatch, decode_batch
 from rl.wire.messages import TrainBatch, VersionSpan
-from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import pack_logprobs
+from tests.orchestrator.made import turn
 
 
 def rollout(reward, version=0, error=None, tokens=2, **options):
-    turns = [
-        Turn(
-            prompt_ids=[1],
-            completion_ids=[2] * tokens,
-            logprobs=[-1.0] * tokens,
-            policy_versions=[VersionSpan(version, tokens)],
-            finish_reason="stop",
-        )
-    ]
+    turns = [turn(completion=[2] * tokens, version=version)]
     return Rollout(turns=turns, reward=reward, error=error, cause="environment" if error else None, metrics={"m": reward * 2}, **options)
 
 
@@ -63,7 +66,7 @@ def test_groups_without_signal_fill_their_place_if_they_are_not_replaced():
     silent = Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0), rollout(1.0, episode=1)])
     kept = credit_group(silent, Rules(replace_no_signal=False))
     assert (kept.why, kept.advantages, len(list(group_samples(kept)))) == (None, [0.0, 0.0], 2)
-    assert batch_metrics(SampleCounts(1), [kept])["rollouts/zero_advantage"] == 1.0
+    assert batch_metrics(1, [kept])["rollouts/zero_advantage"] == 1.0
     history = RewardHistory()
     history.add(kept)
     assert history.without_signal == [("e", 1.0)] * 2 and history.is_solved()
@@ -105,7 +108,7 @@ def test_every_end_of_a_rollout_has_its_own_name():
     assert [line["outcome"] for line in lines] == list(kinds)
     assert [line["why"] for line in lines] == ["error"] * 4 + ["timeout", "environment"]
     assert [line["reward"] is line["advantage"] is None for line in lines] == [False] * 4 + [True] * 2
-    metrics = batch_metrics(SampleCounts(1), [failed])
+    metrics = batch_metrics(1, [failed])
     assert [metrics[f"rollouts/{kind}"] for kind in ("overlong", "empty", "timeout", "errored")] == [1 / 6, 1 / 6, 1 / 6, 2 / 6]
     assert (metrics["rollouts/e/failed_timeout"], metrics["rollouts/e/failed_environment"]) == (1, 1)
 
@@ -114,43 +117,43 @@ def test_turns_that_could_not_be_merged_are_counted():
     turns = [rollout(1.0).turns[0] for _ in range(3)]
     turns[1].prompt_ids = [1, 2, 2, 5]  # continues the first
     turns[2].prompt_ids = [1, 7]
-    metrics = batch_metrics(SampleCounts(1), [Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)])])
+    metrics = batch_metrics(1, [Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)])])
     assert metrics["rollouts/unmerged_turns"] == 0.5
 
 
-def test_oldest_groups_first_and_not_before_the_batch_is_full():
-    groups = [group(5, 1.0, 0.0), group(3, 1.0, 0.0), group(4, 1.0, 1.0)]
-    assert choose(groups, 6, 0, 3) is None
-    assert [g.group_id for g in choose([*groups, group(1, 0.0, 1.0)], 4, 5, 3)] == [1, 3]
-    assert [g.group_id for g in choose([*groups, group(1, 0.0, 1.0, 0.5)], 4, 5, 3)] == [1, 3]  # one rollout more than asked for
+def silent(count):
+    return [group(i, 0.0, 0.0) for i in range(count)]
 
 
-def test_a_group_does_not_overtake_one_that_was_begun_before_it():
-    groups = [group(1, 1.0, 0.0), group(3, 1.0, 0.0), group(4, 1.0, 0.0)]
-    assert choose(groups, 4, 2, 3, before=2) is None  # group 2 is playing
-    assert [g.group_id for g in choose(groups, 4, 2, 3, before=4)] == [1, 3]
+def trainable(*numbers):
+    return [group(number, 1.0, 0.0) for number in numbers]
 
 
-def test_short_batch_after_three_batches_worth_of_groups():
-    silent = [group(i, 0.0, 0.0) for i in range(3 * 2)]
-    assert choose(silent, 4, 0, 3) is None
-    assert [g.group_id for g in choose([*silent[1:], group(9, 1.0, 0.0)], 4, 0, 3)] == [9]
-
-
-def test_the_limit_of_refills_is_a_setting():
-    finished = [group(0, 0.0, 0.0), group(1, 1.0, 0.0)]
-    assert [g.group_id for g in choose(finished, 4, 0, 1)] == [1] and choose(finished, 4, 0, 2) is None
-
-
-def test_no_short_batch_while_groups_are_playing():
-    finished = [*(group(i, 0.0, 0.0) for i in range(3 * 2 - 1)), group(9, 1.0, 0.0)]
-    assert choose(finished, 4, 1, 3) is None
+@pytest.mark.parametrize(
+    ("finished", "num_playing", "max_refill", "before", "chosen"),
+    [
+        ([*trainable(5), group(4, 1.0, 1.0)], 0, 3, math.inf, None),  # not full
+        ([*trainable(5, 3, 1), group(4, 1.0, 1.0)], 5, 3, math.inf, [1, 3]),  # the oldest first
+        ([*trainable(5, 3), group(1, 0.0, 1.0, 0.5)], 5, 3, math.inf, [1, 3]),  # one rollout more than asked for
+        (trainable(1, 3, 4), 2, 3, 2, None),  # group 2, which started before, is playing
+        (trainable(1, 3, 4), 2, 3, 4, [1, 3]),
+        (silent(6), 0, 3, math.inf, None),
+        ([*silent(5), *trainable(9)], 0, 3, math.inf, [9]),  # short, after three batches' worth of groups
+        ([*silent(5), *trainable(9)], 1, 3, math.inf, None),  # not while one is playing
+        ([*silent(1), *trainable(1)], 0, 1, math.inf, [1]),
+        ([*silent(1), *trainable(1)], 0, 2, math.inf, None),
+    ],
+)
+def test_which_groups_are_the_next_batch(finished, num_playing, max_refill, before, chosen):
+    found = choose(finished, 4, num_playing, max_refill, before)
+    assert (found and [one.group_id for one in found]) == chosen
 
 
 def test_metrics_count_every_rollout_and_lag_by_token():
     used, silent, failed = group(0, 1.0, 0.0, version=2), group(1, 1.0, 1.0), group(2, 0.0, 0.0, error="x")
     newer = group(3, 0.0, 1.0, version=3, tokens=6)
-    metrics = batch_metrics(SampleCounts(4, [*group_samples(used), *group_samples(newer)]), [used, newer, silent, failed])
+    used.rollouts[0].turns.answers[0].policy_versions.append(VersionSpan(0, 0))  # no token is that old
+    metrics = batch_metrics(4, [used, newer, silent, failed])
     assert metrics["reward/mean"] == 4 / 6 and metrics["reward/e/m"] == 8 / 6
     assert (metrics["lag/max"], metrics["lag/mean"]) == (1, 4 / 16)
     assert (metrics["rollouts/errored"], metrics["rollouts/zero_advantage"], metrics["rollouts/trained"]) == (0.25, 0.25, 4)
@@ -159,7 +162,7 @@ def test_metrics_count_every_rollout_and_lag_by_token():
 
 def test_each_environment_is_counted_also_one_of_which_nothing_is_left():
     used, failed = group(0, 1.0, 0.0), group(1, 0.0, 0.0, env="f", error="x")
-    metrics = batch_metrics(SampleCounts(1, group_samples(used)), [used, failed], ["e", "f", "g"])
+    metrics = batch_metrics(1, [used, failed], envs=["e", "f", "g"])
     counted = {
         name: metrics[f"rollouts/{name}"] for name in ("e/finished", "e/trained", "f/finished", "f/trained", "g/finished", "g/trained")
     }
@@ -170,16 +173,24 @@ def test_no_metric_of_an_environment_takes_the_place_of_one_of_ours():
     some = group(0, 1.0, 0.0)
     for rollout in some.rollouts:
         rollout.metrics = {"mean": 1000.0, "length_penalty": 7.0, "agent_agent": 5.0, "errored": 3.0, "means": 2.0}
-    metrics = batch_metrics(SampleCounts(1, group_samples(some)), [some])
+    metrics = batch_metrics(1, [some])
     own = {"own_mean": 1000.0, "own_length_penalty": 7.0, "own_agent_agent": 5.0, "own_errored": 3.0, "means": 2.0}
     assert {name.removeprefix("reward/e/"): value for name, value in metrics.items() if name.startswith("reward/e/")} == {
         "mean": 0.5,
         **own,
     }
     said = []
-    GroupWarnings(said.append).renamed(some)
+    GroupWarnings(said.append).about(some)
     assert [(one.about, one.env) for one in said] == [("renamed", "e")]
     assert "agent_agent as own_agent_agent" in said[0].text and "means" not in said[0].text
+
+
+def test_an_environment_that_is_too_slow_for_its_batches_is_named_once_a_minute(caplog):
+    warnings = GroupWarnings([].append)
+    for _ in range(2):
+        warnings.stale(Counter(e=2, f=1), Counter(e=2, f=2), 4)
+    (said,) = caplog.messages
+    assert said.startswith("environment e: 2 of its groups were stale for this batch, 2 were used. Its rollouts take longer than orch")
 
 
 def test_a_length_penalty_gives_equal_rewards_a_signal_and_leaves_the_reward_alone():
@@ -188,10 +199,10 @@ def test_a_length_penalty_gives_equal_rewards_a_signal_and_leaves_the_reward_alo
     judged = credit_group(Group(group_id=0, env="e", task=0, rollouts=rollouts), rules)
     assert (judged.why, judged.penalties, judged.advantages) == (None, [0.5, 0.25, 0.0], [-0.375, 0.0, 0.375])
     assert group(1, 0.0, 0.0, rules=rules).why == "no_signal"
-    metrics = batch_metrics(SampleCounts(1), [judged, group(1, 0.0, rules=rules)])
+    metrics = batch_metrics(1, [judged, group(1, 0.0, rules=rules)])
     assert metrics["reward/e/mean"] == 0.75 and metrics["reward/e/length_penalty"] == 0.75 / 4
     assert rollout_line(judged, 0, 1)["reward"] == 1.0
-    assert "reward/e/length_penalty" not in batch_metrics(SampleCounts(1), [group(0, 1.0, 0.0)])
+    assert "reward/e/length_penalty" not in batch_metrics(1, [group(0, 1.0, 0.0)])
 
 
 def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_itself(tmp_path):
@@ -203,8 +214,9 @@ def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_its
     dropped = [used.pop(3)]
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     state = OrchestratorState(tasks=TaskState(next_group=5, issued={}, in_flight=[]), settled=[0], pending=[TaskRef(7, "e", 1)])
-    formed = form(1, used, dropped, rules)
-    commit(run_dir, formed, state)
+    normalise(used, rules)
+    batch = EncodedBatch(step=1, samples=encoded_samples(used, False))
+    commit(run_dir, batch, rollout_lines([*used, *dropped], 1, False), state)
     content = decode_batch(run_dir.batch(1).read_bytes(), "x")
     batch = content.batch
     a, b = 0.5 / (1 / 3) ** 0.5, 5 / 50**0.5
@@ -214,7 +226,7 @@ def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_its
     lines = [json.loads(line) for line in run_dir.rollouts(1).read_bytes().splitlines()]
     assert [line["advantage"] for line in lines[:8]] == [sample.advantages[-1] for sample in batch.samples]
     assert [line["advantage"] for line in lines[8:]] == [0.0] * 3
-    metrics = batch_metrics(formed.counts, [*used, *dropped])
+    metrics = batch_metrics(1, [*used, *dropped])
     assert metrics["rollouts/replaced_groups"] == metrics["rollouts/b/replaced_groups"] == 1 and "rollouts/a/replaced_groups" not in metrics
 
 
@@ -222,8 +234,7 @@ def test_what_was_begun_beyond_a_batch_is_counted_and_in_no_mean():
     """The surplus groups that finish are biased towards quick ones, or are of an older version."""
     used, surplus = [group(0, 1.0, 0.0)], group(1, 1.0, 1.0, 1.0, tokens=9)
     surplus.why = "surplus"
-    counts = form(1, used, [surplus], {"e": Rules()}).counts
-    alone, both = batch_metrics(counts, used), batch_metrics(counts, [*used, surplus])
+    alone, both = batch_metrics(1, used), batch_metrics(1, [*used, surplus])
     assert (alone["rollouts/finished"], both["rollouts/finished"], both["rollouts/e/finished"]) == (2, 5, 5)
     assert {name for name in both if both[name] != alone[name]} == {"rollouts/finished", "rollouts/e/finished"}
     assert choose([*used, surplus], 4, 0, 1) is None  # nor does it count towards the next batch's refills
@@ -258,7 +269,7 @@ def test_a_teacher_is_a_signal():
     taught.rollouts[0].turns.answers[0].teacher_logprobs = pack_logprobs([-1.5, -0.25])
     samples = list(group_samples(taught))
     assert [sample.teacher_logprobs for sample in samples] == [[0.0, -1.5, -0.25], None]
-    metrics = batch_metrics(SampleCounts(1, samples), [taught])
+    metrics = batch_metrics(1, [taught])
     assert metrics["teacher_kl/mean"] == metrics["teacher_kl/e/mean"] == (0.5 - 0.75) / 2
     history = RewardHistory(without_signal=[("e", 1.0)])
     history.add(taught)

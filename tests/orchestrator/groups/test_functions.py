@@ -10,8 +10,9 @@ from rl.config.base import FunctionConfig
 from rl.config.command_line import build, parse_args
 from rl.config.orchestrator import CustomCreditConfig, ReinforcePlusPlusConfig, RlooConfig
 from rl.orchestrator.batches.batch_metrics import batch_metrics
-from rl.orchestrator.batches.batch_selection import form
+from rl.orchestrator.batches.batch_selection import rollout_lines
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
+from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.groups.functions import load_functions, metrics_function
 from rl.orchestrator.groups.group_credit import Rules, credit_group, rules_of
 from rl.system.errors import GIVE_UP, RunError
@@ -79,11 +80,10 @@ def test_the_filter_drops_rollouts_and_groups(file):
     whole = credit_group(group_of(1.0, 1.5), rules)
     zeros = credit_group(group_of(1.0, 0.5, 0.0), rules)
     assert (whole.why, zeros.why) == ("filtered", None)
-    batch = form(1, [some], [whole], {"e": rules})
-    lines = [json.loads(line) for line in batch.lines.splitlines()]
+    lines = [json.loads(line) for line in rollout_lines([some, whole], 1, False).splitlines()]
     assert [line["why"] for line in lines] == ["filtered", None, None, "filtered", "filtered"] and not lines[0]["trained"]
-    assert batch.counts.trained == {(some.group_id, 1), (some.group_id, 2)} and len(batch.samples) == 2
-    metrics = batch_metrics(batch.counts, [some, whole])
+    assert [sample.rollout_id for sample in group_samples(some)] == [1, 2]
+    metrics = batch_metrics(1, [some, whole])
     assert metrics["rollouts/filtered"] == metrics["rollouts/e/filtered"] == 3 / 5 and metrics["rollouts/trained"] == 2
     assert credit_group(some, Rules()).rollouts[0].filtered is False  # judged again, by other rules
 
@@ -131,7 +131,7 @@ def test_metrics_join_those_of_the_environment(file):
     group.rollouts.append(rollout(0.0, error="boom", episode=3))
     metrics_of(file, "{'half': rollout.reward / 2} if rollout.reward else {}")(group.rollouts)
     assert [one.metrics for one in group.rollouts] == [{"m": 2.0, "half": 0.5}, {"m": 0.0}, {"m": 6.0, "half": 1.5}, {"m": 0.0}]
-    assert batch_metrics(form(1, [], [credit_group(group, Rules())], {"e": Rules()}).counts, [group])["reward/e/half"] == 1.0
+    assert batch_metrics(1, [credit_group(group, Rules())])["reward/e/half"] == 1.0
 
 
 ONE_EACH = "return a list of 2 finite numbers, one for each of group.rollouts"

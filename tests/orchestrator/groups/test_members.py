@@ -14,13 +14,12 @@ from rl.envs.worker import Worker
 from rl.orchestrator.groups.pending import PendingLog
 from rl.orchestrator.main import run
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskRef, TaskSource
-from rl.orchestrator.workers.pool import WorkerPool
 from rl.run_dir.status import Status
 from rl.wire.batch_file import decode_batch
-from rl.wire.messages import VersionSpan
-from rl.wire.rollouts import Group, Members, Rollout, Turn
+from rl.wire.rollouts import Group, Members, Rollout
 from rl.wire.worker_messages import FromWorker, PlayGroup
 from tests.orchestrator import light_worker
+from tests.orchestrator.made import turn
 from tests.orchestrator.stub_inference import StubInference
 from tests.orchestrator.test_loop_lag import builder
 
@@ -69,21 +68,16 @@ def test_a_worker_sends_episodes_as_they_finish_and_short_ones_together(monkeypa
 
 
 def test_a_worker_that_dies_leaves_its_finished_members(tmp_path, monkeypatch):
-    async def main():
-        pool, kept = WorkerPool(tmp_path / "logs"), []
-        try:
-            light_worker.start(pool, monkeypatch, seconds=[0.0, 0.0, 1.0, 1.0], log=str(tmp_path / "log"))
-            await pool.sizes(20.0)
-            playing = asyncio.create_task(pool.play("light", "train", 7, 4, {}, 0, [Rollout(episode=1, reward=9.0)], kept.append))
-            async with asyncio.timeout(20):
-                while not kept:
-                    await asyncio.sleep(0.02)
-                os.kill(pool.workers["light-0"].child.pid, signal.SIGKILL)
-                return await playing, kept, pool.num_started
-        finally:
-            await pool.close()
+    async def work(pool):
+        kept = []
+        playing = asyncio.create_task(pool.play("light", "train", 7, 4, {}, 0, [Rollout(episode=1, reward=9.0)], kept.append))
+        while not kept:
+            await asyncio.sleep(0.02)
+        os.kill(pool.workers["light-0"].child.pid, signal.SIGKILL)
+        return await playing, kept, pool.num_started
 
-    rollouts, kept, started = asyncio.run(main())
+    args = {"seconds": [0.0, 0.0, 1.0, 1.0], "log": str(tmp_path / "log")}
+    rollouts, kept, started = light_worker.run(tmp_path, monkeypatch, work, **args)
     assert started == 2 and [(rollout.episode, rollout.reward) for rollout in rollouts] == [(0, 7.0), (1, 9.0), (2, 9.0), (3, 10.0)]
     assert sorted((tmp_path / "log").read_text().split("\n")[:-1]) == ["7 0", "7 2", "7 3"]
     assert [[rollout.episode for rollout in members] for members in kept] == [[0], [2]]
@@ -131,18 +125,12 @@ def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(tmp_path,
 def test_what_a_user_adds_to_a_finished_group_is_not_in_its_members(tmp_path, monkeypatch):
     """They may be played to the end again: the same metric would then be added twice, and reported as the user's fault."""
 
-    async def main():
-        pool, kept = WorkerPool(tmp_path / "logs"), []
+    async def work(pool):
+        old, kept = Rollout(episode=1, metrics={"own": 2.0}), []
         pool.add_metrics = lambda rollouts: [rollout.metrics.update(added=1.0) for rollout in rollouts]
-        try:
-            light_worker.start(pool, monkeypatch)
-            await pool.sizes(20.0)
-            old = Rollout(episode=1, metrics={"own": 2.0})
-            return await pool.play("light", "train", 7, 3, {}, 0, [old], kept.append), [[old], *kept]
-        finally:
-            await pool.close()
+        return await pool.play("light", "train", 7, 3, {}, 0, [old], kept.append), [[old], *kept]
 
-    rollouts, kept = asyncio.run(main())
+    rollouts, kept = light_worker.run(tmp_path, monkeypatch, work)
     assert [rollout.metrics for rollout in rollouts] == [{"added": 1.0}, {"own": 2.0, "added": 1.0}, {"added": 1.0}]
     assert {key for members in kept for rollout in members for key in rollout.metrics} == {"own"}
 
@@ -175,8 +163,7 @@ def test_a_failed_member_is_played_again(tmp_path):
 
 
 def member(group_id, episode, version=0, reward=0.5):
-    turn = Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0], policy_versions=[VersionSpan(version, 1)], finish_reason="stop")
-    return Members(group_id=group_id, env="e", task=3, members=[Rollout(turns=[turn], episode=episode, reward=reward)])
+    return Members(group_id=group_id, env="e", task=3, members=[Rollout(turns=[turn(version=version)], episode=episode, reward=reward)])
 
 
 def test_members_are_durable_until_their_group_is(tmp_path):

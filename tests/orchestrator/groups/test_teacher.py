@@ -10,14 +10,9 @@ from rl.config.orchestrator import TeacherConfig
 from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.groups.teacher import Teacher, make_teachers
 from rl.system.errors import RunError
-from rl.wire.messages import VersionSpan
-from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.rollouts import Group, Rollout
+from tests.orchestrator.made import turn
 from tests.orchestrator.stub_teacher import StubTeacher, logprob
-
-
-def turn(prompt, completion):
-    logprobs, spans = [-0.1] * len(completion), [VersionSpan(0, len(completion))]
-    return Turn(prompt_ids=prompt, completion_ids=completion, logprobs=logprobs, policy_versions=spans, finish_reason="stop")
 
 
 def against(stub, act, **options):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -14,10 +15,10 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import read_metrics
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
-from rl.wire.messages import VersionSpan
-from rl.wire.rollouts import Rollout, Turn
+from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import ServerSet
 from tests.launch.test_repair import version as write_version
+from tests.orchestrator.made import turn
 
 
 class Servers:
@@ -67,11 +68,10 @@ class Pool:
         version = self.servers.versions[0]
         self.played.append((task, version))
         self.seeds.append(seed)
-        turn = Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0], policy_versions=[VersionSpan(version, 1)], finish_reason="stop")
         if (held := self.after.get(len(self.played))) is not None:
             self.servers.versions = [held]
         await asyncio.sleep(0)
-        return [Rollout(turns=[turn], reward=float(version), episode=i) for i in range(num_episodes)]
+        return [Rollout(turns=[turn(version=version)], reward=float(version), episode=i) for i in range(num_episodes)]
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def world(tmp_path):
             config.run_dir.weights(number).mkdir(parents=True, exist_ok=True)
         evaluator = Evaluator(config, pool or Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
         evaluator.clock.start()
-        return config, evaluator, ServedPolicy(servers, config.run_dir, str(tmp_path), evaluator)
+        return config, evaluator, ServedPolicy(servers, config.run_dir, str(tmp_path), evaluator, AsyncMock())
 
     return make
 

@@ -5,14 +5,15 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from msgspec import Raw
+from msgspec.msgpack import encode
 
-import rl.wire.batch_file
 from rl.orchestrator.policy import trainer_requests
-from rl.orchestrator.policy.probe import Prompt, add_prompt
 from rl.orchestrator.policy.trainer_requests import TrainerRequests
 from rl.orchestrator.progress import Progress
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import RoleStatus, write_status
+from rl.wire.batch_file import EncodedBatch, write_batch
 from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
 from tests.trainer.samples import make_sample
@@ -41,12 +42,12 @@ def test_a_trainer_on_a_host_with_another_clock_lives_as_long_as_its_heart_beats
     until(requests.trainer_has_ended)
 
 
-def test_a_probe_asks_for_the_first_groups_and_reads_no_batch(tmp_path, monkeypatch):
-    """A batch of millions of tokens is decoded in one call, which would block the event loop from any thread."""
+def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path):
+    """A batch of millions of tokens is not decoded whole: that would block the event loop from any thread."""
     progress, asked = Progress(9), []
-    for group in (7, 7, 3, 8, 5, 4):
-        add_prompt(progress.prompts, make_sample([group, group], [9], group=group))
-    assert list(progress.prompts.values()) == [Prompt([group, group], 1.0) for group in (7, 3, 8, 5)]
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    samples = [Raw(encode(make_sample([group, group], [9], group=group))) for group in (7, 7, 3, 8, 5)]
+    write_batch(run_dir.batch(1), EncodedBatch(step=1, samples=[*samples, Raw(encode("never decoded"))]), {})
     progress.newest = 1
 
     async def generate(session, token_ids, sampling):
@@ -57,8 +58,6 @@ def test_a_probe_asks_for_the_first_groups_and_reads_no_batch(tmp_path, monkeypa
         answers.append(answer)
 
     answers, policy = [], SimpleNamespace(loaded=1, servers=SimpleNamespace(generate=generate))
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
-    monkeypatch.setattr(rl.wire.batch_file, "decode_batch", None)
     requests = TrainerRequests(run_dir, progress, policy, SimpleNamespace(), max_model_len=33)
     asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
     assert asked == [([group], {"max_tokens": 32, "temperature": 1.0}) for group in (7, 3, 8, 5)]

@@ -50,30 +50,22 @@ def test_workers_come_and_go_with_the_load(tmp_path, monkeypatch):
     busy = tmp_path / "busy"
     busy.write_text("1.0")
 
-    async def main():
-        workers = pool.WorkerPool(tmp_path / "logs")
-        try:
-            light_worker.start(workers, monkeypatch, most=3, busy=str(busy))
-            async with asyncio.timeout(60):
-                await workers.sizes(20.0)
+    async def work(workers):
+        async def until(count):
+            while len(workers.workers) != count or not all(one.ready.done() for one in workers.workers.values()):
+                await asyncio.sleep(0.02)
 
-                async def until(count):
-                    while len(workers.workers) != count or not all(one.ready.done() for one in workers.workers.values()):
-                        await asyncio.sleep(0.02)
+        await until(3)
+        plays = [asyncio.create_task(workers.play("light", "train", task, 1, {"seconds": 0.6}, 0)) for task in range(9)]
+        await asyncio.sleep(0.2)
+        spread = sorted(one.num_plays for one in workers.workers.values())
+        busy.write_text("0.1")
+        rewards = [(await play)[0].reward for play in plays]
+        await until(1)
+        (left,) = workers.workers.values()
+        return spread, rewards, left.child.exit_code, workers.num_started
 
-                await until(3)
-                plays = [asyncio.create_task(workers.play("light", "train", task, 1, {"seconds": 0.6}, 0)) for task in range(9)]
-                await asyncio.sleep(0.2)
-                spread = sorted(one.num_plays for one in workers.workers.values())
-                busy.write_text("0.1")
-                rewards = [(await play)[0].reward for play in plays]
-                await until(1)
-                (left,) = workers.workers.values()
-                return spread, rewards, left.child.exit_code, workers.num_started
-        finally:
-            await workers.close()
-
-    assert asyncio.run(main()) == ([3, 3, 3], [float(task) for task in range(9)], None, 3)
+    assert light_worker.run(tmp_path, monkeypatch, work, most=3, busy=str(busy)) == ([3, 3, 3], [float(task) for task in range(9)], None, 3)
 
 
 def test_what_auto_means_in_a_configuration():

@@ -16,8 +16,9 @@ from rl.orchestrator.workers.pool import EnvLostError, WorkerPool
 from rl.run_dir.spans import DECODER, Span
 from rl.system import process_table
 from rl.system.errors import RunError
-from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
+from rl.wire.worker_messages import PolicySpec
 from tests.interpreters import worker_python
+from tests.orchestrator.made import worker_setup
 from tests.orchestrator.stub_inference import StubInference
 
 ENVIRONMENTS = Path(__file__).parents[2] / "environments"
@@ -33,11 +34,8 @@ def run(tmp_path, model, work, *setups, env_id="trouble", **limits):
             status, renderer = str(tmp_path / "inference.json"), {"name": "chatml"}  # which shows tools
             policy = PolicySpec(model_path=str(model), max_model_len=1024, inference_status=status, renderer=renderer)
             try:
-                workers = []
-                for name, args, python in setups:
-                    spec = EnvSpec(name=name, id=env_id, args=args, timeout_s=60.0)
-                    more = {"max_tokens": 4, "retries": 0, "python": python or worker_python(), "spans": str(tmp_path / "spans")}
-                    workers.append(WorkerSetup(env=spec, policy=policy, orchestrator=pool.address, worker_id=f"{name}-0", **more))
+                place = {"policy": policy, "orchestrator": pool.address, "spans": str(tmp_path / "spans"), "id": env_id, "timeout_s": 60.0}
+                workers = [worker_setup(name, args=args, python=python or worker_python(), **place) for name, args, python in setups]
                 async with asyncio.timeout(280):
                     await pool.start_all(workers)
                     await pool.sizes(120.0)
@@ -166,11 +164,7 @@ def test_no_signal_goes_to_a_worker_that_was_reaped(tmp_path, monkeypatch):
 
     async def main():
         pool = WorkerPool(tmp_path / "logs")
-        spec = EnvSpec(name="dies")
-        setup = WorkerSetup(
-            env=spec, policy=PolicySpec(), orchestrator="", worker_id="dies-0", max_tokens=1, retries=0, python="/bin/false"
-        )
-        pool.start(setup)
+        pool.start(worker_setup(python="/bin/false"))
         with pytest.raises(RunError, match="ended with code 1 while loading"):
             await pool.sizes(20.0)
         await pool.close()

@@ -16,9 +16,17 @@ from rl.system import process_table
 from rl.system.children import start
 from rl.wire.rollouts import Rollout, Turn
 from rl.wire.streams import MAX_MESSAGE_BYTES, MessageStream
-from rl.wire.worker_messages import EnvSpec, PolicySpec, Ready, WorkerSetup
+from rl.wire.worker_messages import Ready
+from tests.orchestrator.made import worker_setup
 
 GARBAGE = [b"garbage", b"", b"\x91" * 5000, b"\x82\xa4type\xaaLone\x85", b"\xdd\xff\xff\xff\xff"]
+
+
+def sleeping_worker(pool: WorkerPool, name: str, marker: str = "") -> Worker:
+    """Adds a worker to the pool whose process only sleeps."""
+    child = start(name, ["sleep", "60"], dict(os.environ), pool.log_dir / "log", new_session=False, marker=marker)
+    pool.workers[f"{name}-0"] = Worker(worker_setup(name), child)
+    return pool.workers[f"{name}-0"]
 
 
 async def told(pool: WorkerPool, count: int) -> None:
@@ -38,12 +46,8 @@ def test_a_worker_that_sends_garbage_is_ended_and_the_others_are_heard(tmp_path,
         pool = WorkerPool(tmp_path)
         streams = {}
         try:
-            for worker_id in ("a-0", "b-0"):
-                child = start(worker_id, ["sleep", "60"], dict(os.environ), tmp_path / "log", new_session=False)
-                setup = WorkerSetup(
-                    env=EnvSpec(name=worker_id), policy=PolicySpec(), orchestrator="", worker_id=worker_id, max_tokens=1, retries=0
-                )
-                pool.workers[worker_id] = Worker(setup, child)
+            for name in "ab":
+                sleeping_worker(pool, name)
             for name in ("a-0", "b-0", "nobody", "\xff"):
                 streams[name] = await MessageStream.connect(pool.address)
                 await streams[name].send(name.encode("latin-1"))
@@ -70,9 +74,7 @@ def test_no_worker_has_the_pool_keep_more_than_one_message(tmp_path, announced):
 
     async def main() -> tuple[str, int, int]:
         pool, grown = WorkerPool(tmp_path), 0
-        child = start("a-0", ["sleep", "60"], dict(os.environ), tmp_path / "log", new_session=False)
-        setup = WorkerSetup(env=EnvSpec(name="a"), policy=PolicySpec(), orchestrator="", worker_id="a-0", max_tokens=1, retries=0)
-        worker = pool.workers["a-0"] = Worker(setup, child)
+        worker = sleeping_worker(pool, "a")
         before = psutil.Process().memory_info().rss
         try:
             stream = await MessageStream.connect(pool.address)
@@ -86,7 +88,7 @@ def test_no_worker_has_the_pool_keep_more_than_one_message(tmp_path, announced):
                         await stream.writer.drain()
                         sent += 1 << 20
                         grown = max(grown, psutil.Process().memory_info().rss - before)
-                await child.wait_async()
+                await worker.child.wait_async()
             return worker.kill_reason, sent, grown
         finally:
             await pool.close()
@@ -102,8 +104,7 @@ def test_nobody_has_the_pool_keep_messages_by_connecting_often(tmp_path):
     async def main() -> int:
         pool, streams = WorkerPool(tmp_path), []
         child = start("a-0", ["sleep", "60"], dict(os.environ), tmp_path / "log", new_session=False)
-        setup = WorkerSetup(env=EnvSpec(name="a"), policy=PolicySpec(), orchestrator="", worker_id="a-0", max_tokens=1, retries=0)
-        pool.workers["a-0"] = Worker(setup, child)
+        pool.workers["a-0"] = Worker(worker_setup(), child)
         before = psutil.Process().memory_info().rss
         try:
             for name in [b"a-0", b"nobody"] * 10:
@@ -147,9 +148,7 @@ def test_what_a_worker_has_started_ends_with_the_pool(tmp_path):
     async def main() -> int:
         pool = WorkerPool(tmp_path)
         marker = f"{os.getpid()}:pool:a-0:1"
-        child = start("a-0", ["sleep", "60"], dict(os.environ), tmp_path / "log", new_session=False, marker=marker)
-        setup = WorkerSetup(env=EnvSpec(name="a"), policy=PolicySpec(), orchestrator="", worker_id="a-0", max_tokens=1, retries=0)
-        pool.workers["a-0"] = Worker(setup, child)
+        sleeping_worker(pool, "a", marker)
         server = subprocess.Popen(["sleep", "30"], env=os.environ | {process_table.MARKER: marker}, start_new_session=True)
         await pool.close()
         return server.wait(40)

@@ -10,14 +10,15 @@ import pytest
 from rl.orchestrator.workers.worker_sandbox import sandbox_of, view
 from rl.system import sandbox
 from rl.system.errors import RunError
-from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
+from rl.wire.worker_messages import PolicySpec, WorkerSetup
+from tests.orchestrator.made import worker_setup
 
 needs_bwrap = pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
 
 
 def setup_of(python: str = "", model: str = "", read: tuple[str, ...] = (), **env) -> WorkerSetup:
-    place = {"read": [*read], "orchestrator": "/nowhere/pool", "worker_id": "env-0", "max_tokens": 4, "retries": 0}
-    return WorkerSetup(env=EnvSpec(name="env", **env), policy=PolicySpec(model_path=model), python=python, sandbox=True, **place)
+    place = {"read": [*read], "orchestrator": "/nowhere/pool"}
+    return worker_setup("env", policy=PolicySpec(model_path=model), python=python, sandbox=True, **place, **env)
 
 
 def box_of(run_dir: Path, *arguments: str, **given) -> sandbox.Sandbox:
@@ -56,21 +57,8 @@ def test_what_read_names_is_seen_and_nothing_else_that_a_setting_says(work, run)
     write(work / "corpus/one")
     write(work / "rows.jsonl")
     (work / "way").symlink_to(work.parent / "data")
-    texts = [
-        "//",
-        "/",
-        "../",
-        "~/",
-        "/tmp",
-        "/etc",
-        "/proc/1/environ",
-        f"{work.parent}",
-        f"{run}/status",
-        "corpus/one",
-        "x/" * 3000,
-        "a\0/b",
-    ]
-    before = box_of(run, args={"texts": texts})
+    texts = ["//", "/", "../", "~/", "/tmp", "/etc", "/proc/1/environ", f"{work.parent}", f"{run}/status", "corpus/one"]
+    before = box_of(run, args={"texts": [*texts, "x/" * 3000, "a\0/b"]})
     assert before.read == box_of(run).read
     box = box_of(run, read=("corpus/one", "./way", "../data/rows", f"/{work}/corpus//one"), dataset="rows.jsonl", eval_dataset="owner/rows")
     assert box.read - before.read == {work / "corpus/one", work / "way", work.parent / "data/rows", work / "rows.jsonl"}

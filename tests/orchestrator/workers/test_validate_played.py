@@ -1,24 +1,21 @@
 """Which results of a worker are accepted, and which are rejected as impossible."""
 
-import asyncio
 import math
 
 import msgspec
 import pytest
 
-from rl.orchestrator.workers.pool import WorkerPool
 from rl.orchestrator.workers.validate_played import validate_played
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import MAX_NAME, Rollout, Turn, unfit
 from rl.wire.worker_messages import Played, PlayGroup, PolicySpec, ServerSet
-from tests.orchestrator import light_worker
+from tests.orchestrator import light_worker, made
 
 POLICY = PolicySpec(max_model_len=8, vocab_size=10)
 
 
-def turn(**changes: object) -> Turn:
-    fields = {"prompt_ids": [1, 2], "completion_ids": [9, 3], "logprobs": [-1.0, 0.0], "policy_versions": [VersionSpan(4, 2)]}
-    return Turn(**fields | {"finish_reason": "stop"} | changes)
+def turn(prompt=(1, 2), completion=(9, 3), **changes) -> Turn:
+    return made.turn(prompt, completion, 4, **{"logprobs": [-1.0, 0.0]} | changes)
 
 
 def rollouts(count: int = 3, **changes: object) -> list[Rollout]:
@@ -69,9 +66,9 @@ def test_episodes_are_those_that_were_ordered_and_each_once(played, unfinished, 
         ({"metrics": {"": 1.0}}, "'' is not a valid name"),
         ({"agent": "x" * (MAX_NAME + 1)}, "is not a valid name"),
         ({"reward": math.nan, "error": "x"}, "the reward is nan"),
-        ({"turns": [turn(completion_ids=[10, 3])]}, "token ids 1 to 10; the model's are 0 to 9"),
-        ({"turns": [turn(completion_ids=[3, -5])]}, "token ids -5 to 3"),
-        ({"turns": [turn(prompt_ids=[1] * 7)]}, "9 tokens; model.max_model_len = 8"),
+        ({"turns": [turn(completion=[10, 3])]}, "token ids 1 to 10; the model's are 0 to 9"),
+        ({"turns": [turn(completion=[3, -5])]}, "token ids -5 to 3"),
+        ({"turns": [turn(prompt=[1] * 7)]}, "9 tokens; model.max_model_len = 8"),
         ({"turns": [turn(logprobs=[-1.0, math.nan])]}, "the log-probability nan"),
         ({"turns": [turn(logprobs=[-1.0, -math.inf])]}, "the log-probability -inf"),
         ({"turns": [turn(logprobs=[-1.0, 0.01])]}, "the log-probability 0.01"),
@@ -84,7 +81,7 @@ def test_nothing_gets_in_that_the_served_model_cannot_have_made(changes, why):
 
 def test_an_unknown_vocabulary_and_unknown_versions_are_no_limit():
     policy = PolicySpec(max_model_len=8)
-    played = Played(7, rollouts(turns=[turn(completion_ids=[3, 10**6])]))
+    played = Played(7, rollouts(turns=[turn(completion=[3, 10**6])]))
     validate_played(played, PlayGroup(7, "train", 0, 3, {}, 0), policy, None)
 
 
@@ -103,16 +100,9 @@ def test_a_worker_that_lies_is_ended_and_its_group_given_up_after_three(tmp_path
     """Regression: when any number was believed, the run waited forever for the rest of the group."""
     monkeypatch.setattr("rl.orchestrator.workers.pool.RESTART_S", 0.05)
 
-    async def main() -> tuple[list[Rollout], int]:
-        pool = WorkerPool(tmp_path / "logs")
-        try:
-            light_worker.start(pool, monkeypatch, lies=True)
-            async with asyncio.timeout(60):
-                await pool.sizes(30)
-                return await pool.play("light", "train", 0, 3, {}, 0), pool.rejected.count
-        finally:
-            await pool.close()
+    async def work(pool):
+        return await pool.play("light", "train", 0, 3, {}, 0), pool.rejected.count
 
-    played, count = asyncio.run(main())
+    played, count = light_worker.run(tmp_path, monkeypatch, work, lies=True)
     assert [rollout.cause for rollout in played] == ["worker"] * 3 and count >= 3
     assert "it sent an invalid message (-1 unfinished episodes" in played[0].error

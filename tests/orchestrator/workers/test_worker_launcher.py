@@ -11,8 +11,9 @@ import psutil
 
 from rl.orchestrator.workers.pool import WorkerPool
 from rl.orchestrator.workers.worker_launcher import WorkerLauncher
-from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
+from rl.wire.worker_messages import PolicySpec
 from tests.interpreters import interpreter
+from tests.orchestrator.made import worker_setup
 from tests.orchestrator.stub_inference import StubInference
 
 ENVIRONMENTS = Path(__file__).parents[2] / "environments"
@@ -64,20 +65,10 @@ def test_versions_of_packages_and_of_verifiers_beside_each_other(tmp_path, model
     async def main():
         async with StubInference(model, tmp_path / "inference.json"):
             pool = WorkerPool(tmp_path / "logs")
-            policy = PolicySpec(
-                model_path=str(model),
-                max_model_len=1024,
-                inference_status=str(tmp_path / "inference.json"),
-            )
+            policy = PolicySpec(model_path=str(model), max_model_len=1024, inference_status=str(tmp_path / "inference.json"))
             setups = [
-                WorkerSetup(
-                    env=EnvSpec(name=name, id=env_id, timeout_s=60.0),
-                    policy=policy,
-                    orchestrator=pool.address,
-                    worker_id=f"{name}-{i}",
-                    max_tokens=4,
-                    retries=0,
-                    python=python,
+                worker_setup(
+                    name, id=env_id, timeout_s=60.0, policy=policy, orchestrator=pool.address, worker_id=f"{name}-{i}", python=python
                 )
                 for name, (env_id, python, count) in sources.items()
                 for i in range(count)
@@ -122,8 +113,7 @@ def test_versions_of_packages_and_of_verifiers_beside_each_other(tmp_path, model
 def test_the_current_directory_is_searched_for_its_modules_alone(tmp_path, monkeypatch):
     """In a home made for a package, a folder of the package's name in the working directory would shadow it."""
     monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", "import sys; print('' in sys.path)")
-    place = {"orchestrator": "", "worker_id": "x-0", "python": sys.executable}
-    setup = WorkerSetup(env=EnvSpec(name="x"), policy=PolicySpec(), max_tokens=1, retries=0, **place)
+    setup = worker_setup(python=sys.executable)
     for of_package in (True, False):
         monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.is_of_package", {sys.executable: of_package}.get)
         child = WorkerLauncher().start(setup, tmp_path / "setup.json", tmp_path / f"{of_package}.log", "", False)

@@ -7,7 +7,6 @@ import signal
 import sys
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 from aiohttp import web
@@ -18,9 +17,10 @@ from rl.orchestrator.workers.worker_sandbox import WorkerSandbox
 from rl.system import sandbox
 from rl.system.errors import RunError
 from rl.system.sandbox import innermost
-from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
+from rl.wire.worker_messages import PolicySpec, WorkerSetup
 from tests.interpreters import interpreter
 from tests.orchestrator import light_worker
+from tests.orchestrator.made import worker_setup
 from tests.orchestrator.stub_inference import StubInference
 from tests.web import WebServer, serving
 
@@ -83,9 +83,8 @@ def inside(worker):
 
 def setup_of(pool: WorkerPool, model: Path, status: Path, python: str = "", **env) -> WorkerSetup:
     policy = PolicySpec(model_path=str(model), max_model_len=1024, inference_status=str(status.absolute()))
-    spec = EnvSpec(name="env", timeout_s=60.0, **env)
-    place = {"orchestrator": pool.address, "worker_id": "env-0", "python": python}
-    return WorkerSetup(env=spec, policy=policy, max_tokens=4, retries=0, sandbox=True, keys=["NAMED_TOKEN"], read=["neighbour.py"], **place)
+    place = {"orchestrator": pool.address, "python": python, "policy": policy, "timeout_s": 60.0}
+    return worker_setup("env", sandbox=True, keys=["NAMED_TOKEN"], read=["neighbour.py"], **place, **env)
 
 
 def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatch):
@@ -171,11 +170,8 @@ def test_the_network_and_the_keys_that_its_settings_name(tmp_path, monkeypatch):
         try:
             async with asyncio.timeout(60):
                 for name, network in (("open", True), ("closed", False)):
-                    spec, keys = EnvSpec(name=name, args={"address": address}), ["JUDGE_KEY"] if network else []
-                    place = {"orchestrator": pool.address, "worker_id": f"{name}-0", "python": sys.executable}
-                    pool.start(
-                        WorkerSetup(env=spec, policy=policy, max_tokens=1, retries=0, sandbox=True, network=network, keys=keys, **place)
-                    )
+                    place = {"orchestrator": pool.address, "python": sys.executable, "keys": ["JUDGE_KEY"] if network else []}
+                    pool.start(worker_setup(name, args={"address": address}, policy=policy, sandbox=True, network=network, **place))
                 await pool.sizes(30.0)
                 for name in ("open", "closed"):
                     (rollout,) = await pool.play(name, "train", 0, 1, {}, 0)
@@ -190,6 +186,6 @@ def test_the_network_and_the_keys_that_its_settings_name(tmp_path, monkeypatch):
 
 def test_a_key_that_is_not_set_is_told(tmp_path, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    setup = WorkerSetup(env=EnvSpec(name="x"), policy=PolicySpec(), orchestrator="", worker_id="x", max_tokens=1, retries=0, sandbox=True)
+    setup = worker_setup("x", sandbox=True, keys=["JUDGE_KEY", "PATH"])
     with pytest.raises(RunError, match="environment x: keys names JUDGE_KEY, not set in the shell"):
-        WorkerSandbox(tmp_path, tmp_path).enter(msgspec.structs.replace(setup, keys=["JUDGE_KEY", "PATH"]), tmp_path / "setup.json")
+        WorkerSandbox(tmp_path, tmp_path, print).enter(setup, tmp_path / "setup.json")

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from rl.config.run import RLConfig
 from rl.orchestrator.batches import batch_selection as batches
@@ -16,9 +17,8 @@ from rl.orchestrator.batches.batch_selection import OrchestratorState
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
 from rl.orchestrator.batches.old_files import OldFiles
 from rl.orchestrator.groups.functions import beside
-from rl.orchestrator.groups.group_credit import Rules, credit_group, is_judged
+from rl.orchestrator.groups.group_credit import Rules, credit_group, is_judged, normalise
 from rl.orchestrator.groups.pending import PendingLog, PendingRollouts, without_episodes
-from rl.orchestrator.policy.probe import Prompt, add_prompt
 from rl.orchestrator.progress import Progress
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks.admission import Admission
@@ -29,7 +29,7 @@ from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
 from rl.run_dir.status import RunWarning
 from rl.system.errors import RunError
-from rl.wire.batch_file import decode_batch, remove_rollouts, sound_batch
+from rl.wire.batch_file import EncodedBatch, decode_batch, remove_rollouts, sound_batch
 from rl.wire.rollouts import Group, Members, Rollout
 
 MAX_FAILED = 3
@@ -49,31 +49,25 @@ class GroupWarnings:
         self.warn = warn
         self.last: dict[tuple[str, str], float] = {}
 
-    def _due(self, kind: str, env: str) -> bool:
-        now = time.monotonic()
-        due = now - self.last.get((kind, env), -WARN_EVERY_S) >= WARN_EVERY_S
-        if due:
-            self.last[kind, env] = now
-        return due
+    def _say(self, kind: Literal["failed", "renamed", "stale"], env: str, text: str) -> None:
+        if time.monotonic() - self.last.get((kind, env), -math.inf) < WARN_EVERY_S:
+            return
+        self.last[kind, env] = time.monotonic()
+        log.warning(text)
+        if kind != "stale":  # which the metrics show
+            self.warn(RunWarning(kind, env, text))
 
-    def failed(self, group: Group) -> None:
-        """Warns of a group with failed rollouts."""
-        errors = [rollout for rollout in group.rollouts if rollout.error]
-        if errors and self._due("failed", group.env):
+    def about(self, group: Group) -> None:
+        """Warns of a group with failed rollouts, and of metrics whose names collide with built-in ones."""
+        if errors := [rollout for rollout in group.rollouts if rollout.error]:
             first = (errors[0].error or "").splitlines()[0]
             count = f"{len(errors)} of {len(group.rollouts)}"
             text = f"environment {group.env}: {count} rollouts of a group failed for good ({errors[0].cause}): {first}"
-            log.warning(text)
-            self.warn(RunWarning("failed", group.env, text))
-
-    def renamed(self, group: Group) -> None:
-        """Warns of an environment's metrics whose names collide with built-in ones."""
-        names = sorted({name for rollout in group.rollouts for name in rollout.metrics if own_name(name) != name})
-        if names and self._due("renamed", group.env):
+            self._say("failed", group.env, text)
+        if names := sorted({name for rollout in group.rollouts for name in rollout.metrics if own_name(name) != name}):
             renamed = ", ".join(f"{name} as {own_name(name)}" for name in names)
             text = f"metrics of environment {group.env} with the names of built-in metrics are reported under other names: {renamed}"
-            log.warning(text)
-            self.warn(RunWarning("renamed", group.env, text))
+            self._say("renamed", group.env, text)
 
     def stale(self, stale: Counter[str], used: Counter[str], limit: int) -> None:
         """Warns of environments that lose as many groups to staleness as they contribute to a batch.
@@ -81,12 +75,11 @@ class GroupWarnings:
         stale, used: number of groups too old for the batch, and number in it, by environment.
         """
         for env, count in stale.items():
-            if count >= max(1, used[env]) and self._due("stale", env):
-                log.warning(
-                    "environment %s: %d of its groups were stale for this batch, %d were used. Its rollouts take longer than "
-                    "orchestrator.max_off_policy_steps = %d steps: raise that, lower its weight, or make it faster (workers, max_tokens)",
-                    *(env, count, used[env], limit),
-                )
+            if count >= max(1, used[env]):
+                count_text = f"{count} of its groups were stale for this batch, {used[env]} were used"
+                limit_text = f"Its rollouts take longer than orchestrator.max_off_policy_steps = {limit} steps"
+                remedy = "raise that, lower its weight, or make it faster (workers, max_tokens)"
+                self._say("stale", env, f"environment {env}: {count_text}. {limit_text}: {remedy}")
 
 
 @dataclass(eq=False)
@@ -107,7 +100,7 @@ class BatchBuilder:
     def __post_init__(self) -> None:
         self.run_dir, self.source = self.config.run_dir, self.admission.source
         self.pending = PendingLog(self.run_dir.pending)
-        self.readable = PendingRollouts(self.run_dir.pending_rollouts, self.rules)
+        self.readable = PendingRollouts(self.run_dir.pending_rollouts, self.config.orchestrator.mask_truncated)
         self.old_files = OldFiles(self.run_dir, self.config.orchestrator)
         self.history = RewardHistory()
         self.restored = set[int]()
@@ -148,14 +141,11 @@ class BatchBuilder:
             log.info("resumed after batch %d with %d finished groups", newest, len(self.pending.groups))
 
     def _state_of(self, step: int) -> OrchestratorState:
-        """Returns the state after a batch, and notes the batch's prompts. Raises CorruptFileError for a damaged batch file, RunError for
-        an intact one written by another version of rl."""
+        """Returns the state after a batch. Raises CorruptFileError for a damaged batch file, RunError for an intact one written by another
+        version of rl."""
         data = sound_batch(path := self.run_dir.batch(step))
         try:
-            content = decode_batch(data, str(path))
-            for sample in content.batch.samples:
-                add_prompt(self.progress.prompts, sample)
-            return batches.decode_state(content.state)
+            return batches.decode_state(decode_batch(data, str(path)).state)
         except CorruptFileError as error:
             raise RunError(f"{error}. Continue with the version of rl that wrote it, or start another run") from None
 
@@ -182,8 +172,7 @@ class BatchBuilder:
             await asyncio.to_thread(self.readable.append, groups)
         for group in groups:
             self.admission.in_flight.pop(group.group_id, None)
-            self.warnings.failed(group)
-            self.warnings.renamed(group)
+            self.warnings.about(group)
 
     def _keep(self, finished: list[Group | Members]) -> None:
         self.fence()
@@ -251,8 +240,8 @@ class BatchBuilder:
             history=self.history,
             pending=refs(waiting),
         )
-        prompts = await asyncio.to_thread(self._write_batch, step, used, dropped, state, counts)
-        self.progress.newest, self.progress.prompts, self.pending.groups = step, prompts, waiting
+        await asyncio.to_thread(self._write_batch, step, used, dropped, state, counts)
+        self.progress.newest, self.pending.groups = step, waiting
         await self.progress.notify()  # the trainer needs only the batch, not the files written below
         await asyncio.to_thread(self._write_after_batch, step, state.metrics)
         log.info("batch %d: %d rollouts trained, reward %.3f", step, state.metrics["rollouts/trained"], state.metrics["reward/mean"])
@@ -268,16 +257,15 @@ class BatchBuilder:
         self.pending.members.clear()
         return self.admission.give_back(refs(behind))
 
-    def _write_batch(
-        self, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, counts: dict[str, float]
-    ) -> dict[int, Prompt]:
-        """Writes a batch, with its metrics in its state, and returns its prompts. Runs in a thread: a large batch takes seconds."""
+    def _write_batch(self, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, counts: dict[str, float]) -> None:
+        """Writes a batch, with its metrics in its state; advantages become final here. Runs in a thread: a large batch takes seconds."""
+        settled, mask_truncated = [*used, *dropped], self.config.orchestrator.mask_truncated
         with spans.span("commit", "batches", step):
-            batch = batches.form(step, used, dropped, self.rules)
+            normalise(used, self.rules)
+            batch = EncodedBatch(step=step, samples=batches.encoded_samples(used, mask_truncated))
             state.tasks.rates = self.source.packed_rates()
-            state.metrics = batch_metrics(batch.counts, [*used, *dropped], self.rules) | counts
-            batches.commit(self.run_dir, batch, state)
-        return batch.prompts
+            state.metrics = batch_metrics(step, settled, mask_truncated, self.rules) | counts
+            batches.commit(self.run_dir, batch, batches.rollout_lines(settled, step, mask_truncated), state)
 
     def _write_after_batch(self, step: int, metrics: dict[str, float]) -> None:
         """Writes what is derived from a batch, and could be made again at a start."""

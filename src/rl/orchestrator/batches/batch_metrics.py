@@ -3,67 +3,57 @@
 import re
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
+from rl.orchestrator.batches.samples import is_trained, join_spans
 from rl.orchestrator.groups.credit import mean
-from rl.wire.messages import TrainingSample
 from rl.wire.rollouts import Group, Rollout
+from rl.wire.turns import unpack_logprobs
 
 TAKEN = re.compile(r"mean|length_penalty|reward_mean(_stderr)?|length_mean|errored|truncated|(agent_|pass@|avg@).*")
 """Built-in names in the same namespaces of metrics.jsonl as the metrics of environments and users."""
 
 
-class SampleCounts:
-    """The statistics of the samples of batch `step` that its metrics need."""
-
-    def __init__(self, step: int, samples: Iterable[TrainingSample] = ()):
-        self.step = step
-        self.lags = Counter[int]()
-        """Number of trained tokens by lag."""
-        self.trained: set[tuple[int, int]] = set()
-        """(group_id, rollout_id)"""
-        self.gaps: dict[str, array[float]] = defaultdict(lambda: array("d"))
-        """log p(sampler) - log p(teacher) of each sampled token, nats, by environment."""
-        for sample in samples:
-            self.add(sample)
-
-    def add(self, sample: TrainingSample) -> None:
-        self.trained.add((sample.group_id, sample.rollout_id))
-        for span in sample.policy_versions:
-            self.lags[self.step - 1 - span.policy_version] += span.num_tokens
-        if sample.teacher_logprobs is not None:
-            tokens = zip(sample.loss_mask, sample.logprobs, sample.teacher_logprobs, strict=True)
-            self.gaps[sample.env].extend(logprob - teacher for sampled, logprob, teacher in tokens if sampled)
-
-
-def batch_metrics(counts: SampleCounts, groups: list[Group], envs: Iterable[str] = ()) -> dict[str, float]:
-    """Returns the metrics of a step: rewards over every finished rollout, trained or not; lag over the trained tokens. `envs`: environments
-    that are reported even if none of their rollouts has finished.
+def batch_metrics(step: int, groups: list[Group], mask_truncated: bool = False, envs: Iterable[str] = ()) -> dict[str, float]:
+    """Returns the metrics of a step that settles `groups`: rewards over all finished rollouts, trained or not; lag over the trained tokens.
+    `envs`: environments that are reported even if none of their rollouts has finished.
 
     Surplus groups are counted but left out of the means: they are biased towards fast groups, and may be of an older version.
     """
     told = [group for group in groups if group.why != "surplus"]
     everything = [rollout for group in told for rollout in group.rollouts]
     finished = [rollout for rollout in everything if not rollout.error]
+    used = [(group.env, rollout) for group in groups if group.why is None for rollout in group.rollouts]
+    trained = [(env, rollout) for env, rollout in used if rollout.num_sampled and is_trained(rollout, mask_truncated)]
+    lags = Counter[int]()
+    for answer in (answer for _, rollout in trained for answer in rollout.turns.answers):
+        for span in join_spans(answer.policy_versions):  # without empty ones
+            lags[step - 1 - span.policy_version] += span.num_tokens
     return {
         "reward/mean": mean([rollout.reward for rollout in finished if rollout.trainable]),
-        "lag/mean": sum(lag * count for lag, count in counts.lags.items()) / max(1, counts.lags.total()),
-        "lag/max": max(counts.lags, default=0),
+        "lag/mean": sum(lag * count for lag, count in lags.items()) / max(1, lags.total()),
+        "lag/max": max(lags, default=0),
         "rollouts/finished": sum(len(group.rollouts) for group in groups),
-        "rollouts/trained": len(counts.trained),
+        "rollouts/trained": len(trained),
         "rollouts/length_mean": mean([rollout.num_tokens for rollout in finished]),
         "rollouts/turns_mean": mean([len(rollout.turns) for rollout in finished]),
         "rollouts/zero_advantage": mean([float(without_signal(group)) for group in told for _ in group.rollouts]),
         "rollouts/replaced_groups": sum(group.why == "no_signal" for group in told),
         **outcome_shares(everything),
-        **environment_counts(counts, groups, envs),
+        **environment_counts(Counter(env for env, _ in trained), groups, envs),
         **environment_metrics(told),
-        **teacher_metrics(counts.gaps),
+        **teacher_metrics(trained),
     }
 
 
-def teacher_metrics(gaps: Mapping[str, "array[float]"]) -> dict[str, float]:
-    """Returns the mean of `gaps` over the sampled tokens: an unbiased estimate of KL(sampler || teacher) per token, nats."""
+def teacher_metrics(trained: Iterable[tuple[str, Rollout]]) -> dict[str, float]:
+    """Returns the mean of log p(sampler) - log p(teacher) over the sampled tokens of (environment, rollout): an unbiased estimate of
+    KL(sampler || teacher) per token, nats."""
+    gaps: dict[str, array[float]] = defaultdict(lambda: array("d"))
+    for env, answer in ((env, answer) for env, rollout in trained for answers in rollout.turns.by_chain() for answer in answers):
+        if answer.teacher_logprobs:
+            pairs = zip(unpack_logprobs(answer.logprobs), unpack_logprobs(answer.teacher_logprobs), strict=True)
+            gaps[env].extend(logprob - teacher for logprob, teacher in pairs)
     by_env = {f"teacher_kl/{env}/mean": mean(values) for env, values in sorted(gaps.items())}
     every = sum(gaps.values(), start=array("d"))
     return {"teacher_kl/mean": mean(every), **by_env} if gaps else {}
@@ -103,10 +93,9 @@ def metric_values(rollouts: Iterable[Rollout]) -> dict[str, list[float]]:
     return dict(sorted(values.items()))
 
 
-def environment_counts(counts: SampleCounts, groups: list[Group], envs: Iterable[str]) -> dict[str, float]:
+def environment_counts(trained: Counter[str], groups: list[Group], envs: Iterable[str]) -> dict[str, float]:
     """Returns how many rollouts of each environment were settled and trained, including zeros."""
-    envs_of = {group.group_id: group.env for group in groups}
-    finished, trained = Counter(dict.fromkeys(envs, 0)), Counter(envs_of[group_id] for group_id, _ in counts.trained)
+    finished = Counter(dict.fromkeys(envs, 0))
     for group in groups:
         finished[group.env] += len(group.rollouts)
     pairs = {f"rollouts/{env}": (count, trained[env]) for env, count in sorted(finished.items())}

@@ -1,24 +1,20 @@
-"""Forms the next batch from finished groups, and writes it. Everything but the writing is pure."""
+"""Chooses the next batch from finished groups, and writes it. Everything but the writing is pure."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from rl.orchestrator.batches.batch_metrics import SampleCounts
 from rl.orchestrator.batches.early_stop import RewardHistory
 from rl.orchestrator.batches.samples import group_samples
-from rl.orchestrator.groups.group_credit import Rules, normalise
-from rl.orchestrator.policy.probe import Prompt, add_prompt
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
-from rl.run_dir.files import CorruptFileError, write_file
+from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import check_fence
 from rl.run_dir.naming import TakenError
 from rl.run_dir.paths import RunDir
-from rl.wire.batch_file import ENCODER, encode_samples, joined, write_rollouts
+from rl.wire.batch_file import ENCODER, EncodedBatch, write_batch, write_rollouts
 from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group, Rollout
 
@@ -60,43 +56,24 @@ def choose(finished: list[Group], batch_size: int, num_playing: int, max_refill:
     return usable if usable and not num_playing and played >= max_refill * batch_size else None
 
 
-@dataclass
-class FormedBatch:
-    """A batch whose samples are kept in encoded form only. As lists they would take several times the memory of their groups, and stall
-    the process while the garbage collector walks through them."""
-
-    step: int
-    samples: list[bytes]
-    counts: SampleCounts
-    lines: bytearray
-    """The lines of rollouts/*.jsonl, one for every rollout, trained or not."""
-    prompts: dict[int, Prompt] = field(default_factory=dict)
-    """Group id -> prompt for probes."""
+def encoded_samples(used: Iterable[Group], mask_truncated: bool) -> list[msgspec.Raw]:
+    """Returns the samples of a batch's groups, each encoded as soon as it is made: as lists all of them would take several times the memory
+    of their groups, and stall the process while the garbage collector walks through them."""
+    return [msgspec.Raw(ENCODER.encode(sample)) for group in used for sample in group_samples(group, mask_truncated)]
 
 
-def form(step: int, used: list[Group], dropped: list[Group], rules: Mapping[str, Rules]) -> FormedBatch:
-    """Makes a batch from `used`. Advantages become final here."""
-    normalise(used, rules)
-    samples, counts, prompts = [], SampleCounts(step), dict[int, Prompt]()
-    for group in used:
-        for sample in group_samples(group, rules[group.env].mask_truncated):
-            samples.append(ENCODER.encode(sample))
-            counts.add(sample)
-            add_prompt(prompts, sample)
-    return FormedBatch(step, samples, counts, rollout_lines([*used, *dropped], step, rules), prompts)
-
-
-def commit(run_dir: RunDir, batch: FormedBatch, state: OrchestratorState) -> None:
+def commit(run_dir: RunDir, batch: EncodedBatch, lines: bytes, state: OrchestratorState) -> None:
     """Writes the rollouts, then the batch with the state after it. Renaming the batch file to its final name is the commit.
 
-    Raises RunError if the batch exists already, or if another process has taken over the role.
+    lines: those of rollouts/*.jsonl, one for every rollout, trained or not. Raises RunError if the batch exists already, or if another
+    process has taken over the role.
     """
     fence, path = partial(check_fence, run_dir.lock("orchestrator")), run_dir.batch(batch.step)
     if path.exists():
         fence()
         raise TakenError(path)  # before rollouts are overwritten
-    write_rollouts(run_dir.rollouts(batch.step), batch.lines, fence)
-    write_file(path, encode_samples(batch.step, batch.samples, state), new=True, fence=fence)
+    write_rollouts(run_dir.rollouts(batch.step), lines, fence)
+    write_batch(path, batch, state, fence)
 
 
 def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:
@@ -114,11 +91,10 @@ def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str
     return "truncated" if rollout.truncated and mask_truncated else None
 
 
-def rollout_lines(groups: Iterable[Group], step: int | None, rules: Mapping[str, Rules]) -> bytearray:
+def rollout_lines(groups: Iterable[Group], step: int | None, mask_truncated: bool) -> bytes:
     """Returns the lines of rollouts/*.jsonl for all rollouts of these groups."""
-    masked = {env: rule.mask_truncated for env, rule in rules.items()}
-    lines = [rollout_line(group, i, step, masked[group.env]) for group in groups for i in range(len(group.rollouts))]
-    return joined([msgspec.json.encode(line) + b"\n" for line in lines])
+    lines = (rollout_line(group, i, step, mask_truncated) for group in groups for i in range(len(group.rollouts)))
+    return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
 
 
 def rollout_line(group: Group, i: int, step: int | None, mask_truncated: bool = False) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Keeps, compresses or deletes batches and rollouts once there are newer ones."""
 
 import logging
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from rl.config.orchestrator import OrchestratorConfig
 from rl.run_dir.files import CorruptFileError
@@ -24,27 +22,18 @@ class OldFiles:
         self.first_step = first_step(run_dir)
         self.oldest_checkpoint = 0
         """The oldest checkpoint at the last listing; later ones are newer. 0: there was none, or only the one a branch begins with."""
-        self.plain: deque[int] | None = None
-        """Steps whose rollouts are not compressed, ascending; None: the directory has not been listed yet."""
-        self.thread = ThreadPoolExecutor(1, "compress")
-        self.compressing: Future[None] | None = None
 
     def put_away(self, step: int) -> None:
-        """Deletes the batches and rollouts that the settings do not keep, and starts compressing old rollouts.
+        """Deletes the batches and rollouts that the settings do not keep, and compresses old rollouts.
 
         Batches that a resume from any checkpoint needs are kept. `step`: the batch that was just committed.
         """
         if self.batches.keep_last is not None:
             self.batches.delete_old(step, needed_from=self._oldest_checkpoint())
         self.rollouts.delete_old(step)
-        if self.plain is None:
-            self.plain = deque(numbers(self.run_dir.rollouts_dir, ".jsonl"))
-        else:
-            self.plain.append(step)
-        if len(self.plain) > PLAIN_STEPS and (self.compressing is None or self.compressing.done()):
-            count = min(2, len(self.plain) - PLAIN_STEPS)  # two, to catch up after a compression that took longer than a step
-            old = [self.plain.popleft() for _ in range(count)]
-            self.compressing = self.thread.submit(self._compress, old)
+        old = step - PLAIN_STEPS
+        for number in (old - 1, old):  # the one before, too: a process may have died between its commit and its compression
+            self._compress(number)
 
     def _oldest_checkpoint(self) -> int:
         """Returns the step of the oldest checkpoint; 0 if there is none. Lists the directory only when that checkpoint is gone."""
@@ -55,11 +44,10 @@ class OldFiles:
             return min(others or there, default=0)
         return self.oldest_checkpoint
 
-    def _compress(self, steps: list[int]) -> None:
-        for step in steps:
-            try:
-                compress_rollouts(self.run_dir.rollouts(step))
-            except FileNotFoundError:
-                pass  # the settings do not keep it
-            except (CorruptFileError, OSError) as error:
-                log.warning("the rollouts of step %d are not compressed: %s", step, error)
+    def _compress(self, step: int) -> None:
+        try:
+            compress_rollouts(self.run_dir.rollouts(step))
+        except FileNotFoundError:
+            pass  # it is compressed already, or the settings do not keep it
+        except (CorruptFileError, OSError) as error:
+            log.warning("the rollouts of step %d are not compressed: %s", step, error)

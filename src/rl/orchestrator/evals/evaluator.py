@@ -75,7 +75,7 @@ class Evaluator:
                 return f"eval {entry.label} reached {reward:.3f} at version {version}; its target is {entry.target:g}"
         return None
 
-    async def evaluate(self, entry: EvalConfig, version: int, resolve_interpreter: Callable[[], Awaitable[object]]) -> None:
+    async def evaluate(self, entry: EvalConfig, version: int, reconcile: Callable[[], Awaitable[object]]) -> None:
         """Plays an evaluation at the loaded version and writes its result, while training continues.
 
         `reconcile` makes inference hold the version again after a server came back with another one. The line in metrics.jsonl is written
@@ -84,7 +84,7 @@ class Evaluator:
         began = time.monotonic()
         try:
             with self.clock.busy():
-                results = await self._play(entry, version, resolve_interpreter)
+                results = await self._play(entry, version, reconcile)
         except EnvLostError as error:
             log.warning("eval %s is skipped from now on: %s", entry.label, error)
             return
@@ -100,7 +100,7 @@ class Evaluator:
         self._update_best(label, version, reward)
         return reward
 
-    async def _play(self, entry: EvalConfig, version: int, resolve_interpreter: Callable[[], Awaitable[object]]) -> Results:
+    async def _play(self, entry: EvalConfig, version: int, reconcile: Callable[[], Awaitable[object]]) -> Results:
         """Plays all rollouts of an evaluation with every token sampled by `version`, as many at once as may play in training."""
         training = self.config.orchestrator.sampling.model_dump(exclude_none=True)
         sampling = training | entry.sampling.model_dump(exclude_none=True)
@@ -117,7 +117,7 @@ class Evaluator:
         results: dict[int, list[Rollout]] = {}
         todo = list(range(self.envs[entry.label].num_tasks))
         for _ in range(MAX_ATTEMPTS):
-            await resolve_interpreter()
+            await reconcile()
             results |= dict(await asyncio.gather(*(one(task) for task in todo)))
             todo = [task for task in todo if sampled_by(results[task]) - {version}]
             if not todo:

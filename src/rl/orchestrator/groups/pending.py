@@ -1,13 +1,12 @@
 """Stores finished groups that no batch has used yet, and finished members of groups in flight, in `batches/pending.log`, so that no
 finished rollout is lost if the orchestrator dies. Also writes the finished groups to `rollouts/pending.jsonl` for people to read."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 
 from rl.orchestrator.batches.batch_selection import rollout_lines
-from rl.orchestrator.groups.group_credit import Rules
 from rl.run_dir.files import (
     HEADER,
     MAGIC,
@@ -20,7 +19,6 @@ from rl.run_dir.files import (
     write_all,
     write_file,
 )
-from rl.wire.batch_file import joined
 from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group, Members, Rollout
 
@@ -28,18 +26,16 @@ ENCODER = msgspec.msgpack.Encoder()
 GROUPS, MEMBERS = msgspec.msgpack.Decoder(Group), msgspec.msgpack.Decoder(Members)
 
 
-class Kind(msgspec.Struct):
-    """The field that tells the two kinds of records apart."""
-
-    members: list[msgspec.Raw] = []
-
-
-KINDS = msgspec.msgpack.Decoder(Kind)
-
-
 def decode(payload: bytes) -> Group | Members:
-    """Decodes a record of the log. Raises the exceptions in UNREADABLE."""
-    return MEMBERS.decode(payload) if KINDS.decode(payload).members else GROUPS.decode(payload)
+    """Decodes a record of the log; only Members have the field `members`. Raises the exceptions in UNREADABLE."""
+    try:
+        return MEMBERS.decode(payload)
+    except msgspec.ValidationError:
+        return GROUPS.decode(payload)
+
+
+def encoded(records: Iterable[Group | Members]) -> bytes:
+    return b"".join(encode_record(ENCODER.encode(record)) for record in records)
 
 
 def read_groups(path: Path) -> tuple[list[Group | Members], list[str]]:
@@ -94,7 +90,7 @@ class PendingLog:
 
     def append(self, records: Iterable[Group | Members]) -> None:
         """Appends finished groups and members durably."""
-        append_file(self.path, joined([encode_record(ENCODER.encode(record)) for record in records]))
+        append_file(self.path, encoded(records))
         for record in records:
             if isinstance(record, Members):
                 self._note(record)
@@ -114,7 +110,7 @@ class PendingLog:
 
     def rewrite(self) -> None:
         """Rewrites the log with `groups` and `members`, after a batch has settled the others."""
-        write_file(self.path, joined([encode_record(ENCODER.encode(record)) for record in (*self.groups, *self.members.values())]))
+        write_file(self.path, encoded([*self.groups, *self.members.values()]))
 
 
 def without_episodes(record: Members, refused: Callable[[Rollout], bool]) -> Members:
@@ -127,18 +123,18 @@ class PendingRollouts:
     """The rollouts of the groups in pending.log as readable text. The file is derived from the log and rewritten at every start and commit,
     so appends need not be synced, and a partial line left by a killed process disappears at the next start."""
 
-    def __init__(self, path: Path, rules: Mapping[str, Rules]):
-        self.path, self.rules = path, rules
+    def __init__(self, path: Path, mask_truncated: bool):
+        self.path, self.mask_truncated = path, mask_truncated
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, groups: Iterable[Group]) -> None:
         """Adds finished groups."""
         try:
             with self.path.open("ab", buffering=0) as file:
-                write_all(file.fileno(), rollout_lines(groups, None, self.rules), "waiting")
+                write_all(file.fileno(), rollout_lines(groups, None, self.mask_truncated), "waiting")
         except OSError as error:
             raise with_path(error, self.path) from None
 
     def rewrite(self, groups: Iterable[Group]) -> None:
         """Keeps only `groups`."""
-        write_file(self.path, rollout_lines(groups, None, self.rules))
+        write_file(self.path, rollout_lines(groups, None, self.mask_truncated))

@@ -2,33 +2,34 @@
 
 import asyncio
 import math
-from collections.abc import Collection
-from typing import NamedTuple
+from pathlib import Path
 
+from rl.wire.batch_file import samples_of
 from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import TrainingSample
 
 PROMPTS, TOKENS = 4, 32
 
 
-class Prompt(NamedTuple):
-    """The ids before a sample's first sampled token, and its sampling temperature."""
-
-    token_ids: list[int]
-    temperature: float
-
-
-def add_prompt(prompts: dict[int, Prompt], sample: TrainingSample) -> None:
-    """Records the prompt of a group's first sample, by group id, for the first PROMPTS groups of a batch."""
-    if len(prompts) < PROMPTS and sample.group_id not in prompts:
-        prompts[sample.group_id] = Prompt(sample.token_ids[: sample.loss_mask.index(True)], sample.temperature)
+def first_of_groups(batch: Path) -> list[TrainingSample]:
+    """Returns the first sample of each of the first PROMPTS groups in a batch file."""
+    found: dict[int, TrainingSample] = {}
+    for sample in samples_of(batch):
+        found.setdefault(sample.group_id, sample)
+        if len(found) == PROMPTS:
+            break
+    return [*found.values()]
 
 
-async def probe(servers: InferenceServers, prompts: Collection[Prompt], max_model_len: int) -> list[TrainingSample]:
-    """Returns a completion of each prompt by the loaded version. Prompts that fill the context are cut from the left."""
+async def probe(servers: InferenceServers, batch: Path, max_model_len: int) -> list[TrainingSample]:
+    """Returns completions by the loaded version of a batch's first prompts. Prompts that fill the context are cut from the left."""
     room = max(1, max_model_len - TOKENS)
-    asked = [complete(servers, prompt.token_ids[-room:], prompt.temperature, TOKENS, i) for i, prompt in enumerate(prompts)]
-    return await asyncio.gather(*asked)
+
+    async def one(sample: TrainingSample) -> TrainingSample:
+        prompt = sample.token_ids[: sample.loss_mask.index(True)][-room:]
+        return await complete(servers, prompt, sample.temperature, TOKENS, sample.group_id)
+
+    return await asyncio.gather(*map(one, await asyncio.to_thread(first_of_groups, batch)))
 
 
 async def complete(servers: InferenceServers, prompt: list[int], temperature: float, num_tokens: int, group_id: int) -> TrainingSample:

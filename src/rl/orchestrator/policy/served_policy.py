@@ -39,10 +39,6 @@ CLAIM_S = 60.0
 Tell = Callable[[ServerSet], Awaitable[None]]
 
 
-async def tell_nobody(server_set: ServerSet) -> None:
-    """The default for `tell`, for when only the orchestrator uses the servers."""
-
-
 class Failure(NamedTuple):
     """A failed load: its monotonic time, the version, and the error."""
 
@@ -58,7 +54,7 @@ class ServedPolicy:
     lag less than is allowed. An evaluation needs exactly its version, and keeps it with `pin`.
     """
 
-    def __init__(self, servers: InferenceServers, run_dir: RunDir, base: str, evaluator: Evaluator, tell: Tell = tell_nobody):
+    def __init__(self, servers: InferenceServers, run_dir: RunDir, base: str, evaluator: Evaluator, tell: Tell):
         """base: the folder of version 0. tell: tells the workers which servers there are."""
         self.servers = servers
         self.run_dir = run_dir

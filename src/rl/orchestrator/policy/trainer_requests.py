@@ -86,8 +86,9 @@ class TrainerRequests:
         """Answers with completions by a version once inference holds it, with none if it holds a later one, or NotReady if neither."""
         if not await self.progress.wait_until(lambda: self.policy.loaded >= version, ANSWER_WITHIN_S):
             return await server.reply(sender, NotReady(self.status.current))
-        prompts = self.progress.prompts.values()
-        samples = await probe(self.policy.servers, prompts, self.max_model_len) if self.policy.loaded == version else []
+        samples, newest = [], self.progress.newest
+        if self.policy.loaded == version and newest:
+            samples = await probe(self.policy.servers, self.run_dir.batch(newest), self.max_model_len)
         return await server.reply(sender, Probe(samples))
 
     async def wait_for_trainer_end(self, timeout_s: float) -> None:

@@ -7,7 +7,6 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from threading import Thread
 from typing import Literal
 
 import msgspec
@@ -15,8 +14,6 @@ import msgspec
 from rl.config.orchestrator import DifficultyConfig
 from rl.system.errors import RunError
 
-SHORT = 10_000
-"""Number of tasks that are shuffled in a few milliseconds."""
 MEMORY = 0.5
 """Weight of the previous solve rate when a task's rate is updated with a new group."""
 UNPLAYED = math.inf
@@ -111,10 +108,8 @@ class TaskSource:
         """Groups that a batch did without; their tasks are played before new ones are drawn."""
         self.suspended: list[TaskRef] = []
         """Groups of environments that are excluded until the next start."""
-        self.orders: dict[tuple[str, int], array[int]] = {}
-        """By environment and epoch; the newest two epochs are kept."""
-        self.threads: dict[tuple[str, int], Thread] = {}
-        """Threads that make orders, or have made ones that are not used yet, by environment and epoch."""
+        self.orders: dict[str, tuple[int, array[int]]] = {}
+        """By environment: the epoch of its next task, and the order of its tasks in it."""
         total = sum(env.weight for env in envs.values())
         self.shares = {name: env.weight / total for name, env in envs.items()}
 
@@ -144,7 +139,7 @@ class TaskSource:
     def _task(self, env: str) -> int:
         """Returns the next task in the environment's order."""
         place, size = self.issued[env] + self.skipped[env], self.envs[env].size
-        return place if size is None else self._order(env, place // size, place % size)[place % size]
+        return place if size is None else self._order(env, size, place // size)[place % size]
 
     def _skips(self, env: str) -> bool:
         """Whether the next task is skipped: by its pool's weight, with a fixed random draw for each turn."""
@@ -155,29 +150,14 @@ class TaskSource:
         turn = self.issued[env] + self.skipped[env]
         return random.Random(f"{self.seed}/{env}/{turn}/pool").random() >= weight
 
-    def _order(self, env: str, epoch: int, place: int) -> "array[int]":
-        """Returns the order of an epoch. If `place` is in its second half and the order is long, a thread starts making the next one."""
-        size = self.envs[env].size or 0
-        following = env, epoch + 1
-        if place >= size // 2 and size > SHORT and following not in self.threads and following not in self.orders:
-            self.threads[following] = Thread(target=self._make_order, args=following, daemon=True)
-            self.threads[following].start()
-        if thread := self.threads.pop((env, epoch), None):
-            thread.join()
-        if (env, epoch) not in self.orders:
-            self._make_order(env, epoch)
-        return self.orders[env, epoch]
-
-    def _make_order(self, env: str, epoch: int) -> None:
-        """Shuffles an environment's tasks, in small steps so that no call holds the GIL for long."""
-        order, size = array("i"), self.envs[env].size or 0
-        for start in range(0, size, SHORT):
-            order.extend(range(start, min(size, start + SHORT)))
-        random.Random(f"{self.seed}/{env}/{epoch}").shuffle(order)
-        for past in list(self.orders):
-            if past[0] == env and past[1] < epoch - 1:
-                del self.orders[past]
-        self.orders[env, epoch] = order
+    def _order(self, env: str, size: int, epoch: int) -> "array[int]":
+        """Returns the order of an epoch. Making one takes a second for two million tasks, once an epoch."""
+        known, order = self.orders.get(env, (-1, array("i")))
+        if known != epoch:
+            order = array("i", range(size))
+            random.Random(f"{self.seed}/{env}/{epoch}").shuffle(order)
+            self.orders[env] = epoch, order
+        return order
 
     def _redraw(self, later: list[TaskRef], env: str) -> list[Lost]:
         """Repeats an environment's draws until all groups in `later` (issued after the state was written) are drawn. Returns the other
@@ -278,5 +258,3 @@ class TaskSource:
                 lost.remove(one)
                 self.retry.append(TaskRef(number, one.ref.env, one.ref.task))
         self.retry.extend(one.ref for one in lost)  # no id fits if environments have changed
-        for env in self.envs:
-            self._task(env)  # makes a long order now, while nothing waits for it

@@ -81,7 +81,7 @@ class WorkerPool:
         self.address = f"{self.directory.name}/pool"
         self.workers: dict[str, Worker] = {}
         self.launcher = WorkerLauncher()
-        self.sandbox = WorkerSandbox(Path(self.directory.name), log_dir.parent)
+        self.sandbox = WorkerSandbox(Path(self.directory.name), log_dir.parent, self._watch)
         self.scores_groups: dict[str, bool] = {}
         """By environment."""
         self.next_play = self.num_started = 0
@@ -195,16 +195,24 @@ class WorkerPool:
                 if warm := self.barren[env] == 1:
                     await self.launcher.copy(worker.setup.python)
                 dead, worker = worker, self.start(worker.setup, warm=warm)
-                inherit(dead, worker, reason)
-                ready = await wait_ready(worker, timeout_s)
-            except RunError as error:
+            except RunError as error:  # its interpreter is gone
                 worker.kill_reason = str(error)
-            if env in self.lost or worker.kill_reason:
-                worker.child.signal_group(signal.SIGKILL)
                 continue
-            log.info("worker %s is back with %s tasks", worker.setup.worker_id, ready.num_train)
-            worker.heard = time.monotonic()
-            await self._pump(worker)
+            inherit(dead, worker, reason)
+            await self._join(worker, timeout_s)
+
+    async def _join(self, worker: Worker, timeout_s: float) -> None:
+        """Waits until a worker that was started later is ready, and sends it its groups. If it does not come up, it is killed."""
+        try:
+            ready = await wait_ready(worker, timeout_s)
+            log.info("worker %s is up with %s tasks", worker.setup.worker_id, ready.num_train)
+        except RunError as error:
+            worker.kill_reason = worker.kill_reason or str(error)
+        if worker.kill_reason or worker.setup.env.name in self.lost:
+            worker.child.signal_group(signal.SIGKILL)
+            return
+        worker.heard = time.monotonic()
+        await self._pump(worker)
 
     def _lose(self, env: str, reason: str) -> None:
         """Gives an environment up: kills its workers, and fails their groups with EnvLostError."""
@@ -253,13 +261,8 @@ class WorkerPool:
             await self._pump(worker)
 
     async def _add(self, worker: Worker, timeout_s: float) -> None:
-        """Waits until an added worker is ready, and keeps it alive like the others. If it does not come up, it counts as dead."""
-        try:
-            await wait_ready(worker, timeout_s)
-        except RunError as error:
-            worker.kill_reason = str(error)
-            worker.child.signal_group(signal.SIGKILL)
-        await self._pump(worker)
+        """Waits until an added worker is ready, and keeps it alive like the others."""
+        await self._join(worker, timeout_s)
         await self._revive(worker, timeout_s)
 
     # Groups -------------------------------------------------------------------------------------------------------------
@@ -339,22 +342,19 @@ class WorkerPool:
                 worker = self.workers[worker.setup.worker_id]
                 if worker.sent.pop(order.play_id, None):
                     await self._send(worker, Cancel(order.play_id))
-                for queue in (worker.isolated, worker.waiting):
-                    if play in queue:
-                        queue.remove(play)
+                if play in worker.waiting:
+                    worker.waiting.remove(play)
                 await self._pump(worker)
 
     async def _pump(self, worker: Worker) -> None:
         """Sends waiting groups: suspects first, each while nothing else is played, then all others at once."""
         while worker.ready.done():
-            if worker.isolated and not worker.sent:
-                play = worker.isolated.popleft()
-            elif worker.waiting and not worker.isolated and not worker.plays_isolated:
-                play = worker.waiting.popleft()
-            else:
+            play = worker.waiting[0] if worker.waiting else None
+            if play is None or (worker.sent if play.is_suspect else worker.plays_suspect):
                 if worker.retiring and not worker.num_plays:
                     await self._send(worker, Close())
                 return
+            worker.waiting.popleft()
             worker.sent[play.order.play_id] = play
             await self._send(worker, play.order_left())
 
@@ -394,6 +394,6 @@ class WorkerPool:
         await asyncio.gather(*(child.wait_async(CLOSE_S) for child in children))
         for child in children:
             child.reap()
-        self.sandbox.close()
+        await self.sandbox.close()
         self.server.close()
         self.directory.cleanup()

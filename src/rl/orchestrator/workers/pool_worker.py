@@ -69,8 +69,8 @@ class Play:
         self.take(Played(self.order.play_id, failed))
 
     @property
-    def is_isolated(self) -> bool:
-        """Whether the group is given up at its worker's next death."""
+    def is_suspect(self) -> bool:
+        """Whether the group is given up at its worker's next death, so that it is played alone."""
         return self.kills >= MAX_KILLS - 1
 
     @property
@@ -86,9 +86,8 @@ class Worker:
     child: Child
     ready: "asyncio.Future[Ready]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     sent: dict[int, Play] = field(default_factory=dict)
-    isolated: deque[Play] = field(default_factory=deque)
-    """Groups to be played alone, before the waiting ones: one of them may be what kills the worker."""
     waiting: deque[Play] = field(default_factory=deque)
+    """Suspects first: groups that are played alone, because one of them may be what kills the worker."""
     heard: float = field(default_factory=time.monotonic)
     """Monotonic time of its last message, moved forward by the time in which the pool could not read any."""
     busy: float = 0.0
@@ -101,11 +100,11 @@ class Worker:
 
     @property
     def plays(self) -> list[Play]:
-        return [*self.sent.values(), *self.isolated, *self.waiting]
+        return [*self.sent.values(), *self.waiting]
 
     @property
     def num_plays(self) -> int:
-        return len(self.sent) + len(self.isolated) + len(self.waiting)
+        return len(self.sent) + len(self.waiting)
 
     def fail_ready(self, message: str) -> None:
         """Fails `ready`: the environment could not be loaded."""
@@ -123,13 +122,13 @@ class Worker:
         for play in self.plays:
             if not play.done.done():
                 play.done.set_exception(EnvLostError(reason))
-        for plays in (self.sent, self.isolated, self.waiting):
-            plays.clear()
+        self.sent.clear()
+        self.waiting.clear()
 
     @property
-    def plays_isolated(self) -> bool:
+    def plays_suspect(self) -> bool:
         """Whether it is playing a suspect, and so nothing else."""
-        return len(self.sent) == 1 and next(iter(self.sent.values())).is_isolated
+        return len(self.sent) == 1 and next(iter(self.sent.values())).is_suspect
 
 
 def kill_if_due(worker: Worker, pid: int, memory_gib: float, silence_s: float) -> None:
@@ -213,6 +212,5 @@ def inherit(dead: Worker, worker: Worker, reason: str) -> None:
         play.kills += 1
         if play.failed and not play.done.done():
             play.give_up(reason)
-    for play in dead.plays:
-        if not play.done.done():
-            (worker.isolated if play.is_isolated else worker.waiting).append(play)
+    left = [play for play in dead.plays if not play.done.done()]
+    worker.waiting.extend(sorted(left, key=lambda play: not play.is_suspect))

@@ -8,7 +8,7 @@ first process, never of the orchestrator, and the namespace ends with the worker
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ PREFIXES = ("LC_",)
 class WorkerSandbox:
     """The sandboxes of a pool's workers, and their inference proxy. `directory` is the pool's own; `run_dir` is hidden from all of them."""
 
-    def __init__(self, directory: Path, run_dir: Path):
-        self.directory, self.run_dir = directory, run_dir
+    def __init__(self, directory: Path, run_dir: Path, watch: Callable[[Coroutine[Any, Any, None]], None]):
+        """`watch` runs a coroutine in the background."""
+        self.directory, self.run_dir, self.watch = directory, run_dir, watch
         self.inference_proxy: InferenceProxy | None = None
         self.told: set[str] = set()
         """Environments whose view was logged already."""
@@ -47,9 +48,10 @@ class WorkerSandbox:
             raise RunError(f"environment {setup.env.name}: keys names {', '.join(unset)}, not set in the shell; set it, or leave it out")
         policy = setup.policy
         if self.inference_proxy is None and policy.endpoint is None:
-            self.inference_proxy = InferenceProxy(self.directory / "inference", policy.inference_urls, Path(policy.inference_status))
+            status = Path(policy.inference_status)
+            self.inference_proxy = InferenceProxy(self.directory / "inference", policy.inference_urls, status, self.watch)
         reap_ended()  # the sandboxes of dead workers
-        setup = confined(setup, str(self.inference_proxy.socket) if self.inference_proxy else "")
+        setup = confined(setup, str(self.inference_proxy.path) if self.inference_proxy else "")
         try:
             sandbox = sandbox_of(setup, setup_path, self.run_dir)
         except RunError as error:
@@ -59,9 +61,9 @@ class WorkerSandbox:
             log.info("%s", view(setup, self.run_dir))
         return setup, sandbox
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if self.inference_proxy:
-            self.inference_proxy.close()
+            await self.inference_proxy.close()
 
 
 def confined(setup: WorkerSetup, inference_proxy: str) -> WorkerSetup:
