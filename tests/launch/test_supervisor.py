@@ -83,7 +83,7 @@ class Run:
             time.sleep(0.01)
 
     def finish(self):
-        self.until(lambda: self.supervisor.finished)
+        self.until(lambda: self.supervisor.keeper.finished)
 
     def events(self, kind="", process=""):
         events = [json.loads(line) for line in self.run_dir.events.read_text().splitlines()]
@@ -93,7 +93,8 @@ class Run:
         self.until(lambda: len(self.events("ready", name)) >= times)
 
     def child(self, name):
-        return self.supervisor.states[name].child
+        attempt = self.supervisor.keeper.states[name].attempt
+        return attempt and attempt.child
 
     def pids(self, count):
         path = self.root / "pids"
@@ -106,7 +107,7 @@ class Run:
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.launch.supervisor.SLOW_POLL_S", 0.05)
+    monkeypatch.setattr("rl.launch.keeper.SLOW_POLL_S", 0.05)
     runs = []
 
     def make_run(**settings):
@@ -190,7 +191,7 @@ def test_who_made_progress_starts_again_at_once(make):
 
 def test_a_server_that_ends_well_is_dead_all_the_same_and_one_that_was_ready_may_be_late(make):
     run = make()
-    run.config.inference.startup_timeout_s = 0.5
+    run.supervisor.keeper.startup_timeout_s = 0.5
     run.begin(
         inference="status('loading_model')\nif attempt == 2: time.sleep(60)\nbeat('serving', None, 0.3 if attempt == 1 else 60, address='http://x')"
     )
@@ -287,7 +288,7 @@ def test_an_error_above_the_end_of_a_log_is_told(tmp_path):
 def test_deaths_outside_the_window_do_not_count(make):
     run = make(max_restarts=1, window_s=0.3, backoff_s=0.01)
     run.begin(trainer="beat('training', 1, 0.5)\nsys.exit(attempt < 4)")
-    run.until(lambda: run.supervisor.states["trainer"].done)
+    run.until(lambda: run.supervisor.keeper.states["trainer"].done)
     assert len(run.events("death", "trainer")) == 3
 
 
@@ -339,7 +340,7 @@ def test_nothing_stays_of_a_dead_process_and_everything_of_the_others(make):
 
 @pytest.mark.parametrize("comes_up", [True, False])
 def test_a_role_starts_after_another_one_is_up_or_when_that_takes_too_long(make, monkeypatch, comes_up):
-    monkeypatch.setattr("rl.launch.supervisor.AFTER_S", 10.0 if comes_up else 0.4)
+    monkeypatch.setattr("rl.launch.keeper.AFTER_S", 10.0 if comes_up else 0.4)
     began = time.monotonic()  # the supervisor's clock counts from here on
     run = make()
     work = "beat('loading_environments', None, 0.3)\nbeat('filling_batch', 1)" if comes_up else "beat('loading_environments')"
@@ -356,7 +357,7 @@ def test_a_role_starts_after_another_one_is_up_or_when_that_takes_too_long(make,
 def test_a_trainer_that_shares_a_gpu_waits_for_the_server_as_long_as_that_may_take(make):
     run = make()
     run.begin({"trainer": "inference"}, inference="time.sleep(60)")
-    assert run.supervisor.states["trainer"].start_at == run.supervisor.clock + run.config.inference.startup_timeout_s
+    assert run.supervisor.keeper.states["trainer"].start_at == run.supervisor.keeper.clock + run.config.inference.startup_timeout_s
     assert run.child("orchestrator") and run.child("trainer") is None
 
 
@@ -364,7 +365,7 @@ def test_a_role_starts_when_the_one_before_it_has_ended(make):
     run = make()
     run.begin({"trainer": "orchestrator"}, orchestrator="")
     run.until(lambda: run.child("trainer"))
-    assert run.supervisor.states["orchestrator"].done
+    assert run.supervisor.keeper.states["orchestrator"].done
 
 
 def test_temporary_files_go_with_their_process_and_all_with_the_run(make):
@@ -413,18 +414,18 @@ def test_every_rank_of_the_trainer_must_have_a_heartbeat(make):
 
 def test_a_pause_of_rl_itself_makes_nobody_silent(make, monkeypatch):
     """Its children were stopped with it, as on a sleeping machine: their heartbeats are as old as its last poll."""
-    monkeypatch.setattr("rl.launch.supervisor.LONGEST_POLL_S", 0.1)
+    monkeypatch.setattr("rl.launch.keeper.LONGEST_POLL_S", 0.1)
     run = make(silence_s=0.5)
     run.begin()
     run.ready("inference")
-    pids = [state.child.pid for state in run.supervisor.states.values()]
+    pids = [run.child(name).pid for name in WORK]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(1.0)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     for _ in range(30):
-        run.supervisor.poll()
+        run.supervisor.poll([])
         time.sleep(0.01)
     assert not run.events("silent") and not run.events("death")
 
@@ -443,7 +444,7 @@ def test_a_batch_that_kills_its_reader_is_quarantined(make):
     run = make(backoff_s=0.01)
     (run.root / "good").touch()
     run.begin(trainer=POISON)
-    run.until(lambda: run.supervisor.states["trainer"].done)
+    run.until(lambda: run.supervisor.keeper.states["trainer"].done)
     assert len(run.events("death", "trainer")) == 4  # a death while loading does not count against a batch
     record = json.loads(run.run_dir.quarantined(3).read_text())
     assert record["step"] == 3 and record["why"] == "ended with exit code 1" and len(record["deaths"]) == 3
@@ -456,7 +457,7 @@ def test_a_step_that_was_done_in_between_starts_the_count_anew(make):
     run = make(backoff_s=0.01)
     done = "print(json.dumps({'step': 3, 'source': 'trainer'}), file=open(root + '/metrics.jsonl', 'a'))\n"
     run.begin(trainer=f"if attempt == 5: sys.exit()\nif attempt == 3:\n    {done}    time.sleep(0.3)\nstatus('training', 3)\nsys.exit(1)")
-    run.until(lambda: run.supervisor.states["trainer"].done)
+    run.until(lambda: run.supervisor.keeper.states["trainer"].done)
     assert len(run.events("death")) == 4 and not run.events("quarantine")
 
 
@@ -501,7 +502,7 @@ def test_damage_is_repaired_while_nobody_works_with_it(make, monkeypatch):
     run, running = make(), []
 
     def repair(run_dir, logged):
-        running.extend(state.name for state in run.supervisor.states.values() if state.child)
+        running.extend(name for name in WORK if run.child(name))
         (run.root / "mended").touch()
         return ["moved batches/000003.batch away"]
 

@@ -83,7 +83,7 @@ class Watch:
     def until_finished(self, started: list[Role]) -> None:
         """Starts processes and keeps them alive until they have ended well. Raises RunError if that is impossible."""
         self.supervisor.begin(started)
-        while not self.supervisor.finished:
+        while not self.supervisor.keeper.finished:
             self.supervisor.poll(self.show())
             time.sleep(POLL_S)
 
@@ -182,7 +182,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
         print(visible(why), file=sys.stderr, flush=True)  # it may quote logs, which may contain model output
     stuck = children.stop()
     if code > 1 and not stuck:
-        watch.supervisor.forget()
+        watch.supervisor.keeper.forget()
     if stuck:
         print(f"rl: these processes do not end, even after SIGKILL: {stuck}", file=sys.stderr)
     watch.close(code)
