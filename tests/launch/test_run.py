@@ -45,7 +45,6 @@ print(os.getpid(), file=open(root / "pids", "a"), flush=True)
 config = from_toml(root / "config.toml")
 '''
 scripts = {scripts!r}
-rl.launch.roles.MANY_CORES = 0  # all start at once: these scripts have no status that shows when they are up
 rl.launch.roles.command = lambda name, run_dir, ranks: [sys.executable, "-c", prelude + scripts[name], name, str(run_dir.root)]
 import rl.main
 sys.exit(rl.main.main())

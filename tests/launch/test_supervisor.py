@@ -64,10 +64,9 @@ class Run:
         self.reader = MetricsReader(self.run_dir.metrics)
         self.supervisor = Supervisor(self.config, self.run_dir, self.children, self.said.append)
 
-    def begin(self, after=None, **scripts):
-        """`after`: role -> the role that it starts after."""
+    def begin(self, after_server=False, **scripts):
         commands = {name: [sys.executable, "-S", "-c", PRELUDE + code, name, str(self.root)] for name, code in (WORK | scripts).items()}
-        roles = [Role(name, command, dict(os.environ), after=(after or {}).get(name, "")) for name, command in commands.items()]
+        roles = [Role(name, command, dict(os.environ), after_server=after_server and name == "trainer") for name, command in commands.items()]
         self.supervisor.begin(roles)
 
     def begin_warm(self, name, code):
@@ -338,34 +337,16 @@ def test_nothing_stays_of_a_dead_process_and_everything_of_the_others(make):
     assert all(gone(pid) for pid in run.pids(7))
 
 
-@pytest.mark.parametrize("comes_up", [True, False])
-def test_a_role_starts_after_another_one_is_up_or_when_that_takes_too_long(make, monkeypatch, comes_up):
-    monkeypatch.setattr("rl.launch.keeper.AFTER_S", 10.0 if comes_up else 0.4)
-    began = time.monotonic()  # the supervisor's clock counts from here on
+def test_a_trainer_that_shares_a_gpu_starts_when_the_server_is_up_or_has_had_its_time(make):
     run = make()
-    work = "beat('loading_environments', None, 0.3)\nbeat('filling_batch', 1)" if comes_up else "beat('loading_environments')"
-    run.begin({"trainer": "orchestrator"}, orchestrator=work)
-    assert run.child("inference") and run.child("trainer") is None
-    run.until(lambda: run.child("trainer"))
-    assert len(run.events("ready", "orchestrator")) == comes_up and 0.3 < time.monotonic() - began < 5
-    first = run.child("trainer").pid
-    run.ready("trainer")
-    os.kill(first, signal.SIGKILL)
-    run.ready("trainer", 2)  # a later attempt does not wait
-
-
-def test_a_trainer_that_shares_a_gpu_waits_for_the_server_as_long_as_that_may_take(make):
-    run = make()
-    run.begin({"trainer": "inference"}, inference="time.sleep(60)")
-    assert run.supervisor.keeper.states["trainer"].start_at == run.supervisor.keeper.clock + run.config.inference.startup_timeout_s
+    run.begin(after_server=True, inference="beat('loading_model', None, 0.3)\n" + WORK["inference"])
     assert run.child("orchestrator") and run.child("trainer") is None
-
-
-def test_a_role_starts_when_the_one_before_it_has_ended(make):
-    run = make()
-    run.begin({"trainer": "orchestrator"}, orchestrator="")
+    assert run.supervisor.keeper.states["trainer"].start_at == run.supervisor.keeper.clock + run.config.inference.startup_timeout_s
     run.until(lambda: run.child("trainer"))
-    assert run.supervisor.keeper.states["orchestrator"].done
+    assert run.events("ready", "inference")
+    run.ready("trainer")
+    os.kill(run.child("trainer").pid, signal.SIGKILL)
+    run.ready("trainer", 2)  # a later attempt does not wait
 
 
 def test_temporary_files_go_with_their_process_and_all_with_the_run(make):

@@ -38,8 +38,6 @@ MAX_FAILED_STARTS = 2
 """A role that never came up has not crashed: the same fault would end every attempt. SIGKILL, which comes from outside, does not count.
 The same holds for a server that ends with an error in every attempt before it has sampled a token: its model, settings or device."""
 SHOWN_DEATHS = 5
-AFTER_S = 30.0
-"""Longest wait of a role that starts after another one; after a server it is the server's start-up limit, because they share a GPU."""
 
 
 class Keeper:
@@ -57,8 +55,8 @@ class Keeper:
         """Starts these processes, in place of the previous ones."""
         self.states = {role.name: RoleState(role, start_at=self.clock) for role in roles}
         for state in self.states.values():
-            if state.role.after in self.states:
-                state.start_at += self.startup_timeout_s if state.role.after == "inference" else AFTER_S
+            if state.role.after_server:
+                state.start_at += self.startup_timeout_s
             else:
                 self._start(state)
 
@@ -132,12 +130,6 @@ class Keeper:
         state.start_at = self.clock + (delay or 0.0)
         return delay
 
-    def _start_followers(self, state: RoleState) -> None:
-        """Starts the roles that wait for this one, which is up or has ended."""
-        for other in self.states.values():
-            if other.role.after == state.name and not other.attempt and other.died is None and not other.done:
-                other.start_at = self.clock
-
     def wake(self, name: str) -> None:
         """Schedules another start of a process that had ended and is needed again."""
         if (state := self.states.get(name)) and state.done:
@@ -165,7 +157,9 @@ class Keeper:
         child = attempt.child
         if not attempt.ready and attempt.works():
             attempt.ready = True
-            self._start_followers(state)
+            for other in self.states.values() if state.name == "inference" else ():
+                if other.role.after_server and other.died is None:
+                    other.start_at = self.clock
             seconds = round(self.clock - (attempt.began if state.died is None else state.died), 1)
             self.event("ready", state.name, attempt=child.attempt, seconds=seconds)
             if state.died is not None:
@@ -217,7 +211,6 @@ class Keeper:
         self.children.kill_tree(child)
         if code == 0 and state.name != "inference":
             state.attempt, state.done = None, True
-            self._start_followers(state)
             return None
         if code in (WRONG_SETTINGS, GIVE_UP) or (state.name in PREPARING and code and code > 0):
             said = f", saying: {words}" if (words := last_words(child.log)) else ""
