@@ -50,6 +50,11 @@ class Screen:
     def write(self, step: int, source: str, metrics: dict) -> None:
         MetricsLog(self.run_dir.metrics, source).write(step, metrics)
 
+    def step(self, step: int, **metrics: float) -> None:
+        """Writes the lines of a step; `metrics` are more of the orchestrator's."""
+        self.write(step, "orchestrator", {"reward/mean": 0.5} | metrics)
+        self.write(step, "trainer", TRAINER)
+
     def look(self) -> str:
         """Returns what this update prints."""
         start = self.out.tell()
@@ -75,22 +80,13 @@ def test_a_step_appears_when_both_sides_have_reported(tmp_path):
     assert screen.look() == ""
 
 
-def test_a_repeated_line_is_not_printed_again(tmp_path):
+def test_repeated_lines_are_not_printed_again_nor_steps_from_before_a_resume(tmp_path):
     screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0")
-    for _ in range(2):
-        screen.write(1, "orchestrator", {"reward/mean": 0.5})
-        screen.write(1, "trainer", TRAINER)
-    assert screen.look().count("\n") == 2
+    for step in (1, 1, 2):
+        screen.step(step)
+    assert screen.look().count("\n") == 3
     screen.write(1, "trainer", TRAINER | {"loss/mean": 9.0})
     assert screen.look() == ""
-    assert screen.console.lines[1, "trainer"]["loss/mean"] == 9.0
-
-
-def test_after_a_resume_only_new_steps_are_printed(tmp_path):
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0")
-    for step in (1, 2):
-        screen.write(step, "orchestrator", {"reward/mean": 0.5})
-        screen.write(step, "trainer", TRAINER)
     screen.write(0, "eval", {"eval/e/reward_mean": 0.5})
     screen.write(3, "orchestrator", {"reward/mean": 0.75})
     screen.open()
@@ -100,22 +96,19 @@ def test_after_a_resume_only_new_steps_are_printed(tmp_path):
 
 
 def test_a_long_run_is_not_kept_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.launch.console.MOST_LINES", 40)
     screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--max_steps", "1000", *EVAL)
     screen.write(90, "eval", {"eval/e/reward_mean": 0.25})
     screen.write(100, "eval", {"eval/e/reward_mean": 0.75})
     for step in range(1, 301):
-        screen.write(step, "orchestrator", {"reward/mean": 0.5})
-        screen.write(step, "trainer", TRAINER)
+        screen.step(step)
         said = screen.look()
-        assert len(screen.console.lines) <= 42
+    assert not screen.console.lines and list(screen.console.evals) == [100] and len(screen.console.paces) == 10
     assert said.split()[:3] == ["300", "0.500", "0.750"] and said.endswith(" 12.3   2.4 h  4.1 wait_for_batch\n")
     monkeypatch.setattr("rl.launch.console.NEWEST_BYTES", 10_000)  # of 80,000
     screen.open()
-    assert screen.console.shown == 300 and 20 < len(screen.console.lines) < 100
+    assert screen.console.shown == 300 and not screen.console.lines
     screen.write(300, "trainer", TRAINER)  # replayed
-    screen.write(301, "orchestrator", {"reward/mean": 0.5})
-    screen.write(301, "trainer", TRAINER)
+    screen.step(301)
     assert [line.split()[:3] for line in screen.look().splitlines()] == [["step", "reward", "eval"], ["301", "0.500", "0.750"]]
 
 
@@ -124,7 +117,6 @@ def test_evals_are_printed_as_they_come(tmp_path):
     screen.write(10, "eval", {"eval/gsm8k/reward_mean": 0.4123, "eval/gsm8k/pass@4": 0.6, "eval/gsm8k/errored": 0.0, "time/eval": 3})
     screen.write(10, "eval", {"eval/math/reward_mean": 0.1})
     assert screen.look() == "  eval at version 10: gsm8k 0.412 (pass@4 0.600)\n  eval at version 10: math 0.100\n"
-    assert {"eval/gsm8k/reward_mean", "eval/math/reward_mean"} < set(screen.console.lines[10, "eval"])
 
 
 def test_the_column_of_evaluations_is_one_of_them(tmp_path):
@@ -139,13 +131,11 @@ def test_the_column_of_evaluations_is_one_of_them(tmp_path):
             screen.write(step, "eval", {"eval/easy/reward_mean": 0.75})
         if step == 3:
             screen.write(step, "eval", {"eval/hard/reward_mean": 0.25})
-        screen.write(step, "orchestrator", {"reward/mean": 0.5})
-        screen.write(step, "trainer", TRAINER)
+        screen.step(step)
         shown.append(screen.look().splitlines()[-1].split()[:3])
-        screen.console._forget()
     assert shown == [["1", "0.500", "0.125"], ["2", "0.500", "0.125"], ["3", "0.500", "0.250"], ["4", "0.500", "0.250"]]
     screen.open()
-    assert (3, "eval") in screen.console.lines
+    assert screen.console.evals == {3: 0.25}
     screen.console.introduce()
     assert screen.out.getvalue().splitlines()[-1] == "  column eval: hard, the first of 2 evaluations"
 
@@ -165,8 +155,7 @@ def test_what_is_waited_for_is_said_when_it_changes(tmp_path):
     assert screen.look() == ""
     enter("inference", Phase.SERVING)
     assert screen.look() == "  inference: serving\n"
-    screen.write(1, "orchestrator", {"reward/mean": 0.5})
-    screen.write(1, "trainer", TRAINER)
+    screen.step(1)
     screen.look()
     enter("inference", Phase.STARTING)
     assert screen.look() == ""
@@ -203,8 +192,7 @@ def test_a_rollout_is_shown_in_full(tmp_path):
     for step in (1, 2, 3):
         screen.run_dir.rollouts(step).parent.mkdir(exist_ok=True, parents=True)
         screen.run_dir.rollouts(step).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (skipped, shown)))
-        screen.write(step, "orchestrator", {"reward/mean": 0.5})
-        screen.write(step, "trainer", TRAINER)
+        screen.step(step)
     said = screen.look()
     assert said.count("--- a rollout of step") == 2 and "step 3," not in said
     assert said.endswith(
@@ -228,8 +216,7 @@ def test_of_a_long_prompt_the_question_is_shown_and_what_followed(tmp_path):
     screen.run_dir.rollouts(1).parent.mkdir(parents=True)
     line = {"env": "e", "messages": messages, "num_prompt_messages": 13, "reward": 1.0, "trained": True}
     screen.run_dir.rollouts(1).write_text(json.dumps(line) + "\n")
-    screen.write(1, "orchestrator", {"reward/mean": 0.5})
-    screen.write(1, "trainer", TRAINER)
+    screen.step(1)
     said = screen.look()
     assert re.findall(r"^  (?:user|assistant|\[).*", said, re.MULTILINE) == [
         "  user: example 0", "  [... 11 messages ...]", "  user: the question", "  [the prompt ends here]",
@@ -242,8 +229,7 @@ def test_a_rollout_that_cannot_be_read_is_a_warning(tmp_path):
     screen = Screen(tmp_path)
     screen.run_dir.rollouts(1).parent.mkdir(parents=True)
     screen.run_dir.rollouts(1).write_text("no JSON\n")
-    screen.write(1, "orchestrator", {"reward/mean": 0.5})
-    screen.write(1, "trainer", TRAINER)
+    screen.step(1)
     assert f"warning: {screen.run_dir.rollouts(1)}:1: not JSON" in screen.look()
 
 
@@ -357,13 +343,11 @@ def test_everything_fits_a_terminal_of_any_width(tmp_path, monkeypatch, width):
 def test_the_heading_comes_again_with_every_screen_and_with_another_width(tmp_path, monkeypatch):
     screen = terminal(tmp_path, monkeypatch, 120, 13, "--max_steps", "99")
     for step in range(1, 26):
-        screen.write(step, "orchestrator", {"reward/mean": 0.5})
-        screen.write(step, "trainer", TRAINER)
+        screen.step(step)
     lines = [line for line in ANSI.sub("", screen.look()).splitlines() if re.match(" +(step  reward|[0-9]+ )", line)]
     assert [i for i, line in enumerate(lines) if "reward" in line] == [0, 11, 22]
     screen.console.bar.console.width = 70
-    screen.write(26, "orchestrator", {"reward/mean": 0.5})
-    screen.write(26, "trainer", TRAINER)
+    screen.step(26)
     assert "  step  reward    eval   lag    time    left  of that" in screen.look()
 
 
@@ -381,8 +365,7 @@ def test_on_a_terminal_lines_scroll_above_a_bar(tmp_path, monkeypatch):
     screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", out=Terminal())
     status = RoleStatus(phase=Phase.FILLING_BATCH, step=2, since=0.0, batch=2, batch_done=24, batch_size=64)
     write_status(screen.run_dir.status("orchestrator"), status)
-    screen.write(1, "orchestrator", {"reward/mean": 0.5})
-    screen.write(1, "trainer", TRAINER)
+    screen.step(1)
     said = screen.look()
     assert "     1   0.500       -   -0.0123" in said and "step 1/9, batch 2 24/64" in said and "orchestrator: filling batch 2" in said
     screen.console.close()

@@ -18,7 +18,8 @@ def test_commands(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "args", "after_server"), [(1, [], True), (2, [], False), (0, [], False), (1, ["--orchestrator.inference_urls", '["http://a:1"]'], False)]
+    ("gpus", "args", "after_server"),
+    [(1, [], True), (2, [], False), (0, [], False), (1, ["--orchestrator.inference_urls", '["http://a:1"]'], False)],
 )
 def test_on_a_shared_gpu_the_trainer_starts_when_the_server_has_its_memory(tmp_path, gpus, args, after_server):
     """Regression: vLLM counted the trainer's growth as its own and had too little memory for keys and values, or died when it was freed."""
