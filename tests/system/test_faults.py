@@ -60,10 +60,8 @@ def trace(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("swaps", [True, False], ids=["exchange", "two steps"])
 def test_a_death_at_any_point_leaves_nothing_half(tmp_path, monkeypatch, trace, swaps):
-    assert {"batch.torn", "batch.fsync", "batch.rename", "batch.fsync_dir", "batch.done", "pending.torn", "pending.fsync"} <= dict(
-        trace
-    ).keys()
-    assert {"weights.fill", "weights.fsync", "weights.rename", "weights.done", "weights.remove", "weights.removed"} <= dict(trace).keys()
+    points = {"batch": "torn fsync rename fsync_dir done", "pending": "torn fsync", "weights": "fill fsync rename done remove removed"}
+    assert {f"{kind}.{point}" for kind, names in points.items() for point in names.split()} <= dict(trace).keys()
     if not swaps:
         monkeypatch.setattr(files, "rename_with", lambda path, target, flag: False)
         trace = [*trace, ("weights.replaced", 1)]
@@ -126,25 +124,18 @@ def test_only_the_named_process_dies_and_only_once(tmp_path):
     assert run("trainer") == 1
 
 
-def test_names():
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        *(("batches/000012.batch", "batch"), ("batches/000012.quarantined", "quarantined"), ("batches/pending.log", "pending")),
+        *(("weights/000012", "weights"), ("checkpoints/000012", "checkpoint"), ("evals/000012/addition.jsonl", "eval")),
+        *(("evals/best.json", "best"), ("status/trainer.json", "trainer"), ("status/trainer.000012.lease", "lease")),
+        *(("metrics/trainer.jsonl", "metrics"), ("metrics.jsonl", "merged"), ("config.toml", "config")),
+    ],
+)
+def test_names(path, kind):
+    assert kind_of(Path("run") / path) == kind
     assert parse("trainer-1:ask.GetBatch:12") == ("trainer-1", "ask.GetBatch", 12)
-    kinds = {
-        "batches/000012.batch": "batch",
-        "batches/000012.quarantined": "quarantined",
-        "batches/pending.log": "pending",
-        "rollouts/000012.jsonl": "rollouts",
-        "weights/000012": "weights",
-        "digests/000012.json": "digests",
-        "checkpoints/000012": "checkpoint",
-        "evals/000012/addition.jsonl": "eval",
-        "evals/best.json": "best",
-        "config.toml": "config",
-        "status/trainer.json": "trainer",
-        "status/trainer.000012.lease": "lease",
-        "metrics/trainer.jsonl": "metrics",
-        "metrics.jsonl": "merged",
-    }
-    assert {path: kind_of(Path("run") / path) for path in kinds} == kinds
 
 
 def test_points_cost_next_to_nothing():
