@@ -40,7 +40,10 @@ def ask(headers: list[tuple[bytes, bytes]], body_bytes: int = 0, path: str = "/h
 
 def opens_a_websocket(headers: list[tuple[bytes, bytes]]) -> bool:
     opened = False
-    with contextlib.suppress(WebSocketDisconnect), client(loopback=True).websocket_connect("/health", headers=Headers(headers)):
+    with (
+        contextlib.suppress(WebSocketDisconnect),
+        client(loopback=True).websocket_connect("ws://127.0.0.1/health", headers=Headers(headers)),
+    ):
         opened = True
     return opened
 

@@ -13,7 +13,6 @@ from rl.inference import main
 from rl.inference.server import check_experts, engine_config, running_engine
 from rl.system.errors import GIVE_UP, WRONG_SETTINGS, ConfigError, RunError
 
-
 space = types.SimpleNamespace
 
 
