@@ -42,7 +42,7 @@ def opens_a_websocket(headers: list[tuple[bytes, bytes]]) -> bool:
     opened = False
     with (
         contextlib.suppress(WebSocketDisconnect),
-        client(loopback=True).websocket_connect("ws://127.0.0.1/health", headers=Headers(headers)),
+        client(True).websocket_connect("ws://127.0.0.1/health", headers=Headers(headers)),
     ):
         opened = True
     return opened

@@ -9,7 +9,6 @@ sleeps, no process is late.
 """
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable
