@@ -1,6 +1,6 @@
 """The command `rl`: loads the configuration and launches the run, or passes its arguments to a subcommand.
 
-rl -> launch -> Supervisor -> Children.start -> [torchrun ->] rl.trainer.main, rl.orchestrator.main, rl.inference.main
+rl -> launch -> Supervisor -> Keeper -> Children.start -> [torchrun ->] rl.trainer.main, rl.orchestrator.main, rl.inference.main
 """
 
 import difflib

@@ -6,16 +6,7 @@ import msgspec
 import pytest
 from matplotlib.figure import Figure
 
-from rl.launch.curves import (
-    draw_curves,
-    drawn_parts,
-    duration,
-    final_report,
-    inference_idle,
-    report_lines,
-    reward_parts,
-    trend,
-)
+from rl.launch.curves import draw_curves, drawn_parts, duration, final_report, inference_idle, report_lines, reward_parts, trend
 from rl.run_dir.metrics import Merger, MetricsLog, cut_metrics, read_metrics
 from rl.run_dir.numbers import Numbers
 from rl.run_dir.origin import Origin
@@ -166,6 +157,5 @@ def test_parts_of_a_reward_are_drawn_beside_it_where_they_have_its_scale():
     lines = {(step, "orchestrator"): dict(zip(names, values, strict=True)) | {"reward/mean": 0.5} for step, values in steps.items()}
     assert reward_parts(Numbers.of(lines)) == ["reward/e/answer", "reward/e/form", "reward/e/num_turns"]
     assert drawn_parts(Numbers.of(lines)) == {"reward/e/answer": ([1, 2], [0.4, 0.3]), "reward/e/form": ([1, 2], [0.2, 0.6])}
-    assert (
-        drawn_parts(Numbers.of({at: {"reward/e/form": line["reward/e/form"]} for at, line in lines.items()})) == {}
-    )  # it is the reward itself
+    alone = {at: {"reward/e/form": line["reward/e/form"]} for at, line in lines.items()}
+    assert drawn_parts(Numbers.of(alone)) == {}  # it is the reward itself

@@ -139,13 +139,8 @@ def test_why_a_run_ended_before_its_last_step_is_said(rl, kind, head):
 def test_without_shared_memory_it_says_so_before_anything_starts(tmp_path):
     """Regression: the trainer ended with "Read-only file system; free space" minutes later."""
     hidden = ["bwrap", "--dev-bind", "/", "/", "--tmpfs", "/dev/shm", "--remount-ro", "/dev/shm"]
-    ended = subprocess.run(
-        [*hidden, sys.executable, "-m", "rl.main", "--orchestrator.environment.id", "e"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [*hidden, sys.executable, "-m", "rl.main", "--orchestrator.environment.id", "e"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and ended.stderr.startswith("rl: /dev/shm cannot be written, and torch and vLLM keep locks")
     assert list(tmp_path.iterdir()) == []
 

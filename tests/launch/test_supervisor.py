@@ -535,15 +535,8 @@ def test_a_stall_is_told_with_what_everything_waits_for(make, monkeypatch):
 
 def test_a_model_that_cannot_be_found_ends_the_run_with_its_last_line_and_a_killed_search_is_repeated(make):
     run = make()
-    code = [
-        sys.executable,
-        "-S",
-        "-c",
-        PRELUDE + "if attempt == 1: os.kill(os.getpid(), 9)\nsys.exit('model.name: not there')",
-        "model",
-        str(run.root),
-    ]
-    run.supervisor.begin([Role("model", code, dict(os.environ))])
+    code = PRELUDE + "if attempt == 1: os.kill(os.getpid(), 9)\nsys.exit('model.name: not there')"
+    run.supervisor.begin([Role("model", [sys.executable, "-S", "-c", code, "model", str(run.root)], dict(os.environ))])
     with pytest.raises(RunError, match=rf"^model.name: not there\n  the whole log: {run.run_dir.logs}/model-2.log$"):
         run.finish()
     assert len(run.events("death", "model")) == 1
