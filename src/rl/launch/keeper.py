@@ -28,9 +28,7 @@ from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS, RunError
 LONGEST_POLL_S = 1.0
 """Seconds between polls count at most this much."""
 SLOW_POLL_S = 2.0
-"""Seconds between polls of the process table, which costs more than the rest."""
-TRIM_EVERY_S = 10.0
-"""Seconds between checks of log sizes."""
+"""Seconds between looks at the process table and at the sizes of logs, which cost more than the rest."""
 FIRST_SIGN_S = 300.0
 """A process without a status file after this time, and after inference.startup_timeout_s, is restarted: its imports come before it."""
 MAX_FAILED_STARTS = 2
@@ -46,7 +44,7 @@ class Keeper:
         self.settings, self.run_dir, self.children, self.say = config.supervisor, run_dir, children, say
         self.startup_timeout_s = config.inference.startup_timeout_s
         self.states: dict[str, RoleState] = {}
-        self.clock, self.polled, self.slow_at, self.trim_at = 0.0, time.monotonic(), 0.0, 0.0
+        self.clock, self.polled, self.slow_at = 0.0, time.monotonic(), 0.0
         limits = self.settings.max_restarts, self.settings.window_s
         self.restarts = RestartPolicy(self.settings.backoff_s, self.settings.backoff_limit_s, *limits)
 
@@ -82,9 +80,7 @@ class Keeper:
         if slow_s:
             self.slow_at = self.clock
             self.children.poll()
-            if self.clock >= self.trim_at:
-                self.trim_at = self.clock + TRIM_EVERY_S
-                trim_logs(self.run_dir.logs)
+            trim_logs(self.run_dir.logs)
         return deaths
 
     def event(self, kind: EventKind, process: str, **fields: Any) -> None:
@@ -214,7 +210,10 @@ class Keeper:
         if code in (WRONG_SETTINGS, GIVE_UP) or (state.name in PREPARING and code and code > 0):
             said = f", saying: {words}" if (words := last_words(child.log)) else ""
             self.event("give_up", state.name, attempt=child.attempt, exit=code, reason=f"{child.ending()}{said}")
-            raise self._verdict(state, child)
+            if state.name not in PREPARING:
+                raise failure(child, child.ending())
+            lines = last_lines(child.log)  # the last line says all
+            raise RunError(f"{lines[-1] if lines else f'the {state.name}: ' + child.ending()}\n  the whole log: {child.log}")
         return self._died(state, attempt, child.ending(), code)
 
     def _rank_code(self) -> int | None:
@@ -222,12 +221,6 @@ class Keeper:
         with contextlib.suppress(OSError, ValueError):
             return int(self.run_dir.exit_code("trainer").read_text())
         return None
-
-    def _verdict(self, state: RoleState, child: Child) -> RunError:
-        if state.name not in PREPARING:
-            return failure(child, child.ending())
-        lines = last_lines(child.log)  # the last line says all
-        return RunError(f"{lines[-1] if lines else f'the {state.name}: ' + child.ending()}\n  the whole log: {child.log}")
 
     def _died(self, state: RoleState, attempt: Attempt, reason: str, code: int | None = None) -> Death:
         """Records a death and schedules the restart, unless the death is the last one."""
