@@ -284,7 +284,7 @@ class Console:
         self.lines = {key: line for key, line in self.lines.items() if key[0] > self.shown}
 
     def _complete(self, step: int) -> bool:
-        return {(step, source) for source in self.sources} <= set(self.lines)
+        return all((step, source) in self.lines for source in self.sources)
 
     def _show_step(self, step: int) -> None:
         columns, screen = fit_columns(self.columns, self.width), self.bar.console.height - 3 if self.bar else SCREEN
