@@ -185,9 +185,10 @@ def test_every_token_has_its_version_while_weights_are_loaded(servers, kind, tmp
     server, version_2 = servers[kind], tmp_path / "000002"
     prompts = [[10 + i, *range(40, 40 + 5 * i)] for i in range(10)]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [pool.submit(server.generate, prompt, max_tokens=400, temperature=1.0) for prompt in prompts]
         with in_memory(server.weights[1]) as memory:
-            time.sleep(0.4)
+            asked = {"max_tokens": 850, "temperature": 1.0, "stop_token_ids": []}
+            answers = [pool.submit(server.generate, prompt, **asked) for prompt in prompts]
+            until(lambda: sum(answer.done() for answer in answers) + server.status()["num_running"] == len(prompts))
             loads = [server.load(1, tmp_path / "000001", memory)]
         threading.Timer(0.5, os.rename, (shutil.copytree(server.weights[2], tmp_path / "written"), version_2)).start()
         loads.append(server.load(2, version_2, memory))
