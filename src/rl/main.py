@@ -1,6 +1,6 @@
 """The command `rl`: loads the configuration and launches the run, or passes its arguments to a subcommand.
 
-rl -> launch -> Supervisor -> Children.start -> [torchrun ->] rl.trainer.main, rl.orchestrator.main, rl.inference.main
+rl -> launch -> Supervisor -> Keeper -> Children.start -> [torchrun ->] rl.trainer.main, rl.orchestrator.main, rl.inference.main
 """
 
 import difflib
@@ -75,6 +75,7 @@ def main() -> int:
     except OSError as error:  # a full or read-only disk, or missing permission: the user can fix these
         print(f"rl: {system_error(error)}", file=sys.stderr)
     except Stopped as stop:
+        children.stop_caught()
         return 128 + stop.signum
     finally:
         children.stop()

@@ -20,6 +20,9 @@ MALFORMED = [
     b'{"token_ids":' * 20_000,
     b"5" * (10 << 20),
     generate_body("[" + "5," * 1_000_000 + "5]"),
+    generate_body("[]"),
+    generate_body("[-1]"),
+    generate_body("[259]"),  # the first id that is none
     generate_body('"5"'),
     generate_body("[5.5]"),
     generate_body("[null]"),
@@ -27,7 +30,6 @@ MALFORMED = [
     generate_body(f"[{HUGE}]"),
     generate_body(f"[{2**63}]"),
     generate_body("[-9223372036854775808]"),
-    generate_body("[258,259]"),
     generate_body(max_tokens="0"),
     generate_body(max_tokens=HUGE),
     generate_body(max_tokens='"2"'),
@@ -35,7 +37,9 @@ MALFORMED = [
     generate_body(temperature="1e999"),
     generate_body(temperature="-1"),
     generate_body(temperature="null"),
+    generate_body(temprature="1.0"),
     generate_body(top_p="0"),
+    generate_body(top_p="7.0"),
     generate_body(top_p="-1e308"),
     generate_body(top_k="-2"),
     generate_body(top_k=str(2**70)),
@@ -56,11 +60,7 @@ HARMLESS = [
     generate_body(seed="-1"),
     generate_body(stop='"' + "x" * 10_000 + '"'),
 ]
-OPENAI = {
-    "prompt": "[5,6]",
-    "max_tokens": "2",
-    "temperature": "0",
-}
+OPENAI = {"prompt": "[5,6]", "max_tokens": "2", "temperature": "0"}
 ODD = [
     {"prompt": "[259]"},
     {"prompt": f"[{HUGE}]"},

@@ -17,15 +17,13 @@ from rl.inference.engine import VersionedEngine
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.main import newest_sound_version
 from rl.inference.server import bind
-from rl.inference.weight_files import check_weights, read_tensors
+from rl.inference.weight_files import check_weights
 from rl.inference.worker import count_uncompiled
-from rl.models.tiny import make_tiny_model
 from rl.run_dir.digests import HASH, digest
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import TensorEntry
 from rl.system.errors import LASTING, ConfigError, RunError
 from rl.wire.messages import WeightVersion
-from tests.families import UNTIED
 
 
 def test_engine_args_take_numbers_bools_lists_and_tables():
@@ -90,24 +88,14 @@ EXPECTED = {"a.weight": TensorEntry("F32", (2, 3), 0, 24), "lm_head.weight": Ten
 )
 def test_weights_must_fit_the_model(tmp_path, tensors, tied, fault):
     write_safetensors(tmp_path / "model.safetensors", tensors)
-    if fault is None:
+    with pytest.raises(RunError, match=fault) if fault else nullcontext():
         check_weights(tmp_path, EXPECTED, tied)
-    else:
-        with pytest.raises(RunError, match=fault):
-            check_weights(tmp_path, EXPECTED, tied)
-
-
-def test_damaged_files_are_named(tmp_path):
-    file = tmp_path / "model.safetensors"
-    write_safetensors(file, {"a.weight": ("F32", [2, 3])}, cut=5)
+    write_safetensors(tmp_path / "model.safetensors", tensors, cut=5)
     with pytest.raises(RunError, match=r"model.safetensors: has .* bytes, its header says"):
-        check_weights(tmp_path, EXPECTED, True)
-    file.write_bytes(b"this is no safetensors file")
-    with pytest.raises(RunError, match="not a safetensors file"):
-        check_weights(tmp_path, EXPECTED, True)
-    file.unlink()
+        check_weights(tmp_path, EXPECTED, tied)
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(RunError, match="has no"):
-        check_weights(tmp_path, EXPECTED, True)
+        check_weights(tmp_path, EXPECTED, tied)
 
 
 def test_the_newest_sound_version_is_served(tmp_path, capfd):
@@ -171,9 +159,3 @@ def test_a_port_in_use_is_waited_for_and_then_said(monkeypatch):
         with pytest.raises(OSError, match=f"inference.port = {port} on 127.0.0.1: Address already in use; choose another") as error:
             bind("127.0.0.1", port)
         assert error.value.errno in LASTING and 0.5 < time.monotonic() - began < 2
-
-
-def test_header_of_a_real_model(tmp_path):
-    tensors = read_tensors(make_tiny_model(tmp_path / "model", UNTIED))
-    assert (tensors["lm_head.weight"].dtype, tensors["lm_head.weight"].shape) == ("F32", (259, 64))
-    assert len(tensors) == 21

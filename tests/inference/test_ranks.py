@@ -7,31 +7,21 @@ from rl.inference.ranks import Ranks
 
 
 def test_a_session_stays_with_its_engine_and_new_ones_go_where_least_is_open():
+    """How requests are balanced is asserted in tests/wire/test_fleet.py, for servers."""
     ranks, done = Ranks(4), asyncio.Event()
 
-    async def request(session: int, held: bool, seen: list[int]) -> None:
+    async def request(session: int | None) -> int | None:
         with ranks.use(session) as rank:
-            seen.append(rank)
-            if held:
-                await done.wait()
+            await done.wait()
+            return rank
 
-    async def ask(sessions, held=False) -> list[int]:
-        seen: list[int] = []
-        tasks.extend(asyncio.create_task(request(session, held, seen)) for session in sessions)
-        while len(seen) < len(sessions):
-            await asyncio.sleep(0)
-        return seen
-
-    async def main() -> None:
-        first = await ask(range(8))
-        assert await ask([*range(8)] * 2) == first * 2
-        assert Counter(await ask(range(100, 108), held=True)) == {0: 2, 1: 2, 2: 2, 3: 2}
-        crowd = await ask([200] * 40, held=True)
-        assert crowd[:29] == [crowd[0]] * 29 and len(set(crowd)) == 2  # too much for one: another takes the rest
-        with ranks.use(None) as rank, Ranks(1).use(5) as only:
-            assert rank is None and only is None
+    async def main() -> list[int | None]:
+        asked = [asyncio.create_task(request(session)) for session in [*range(8), *range(8), None]]
+        await asyncio.sleep(0)
         done.set()
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*asked)
 
-    tasks: list[asyncio.Task[None]] = []
-    asyncio.run(main())
+    first, again = (found := asyncio.run(main()))[:8], found[8:16]
+    assert first == again and Counter(first) == {0: 2, 1: 2, 2: 2, 3: 2} and found[16] is None
+    with Ranks(1).use(5) as only:
+        assert only is None

@@ -13,11 +13,21 @@ from rl.inference import main
 from rl.inference.server import check_experts, engine_config, running_engine
 from rl.system.errors import GIVE_UP, WRONG_SETTINGS, ConfigError, RunError
 
+space = types.SimpleNamespace
+
 
 class Limits(BaseModel):
     """As vLLM's own configuration, a pydantic model."""
 
     max_model_len: int
+
+
+def stand_in(monkeypatch, **modules: object) -> None:
+    """Puts these in place of modules of vLLM."""
+    for name in ("vllm", "vllm.engine", "vllm.usage"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 def unreadable(*_: object, **__: object) -> None:
@@ -36,14 +46,11 @@ def refused(*_: object, **__: object) -> None:
     ],
 )
 def test_another_start_would_end_the_same_way(monkeypatch, create, code, said):
-    args = types.SimpleNamespace(from_cli_args=lambda _: types.SimpleNamespace(create_engine_config=create))
-    usage = types.SimpleNamespace(UsageContext=types.SimpleNamespace(OPENAI_API_SERVER="server"))
-    stubs = {"vllm.engine.arg_utils": {"AsyncEngineArgs": args}, "vllm.usage.usage_lib": vars(usage), "rl.inference.engine": {}}
-    for name, content in stubs.items():
-        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(VersionedEngine=None, **content))
-    for name in ("vllm", "vllm.engine", "vllm.usage"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    with pytest.raises(RunError, match=said) as error, running_engine(types.SimpleNamespace()):
+    args = space(AsyncEngineArgs=space(from_cli_args=lambda _: space(create_engine_config=create)))
+    usage = space(UsageContext=space(OPENAI_API_SERVER="server"))
+    engine = space(VersionedEngine=None)
+    stand_in(monkeypatch, **{"vllm.engine.arg_utils": args, "vllm.usage.usage_lib": usage, "rl.inference.engine": engine})
+    with pytest.raises(RunError, match=said) as error, running_engine(space()):
         pass
     assert error.value.exit_code == code and not isinstance(error.value, ValidationError)
 
@@ -80,7 +87,6 @@ def test_the_server_of_rl_is_inference_and_any_other_has_a_name_lock_and_status_
 )
 def test_prefixes_are_not_kept_where_vllm_confuses_their_states(monkeypatch, capsys, device, mode, model, keeps):
     """Before, a request of a Mamba-2 model ended the server: IndexError: index 3 is out of bounds for dimension 0 with size 2."""
-    space = types.SimpleNamespace
     args = space(enable_prefix_caching=None)
 
     def create(**_):
@@ -90,12 +96,7 @@ def test_prefixes_are_not_kept_where_vllm_confuses_their_states(monkeypatch, cap
 
     asked: list[bool | None] = []
     stub = space(AsyncEngineArgs=space(from_cli_args=lambda _: space(create_engine_config=create)))
-    for name, module in (
-        ("vllm", types.ModuleType("vllm")),
-        ("vllm.engine", types.ModuleType("vllm.engine")),
-        ("vllm.engine.arg_utils", stub),
-    ):
-        monkeypatch.setitem(sys.modules, name, module)
+    stand_in(monkeypatch, **{"vllm.engine.arg_utils": stub})
     config = engine_config(args, None)
     assert asked == ([None] if keeps else [None, False]) and config.cache_config.mamba_cache_mode == (mode if keeps else "none")
     assert ("enable_prefix_caching: off" in capsys.readouterr().out) is not keeps
@@ -114,7 +115,6 @@ def test_prefixes_are_not_kept_where_vllm_confuses_their_states(monkeypatch, cap
 )
 def test_engines_that_cut_experts_are_told_or_refused(engines, tensor, more, said, capsys):
     """The default of eight GPUs, seven engines, ended twice while loading, with an error of vLLM's alone."""
-    space = types.SimpleNamespace
     more = {"enable_expert_parallel": False, "is_moe": True} | more
     parallel = space(data_parallel_size=engines, tensor_parallel_size=tensor, enable_expert_parallel=more["enable_expert_parallel"])
     config = space(parallel_config=parallel, model_config=space(is_moe=more["is_moe"], hf_text_config=space(moe_intermediate_size=768)))

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from rl.config.command_line import build, parse_args
+from rl.diagnosis.rollouts import short_messages_text
 from rl.launch.console import Console
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.run_dir.status import Phase, RoleStatus, write_status
@@ -50,6 +51,11 @@ class Screen:
     def write(self, step: int, source: str, metrics: dict) -> None:
         MetricsLog(self.run_dir.metrics, source).write(step, metrics)
 
+    def step(self, step: int, **metrics: float) -> None:
+        """Writes the lines of a step; `metrics` are more of the orchestrator's."""
+        self.write(step, "orchestrator", {"reward/mean": 0.5} | metrics)
+        self.write(step, "trainer", TRAINER)
+
     def look(self) -> str:
         """Returns what this update prints."""
         start = self.out.tell()
@@ -75,22 +81,13 @@ def test_a_step_appears_when_both_sides_have_reported(tmp_path):
     assert screen.look() == ""
 
 
-def test_a_repeated_line_is_not_printed_again(tmp_path):
+def test_repeated_lines_are_not_printed_again_nor_steps_from_before_a_resume(tmp_path):
     screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0")
-    for _ in range(2):
-        screen.write(1, "orchestrator", {"reward/mean": 0.5})
-        screen.write(1, "trainer", TRAINER)
-    assert screen.look().count("\n") == 2
+    for step in (1, 1, 2):
+        screen.step(step)
+    assert screen.look().count("\n") == 3
     screen.write(1, "trainer", TRAINER | {"loss/mean": 9.0})
     assert screen.look() == ""
-    assert screen.console.lines[1, "trainer"]["loss/mean"] == 9.0
-
-
-def test_after_a_resume_only_new_steps_are_printed(tmp_path):
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0")
-    for step in (1, 2):
-        screen.write(step, "orchestrator", {"reward/mean": 0.5})
-        screen.write(step, "trainer", TRAINER)
     screen.write(0, "eval", {"eval/e/reward_mean": 0.5})
     screen.write(3, "orchestrator", {"reward/mean": 0.75})
     screen.open()
@@ -100,22 +97,19 @@ def test_after_a_resume_only_new_steps_are_printed(tmp_path):
 
 
 def test_a_long_run_is_not_kept_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.launch.console.MOST_LINES", 40)
     screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--max_steps", "1000", *EVAL)
     screen.write(90, "eval", {"eval/e/reward_mean": 0.25})
     screen.write(100, "eval", {"eval/e/reward_mean": 0.75})
     for step in range(1, 301):
-        screen.write(step, "orchestrator", {"reward/mean": 0.5})
-        screen.write(step, "trainer", TRAINER)
+        screen.step(step)
         said = screen.look()
-        assert len(screen.console.lines) <= 42
+    assert not screen.console.lines and list(screen.console.evals) == [100] and len(screen.console.paces) == 10
     assert said.split()[:3] == ["300", "0.500", "0.750"] and said.endswith(" 12.3   2.4 h  4.1 wait_for_batch\n")
     monkeypatch.setattr("rl.launch.console.NEWEST_BYTES", 10_000)  # of 80,000
     screen.open()
-    assert screen.console.shown == 300 and 20 < len(screen.console.lines) < 100
+    assert screen.console.shown == 300 and not screen.console.lines
     screen.write(300, "trainer", TRAINER)  # replayed
-    screen.write(301, "orchestrator", {"reward/mean": 0.5})
-    screen.write(301, "trainer", TRAINER)
+    screen.step(301)
     assert [line.split()[:3] for line in screen.look().splitlines()] == [["step", "reward", "eval"], ["301", "0.500", "0.750"]]
 
 
@@ -124,7 +118,6 @@ def test_evals_are_printed_as_they_come(tmp_path):
     screen.write(10, "eval", {"eval/gsm8k/reward_mean": 0.4123, "eval/gsm8k/pass@4": 0.6, "eval/gsm8k/errored": 0.0, "time/eval": 3})
     screen.write(10, "eval", {"eval/math/reward_mean": 0.1})
     assert screen.look() == "  eval at version 10: gsm8k 0.412 (pass@4 0.600)\n  eval at version 10: math 0.100\n"
-    assert {"eval/gsm8k/reward_mean", "eval/math/reward_mean"} < set(screen.console.lines[10, "eval"])
 
 
 def test_the_column_of_evaluations_is_one_of_them(tmp_path):
@@ -139,13 +132,11 @@ def test_the_column_of_evaluations_is_one_of_them(tmp_path):
             screen.write(step, "eval", {"eval/easy/reward_mean": 0.75})
         if step == 3:
             screen.write(step, "eval", {"eval/hard/reward_mean": 0.25})
-        screen.write(step, "orchestrator", {"reward/mean": 0.5})
-        screen.write(step, "trainer", TRAINER)
+        screen.step(step)
         shown.append(screen.look().splitlines()[-1].split()[:3])
-        screen.console._forget()
     assert shown == [["1", "0.500", "0.125"], ["2", "0.500", "0.125"], ["3", "0.500", "0.250"], ["4", "0.500", "0.250"]]
     screen.open()
-    assert (3, "eval") in screen.console.lines
+    assert screen.console.evals == {3: 0.25}
     screen.console.introduce()
     assert screen.out.getvalue().splitlines()[-1] == "  column eval: hard, the first of 2 evaluations"
 
@@ -165,8 +156,7 @@ def test_what_is_waited_for_is_said_when_it_changes(tmp_path):
     assert screen.look() == ""
     enter("inference", Phase.SERVING)
     assert screen.look() == "  inference: serving\n"
-    screen.write(1, "orchestrator", {"reward/mean": 0.5})
-    screen.write(1, "trainer", TRAINER)
+    screen.step(1)
     screen.look()
     enter("inference", Phase.STARTING)
     assert screen.look() == ""
@@ -174,16 +164,8 @@ def test_what_is_waited_for_is_said_when_it_changes(tmp_path):
 
 def test_a_rollout_is_shown_in_full(tmp_path):
     screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "2")
-    skipped = {
-        "env": "e",
-        "group_id": 7,
-        "rollout_id": 0,
-        "messages": [{"role": "user", "content": "no line ends here:\u2028 \x85 \x0c"}],
-        "reward": 0.0,
-        "advantage": 0.0,
-        "stop": "length",
-        "trained": False,
-    }
+    skipped = {"env": "e", "group_id": 7, "rollout_id": 0, "reward": 0.0, "advantage": 0.0, "stop": "length", "trained": False}
+    skipped |= {"messages": [{"role": "user", "content": "no line ends here:\u2028 \x85 \x0c"}]}
     messages = [
         {"role": "user", "content": "1+1?\nBe brief. [bold]"},
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
@@ -191,20 +173,11 @@ def test_a_rollout_is_shown_in_full(tmp_path):
         {"role": "assistant", "content": "x" * 20_000},
     ]
     shown = skipped | {"rollout_id": 3, "messages": messages, "reward": 1.0, "advantage": 0.5, "trained": True, "why": None}
-    shown |= {
-        "metrics": {"right": 1.0},
-        "task": 5,
-        "outcome": "truncated",
-        "stop": "length",
-        "num_tokens": 3900,
-        "num_turns": 1,
-        "versions": [1],
-    }
+    shown |= {"metrics": {"right": 1.0}, "task": 5, "outcome": "truncated", "num_tokens": 3900, "num_turns": 1, "versions": [1]}
     for step in (1, 2, 3):
         screen.run_dir.rollouts(step).parent.mkdir(exist_ok=True, parents=True)
         screen.run_dir.rollouts(step).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (skipped, shown)))
-        screen.write(step, "orchestrator", {"reward/mean": 0.5})
-        screen.write(step, "trainer", TRAINER)
+        screen.step(step)
     said = screen.look()
     assert said.count("--- a rollout of step") == 2 and "step 3," not in said
     assert said.endswith(
@@ -217,46 +190,21 @@ def test_a_rollout_is_shown_in_full(tmp_path):
         f"  assistant: {'x' * 489}[... 19,011 characters ...]{'x' * 500}\n"
         "  ---\n" + said.splitlines(keepends=True)[-1]
     )
+    screen.run_dir.rollouts(4).write_text("no JSON\n")
+    screen.step(4)
+    assert f"warning: {screen.run_dir.rollouts(4)}:1: not JSON" in screen.look()
 
 
-def test_of_a_long_prompt_the_question_is_shown_and_what_followed(tmp_path):
+def test_of_a_long_prompt_the_question_is_shown_and_what_followed():
     """Worked examples are also assistant messages: a mark shows where the policy's own output begins."""
-    screen = Screen(tmp_path)
     examples = [{"role": role, "content": f"example {i}"} for i in range(6) for role in ("user", "assistant")]
     own = [{"role": role, "content": f"own {i}"} for i in range(5) for role in ("assistant", "user")]
-    messages = [*examples, {"role": "user", "content": "the question"}, *own]
-    screen.run_dir.rollouts(1).parent.mkdir(parents=True)
-    line = {"env": "e", "messages": messages, "num_prompt_messages": 13, "reward": 1.0, "trained": True}
-    screen.run_dir.rollouts(1).write_text(json.dumps(line) + "\n")
-    screen.write(1, "orchestrator", {"reward/mean": 0.5})
-    screen.write(1, "trainer", TRAINER)
-    said = screen.look()
-    assert re.findall(r"^  (?:user|assistant|\[).*", said, re.MULTILINE) == [
-        "  user: example 0", "  [... 11 messages ...]", "  user: the question", "  [the prompt ends here]",
-        "  assistant: own 0", "  user: own 0", "  assistant: own 1", "  user: own 1", "  [... 2 messages ...]",
-        "  assistant: own 3", "  user: own 3", "  assistant: own 4", "  user: own 4",
+    said = short_messages_text([*examples, {"role": "user", "content": "the question"}, *own], 13)
+    assert said.splitlines() == [
+        "user: example 0", "[... 11 messages ...]", "user: the question", "[the prompt ends here]",
+        "assistant: own 0", "user: own 0", "assistant: own 1", "user: own 1", "[... 2 messages ...]",
+        "assistant: own 3", "user: own 3", "assistant: own 4", "user: own 4",
     ]  # fmt: skip
-
-
-def test_a_rollout_that_cannot_be_read_is_a_warning(tmp_path):
-    screen = Screen(tmp_path)
-    screen.run_dir.rollouts(1).parent.mkdir(parents=True)
-    screen.run_dir.rollouts(1).write_text("no JSON\n")
-    screen.write(1, "orchestrator", {"reward/mean": 0.5})
-    screen.write(1, "trainer", TRAINER)
-    assert f"warning: {screen.run_dir.rollouts(1)}:1: not JSON" in screen.look()
-
-
-def test_a_short_batch_is_said_on_its_line_and_explained_once(tmp_path):
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--orchestrator.batch_size", "64")
-    for step, missing in ((1, 0), (2, 48), (3, 8)):
-        screen.write(step, "orchestrator", {"reward/mean": 0.5, "rollouts/missing": missing, "rollouts/finished": 192})
-        screen.write(step, "trainer", TRAINER)
-    lines = screen.look().splitlines()
-    assert lines[1].endswith("4.1 wait_for_batch") and lines[2].endswith("  short: 16 of 64") and lines[4].endswith("  short: 56 of 64")
-    assert lines[3].startswith("  step 2 trained a short batch: too few of the 192 rollouts") and "orchestrator.max_refill = 3" in lines[3]
-    assert "(max_lag = 1)" in lines[3]
-    assert len(lines) == 5
 
 
 def test_failed_rollouts_are_said_on_the_line_of_their_step(tmp_path):
@@ -274,17 +222,18 @@ def test_failed_rollouts_are_said_on_the_line_of_their_step(tmp_path):
     assert screen.look() == "  eval at version 2: e 0.250, 50% failed\n"
 
 
-def test_lengths_that_end_many_rollouts_are_said_on_the_line_and_explained_once(tmp_path):
+def test_short_batches_and_lengths_that_end_many_rollouts_are_said_on_the_line_and_explained_once(tmp_path):
     screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--orchestrator.sampling.max_tokens", "4")
-    for step, cut, long in ((1, 0.2, 0.0), (2, 1.0, 0.0), (3, 0.5, 0.25)):
-        screen.write(step, "orchestrator", {"reward/mean": 0.5, "rollouts/truncated": cut, "rollouts/overlong": long})
-        screen.write(step, "trainer", TRAINER)
+    for step, missing, cut, long in ((1, 0, 0.2, 0.0), (2, 48, 1.0, 0.0), (3, 8, 0.5, 0.25)):
+        more = {"rollouts/missing": missing, "rollouts/finished": 192, "rollouts/truncated": cut, "rollouts/overlong": long}
+        screen.step(step, **more)
     lines = screen.look().splitlines()
-    assert lines[1].endswith("4.1 wait_for_batch") and lines[2].endswith("  100% cut off") and len(lines) == 6
+    assert lines[1].endswith("4.1 wait_for_batch") and lines[2].endswith("  short: 16 of 64  100% cut off") and len(lines) == 7
     limit = "orchestrator.sampling.max_tokens = 4"
     assert lines[3] == f"  step 2: 100% of its rollouts had an answer cut off at {limit} (rollouts/truncated)"
-    assert lines[4].endswith("  50% cut off  25% overlong")
-    assert lines[5].startswith("  step 3: 25% of its rollouts ended") and "model.max_model_len = " in lines[5]
+    assert lines[4].startswith("  step 2 trained a short batch: too few of the 192 rollouts") and lines[4].endswith("(max_lag = 1)")
+    assert "orchestrator.max_refill = 3" in lines[4] and lines[5].endswith("  short: 56 of 64  50% cut off  25% overlong")
+    assert lines[6].startswith("  step 3: 25% of its rollouts ended") and "model.max_model_len = " in lines[6]
 
 
 def test_the_first_lines_say_what_the_run_is(tmp_path, monkeypatch):
@@ -332,7 +281,7 @@ def terminal(tmp_path, monkeypatch, width: int, height: int = 24, *args: str) ->
     return screen
 
 
-@pytest.mark.parametrize("width", range(60, 201, 7))
+@pytest.mark.parametrize("width", [60, *range(74, 201, 21)])
 def test_everything_fits_a_terminal_of_any_width(tmp_path, monkeypatch, width):
     screen = terminal(tmp_path, monkeypatch, width, 24, "--max_steps", "40")
     screen.console.introduce()
@@ -351,19 +300,20 @@ def test_everything_fits_a_terminal_of_any_width(tmp_path, monkeypatch, width):
     assert "  4.1 wait_for_batch" in row and "short: 16 of 64" in said and "environment-c 0.25" in said and "…" not in said
     assert "batch 13 24/64" in said and "orchestrator: filling batch 13 (90 s)" in said
     assert "trainer: waiting for batch 13: filling\\x1b batch 13 (90 s)" in said
-    assert "━" in said  # the bar
+    assert "━" in said and "step 12/40" in said  # the bar
+    screen.console.close()
+    screen.console.say("plain again")
+    assert screen.out.getvalue().endswith("plain again\n") and "\x1b[?25h" in screen.out.getvalue()
 
 
 def test_the_heading_comes_again_with_every_screen_and_with_another_width(tmp_path, monkeypatch):
     screen = terminal(tmp_path, monkeypatch, 120, 13, "--max_steps", "99")
     for step in range(1, 26):
-        screen.write(step, "orchestrator", {"reward/mean": 0.5})
-        screen.write(step, "trainer", TRAINER)
+        screen.step(step)
     lines = [line for line in ANSI.sub("", screen.look()).splitlines() if re.match(" +(step  reward|[0-9]+ )", line)]
     assert [i for i, line in enumerate(lines) if "reward" in line] == [0, 11, 22]
     screen.console.bar.console.width = 70
-    screen.write(26, "orchestrator", {"reward/mean": 0.5})
-    screen.write(26, "trainer", TRAINER)
+    screen.step(26)
     assert "  step  reward    eval   lag    time    left  of that" in screen.look()
 
 
@@ -374,20 +324,6 @@ def test_the_time_that_is_left_is_by_the_pace_without_the_first_step(tmp_path):
         screen.write(step, "trainer", {"time/step": seconds})
     ends = [line.split()[-3:] for line in screen.look().splitlines()[1:]]
     assert [" ".join(words) for words in ends[1:]] == ["10.0 2.8 h", "10.0 2.8 h", "40.0 2.8 h"] and ends[0][1:] == ["300.0", "-"]
-
-
-def test_on_a_terminal_lines_scroll_above_a_bar(tmp_path, monkeypatch):
-    monkeypatch.setitem(os.environ, "COLUMNS", "150")
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", out=Terminal())
-    status = RoleStatus(phase=Phase.FILLING_BATCH, step=2, since=0.0, batch=2, batch_done=24, batch_size=64)
-    write_status(screen.run_dir.status("orchestrator"), status)
-    screen.write(1, "orchestrator", {"reward/mean": 0.5})
-    screen.write(1, "trainer", TRAINER)
-    said = screen.look()
-    assert "     1   0.500       -   -0.0123" in said and "step 1/9, batch 2 24/64" in said and "orchestrator: filling batch 2" in said
-    screen.console.close()
-    screen.console.say("plain again")
-    assert screen.out.getvalue().endswith("plain again\n") and "\x1b[?25h" in screen.out.getvalue()
 
 
 @pytest.mark.parametrize("width", [1, 7, 20, 40])

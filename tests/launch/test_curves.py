@@ -6,16 +6,7 @@ import msgspec
 import pytest
 from matplotlib.figure import Figure
 
-from rl.launch.curves import (
-    draw_curves,
-    drawn_parts,
-    duration,
-    final_report,
-    inference_idle,
-    report_lines,
-    reward_parts,
-    trend,
-)
+from rl.launch.curves import draw_curves, drawn_parts, duration, final_report, inference_idle, report_lines, reward_parts, trend
 from rl.run_dir.metrics import Merger, MetricsLog, cut_metrics, read_metrics
 from rl.run_dir.numbers import Numbers
 from rl.run_dir.origin import Origin
@@ -40,23 +31,13 @@ def synthetic(root, steps: int = 8) -> RunDir:
     return run_dir
 
 
-def test_idle_time_is_weighted_by_the_length_of_the_batches(tmp_path):
-    assert round(inference_idle(Numbers.read(synthetic(tmp_path).metrics)), 9) == 0.225  # 4 x 15 s x 0.3 of 80 s
-    assert inference_idle(Numbers()) is None
-
-
-def test_short_runs_do_not_average_the_same_steps_twice(tmp_path):
-    run_dir = synthetic(tmp_path, steps=3)
-    assert report_lines(Numbers.read(run_dir.metrics), run_dir)[1].startswith("reward    0.100 -> 0.300 ")
-
-
 def test_several_environments_are_told_apart():
     run_dir = RunDir(Path("x"), Path("x"))
     lines = {(step, "orchestrator"): {"reward/mean": 0.5, "reward/a/mean": step / 10, "reward/a/exact": 1.0} for step in range(1, 9)}
     assert not [line for line in report_lines(Numbers.of(lines), run_dir) if line.endswith("   a")]
     for step in (2, 4, 6, 8):
         lines[step, "orchestrator"]["reward/b/mean"] = 1.0 - step / 10
-    assert trend([0.25]) == "0.250" and trend([]) == "" and trend([0.1, 0.3]) == "0.100 -> 0.300"
+    assert trend([0.25]) == "0.250" and trend([]) == "" and trend([0.1, 0.2, 0.3]) == "0.100 -> 0.300"
     ended = report_lines(Numbers.of({(0, "eval"): {"eval/e/reward_mean": 0.25}, (1, "orchestrator"): {"reward/mean": 0.125}}), run_dir)
     assert ended[1:3] == ["reward    0.125   (mean of the first and of the last steps)", "eval      0.250   (e, version 0)"]
     assert report_lines(Numbers.of(lines), run_dir)[2:4] == ["          0.200 -> 0.700   a", "          0.700 -> 0.300   b"]
@@ -97,35 +78,27 @@ def test_golden_report(tmp_path):
         f"logs      {tmp_path}/logs",
         f"all of it {tmp_path}",
     ]
+    assert round(inference_idle(Numbers.read(run_dir.metrics)), 9) == 0.225  # weighted by length: 4 x 15 s x 0.3 of 80 s
+    assert duration(3725) == "1 h 02 min"
     picture = run_dir.curves.read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 30_000
 
 
-def test_nothing_happened_nothing_to_report(tmp_path):
-    said: list[str] = []
-    final_report(Numbers(), RunDir(tmp_path, tmp_path / "weights"), "r", said.append)
-    assert said == [] and not (tmp_path / "curves.png").exists()
-
-
-def test_the_time_of_a_run_counts_what_a_resume_trained_once_more(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.run_dir.files.PIECE_BYTES", 100)  # long runs are not read at once
+def test_the_time_of_a_run_counts_what_a_resume_trained_once_more_and_a_branch_its_own_steps(tmp_path, monkeypatch):
     """Steps 7 and 8 were lost with the trainer, but their time was spent and counts."""
+    monkeypatch.setattr("rl.run_dir.files.PIECE_BYTES", 100)  # long runs are not read at once
     run_dir = synthetic(tmp_path)
-    for step in (7, 8):
-        MetricsLog(run_dir.metrics, "trainer").write(step, {"time/step": 5.0, "time/wait_for_batch": 5.0})
-    Merger(run_dir.metrics).merge()
-    said = report_lines(Numbers.read(run_dir.metrics), run_dir)[0]
-    assert said.startswith("8 steps in 1 min 30 s; trainer waited for batches 33%, ")  # 8 x 10 s + 2 x 5 s; 20 s + 10 s of them
 
+    def first_line() -> str:
+        for step in (7, 8):
+            MetricsLog(run_dir.metrics, "trainer").write(step, {"time/step": 5.0, "time/wait_for_batch": 5.0})
+        Merger(run_dir.metrics).merge()
+        return report_lines(Numbers.read(run_dir.metrics), run_dir)[0]
 
-def test_a_branch_counts_its_own_steps(tmp_path):
-    run_dir = synthetic(tmp_path)
+    assert first_line().startswith("8 steps in 1 min 30 s; trainer waited for batches 33%, ")  # 8 x 10 s + 2 x 5 s; 20 s + 10 s of them
     run_dir.origin.write_bytes(msgspec.json.encode(Origin("outputs/x", 6, 0.0, [])))
     cut_metrics(run_dir.metrics, 0)
-    for step in (7, 8):
-        MetricsLog(run_dir.metrics, "trainer").write(step, {"time/step": 5.0})
-    Merger(run_dir.metrics).merge()
-    assert report_lines(Numbers.read(run_dir.metrics), run_dir)[0] == "2 steps in 10.0 s"
+    assert first_line().startswith("2 steps in 10.0 s; ")
 
 
 def test_the_report_names_the_parts_of_a_reward_that_fell():
@@ -137,21 +110,16 @@ def test_the_report_names_the_parts_of_a_reward_that_fell():
     assert not any(line.startswith("fell") for line in report_lines(Numbers.of(dict(list(lines.items())[2:6])), run_dir))  # too few to tell
 
 
-def test_a_run_that_has_trained_no_step_says_so(tmp_path):
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
+def test_values_that_are_missing_or_not_finite_are_left_out(tmp_path):
+    run_dir, said = RunDir(tmp_path, tmp_path / "weights"), list[str]()
+    final_report(Numbers(), run_dir, "r", said.append)
+    assert said == [] and not run_dir.curves.exists()
     lines = {(0, "orchestrator"): {"perf/inference_idle_fraction": 0.69, "time/batch": 20.0}, (0, "eval"): {"eval/e/reward_mean": 1.0}}
     assert report_lines(Numbers.of(lines), run_dir)[0] == "no step was trained"
-
-
-def test_values_that_are_missing_or_not_finite_are_left_out(tmp_path):
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
-    log = MetricsLog(run_dir.metrics, "trainer")
-    log.write(1, {"loss/mean": float("nan"), "time/step": 1.0})
+    MetricsLog(run_dir.metrics, "trainer").write(1, {"loss/mean": float("nan"), "time/step": 1.0})
     Merger(run_dir.metrics).merge()
-    numbers = Numbers.read(run_dir.metrics)
-    assert report_lines(numbers, run_dir)[0] == "1 step in 1.0 s"
-    draw_curves(numbers, run_dir.curves, "r")
-    assert run_dir.curves.exists()
+    final_report(Numbers.read(run_dir.metrics), run_dir, "r", said.append)
+    assert said[0] == "1 step in 1.0 s" and run_dir.curves.exists()
 
 
 def test_a_picture_that_cannot_be_written_is_a_remark(tmp_path):
@@ -160,10 +128,6 @@ def test_a_picture_that_cannot_be_written_is_a_remark(tmp_path):
     said: list[str] = []
     final_report(Numbers.read(run_dir.metrics), run_dir, "r", said.append)
     assert said[0] == f"no curves: {run_dir.curves}: Is a directory" and said[1].startswith("8 steps")
-
-
-def test_duration():
-    assert [duration(seconds) for seconds in (3.21, 75, 3725)] == ["3.2 s", "1 min 15 s", "1 h 02 min"]
 
 
 def test_an_evaluation_has_its_interval_and_the_panels_what_rl_turns_on(tmp_path, monkeypatch):
@@ -194,6 +158,5 @@ def test_parts_of_a_reward_are_drawn_beside_it_where_they_have_its_scale():
     assert reward_parts(Numbers.of(lines)) == ["reward/e/answer", "reward/e/form", "reward/e/num_turns"]
     lines[1, "orchestrator"]["reward/e/never"] = float("nan")  # ended the report with a traceback
     assert drawn_parts(Numbers.of(lines)) == {"reward/e/answer": ([1, 2], [0.4, 0.3]), "reward/e/form": ([1, 2], [0.2, 0.6])}
-    assert (
-        drawn_parts(Numbers.of({at: {"reward/e/form": line["reward/e/form"]} for at, line in lines.items()})) == {}
-    )  # it is the reward itself
+    alone = {at: {"reward/e/form": line["reward/e/form"]} for at, line in lines.items()}
+    assert drawn_parts(Numbers.of(alone)) == {}  # it is the reward itself

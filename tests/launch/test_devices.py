@@ -16,6 +16,9 @@ def divide(num_gpus: int, *args: str, cores: int = 4, **more) -> Split:
     return split(config(*args), Machine([str(i) for i in range(num_gpus)], list(range(cores)), **more))
 
 
+TWO_REPLICAS = {"data_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "args", "trainer", "inference", "ranks", "vllm"),
     [
@@ -35,14 +38,7 @@ def divide(num_gpus: int, *args: str, cores: int = 4, **more) -> Split:
         (8, ["--inference-gpus", "0,1"], [2], [0, 1], 1, {"data_parallel_size": 2}),
         (8, ["--trainer-gpus", "6,7"], [6, 7], [0, 1, 2, 3, 4, 5], 2, {"data_parallel_size": 6}),
         (8, ["--trainer-gpus", "4", "--inference.vllm.tensor_parallel_size", "4"], [0, 1, 2, 3], [4, 5, 6, 7], 4, {}),
-        (
-            8,
-            ["--trainer-gpus", "4", "--inference.vllm.tensor-parallel-size", "2"],
-            [0, 1, 2, 3],
-            [4, 5, 6, 7],
-            4,
-            {"data_parallel_size": 2},
-        ),
+        (8, ["--trainer-gpus", "4", "--inference.vllm.tensor-parallel-size", "2"], [0, 1, 2, 3], [4, 5, 6, 7], 4, TWO_REPLICAS),
         (8, ["--trainer-gpus", "4", "--inference.vllm.data_parallel_size", "2"], [0, 1, 2, 3], [4, 5, 6, 7], 4, {}),
         (4, ["--orchestrator.inference_urls", '["http://a:1"]'], [0], [], 1, {}),
     ],
@@ -69,11 +65,7 @@ def test_gpus(num_gpus, args, trainer, inference, ranks, vllm):
         (8, ["--trainer-gpus", "4", "--trainer.dp-replicate", "3"], "trainer.dp_replicate = 3\n    must divide the trainer's ranks, 4"),
         (0, ["--trainer.ranks", "2", "--trainer.context-parallel", "4"], "trainer.context_parallel = 4\n    must divide the"),
         (4, ["--inference.vllm.tensor_parallel_size", "4"], "needs 4 GPUs, inference has 3"),
-        (
-            4,
-            ["--inference.vllm.tensor_parallel_size", "2"],
-            "of 2, the GPUs of one replica (inference.vllm): set it, or trainer.gpus",
-        ),
+        (4, ["--inference.vllm.tensor_parallel_size", "2"], "of 2, the GPUs of one replica (inference.vllm): set it, or trainer.gpus"),
         (0, ["--trainer-cpus", "9"], "trainer.cpus = 9\n    there are 4 cores here"),
     ],
 )
@@ -88,6 +80,8 @@ def test_cpu_only_shares_all_cores_and_keeps_freed_memory():
     assert division.trainer.cores == division.inference.cores == [0, 1, 2, 3]
     assert division.trainer.env["OMP_NUM_THREADS"] == division.inference.env["OMP_NUM_THREADS"] == "4"
     assert division.trainer.env["MALLOC_TOP_PAD_"] == division.inference.env["MALLOC_TOP_PAD_"] == "268435456"
+    on_gpus = divide(2)
+    assert "MALLOC_TOP_PAD_" not in on_gpus.trainer.env and "OMP_NUM_THREADS" not in on_gpus.inference.env
     assert divide(0, "--trainer.ranks", "2", cores=4).trainer.env["OMP_NUM_THREADS"] == "2"
     assert divide(0, "--trainer.ranks", "8", cores=4).trainer.env["OMP_NUM_THREADS"] == "1"
 
@@ -104,16 +98,6 @@ def test_a_containers_quota_bounds_threads():
     assert divide(0, cores=64, quota=0.5).inference.env["OMP_NUM_THREADS"] == "1"
 
 
-def test_gpu_training_does_not_get_the_cpu_settings():
-    division = divide(2)
-    assert "MALLOC_TOP_PAD_" not in division.trainer.env and "OMP_NUM_THREADS" not in division.inference.env
-
-
-def test_the_cpu_build_of_vllm_is_not_given_gpus():
-    division = divide(2, gpu_inference=False)
-    assert (division.trainer.gpus, division.inference.gpus) == ([0], [])
-
-
 @pytest.mark.parametrize(
     ("args", "told"),
     [([], True), (["--inference-gpus", "0"], False), (["--orchestrator.inference_urls", '["http://a:1"]'], False)],
@@ -122,12 +106,9 @@ def test_the_cpu_build_of_vllm_beside_gpus_is_told(args, told):
     """Regression: seven of eight GPUs were idle without a warning."""
     said = check_build(config(*args), Machine(["0", "1"], [0], gpu_inference=False))
     assert bool(said) == told and (not told or "`uv sync --no-group cpu --group gpu`" in said)
-    assert not check_build(config(*args), Machine(["0", "1"], [0])) and not check_build(
-        config(*args), Machine([], [0], gpu_inference=False)
-    )
-
-
-def test_the_cpu_build_of_vllm_is_refused_where_inference_asks_for_gpus():
+    for box in (Machine(["0", "1"], [0]), Machine([], [0], gpu_inference=False)):
+        assert not check_build(config(*args), box)
+    assert divide(2, gpu_inference=False).inference.gpus == []
     with pytest.raises(ConfigError, match=r"inference.gpus = 1\n.* the installed vLLM is the one for CPUs: `uv sync --no-group cpu"):
         check_build(config("--inference-gpus", "1"), Machine(["0"], [0], gpu_inference=False))
 

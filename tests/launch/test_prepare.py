@@ -13,7 +13,7 @@ import pytest
 from rl.config.command_line import build, from_toml, parse_args
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
-from rl.launch.prepare import Prepared, prepare, ranges
+from rl.launch.prepare import Prepared, prepare
 from rl.run_dir import lease
 from rl.run_dir.lease import LockOwner, hold_role
 from rl.run_dir.metrics import Merger, MetricsLog
@@ -67,44 +67,26 @@ def place(tmp_path):
     return Place(tmp_path)
 
 
-class Opened:
-    """Counts the files that are opened while it is entered."""
-
-    def __init__(self) -> None:
-        self.paths: list[str] | None = None
-        sys.addaudithook(self.hook)  # permanent: audit hooks cannot be removed
-
-    def hook(self, event: str, arguments: tuple) -> None:
-        if self.paths is not None and event == "open" and "long" in str(arguments[0]):
-            self.paths.append(str(arguments[0]))
-
-    def __enter__(self) -> list[str]:
-        self.paths = []
-        return self.paths
-
-    def __exit__(self, *_: object) -> None:
-        self.paths = None
-
-
 def test_a_resume_opens_as_many_files_however_long_the_run_is(tmp_path):
-    opened, counts = Opened(), []
+    opened, counts = [], []
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event == "open" and str(tmp_path) in str(arguments[0]):
+            opened.append(arguments[0])
+
+    sys.addaudithook(hook)  # permanent: audit hooks cannot be removed
     for steps in (20, 60):
         config = make_run(tmp_path / str(steps), steps)
-        with opened as paths:
-            prepare(config, resume=-1, clean=False).lease.close()
-            restored(config)
-        counts.append(len(paths))
+        opened.clear()
+        prepare(config, resume=-1, clean=False).lease.close()
+        restored(config)
+        counts.append(len(opened))
     assert counts[0] == counts[1] < 100
 
 
-def test_a_new_run_has_its_resolved_configuration(place):
-    prepared = place()
-    assert prepared.notes == []
+def test_a_new_run_has_its_resolved_configuration_and_an_existing_one_needs_resume_or_clean(place):
+    assert place().notes == []
     assert from_toml(place.run_dir.config) == place.config()
-
-
-def test_an_existing_run_needs_resume_or_clean(place):
-    place()
     place.fill(1)
     assert place.fails() == f"{place.root} exists: continue that run with --resume, delete it with --clean, or choose another --name"
     assert "give only one of them" in place.fails(resume=-1, clean=True)
@@ -270,7 +252,6 @@ def test_another_configuration_is_refused_with_every_difference(place):
     ("key", "value", "old", "new"),
     [
         ("max_steps", "200", 100, 200),
-        ("trainer.optim.lr", None, 0, 0),
         ("inference.vllm.max_num_seqs", "8", None, 8),
         ("inference.port", "8000", 0, 8000),
         ("trainer.checkpoint.interval", "5", None, 5),
@@ -286,11 +267,9 @@ def test_another_configuration_is_refused_with_every_difference(place):
 def test_what_may_change_is_recorded(place, key, value, old, new):
     place()
     place.fill(3, (2,))
-    prepared = place(*([f"--{key}", value] if value else []), resume=-1)
     changes = place.root / "changes.jsonl"
-    if value is None:
-        assert not changes.exists() and prepared.notes == [f"resuming {place.root}: checkpoint 2, newest batch 3"]
-        return
+    assert place(resume=-1).notes == [f"resuming {place.root}: checkpoint 2, newest batch 3"] and not changes.exists()
+    prepared = place(f"--{key}", value, resume=-1)
     lines = [json.loads(line) for line in changes.read_text().splitlines()]
     (line,) = [line for line in lines if line["key"] == key]
     assert len(lines) == 1 or key.startswith("wandb.")  # which is there now, with its other settings
@@ -327,13 +306,7 @@ def test_fewer_steps_than_there_are_is_refused(place):
     assert place.run_dir.newest_batch() == 3 and from_toml(place.run_dir.config).max_steps == 100
     place("--max_steps", "2", resume=2)
     assert place.run_dir.newest_batch() == 2
-
-
-def test_a_damaged_batch_is_no_step(place):
-    """It is moved away, as doctor promises of --resume, and does not make the run longer than max_steps."""
-    place()
-    place.fill(2, (2,))
-    place.run_dir.batch(777).write_bytes(b"no batch")
+    place.run_dir.batch(777).write_bytes(b"no batch")  # a damaged batch is no step, and is moved away
     place("--max_steps", "5", resume=-1)
     assert place.run_dir.newest_batch() == 2
 
@@ -347,16 +320,11 @@ def test_a_run_with_all_its_steps_is_done(place):
     assert not place("--max_steps", "4", resume=-1).is_done and not place("--max_steps", "4", resume=2).is_done
 
 
-def test_nan_is_the_same_setting_as_nan(place):
+def test_workers_and_evals_may_change_in_their_lists_and_nan_is_the_same_setting_as_nan(place):
     own = ("--trainer.loss.function", "math:fsum", "--trainer.loss.args.fill", "nan")
-    place(*own)
+    place("--orchestrator.eval.interval", "5", *own)
     place.fill(1)
-    assert place(*own, resume=-1).notes == [f"resuming {place.root}: checkpoint none, newest batch 1"]
-
-
-def test_workers_and_evals_may_change_in_their_lists(place):
-    place("--orchestrator.eval.interval", "5")
-    place("--orchestrator.eval.interval", "2", "--orchestrator.environment.workers", "3", resume=-1)
+    place("--orchestrator.eval.interval", "2", "--orchestrator.environment.workers", "3", *own, resume=-1)
     keys = [json.loads(line)["key"] for line in (place.root / "changes.jsonl").read_text().splitlines()]
     assert sorted(keys) == ["orchestrator.environment.0.workers", "orchestrator.eval.0.interval"]
 
@@ -457,18 +425,13 @@ def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_
     lease = hold_role(place.run_dir.lock(lives))
     beat = place.run_dir.status_dir / f".{lives}.json.0123abcd-1-{os.getpid()}-7.tmp"  # being written by a server on another host
     beat.touch()
+    place.run_dir.status("inference").write_text("{}")  # of the last attempt
     place(resume=-1)
+    assert not place.run_dir.status("inference").exists()
     assert place.run_dir.status(lives).exists() and not place.run_dir.status(dead).exists() and beat.exists()
     assert f"{lives} of this run is already running" in place.fails(clean=True)  # it holds the run's token
     lease.close()
     place(clean=True)
-
-
-def test_status_files_of_the_last_attempt_are_gone(place):
-    place()
-    place.run_dir.status("inference").write_text("{}")
-    place(resume=-1)
-    assert not place.run_dir.status("inference").exists()
 
 
 def test_paths_mean_the_same_everywhere(tmp_path, monkeypatch):
@@ -479,7 +442,3 @@ def test_paths_mean_the_same_everywhere(tmp_path, monkeypatch):
     assert config.model.name == str(tmp_path / "model") and config.model.chat_template == str(tmp_path / "t.jinja")
     assert config.run_dir.root == tmp_path / "outputs" / "e-model" and config.run_dir.weights_dir == tmp_path / "w" / "e-model"
     assert build(parse_args([*args, "--model.name", "owner/m"])).with_absolute_paths().model.name == "owner/m"
-
-
-def test_ranges():
-    assert ranges([7, 1, 2, 3, 4]) == "1-4, 7" and ranges([]) == "none"

@@ -70,6 +70,7 @@ def left(run_dir):
 
 
 def test_a_sound_run_is_left_alone(run_dir):
+    flip(run_dir.batch(2))  # before the checkpoint: nothing needs it
     assert repair(run_dir) == [] == repair(run_dir, thorough=False)
     assert left(run_dir) == [[1, 2, 3, 4, 5, 6], [2, 4], [4, 5, 6]] and not run_dir.discarded.exists()
 
@@ -83,17 +84,13 @@ def test_a_needed_batch_takes_the_later_steps_with_it(run_dir):
         f"{away}: batches 5 to 6 are sampled and trained again, and the 4 groups in them are dropped"
     )
     assert left(run_dir) == [[1, 2, 3, 4], [2, 4], [4]]
+    assert (away / "batches" / "pending.log").read_bytes() == run_dir.pending.read_bytes()  # where groups that wait can be looked up
     log = PendingLog(run_dir.pending)
     assert log.load(set(), 4) == ["1 finished groups are dropped: versions after 4, which were rolled back, sampled them"]
     assert [group.group_id for group in log.groups] == [14]
     assert sorted(read_metrics(run_dir.metrics)) == [(step, "trainer") for step in range(1, 5)]
     assert (away / "remarks.txt").read_text() == remark + "\n" and (away / "batches" / "000005.batch").exists()
     assert repair(run_dir) == []
-
-
-def test_a_batch_before_the_checkpoint_is_not_needed(run_dir):
-    flip(run_dir.batch(2))
-    assert repair(run_dir) == [] and left(run_dir)[0] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_damaged_checkpoint_costs_nothing_else(run_dir):
@@ -214,30 +211,16 @@ def test_supervised_runs_have_no_batches(run_dir, has_data):
     assert len(repair(run_dir, logged=False)) == 1 and left(run_dir) == [[], [2], [4, 5, 6]]
 
 
-class FailingDisk:
-    """Replaces Path.open so that some files cannot be read."""
-
-    def __init__(self, monkeypatch, *lost):
-        really = Path.open
-
-        def opened(path, *args, **more):
-            if path in lost:
-                raise OSError(errno.EIO, "Input/output error", str(path))
-            return really(path, *args, **more)
-
-        monkeypatch.setattr(Path, "open", opened)
-
-
 def test_what_the_disk_cannot_give_back_is_damaged(run_dir, monkeypatch):
-    FailingDisk(monkeypatch, run_dir.checkpoint(4) / "__0_0.distcp", run_dir.batch(6), run_dir.rollouts(5))
+    lost, really = (run_dir.checkpoint(4) / "__0_0.distcp", run_dir.batch(6), run_dir.rollouts(5)), Path.open
+
+    def opened(path, *args, **more):
+        if path in lost:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return really(path, *args, **more)
+
+    monkeypatch.setattr(Path, "open", opened)
     remarks = repair(run_dir)
     assert "__0_0.distcp: cannot be read (Input/output error); the trainer starts from an older checkpoint" in remarks[0]
     assert "000006.batch: cannot be read (Input/output error); everything after step 5 was moved" in remarks[1]
     assert left(run_dir) == [[1, 2, 3, 4, 5], [2], [4, 5]] and not run_dir.rollouts(5).exists()
-
-
-def test_groups_that_wait_can_be_looked_up_after_a_repair(run_dir):
-    flip(run_dir.batch(6))
-    repair(run_dir)
-    (away,) = run_dir.discarded.iterdir()
-    assert (away / "batches" / "pending.log").read_bytes() == run_dir.pending.read_bytes()

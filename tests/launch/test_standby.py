@@ -84,24 +84,19 @@ def test_each_copy_draws_random_numbers_of_its_own(children, tmp_path):
     assert len({one for one, _ in drawn}) == len({other for _, other in drawn}) == 3
 
 
-def test_who_is_told_to_start_from_nothing_does_and_the_copy_ends(children, tmp_path):
-    first = begin(children, tmp_path, role())
-    (waiting,) = until(children.waiting)
-    kill(children, first)
-    second = begin(children, tmp_path, role(), warm=False)
-    assert said(second)[0] == "imported" and not psutil.pid_exists(waiting)
-
-
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_copy_that_is_dead_or_stopped_is_passed_over(children, tmp_path, signum):
+@pytest.mark.parametrize(("signum", "warm"), [(signal.SIGKILL, True), (signal.SIGSTOP, True), (signal.SIGCONT, False)])
+def test_a_copy_that_is_dead_or_stopped_or_not_wanted_ends_and_the_start_is_cold(children, tmp_path, signum, warm):
     first = begin(children, tmp_path, role())
     (waiting,) = until(children.waiting)
     os.kill(waiting, signum)
-    until(lambda: (line := process_table.entry(waiting)) is None or line.state in "TZ")
+    until(lambda: not warm or (line := process_table.entry(waiting)) is None or line.state in "TZ")
     kill(children, first)
-    second = begin(children, tmp_path, role(), warm=True)
+    second = begin(children, tmp_path, role(), warm=warm)
     assert said(second)[0] == "imported" and second.pid != waiting
     assert not psutil.pid_exists(waiting)
+    kill(children, second)
+    unasked = begin(children, tmp_path, role(), warm=None)
+    assert len(said(unasked)) == 1  # nothing is imported early, and no copy is left
 
 
 THREAD = "import threading; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
@@ -143,11 +138,6 @@ if os.fork() == 0:
     assert alive(far) and os.getsid(far) == far
     kill(children, second)
     assert not alive(far) and alive(waiting)
-
-
-def test_who_is_not_asked_leaves_none(children, tmp_path):
-    first = begin(children, tmp_path, role(), warm=None)
-    assert len(said(first)) == 1 and not children.waiting()  # and nothing is imported early
 
 
 def test_the_copy_ends_with_the_launcher(tmp_path):

@@ -64,10 +64,11 @@ class Run:
         self.reader = MetricsReader(self.run_dir.metrics)
         self.supervisor = Supervisor(self.config, self.run_dir, self.children, self.said.append)
 
-    def begin(self, after=None, **scripts):
-        """`after`: role -> the role that it starts after."""
+    def begin(self, after_server=False, **scripts):
         commands = {name: [sys.executable, "-S", "-c", PRELUDE + code, name, str(self.root)] for name, code in (WORK | scripts).items()}
-        roles = [Role(name, command, dict(os.environ), after=(after or {}).get(name, "")) for name, command in commands.items()]
+        roles = [
+            Role(name, command, dict(os.environ), after_server=after_server and name == "trainer") for name, command in commands.items()
+        ]
         self.supervisor.begin(roles)
 
     def begin_warm(self, name, code):
@@ -83,7 +84,7 @@ class Run:
             time.sleep(0.01)
 
     def finish(self):
-        self.until(lambda: self.supervisor.finished)
+        self.until(lambda: self.supervisor.keeper.finished)
 
     def events(self, kind="", process=""):
         events = [json.loads(line) for line in self.run_dir.events.read_text().splitlines()]
@@ -93,7 +94,8 @@ class Run:
         self.until(lambda: len(self.events("ready", name)) >= times)
 
     def child(self, name):
-        return self.supervisor.states[name].child
+        attempt = self.supervisor.keeper.states[name].attempt
+        return attempt and attempt.child
 
     def pids(self, count):
         path = self.root / "pids"
@@ -106,7 +108,7 @@ class Run:
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.launch.supervisor.SLOW_POLL_S", 0.05)
+    monkeypatch.setattr("rl.launch.keeper.SLOW_POLL_S", 0.05)
     runs = []
 
     def make_run(**settings):
@@ -190,7 +192,7 @@ def test_who_made_progress_starts_again_at_once(make):
 
 def test_a_server_that_ends_well_is_dead_all_the_same_and_one_that_was_ready_may_be_late(make):
     run = make()
-    run.config.inference.startup_timeout_s = 0.5
+    run.supervisor.keeper.startup_timeout_s = 0.5
     run.begin(
         inference="status('loading_model')\nif attempt == 2: time.sleep(60)\nbeat('serving', None, 0.3 if attempt == 1 else 60, address='http://x')"
     )
@@ -284,27 +286,24 @@ def test_an_error_above_the_end_of_a_log_is_told(tmp_path):
     assert str(failure(child, "ended")) == f"inference ended. The end of its log:\n  | out of luck\n  the whole log: {log}"
 
 
-def test_deaths_outside_the_window_do_not_count(make):
-    run = make(max_restarts=1, window_s=0.3, backoff_s=0.01)
-    run.begin(trainer="beat('training', 1, 0.5)\nsys.exit(attempt < 4)")
-    run.until(lambda: run.supervisor.states["trainer"].done)
-    assert len(run.events("death", "trainer")) == 3
-
-
-@pytest.mark.parametrize("code", [2, GIVE_UP])
-def test_a_diagnosis_that_a_restart_does_not_change_ends_the_run(make, code):
+@pytest.mark.parametrize(
+    ("role", "ending", "code"),
+    [
+        ("orchestrator", "sys.exit(2)", 2),
+        ("orchestrator", f"sys.exit({GIVE_UP})", GIVE_UP),
+        (
+            "trainer",
+            f"open(root + '/status/trainer.exit', 'w').write('{GIVE_UP}'); sys.exit(1)",
+            1,
+        ),  # torchrun's code; the rank told another
+    ],
+)
+def test_a_diagnosis_that_a_restart_does_not_change_ends_the_run(make, role, ending, code):
     run = make()
-    run.begin(orchestrator=f"print('model.name: not there'); sys.exit({code})")
-    with pytest.raises(RunError, match=rf"orchestrator ended with exit code {code}. The end of its log:\n  \| model.name: not there\n"):
+    run.begin(**{role: f"print('model.name: not there'); {ending}"})
+    with pytest.raises(RunError, match=rf"{role} ended with exit code {code}. The end of its log:\n  \| model.name: not there\n"):
         run.finish()
     assert not run.events("death")
-
-
-def test_the_code_that_a_rank_told_counts_more_than_torchruns(make):
-    run = make()
-    run.begin(trainer=f"open(root + '/status/trainer.exit', 'w').write('{GIVE_UP}')\nsys.exit(1)")
-    with pytest.raises(RunError, match="trainer ended with exit code 1"):
-        run.finish()
 
 
 LEAVES = """
@@ -337,34 +336,16 @@ def test_nothing_stays_of_a_dead_process_and_everything_of_the_others(make):
     assert all(gone(pid) for pid in run.pids(7))
 
 
-@pytest.mark.parametrize("comes_up", [True, False])
-def test_a_role_starts_after_another_one_is_up_or_when_that_takes_too_long(make, monkeypatch, comes_up):
-    monkeypatch.setattr("rl.launch.supervisor.AFTER_S", 10.0 if comes_up else 0.4)
-    began = time.monotonic()  # the supervisor's clock counts from here on
+def test_a_trainer_that_shares_a_gpu_starts_when_the_server_is_up_or_has_had_its_time(make):
     run = make()
-    work = "beat('loading_environments', None, 0.3)\nbeat('filling_batch', 1)" if comes_up else "beat('loading_environments')"
-    run.begin({"trainer": "orchestrator"}, orchestrator=work)
-    assert run.child("inference") and run.child("trainer") is None
-    run.until(lambda: run.child("trainer"))
-    assert len(run.events("ready", "orchestrator")) == comes_up and 0.3 < time.monotonic() - began < 5
-    first = run.child("trainer").pid
-    run.ready("trainer")
-    os.kill(first, signal.SIGKILL)
-    run.ready("trainer", 2)  # a later attempt does not wait
-
-
-def test_a_trainer_that_shares_a_gpu_waits_for_the_server_as_long_as_that_may_take(make):
-    run = make()
-    run.begin({"trainer": "inference"}, inference="time.sleep(60)")
-    assert run.supervisor.states["trainer"].start_at == run.supervisor.clock + run.config.inference.startup_timeout_s
+    run.begin(after_server=True, inference="beat('loading_model', None, 0.3)\n" + WORK["inference"])
     assert run.child("orchestrator") and run.child("trainer") is None
-
-
-def test_a_role_starts_when_the_one_before_it_has_ended(make):
-    run = make()
-    run.begin({"trainer": "orchestrator"}, orchestrator="")
+    assert run.supervisor.keeper.states["trainer"].start_at == run.supervisor.keeper.clock + run.config.inference.startup_timeout_s
     run.until(lambda: run.child("trainer"))
-    assert run.supervisor.states["orchestrator"].done
+    assert run.events("ready", "inference")
+    run.ready("trainer")
+    os.kill(run.child("trainer").pid, signal.SIGKILL)
+    run.ready("trainer", 2)  # a later attempt does not wait
 
 
 def test_temporary_files_go_with_their_process_and_all_with_the_run(make):
@@ -413,18 +394,18 @@ def test_every_rank_of_the_trainer_must_have_a_heartbeat(make):
 
 def test_a_pause_of_rl_itself_makes_nobody_silent(make, monkeypatch):
     """Its children were stopped with it, as on a sleeping machine: their heartbeats are as old as its last poll."""
-    monkeypatch.setattr("rl.launch.supervisor.LONGEST_POLL_S", 0.1)
+    monkeypatch.setattr("rl.launch.keeper.LONGEST_POLL_S", 0.1)
     run = make(silence_s=0.5)
     run.begin()
     run.ready("inference")
-    pids = [state.child.pid for state in run.supervisor.states.values()]
+    pids = [run.child(name).pid for name in WORK]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(1.0)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     for _ in range(30):
-        run.supervisor.poll()
+        run.supervisor.poll([])
         time.sleep(0.01)
     assert not run.events("silent") and not run.events("death")
 
@@ -443,7 +424,7 @@ def test_a_batch_that_kills_its_reader_is_quarantined(make):
     run = make(backoff_s=0.01)
     (run.root / "good").touch()
     run.begin(trainer=POISON)
-    run.until(lambda: run.supervisor.states["trainer"].done)
+    run.until(lambda: run.supervisor.keeper.states["trainer"].done)
     assert len(run.events("death", "trainer")) == 4  # a death while loading does not count against a batch
     record = json.loads(run.run_dir.quarantined(3).read_text())
     assert record["step"] == 3 and record["why"] == "ended with exit code 1" and len(record["deaths"]) == 3
@@ -456,7 +437,7 @@ def test_a_step_that_was_done_in_between_starts_the_count_anew(make):
     run = make(backoff_s=0.01)
     done = "print(json.dumps({'step': 3, 'source': 'trainer'}), file=open(root + '/metrics.jsonl', 'a'))\n"
     run.begin(trainer=f"if attempt == 5: sys.exit()\nif attempt == 3:\n    {done}    time.sleep(0.3)\nstatus('training', 3)\nsys.exit(1)")
-    run.until(lambda: run.supervisor.states["trainer"].done)
+    run.until(lambda: run.supervisor.keeper.states["trainer"].done)
     assert len(run.events("death")) == 4 and not run.events("quarantine")
 
 
@@ -501,7 +482,7 @@ def test_damage_is_repaired_while_nobody_works_with_it(make, monkeypatch):
     run, running = make(), []
 
     def repair(run_dir, logged):
-        running.extend(state.name for state in run.supervisor.states.values() if state.child)
+        running.extend(name for name in WORK if run.child(name))
         (run.root / "mended").touch()
         return ["moved batches/000003.batch away"]
 
@@ -515,19 +496,14 @@ def test_damage_is_repaired_while_nobody_works_with_it(make, monkeypatch):
     assert "  moved batches/000003.batch away" in run.said and len(run.events("death")) == 1
 
 
-def test_an_orchestrator_that_has_ended_well_comes_back_for_a_trainer_that_has_not(make):
-    run = make()
-    run.begin(orchestrator="status('filling_batch')", trainer="beat('training', 9, 0.5)\nsys.exit(attempt == 1)")
+@pytest.mark.parametrize(("backoff_s", "ends_s", "dies_s"), [(0.05, 0.0, 0.5), (1.5, 0.7, 0.3)])
+def test_an_orchestrator_that_has_ended_well_comes_back_for_a_trainer_that_has_not(make, backoff_s, ends_s, dies_s):
+    """Also if it ended while the trainer was dead, which it took for finished: the next attempt would wait for a missing process."""
+    run = make(backoff_s=backoff_s)
+    work = f"beat('waiting_for_trainer_end', None, {ends_s})\nstatus('waiting_for_trainer_end')"
+    run.begin(orchestrator=work, trainer=f"beat('training', 9, {dies_s})\nsys.exit(attempt == 1)")
     run.finish()
-    assert (run.run_dir.logs / "orchestrator-2.log").exists() and not run.events("death", "orchestrator")
-
-
-def test_so_does_one_that_ended_while_the_trainer_was_dead(make):
-    """It considered the trainer, which was through all steps, finished; the trainer's next attempt would wait for a missing process."""
-    run = make(backoff_s=1.5)
-    run.begin(orchestrator="beat('waiting_for_trainer_end', None, 0.7)", trainer="beat('training', 9, 0.3)\nsys.exit(attempt == 1)")
-    run.finish()
-    assert (run.run_dir.logs / "orchestrator-2.log").exists() and not run.events("death", "orchestrator")
+    assert (run.run_dir.logs / "orchestrator-2.log").exists()
     assert [event["process"] for event in run.events("death")] == ["trainer"]
 
 
@@ -559,23 +535,17 @@ def test_a_stall_is_told_with_what_everything_waits_for(make, monkeypatch):
 
 def test_a_model_that_cannot_be_found_ends_the_run_with_its_last_line_and_a_killed_search_is_repeated(make):
     run = make()
-    code = [
-        sys.executable,
-        "-S",
-        "-c",
-        PRELUDE + "if attempt == 1: os.kill(os.getpid(), 9)\nsys.exit('model.name: not there')",
-        "model",
-        str(run.root),
-    ]
-    run.supervisor.begin([Role("model", code, dict(os.environ))])
+    code = PRELUDE + "if attempt == 1: os.kill(os.getpid(), 9)\nsys.exit('model.name: not there')"
+    run.supervisor.begin([Role("model", [sys.executable, "-S", "-c", code, "model", str(run.root)], dict(os.environ))])
     with pytest.raises(RunError, match=rf"^model.name: not there\n  the whole log: {run.run_dir.logs}/model-2.log$"):
         run.finish()
     assert len(run.events("death", "model")) == 1
 
 
-def test_a_start_that_the_system_refuses_is_tried_again(make, monkeypatch):
+def test_a_start_that_the_system_refuses_is_tried_again_as_often_as_one_that_dies(make, monkeypatch):
     """Regression: it ended the run without a back-off, a report, or the command to continue."""
-    run, begin, refusals = make(), Children.start, [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")] * 2
+    run, begin = make(max_restarts=3), Children.start
+    refusals = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")] * 2
 
     def start(self, name, *args):
         if name == "trainer" and refusals:
@@ -586,19 +556,10 @@ def test_a_start_that_the_system_refuses_is_tried_again(make, monkeypatch):
     run.begin()
     run.ready("trainer")
     assert [event["reason"] for event in run.events("death")] == ["could not be started: Resource temporarily unavailable"] * 2
-    delays = [text for text in run.said if "tried again" in text]
-    assert delays == [
+    assert [text for text in run.said if "tried again" in text] == [
         f"warning: trainer could not be started: Resource temporarily unavailable; it is tried again in {s} s" for s in (0.05, 0.1)
     ]
-
-
-def test_a_start_that_the_system_always_refuses_ends_the_run_with_a_sentence(make, monkeypatch):
-    run = make(max_restarts=2, backoff_s=0.01)
-
-    def start(self, *args):
-        raise OSError(errno.ENOSPC, "No space left on device", "/full")
-
-    monkeypatch.setattr(Children, "start", start)
-    with pytest.raises(RunError, match=r"could not be started: No space left on device \(/full\), 3 times; make room"):
-        run.begin()
+    refusals.append(OSError(errno.ENOSPC, "No space left on device", "/full"))
+    os.kill(run.child("trainer").pid, signal.SIGKILL)
+    with pytest.raises(RunError, match=r"could not be started: No space left on device \(/full\), 4 times; make room"):
         run.until(lambda: False)

@@ -1,7 +1,9 @@
 """Secrets are refused where they would be written to disk, looked up where they are used, and redacted in messages."""
 
 import io
+import os
 
+import msgspec
 import pytest
 
 from rl.config.command_line import build, parse_args, to_toml
@@ -35,15 +37,10 @@ def test_texts_are_redacted_longest_first():
     assert redact("nothing here") == "nothing here"
 
 
-def test_json_stays_json(monkeypatch):
-    monkeypatch.setattr("os.environ", {"MY_KEY": 'quo"te\\and\nline-1'})
-    import msgspec
-
+def test_json_stays_json_and_a_stream_has_no_secrets(monkeypatch):
+    monkeypatch.setitem(os.environ, "MY_KEY", 'quo"te\\and\nline-1')
     encoded = redact_json(msgspec.json.encode([{"content": 'it is quo"te\\and\nline-1.'}]))
     assert msgspec.json.decode(encoded) == [{"content": "it is [$MY_KEY]."}]
-
-
-def test_a_stream_without_secrets():
     inner = io.StringIO()
     stream = Redacting(inner)
     print("key", KEY, file=stream)
@@ -83,11 +80,8 @@ def test_a_literal_secret_is_refused_and_not_shown(args):
     said = str(error.value)
     assert "environment variable" in said and "(hidden)" in said
     assert "literal-key-1" not in said and KEY not in said
-
-
-def test_the_remedy_names_the_variable_that_has_it():
-    with pytest.raises(ConfigError, match=r'put it into an environment variable and write "env:JUDGE_API_KEY" here'):
-        build(parse_args([*ENV, "--orchestrator.environment.args.k", KEY]))
+    if args[-1] == KEY and ".args." in args[0]:
+        assert 'put it into an environment variable and write "env:JUDGE_API_KEY" here' in said
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rl.config.run import ModelConfig
-from rl.system import machine, memory
+from rl.system import machine
 from rl.system.linux import pid_scope
 from rl.system.machine import control_groups, multiplies_bfloat16, visible_gpus
 
@@ -55,9 +55,8 @@ def test_limits_of_containers_and_jobs(kind, tmp_path, monkeypatch):
         path = tmp_path / "mounted" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    for module in (machine, memory):
-        monkeypatch.setattr(module, "control_groups", partial(control_groups, own=tmp_path / "own", mounted=tmp_path / "mounted"))
-    assert machine.cpu_quota() == 2.5 and memory.memory_bytes() == (2000, 1500)
+    monkeypatch.setattr(machine, "control_groups", partial(control_groups, own=tmp_path / "own", mounted=tmp_path / "mounted"))
+    assert machine.cpu_quota() == 2.5 and machine.memory_bytes() == (2000, 1500)
 
 
 @pytest.mark.parametrize("files", [{"cpu.max": "max 100000", "memory.max": "max"}, {"cpu/cpu.cfs_quota_us": "-1"}, {}])
@@ -65,9 +64,8 @@ def test_without_limits_there_is_what_the_machine_has(files, tmp_path, monkeypat
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text + "\n")
-    for module in (machine, memory):
-        monkeypatch.setattr(module, "control_groups", lambda controller: [tmp_path / controller, tmp_path])
-    assert machine.cpu_quota() == math.inf and memory.memory_bytes()[0] == psutil.virtual_memory().total
+    monkeypatch.setattr(machine, "control_groups", lambda controller: [tmp_path / controller, tmp_path])
+    assert machine.cpu_quota() == math.inf and machine.memory_bytes()[0] == psutil.virtual_memory().total
     assert control_groups("cpu", own=tmp_path / "none") == []
 
 
@@ -105,10 +103,7 @@ def test_bfloat16_is_chosen_where_the_processor_multiplies_it(tmp_path, monkeypa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     assert multiplies_bfloat16(tmp_path / "cpuinfo") is expected
+    assert ModelConfig().dtype == ("bfloat16" if multiplies_bfloat16() else "float32")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     multiplies_bfloat16.cache_clear()
     assert multiplies_bfloat16(tmp_path / "cpuinfo")
-
-
-def test_a_number_format_that_is_not_given_is_that_of_the_machine():
-    assert ModelConfig().dtype == ("bfloat16" if multiplies_bfloat16() else "float32")

@@ -18,11 +18,7 @@ APPLY = (
     *("move interrupts", "read how pages are used", "list private keys"),
     *("create a file", "make a directory", "delete a file", "make a link", "make a symbolic link", "rename", "make a device"),
     *("change permissions", "kill the parent", "stop the parent", "kill a thread of the parent", "queue a signal", "open the parent"),
-    *(
-        "trace the parent",
-        "change the parent's limits",
-        "raise a limit of its own",
-    ),
+    *("trace the parent", "change the parent's limits", "raise a limit of its own"),
     *("mount", "change the root", "pivot the root", "a new user namespace", "another's namespace", "become root"),
     *("become root in every sense", "take capabilities", "load a module", "name the machine", "reboot"),
 )

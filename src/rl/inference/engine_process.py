@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl.system.children import descendants, kill_descendants
 from rl.system.linux import end_with_parent, set_process_name
@@ -88,40 +88,29 @@ def end_while_starting(*_: object) -> None:
 
 
 async def engine_death(engine: "VersionedEngine", timeout_s: float) -> str:
-    """Waits until the engine can no longer be used. Returns why."""
-    silence = asyncio.create_task(engine_silence(engine, timeout_s))
-    try:
-        while not silence.done():
-            if engine.errored:
-                return engine.broken or "the engine process died; its last lines are above"
-            # `broken` is set in advance for the time of a swap; it counts once the swap has ended.
-            if engine.broken and not engine.swapping:
-                return engine.broken
-            await asyncio.wait([silence], timeout=POLL_S)
-        return silence.result()
-    finally:
-        silence.cancel()
+    """Waits until the engine can no longer be used: it is dead, broken or silent. Returns why.
 
-
-async def engine_silence(engine: "VersionedEngine", timeout_s: float) -> str:
-    """Repeatedly asks every worker for a sign of life until an answer is overdue. Returns the error message.
-
-    An engine answers between two steps.
+    Every worker is repeatedly asked for a sign of life; an engine answers between two steps.
     """
-    while True:
-        await asyncio.sleep(timeout_s / QUESTIONS_PER_TIMEOUT)
-        answer = asyncio.ensure_future(engine.collective_rpc("answer"))
-        # An immediate failure means that the engine is dead, which is noticed elsewhere.
-        answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
-        waited_s, last = 0.0, time.monotonic()
-        while not answer.done():
-            await asyncio.wait([answer], timeout=min(POLL_S, timeout_s / 10))
-            now = time.monotonic()
-            # This process may have been stopped itself, and the engine with it: that time does not count.
-            waited_s, last = waited_s + min(now - last, 1.0), now
-            if waited_s > timeout_s and not (engine.swapping and waited_s <= SWAP_PATIENCE * timeout_s and not stopped_processes()):
+    answer: asyncio.Future[Any] | None = None
+    waited_s, last = 0.0, time.monotonic()  # since the last question or answer, and the time up to which this is counted
+    # `broken` is set in advance for the time of a swap; it counts once the swap has ended.
+    while not engine.errored and (engine.swapping or not engine.broken):
+        await asyncio.sleep(min(POLL_S, timeout_s / 10))
+        now = time.monotonic()
+        # This process may have been stopped itself, and the engine with it: that time does not count.
+        waited_s, last = waited_s + min(now - last, 1.0), now
+        if answer and answer.done():
+            answer, waited_s = None, 0.0
+        elif answer and waited_s > timeout_s:
+            if not engine.swapping or waited_s > SWAP_PATIENCE * timeout_s or stopped_processes():
                 answer.cancel()
                 return describe_silence(waited_s)
+        elif not answer and waited_s >= timeout_s / QUESTIONS_PER_TIMEOUT:
+            answer, waited_s = asyncio.ensure_future(engine.collective_rpc("answer")), 0.0
+            # An immediate failure means that the engine is dead, which is noticed here soon.
+            answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
+    return engine.broken or "the engine process died; its last lines are above"
 
 
 def stopped_processes() -> list[int]:

@@ -25,7 +25,7 @@ from rl.system.credentials import resolve
 from rl.system.errors import ConfigError
 from rl.system.functions import Blame
 from rl.system.linux import pid_scope
-from rl.system.memory import memory_bytes
+from rl.system.machine import memory_bytes
 from rl.wire.messages import WeightVersion
 
 CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 32

@@ -31,6 +31,9 @@ OF_AN_ATTEMPT = (process_table.MARKER, "TMPDIR", "VLLM_RPC_BASE_PATH")
 LONGEST_BASE = 40
 """Maximum bytes of the temporary directory's path: some processes put Unix sockets there, whose names have at most 107 bytes."""
 
+REPEAT_S = 1.0
+"""Seconds after which Stopped is raised again if it was lost."""
+
 SHOW_CURSOR = b"\x1b[?25h"
 """Shows the cursor, which a progress bar hides."""
 
@@ -44,8 +47,6 @@ class Children:
     def __init__(self) -> None:
         self.children: list[Child] = []
         self.stopping = False
-        self.received: int | None = None
-        """The signal that asked for the stop."""
         self.not_ours: set[int] = set()
         """Descendants that existed before the first child: W&B's service, which must outlive the children."""
         self.guard: Guard | None = None
@@ -94,7 +95,15 @@ class Children:
         return child
 
     def stop_on_signals(self) -> None:
-        """Has the first SIGINT or SIGTERM raise Stopped in the main thread; a second one, or one while stopping, kills all children."""
+        """Has the first SIGINT or SIGTERM raise Stopped in the main thread; a second one, or one while stopping, kills all children.
+
+        Stopped is raised again after a second unless somebody has caught it: Python only prints what is raised inside a finalizer or a
+        hook of fork. `stop_caught` ends that.
+        """
+
+        def raise_again(signum: int) -> None:
+            if not unwinds(sys.exception()):
+                raise Stopped(signum)
 
         def on_signal(signum: int, _frame: FrameType | None) -> None:
             if self.stopping:
@@ -102,19 +111,20 @@ class Children:
                 if sys.stderr.isatty():
                     os.write(2, SHOW_CURSOR)
                 os._exit(128 + signum)
-            self.stopping, self.received = True, signum
+            self.stopping = True
+            signal.signal(signal.SIGALRM, lambda *_: raise_again(signum))
+            signal.setitimer(signal.ITIMER_REAL, REPEAT_S, REPEAT_S)
             raise Stopped(signum)
 
         signal.signal(signal.SIGINT, on_signal)
         signal.signal(signal.SIGTERM, on_signal)
 
-    def poll(self) -> None:
-        """Replaces a guard that is gone, and reaps adopted orphans that have ended. Call it every few seconds.
+    def stop_caught(self) -> None:
+        """Call it where Stopped is caught."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
-        Raises Stopped if a signal has come whose own exception was lost: Python only prints what is raised inside a finalizer.
-        """
-        if self.received is not None:
-            raise Stopped(self.received)
+    def poll(self) -> None:
+        """Replaces a guard that is gone, and reaps adopted orphans that have ended. Call it every few seconds."""
         if self.guard:
             self.guard.poll()
             self._running()
@@ -160,6 +170,8 @@ class Children:
 
     def stop(self, deadline_s: float = STOP_DEADLINE_S) -> list[int]:
         """Sends SIGTERM to every group, SIGKILL after the deadline, and reaps. Returns the pids that are still alive."""
+        if self.stopping:
+            self.stop_caught()
         self.stopping = True
         self._end_waiting()
         for child in self.children:
@@ -229,3 +241,10 @@ def user_name() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user may have none
         return str(os.getuid())
+
+
+def unwinds(error: BaseException | None) -> bool:
+    """Whether the code that handles this error was entered because of Stopped."""
+    while error and not isinstance(error, Stopped):
+        error = error.__context__
+    return error is not None

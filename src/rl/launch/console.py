@@ -9,6 +9,7 @@ import statistics
 import sys
 import textwrap
 import time
+from collections import deque
 from typing import Any, NamedTuple, TextIO
 
 from rl.config.run import RLConfig
@@ -68,8 +69,6 @@ MOST_FOR_CHECKPOINTS = 1 / 20
 """Share of the time spent on checkpoints above which the user is warned."""
 PACE_STEPS = 10
 """Number of newest steps whose median time gives the estimate of the time left."""
-MOST_LINES = 200
-"""Number of lines of metrics in memory above which old ones are dropped."""
 Line = dict[str, Any]
 Columns = tuple[Column, ...]
 
@@ -128,14 +127,6 @@ def header(columns: Columns) -> str:
     return f"{'step':>6}{names}  of that waiting"
 
 
-def newest_eval(lines: dict[tuple[int, str], Line], metric: str, step: int) -> tuple[int, float | None]:
-    """Returns (newest version up to `step` with an evaluation's metric, its value); (0, None) if there is none."""
-    return max(
-        ((at, line[metric]) for (at, source), line in lines.items() if source == "eval" and at <= step and metric in line),
-        default=(0, None),
-    )
-
-
 def step_line(step: int, lines: dict[str, Line], columns: Columns) -> str:
     """Formats a line of the table, for a step that all sources have reported; `lines` are its values by source."""
     cells = "".join(f"{number(lines[column.source].get(column.metric), column.spec):>{column.width + 1}}" for column in columns)
@@ -152,15 +143,15 @@ def step_notes(orchestrator: Line, trainer: Line, batch_size: int) -> list[str]:
     return notes + step_texts(orchestrator)
 
 
-def with_notes(line: str, notes: list[str], width: int | None) -> str:
-    """Appends notes to a line; those that do not fit follow on lines below."""
-    lines = [line]
-    for note in notes:
-        if width is None or len(lines[-1]) + 2 + len(note) <= width:
-            lines[-1] += f"  {note}"
+def packed(texts: list[str], width: int | None, indent: int = 0) -> list[str]:
+    """Packs the texts into lines, as many in each as fit into `width`; lines after the first are indented."""
+    lines: list[str] = []
+    for text in texts:
+        if lines and (width is None or len(lines[-1]) + 2 + len(text) <= width):
+            lines[-1] += f"  {text}"
         else:
-            lines.append(clip(f"{'':>{STEP_WIDTH}}  {note}", width))
-    return "\n".join(lines)
+            lines.append(clip(" " * indent + text, width) if lines and width else text)
+    return lines
 
 
 def eval_text(step: int, line: Line) -> str:
@@ -199,11 +190,17 @@ class Console:
         self.eval_metric = next((f"eval/{entry.label}/reward_mean" for entry in config.orchestrator.eval), "")
         """Metric of the column `eval`. It shows one evaluation: intervals differ, so a mean of several would depend on which ones ran."""
         evaluated = read_metrics(run_dir.metrics, "eval")
-        newest = sorted(at for at, line in evaluated.items() if self.eval_metric in line)[-1:]
-        self.lines = {at: evaluated[at] for at in newest} | read_metrics(run_dir.metrics, last_bytes=NEWEST_BYTES)
-        """Lines of the newest steps, and of the newest evaluation in the table."""
+        self.evals = {step: line[self.eval_metric] for (step, _), line in evaluated.items() if self.eval_metric in line}
+        """Version -> its value in the column `eval`, from the newest one in the table on."""
+        self.lines = read_metrics(run_dir.metrics, last_bytes=NEWEST_BYTES)
+        """Lines of the steps that are not printed yet."""
         self.shown = max((step for step, _ in self.lines if self._complete(step)), default=0)
         """Newest step that was printed, or that existed before a resume."""
+        self.paces: deque[float] = deque(maxlen=PACE_STEPS)
+        """Seconds of the newest steps, but not of the first one, which includes the start of all processes."""
+        for step in sorted(step for step, source in self.lines if source == "trainer" and step <= self.shown):
+            self._note_pace(step)
+        self._forget()
         self.max_steps = config.max_steps
         self.phases: dict[str, Phase | None] = {}
         """Process -> phase that was last printed."""
@@ -212,7 +209,8 @@ class Console:
         self.lines_since = 0
         """Number of lines printed since that heading."""
         self.lines_out = Lines(self.out)
-        self.said_short, self.said_costly, self.said_long = False, False, set[str]()
+        self.explained = set[str]()
+        """What was explained, which is done once."""
         self.bar = ProgressBar(self.out) if self.out.isatty() else None
 
     @property
@@ -222,32 +220,30 @@ class Console:
 
     def update(self, new_lines: list[Line]) -> None:
         """Prints newly completed steps and evals, and shows what the processes do."""
-        merge_lines(self.lines, new_lines)
+        merge_lines(self.lines, [line for line in new_lines if line["step"] > self.shown and line["source"] != "eval"])
         statuses = {name: status for name in self.processes if (status := read_status(self.run_dir.status(name)))}
         self.max_steps = statuses.get("trainer", RoleStatus()).max_steps or self.max_steps  # with epochs only the trainer knows it
         for line in new_lines:
             if line["source"] == "eval":
                 self._say_folded(eval_text(line["step"], line))
+                self.evals |= {line["step"]: line[self.eval_metric]} if self.eval_metric in line else {}
             if text := parity_warning(line, self.limit):
                 self.say(f"warning: step {line['step']}: {text}")
             self._warn_of_checkpoints(line)
-        for step in sorted({line["step"] for line in new_lines if line["step"] > self.shown}):
-            if self._complete(step):
-                self._show_step(step)
-        if len(self.lines) > MOST_LINES:
+        for step in sorted({step for step, _ in self.lines if self._complete(step)}):
+            self._show_step(step)
             self._forget()
         if self.bar:
-            step = self.shown
-            self.bar.show(step, self.max_steps, self._left(step), statuses)
+            self.bar.show(self.shown, self.max_steps, self._left(), statuses)
         elif not self.headed:
             self._say_new_phases(statuses)
 
     def _warn_of_checkpoints(self, line: Line) -> None:
         """Warns once if checkpoints at the user's interval in steps take a large share of the time."""
         interval, fraction = self.config.trainer.checkpoint.interval, line.get("time/checkpoint_fraction", 0.0)
-        if interval is None or fraction <= MOST_FOR_CHECKPOINTS or self.said_costly:
+        if interval is None or fraction <= MOST_FOR_CHECKPOINTS or "checkpoints" in self.explained:
             return
-        self.said_costly = True
+        self.explained.add("checkpoints")
         self.say(
             f"warning: step {line['step']}: checkpoints are being written {fraction:.0%} of the time ({line['time/checkpoint_cost']:.3g} s "
             f"each): trainer.checkpoint.interval = {interval} is obeyed; a larger one, or none (trainer.checkpoint.interval_s), costs less"
@@ -282,12 +278,13 @@ class Console:
             self.bar = None
 
     def _forget(self) -> None:
-        """Drops the lines that no later step needs: a run may have a million."""
-        oldest = {"eval": newest_eval(self.lines, self.eval_metric, self.shown)[0]}
-        self.lines = {key: line for key, line in self.lines.items() if key[0] >= oldest.get(key[1], self.shown - PACE_STEPS)}
+        """Drops what no later step needs: a run may have a million."""
+        newest = max((step for step in self.evals if step <= self.shown), default=0)
+        self.evals = {step: value for step, value in self.evals.items() if step >= newest}
+        self.lines = {key: line for key, line in self.lines.items() if key[0] > self.shown}
 
     def _complete(self, step: int) -> bool:
-        return {(step, source) for source in self.sources} <= set(self.lines)
+        return all((step, source) in self.lines for source in self.sources)
 
     def _show_step(self, step: int) -> None:
         columns, screen = fit_columns(self.columns, self.width), self.bar.console.height - 3 if self.bar else SCREEN
@@ -295,16 +292,18 @@ class Console:
             self.say(header(columns))
             self.headed, self.lines_since = columns, 0
         orchestrator, trainer = self.lines.get((step, "orchestrator"), {}), self.lines[step, "trainer"]
-        own = {"eval": {"newest": newest_eval(self.lines, self.eval_metric, step)[1]}, "console": {"left": self._left(step)}}
+        self.shown = step
+        self._note_pace(step)
+        newest = max((at for at in self.evals if at <= step), default=None)
+        own = {"eval": {"newest": self.evals.get(newest)}, "console": {"left": self._left()}}
         row = step_line(step, {"orchestrator": orchestrator, "trainer": trainer, **own}, columns)
         long = length_texts(self.config, orchestrator)
         notes = [*step_notes(orchestrator, trainer, self.config.orchestrator.batch_size), *(note for note, _ in long.values())]
-        self.say(with_notes(row, notes, self.width))
-        self.shown = step
-        for metric in sorted(long.keys() - self.said_long):
+        self.say("\n".join(packed([row, *notes], self.width, STEP_WIDTH + 2)))
+        for metric in sorted(long.keys() - self.explained):
             self._say_folded(f"  step {step}: {long[metric][1]} ({metric})")
-        self.said_long |= long.keys()
-        if orchestrator.get("rollouts/missing") and not self.said_short:
+        self.explained |= long.keys()
+        if orchestrator.get("rollouts/missing") and "short batch" not in self.explained:
             self._explain_short_batch(step, orchestrator)
         every = self.config.orchestrator.show_rollout_every
         if every and (step == 1 or step % every == 0) and (rollout := self._example(step)):
@@ -312,7 +311,7 @@ class Console:
 
     def _explain_short_batch(self, step: int, line: Line) -> None:
         """Explains once why a batch is smaller than configured."""
-        self.said_short = True
+        self.explained.add("short batch")
         limit, played = self.config.orchestrator.max_refill, line.get("rollouts/finished", 0)
         self._say_folded(
             f"  step {step} trained a short batch: too few of the {played:g} rollouts that finished since the previous batch are in groups "
@@ -320,13 +319,14 @@ class Console:
             f"sampled by now (max_lag = {self.config.max_lag})"
         )
 
-    def _left(self, step: int) -> str | None:
-        """Estimates the time from a step to the last one from the newest steps; None at the last step, and before there is an estimate."""
-        lines = (self.lines.get((number, "trainer"), {}) for number in range(max(1, step - PACE_STEPS + 1), step + 1))
-        times = [seconds for line in lines if (seconds := line.get("time/step")) is not None]
-        if step <= PACE_STEPS:
-            times = times[1:]  # the first step includes the start of all processes
-        return span(statistics.median(times) * (self.max_steps - step)) if times and step < self.max_steps else None
+    def _note_pace(self, step: int) -> None:
+        if step > 1 and (seconds := self.lines[step, "trainer"].get("time/step")) is not None:
+            self.paces.append(seconds)
+
+    def _left(self) -> str | None:
+        """Estimates the time until the last step by the pace; None at the last step, and before there is an estimate."""
+        left = self.max_steps - self.shown
+        return span(statistics.median(self.paces) * left) if self.paces and left > 0 else None
 
     def _example(self, step: int) -> Line | None:
         """Returns the first rollout that the step trained on, or else the first one."""
@@ -383,14 +383,3 @@ class ProgressBar:
             first.add_row(*cells)
             below = [Text(clip(line, width - 1), no_wrap=True) for line in packed(doing, width - 1)]
             self.live.update(Group(first, *below), refresh=True)
-
-
-def packed(texts: list[str], width: int) -> list[str]:
-    """Packs the texts into lines, as many in each as fit."""
-    lines: list[str] = []
-    for text in texts:
-        if lines and len(lines[-1]) + 2 + len(text) <= width:
-            lines[-1] += f"  {text}"
-        else:
-            lines.append(text)
-    return lines

@@ -1,6 +1,12 @@
-"""The final report of a run: metrics at the start and the end, where the time went, paths of its files, and curves.png."""
+"""The final report of a run: metrics at the start and the end, where the time went, paths of its files, and curves.png.
+
+`python -m rl.launch.curves RUN TITLE` keeps curves.png up to date during the run, so that neither the loop of `rl` nor training waits.
+"""
 
 import io
+import os
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -12,6 +18,7 @@ from rl.run_dir.metrics import MetricsReader
 from rl.run_dir.numbers import Numbers, Points
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
+from rl.system.linux import die_with_parent
 
 ENDS = 3
 """Number of steps at the start and at the end over which a reward is averaged: a single batch is noisy."""
@@ -21,6 +28,10 @@ MOST_PARTS = 6
 """Maximum parts of rewards that the picture shows. If there are more it shows none: `rl view` and `rl compare` have all."""
 INTERVAL = 1.96
 """Standard errors on each side of an evaluation's mean: a 95% interval."""
+EVERY_S = 60.0
+"""Minimum seconds between two pictures during a run."""
+SHARE = 0.02
+"""Maximum share of one core's time spent on them."""
 Series = tuple[str, str, str]
 """Source, metric, label."""
 PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
@@ -237,3 +248,21 @@ def final_report(numbers: Numbers, run_dir: RunDir, title: str, say: Callable[[s
         say(f"no curves: {run_dir.curves}: {error.strerror}")
     for line in report_lines(numbers, run_dir):
         say(line)
+
+
+def main() -> None:
+    """Draws curves.png when there are new metrics, until it is ended with the run."""
+    die_with_parent()
+    os.nice(19)
+    root, title = Path(sys.argv[1]), sys.argv[2]
+    run_dir, drawn = RunDir(root, root / "weights"), 0
+    while True:
+        began = time.monotonic()
+        if (size := run_dir.metrics.stat().st_size if run_dir.metrics.exists() else 0) != drawn:
+            draw_curves(Numbers.read(run_dir.metrics), run_dir.curves, title)
+            drawn = size
+        time.sleep(max(EVERY_S, (time.monotonic() - began) / SHARE))
+
+
+if __name__ == "__main__":
+    main()

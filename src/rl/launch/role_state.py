@@ -1,15 +1,11 @@
-"""The supervisor's state of each role across all its attempts, and the detection of batches that kill the trainer."""
+"""The keeper's state of each role across all its attempts."""
 
-import json
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rl.launch.roles import Role
-from rl.run_dir.files import write_file
 from rl.run_dir.logs import last_lines, last_words
-from rl.run_dir.paths import RunDir
 from rl.run_dir.status import TRAINER_STEPS, Phase, RoleStatus, Staleness, describe
 from rl.system.children import Child
 from rl.system.errors import RunError
@@ -19,26 +15,34 @@ from rl.system.errors import RunError
 class Death:
     """One unplanned end of a process."""
 
+    child: Child
     time: float
-    attempt: int
     reason: str
+    code: int | None
+    """Its exit code; None if it was killed for its silence."""
     doing: str
     """Text for people."""
     training_step: int | None
     """The step that it was training; None if it was doing something else."""
     error: str = ""
     """The error it ended with, see logs.error_line."""
+    again: str = ""
+    """What it was doing and when it starts again, for people."""
+    verdict: RunError | None = None
+    """Why it is not started again."""
+
+    @property
+    def role(self) -> str:
+        return self.child.name
 
     def __str__(self) -> str:
-        return f"{time.strftime('%H:%M:%S', time.localtime(self.time))} attempt {self.attempt}, {self.doing}: {self.reason}"
+        return f"{time.strftime('%H:%M:%S', time.localtime(self.time))} attempt {self.child.attempt}, {self.doing}: {self.reason}"
 
 
 @dataclass
 class Attempt:
-    """One process of a role, from its start to its end. Times are seconds of the supervisor's clock."""
+    """One process of a role, from its start to its end. Times are seconds of the keeper's clock."""
 
-    name: str
-    """The role's name."""
     child: Child
     began: float
     ready: bool = False
@@ -48,8 +52,6 @@ class Attempt:
     statuses: dict[str, RoleStatus] = field(default_factory=dict)
     """Newest statuses by process: its own, and those of the other ranks of a trainer."""
     staleness: Staleness = field(default_factory=Staleness)
-    silent_s: dict[str, float] = field(default_factory=dict)
-    """Seconds since the heartbeat of each process last changed, on the clock of `staleness`."""
     num_warnings: int = 0
     """Number of its warnings that were printed."""
     stopped_s: float = 0.0
@@ -58,7 +60,7 @@ class Attempt:
     @property
     def status(self) -> RoleStatus:
         """Its last status; an empty one before the first."""
-        return self.statuses.get(self.name, RoleStatus())
+        return self.statuses.get(self.child.name, RoleStatus())
 
     @property
     def doing(self) -> str:
@@ -77,15 +79,15 @@ class Attempt:
 
     def works(self) -> bool:
         """Returns whether it is past its start-up and doing its work."""
-        if self.name == "inference":
+        name, phase = self.child.name, self.status.phase
+        if name == "inference":
             return self.status.address is not None
-        phase = self.status.phase
-        return phase in TRAINER_STEPS if self.name == "trainer" else phase not in (None, Phase.STARTING, Phase.LOADING_ENVIRONMENTS)
+        return phase in TRAINER_STEPS if name == "trainer" else phase not in (None, Phase.STARTING, Phase.LOADING_ENVIRONMENTS)
 
 
 @dataclass
 class RoleState:
-    """A role across all its attempts: waiting for its start, running an attempt, or done. Times are seconds of the supervisor's clock."""
+    """A role across all its attempts: waiting for its start, running an attempt, or done. Times are seconds of the keeper's clock."""
 
     role: Role
     start_at: float = 0.0
@@ -104,67 +106,15 @@ class RoleState:
     """Number of consecutive deaths without progress."""
     deaths: list[Death] = field(default_factory=list)
     death_times: list[float] = field(default_factory=list)
-    last_was_ready: bool = False
-    """Whether the previous attempt had come up."""
 
     @property
     def name(self) -> str:
         return self.role.name
 
     @property
-    def child(self) -> Child | None:
-        """The process of its attempt; None without an attempt."""
-        return self.attempt.child if self.attempt else None
-
-    def end_attempt(self, now: float) -> None:
-        """Records the end of its attempt."""
-        assert self.attempt is not None
-        self.attempt, self.died, self.last_was_ready = None, now, self.attempt.ready
-
-    @property
     def is_down(self) -> bool:
         """Whether it has died, and no attempt has come up since."""
         return self.died is not None and not self.done and not (self.attempt and self.attempt.ready)
-
-
-class Quarantine:
-    """Finds a batch that repeatedly kills the trainer, and marks it to be skipped."""
-
-    def __init__(self, run_dir: RunDir, patience: int):
-        self.run_dir, self.patience = run_dir, patience
-        self.step, self.deaths = 0, list[Death]()
-        self.in_a_row = list[int]()
-        """Quarantined steps without a good step since the first of them."""
-        self.error = ""
-        """The error with which the trainer ended in the newest of them."""
-
-    def note_steps(self, lines: list[dict[str, Any]]) -> None:
-        """Processes new lines of the trainer's metrics: a step that was completed did not kill the trainer."""
-        for line in lines:
-            if line["step"] >= self.step:
-                self.deaths = []
-            if self.in_a_row and line["step"] > self.in_a_row[-1] and not line.get("quarantined"):
-                self.in_a_row = []
-
-    def repeats(self, death: Death) -> bool:
-        """Returns whether a death has the same error for which the previous batch was quarantined: then no batch is the cause."""
-        return bool(self.in_a_row and death.error == self.error != "" and death.training_step not in (None, self.in_a_row[-1]))
-
-    def note_death(self, death: Death) -> Path | None:
-        """Counts deaths in the same step, ignoring those outside of training. Returns the marker if one was written."""
-        if death.training_step is None:
-            return None
-        if death.training_step != self.step:
-            self.step, self.deaths = death.training_step, []
-        self.deaths.append(death)
-        if len(self.deaths) < self.patience:
-            return None
-        path = self.run_dir.quarantined(self.step)
-        record = {"step": self.step, "why": death.reason, "deaths": [str(one) for one in self.deaths], "time": round(time.time(), 3)}
-        write_file(path, json.dumps(record, indent=2).encode() + b"\n")
-        self.in_a_row.append(self.step)
-        self.deaths, self.error = [], death.error
-        return path
 
 
 def failure(child: Child, what: str) -> RunError:

@@ -22,12 +22,8 @@ class Role:
     cores: list[int] | None = None
     leaves_copy: bool = False
     """Whether it leaves a copy for a warm start of its next attempt, see system/preforked.py."""
-    after: str = ""
-    """Role that its first attempt waits for, until that is up or the supervisor's time limit has passed; empty: none."""
-
-
-MANY_CORES = 3
-"""With fewer cores the trainer starts last: it has nothing to do before the first batch, and would slow down making it."""
+    after_server: bool = False
+    """Whether its first attempt waits until inference is up, or has had inference.startup_timeout_s for it."""
 
 
 PREPARING = {"model": "rl.models.folder", "data": "rl.trainer.sft.tokens"}
@@ -61,11 +57,11 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
         del shares["inference"]
     if config.sft:
         shares = {"trainer": division.trainer}
-    found, few_cores = [], len({*division.trainer.cores, *division.inference.cores}) < MANY_CORES
     shared = "inference" in shares and set(division.trainer.gpus) & set(division.inference.gpus)
+    found = []
     for name, share in shares.items():
         env, cores = ({**os.environ, **share.env}, share.cores) if share else (dict(os.environ), None)
         one_process = name != "trainer" or division.ranks == 1
-        after = ("inference" if shared else "orchestrator" if few_cores else "") if name == "trainer" else ""
-        found.append(Role(name, command(name, run_dir, division.ranks), env, cores, leaves_copy=one_process, after=after))
+        after_server = name == "trainer" and bool(shared)
+        found.append(Role(name, command(name, run_dir, division.ranks), env, cores, one_process, after_server))
     return found

@@ -1,6 +1,7 @@
 """A run from its configuration to its report."""
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -20,10 +21,8 @@ from rl.diagnosis.state import read_state
 from rl.homes.make import summary
 from rl.homes.resolve import Homes, homes_of, record
 from rl.homes.resolve import entries as environments
-from rl.launch import devices, roles
+from rl.launch import beside, devices, roles
 from rl.launch.children import Children
-from rl.launch.page import Page
-from rl.launch.picture import Picture
 from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
@@ -40,6 +39,8 @@ from rl.system.sandbox import fault
 from rl.system.terminal import visible
 
 POLL_S = 0.2
+CURVES_AFTER_S = 60.0
+"""Seconds after which curves.png is kept up to date; a shorter run draws it at its end."""
 
 
 def manifest_lines(manifest: dict[str, Any]) -> list[str]:
@@ -59,13 +60,12 @@ class Watch:
     def __init__(self, config: RLConfig, prepared: Prepared, children: Children, view: bool):
         from rl.launch.console import Console
 
-        self.config, self.run_dir = config, prepared.run_dir
+        self.config, self.run_dir, self.children = config, prepared.run_dir, children
         self.merger: Merger | None = Merger(self.run_dir.metrics, partial(check_fence, self.run_dir.lock("rl")))
         self.merger.merge()
         self.console = Console(config, prepared.run_dir)
         self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
         self.reader = MetricsReader(prepared.run_dir.metrics)
-        self.picture = Picture(prepared.run_dir, config.name, children, self.console.say)
         self.not_merged = False
         """Whether the user was warned that metrics.jsonl cannot be written."""
         self.console.introduce()
@@ -77,13 +77,15 @@ class Watch:
         while self.trackers and (old_lines := self.reader.new()):  # the console has already read the newest of these itself
             for tracker in self.trackers:
                 tracker.send(old_lines)
-        self.page = Page(self.run_dir, children, self.console.say) if view else None
+        self.beside = [beside.Page(self.run_dir, children, self.console.say)] if view else list[beside.Beside]()
+        self.curves_at = time.monotonic() + CURVES_AFTER_S
+        """Time from which curves.png is drawn."""
         self.reader.skip()
 
     def until_finished(self, started: list[Role]) -> None:
         """Starts processes and keeps them alive until they have ended well. Raises RunError if that is impossible."""
         self.supervisor.begin(started)
-        while not self.supervisor.finished:
+        while not self.supervisor.keeper.finished:
             self.supervisor.poll(self.show())
             time.sleep(POLL_S)
 
@@ -92,12 +94,14 @@ class Watch:
         self._merge()
         lines = self.reader.new()
         self.console.update(lines)
-        self.picture.poll(len(lines))
+        if time.monotonic() >= self.curves_at:
+            self.curves_at = math.inf
+            self.beside.append(beside.curves(self.run_dir, self.config.name, self.children, self.console.say))
+        for process in self.beside:
+            process.poll()
         if self.cleaned and self.run_dir.anything_made():
             threading.Thread(target=shutil.rmtree, args=(self.cleaned,), kwargs={"ignore_errors": True}).start()
             self.cleaned = None
-        if self.page:
-            self.page.poll()
         for tracker in self.trackers:
             tracker.send(lines)
         return lines
@@ -144,9 +148,9 @@ class Watch:
         from rl.launch.curves import final_report
         from rl.run_dir.numbers import Numbers
 
-        self.picture.close()
-        if self.page:
-            self.page.close()
+        while self.beside:
+            self.beside.pop().close()
+        self.curves_at = math.inf
         self.show()
         self.console.close()
         final_report(Numbers.read(self.run_dir.metrics), self.run_dir, self.config.name, self.console.say)
@@ -171,6 +175,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
             raise RunError(fault, resume_at=0)
         watch.tell_end()
     except Stopped as stop:
+        children.stop_caught()
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
         watch.supervisor.event("stop", "rl", reason=str(stop))
     except RunError as error:
@@ -184,7 +189,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
         print(visible(why), file=sys.stderr, flush=True)  # it may quote logs, which may contain model output
     stuck = children.stop()
     if code > 1 and not stuck:
-        watch.supervisor.forget()
+        watch.supervisor.keeper.forget()
     if stuck:
         print(f"rl: these processes do not end, even after SIGKILL: {stuck}", file=sys.stderr)
     watch.close(code)

@@ -1,4 +1,4 @@
-"""The GPUs, cores and CPU time that this process may use, and whether its hardware supports bfloat16."""
+"""The GPUs, cores, CPU time and memory that this process may use, and whether its hardware supports bfloat16."""
 
 import contextlib
 import functools
@@ -72,6 +72,19 @@ def group_quota(group: Path) -> float:
             quota, period = map(int, " ".join((group / name).read_text() for name in names).split())
             return quota / period if quota > 0 else math.inf
     return math.inf
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Returns (total, free) memory in bytes that this process may use: that of the machine, container or job, whichever has less."""
+    import psutil
+
+    total, free = psutil.virtual_memory()[:2]
+    for group in control_groups("memory"):
+        for limited, taken in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
+                limit, used = (int((group / name).read_text()) for name in (limited, taken))
+                total, free = min(total, limit), min(free, max(0, limit - used))
+    return total, free
 
 
 @functools.cache

@@ -102,25 +102,16 @@ def signature_fault(node: ast.FunctionDef | ast.AsyncFunctionDef, path: Path, ar
     """Describes what is wrong with a function's definition. Arguments are not checked if it is decorated: that may change them."""
     if isinstance(node, ast.AsyncFunctionDef):
         return f"is async ({path}:{node.lineno}); write a plain def"
-    if node.decorator_list or accepts(signature_of(node.args), arguments):
+    if node.decorator_list or takes(node.args, len(arguments.split(", "))):
         return ""
     return f"takes ({ast.unparse(node.args)}) ({path}:{node.lineno}), but is called with ({arguments}); correct it"
 
 
-def signature_of(args: ast.arguments) -> inspect.Signature:
-    """Returns the signature of a definition's arguments, with None for every default."""
-    parameter, before = inspect.Parameter, [*args.posonlyargs, *args.args]
-    found = []
-    for i, arg in enumerate(before):
-        kind = parameter.POSITIONAL_ONLY if i < len(args.posonlyargs) else parameter.POSITIONAL_OR_KEYWORD
-        found.append(parameter(arg.arg, kind, default=parameter.empty if i < len(before) - len(args.defaults) else None))
-    if args.vararg:
-        found.append(parameter(args.vararg.arg, parameter.VAR_POSITIONAL))
-    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        found.append(parameter(arg.arg, parameter.KEYWORD_ONLY, default=None if default else parameter.empty))
-    if args.kwarg:
-        found.append(parameter(args.kwarg.arg, parameter.VAR_KEYWORD))
-    return inspect.Signature(found)
+def takes(args: ast.arguments, count: int) -> bool:
+    """Returns whether a definition with these arguments accepts `count` positional ones."""
+    positional = len(args.posonlyargs) + len(args.args)
+    enough = positional - len(args.defaults) <= count and None not in args.kw_defaults
+    return enough and (count <= positional or args.vararg is not None)
 
 
 # What it returns --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 
 from rl.config.trainer import OptimConfig
 from rl.system.errors import RESTART, RunError
-from rl.system.memory import memory_bytes
+from rl.system.machine import memory_bytes
 
 
 def lr_at(step: int, config: OptimConfig, max_steps: int) -> float:

@@ -24,8 +24,7 @@ from rl.launch.prepare import REMEDY, is_run_or_free
 from rl.orchestrator.workers.setups import task_faults
 from rl.run_dir.access_token import given_token
 from rl.system.errors import ConfigError, RunError
-from rl.system.machine import machine, visible_gpus
-from rl.system.memory import memory_bytes
+from rl.system.machine import machine, memory_bytes, visible_gpus
 from rl.wire.worker_messages import Ready
 
 MODEL_TIMEOUT_S = 300.0

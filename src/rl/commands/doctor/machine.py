@@ -19,8 +19,7 @@ from rl.config.run import RLConfig
 from rl.launch import devices
 from rl.launch.wheel_tag import mistagged
 from rl.system import linux
-from rl.system.machine import DISTRIBUTION, is_cpu_vllm, machine, visible_gpus
-from rl.system.memory import memory_bytes
+from rl.system.machine import DISTRIBUTION, is_cpu_vllm, machine, memory_bytes, visible_gpus
 
 WRITE_BYTES, SMALL_WRITES = 64 << 20, 20
 SLOW_MIB_S, SLOW_FSYNC_MS = 50.0, 50.0

@@ -1,0 +1,47 @@
+"""Processes beside a run: curves.png is kept up to date. The page is tested in test_run.py, because it needs a run."""
+
+import sys
+
+from rl.launch import beside
+from rl.launch.beside import Beside
+from rl.run_dir.metrics import Merger, MetricsLog
+from tests.launch.test_curves import synthetic
+from tests.waiting import until
+
+
+def start(run_dir, children, monkeypatch) -> tuple[Beside, list[str]]:
+    """Pictures at any interval, for any share of the time."""
+    said: list[str] = []
+    started = children.start
+    quick = "from rl.launch import curves; curves.EVERY_S, curves.SHARE = 0.0, 1.0; curves.main()"
+    given = lambda name, command, *more: started(name, [sys.executable, "-c", quick, *command[3:]], *more)  # noqa: E731
+    monkeypatch.setattr(children, "start", given)
+    return beside.curves(run_dir, "r", children, said.append), said
+
+
+def test_a_picture_comes_with_news_and_its_process_goes_with_the_others(tmp_path, children, monkeypatch):
+    run_dir = synthetic(tmp_path)
+    pictures, said = start(run_dir, children, monkeypatch)
+    first = until(lambda: run_dir.curves.exists() and run_dir.curves.stat().st_mtime_ns, 60)
+    assert run_dir.curves.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    MetricsLog(run_dir.metrics, "trainer").write(9, {"time/step": 1.0})
+    Merger(run_dir.metrics).merge()
+    until(lambda: run_dir.curves.stat().st_mtime_ns > first, 60)
+    pictures.poll()
+    assert children.stop() == []
+    pictures.close()
+    pictures.poll()
+    assert said == [] and not list((tmp_path / "logs").iterdir())
+
+
+def test_one_that_fails_is_a_warning(tmp_path, children, monkeypatch):
+    run_dir = synthetic(tmp_path)
+    run_dir.metrics.unlink()
+    run_dir.metrics.mkdir()
+    pictures, said = start(run_dir, children, monkeypatch)
+    until(lambda: pictures.poll() or said, 60)
+    (log,) = (tmp_path / "logs").iterdir()
+    why = f"is out of date: drawing it failed; it is drawn again when the run ends (exit code 1, log: {log})"
+    assert said == [f"warning: {run_dir.curves} {why}"] and "IsADirectoryError" in log.read_text()
+    pictures.close()
+    assert log.exists()
