@@ -7,10 +7,9 @@ import json
 import math
 import mmap
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import date, time
 from functools import partial
-from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rl.config.loss import CustomConfig
 from rl.config.orchestrator import CustomCreditConfig, EnvSource
 from rl.config.run import RLConfig
 from rl.system.functions import find_fault
-from rl.system.user_function import find_call_fault, find_definition, signature_of
+from rl.system.user_function import find_call_fault, find_definition, required_names
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
 REWARD_PARAMETERS = {"prompt", "completion", "answer", "info", "state", "task", "parser"}
@@ -95,18 +94,16 @@ def reward_fault(reward: str, entry: EnvSource) -> str:
     definition, path = find_definition(reward)
     if definition is None or definition.decorator_list:
         return ""
-    asked = not_given(signature_of(definition.args), ())
+    asked = not_given(required_names(definition.args), ())
     for source in filter(None, (entry.dataset, entry.eval_dataset)):
         if lacking := next((name for name in asked if cannot_be_column(name, Path(source).expanduser())), ""):
             return f"{not_a_column(lacking, source, ())}; see {path}:{definition.lineno}"
     return ""
 
 
-def not_given(signature: Signature, columns: Collection[str]) -> list[str]:
-    """Returns the parameters of a reward function that get no value if the rows have these columns."""
-    required = [one for one in signature.parameters.values() if one.default is Parameter.empty]
-    names = [one.name for one in required if one.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]
-    return [name for name in names if name not in REWARD_PARAMETERS | GROUP_PARAMETERS | set(columns)]
+def not_given(required: Iterable[str], columns: Collection[str]) -> list[str]:
+    """Returns the parameters of a reward function without a default that get no value if the rows have these columns."""
+    return [name for name in required if name not in REWARD_PARAMETERS | GROUP_PARAMETERS | set(columns)]
 
 
 def not_a_column(name: str, source: str, columns: Collection[str]) -> str:

@@ -114,6 +114,13 @@ def takes(args: ast.arguments, count: int) -> bool:
     return enough and (count <= positional or args.vararg is not None)
 
 
+def required_names(args: ast.arguments) -> list[str]:
+    """Returns the arguments of a definition that have no default and can be given by name."""
+    plain = args.args[: max(0, len(args.args) - len(args.defaults))]
+    keyword_only = [arg for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
+    return [arg.arg for arg in [*plain, *keyword_only]]
+
+
 # What it returns --------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Callable
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -97,5 +98,7 @@ def messages_in(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
 
 def check_parameters(reward: str, function: Callable[..., Any], columns: set[str], source: str) -> None:
     """Checks that every parameter of a reward function gets a value; otherwise every rollout would fail. Raises RunError."""
-    if asked := not_given(inspect.signature(function), columns):
+    parameters = inspect.signature(function).parameters.values()
+    named = [one for one in parameters if one.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]
+    if asked := not_given([one.name for one in named if one.default is Parameter.empty], columns):
         raise RunError(f"reward {reward} ({inspect.getsourcefile(function)}) {not_a_column(asked[0], source, columns)}")
