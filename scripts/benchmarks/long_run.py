@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 from rl.config.command_line import build, parse_args, to_toml
 from rl.config.run import RLConfig
@@ -133,7 +134,7 @@ def restored(config: RLConfig) -> Any:
     run_dir, pool = config.run_dir, SimpleNamespace(lost={}, contents={})
     clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"))
     evaluator = Evaluator(config, pool, {"e": SimpleNamespace(worker_env="e", num_tasks=4)}, StepClock())
-    policy = ServedPolicy(pool, run_dir, "/base", evaluator)
+    policy = ServedPolicy(pool, run_dir, "/base", evaluator, tell=AsyncMock())
     status = SimpleNamespace(current=None, advance=lambda count: None, warn=lambda warning: None)
     one = Orchestrator(config, pool, policy, TaskSource({"e": EnvTasks(7, 1.0, 2)}, SEED), evaluator, status, {})
     asyncio.run(one.builder.restore())

@@ -26,6 +26,8 @@ class Tab:
     def __init__(self, browser: "api.Browser", links: list[str], **options: object):
         """links: those that the server has printed; the last one lets this browser in."""
         self.context, self.faults = browser.new_context(**options), list[str]()
+        self.asked = set[api.Request]()
+        """Requests that are on their way."""
         self.context.on("page", self.watch)
         self.page = self.context.new_page()
         self.page.set_default_timeout(10_000)
@@ -36,6 +38,9 @@ class Tab:
     def watch(self, page: "api.Page") -> None:
         page.on("pageerror", lambda error: self.faults.append(f"{page.url}: {error}"))
         page.on("console", lambda said: said.type in ("error", "warning") and self.faults.append(f"{page.url}: {said.text}"))
+        page.on("request", lambda request: self.asked.add(request))
+        page.on("requestfinished", lambda request: self.asked.discard(request))
+        page.on("requestfailed", lambda request: self.asked.discard(request))
         page.on("dialog", lambda dialog: self.faults.append(f"{page.url}: a dialog"))
 
     def go(self, where: str) -> None:
@@ -46,6 +51,13 @@ class Tab:
         deadline = time.monotonic() + seconds
         while not self.page.evaluate(expression):
             assert time.monotonic() < deadline, f"{expression} is not true at {self.page.url}: {self.page.inner_text('main')[:500]}"
+            self.page.wait_for_timeout(20)
+
+    def until_answered(self, part: str, seconds: float = 10.0) -> None:
+        """Waits until no request whose address contains this is on its way."""
+        deadline = time.monotonic() + seconds
+        while [asked.url for asked in self.asked if part in asked.url]:
+            assert time.monotonic() < deadline, f"requests of {part} are not answered"
             self.page.wait_for_timeout(20)
 
     def text(self, selector: str, seconds: float = 5.0) -> str:

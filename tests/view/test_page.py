@@ -297,7 +297,7 @@ def test_j_goes_on_to_the_next_page_and_back(tab, more_steps):
     tab.page.keyboard.press("k")
     tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:nth-child(37) [aria-current=true]')")
     tab.go("#/runs")
-    tab.page.wait_for_load_state("networkidle")
+    tab.until_answered("run=first")  # the files are deleted now
 
 
 def test_j_goes_through_the_tasks_and_escape_leaves_one(tab):
