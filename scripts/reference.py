@@ -77,11 +77,11 @@ def table(rows: list[str]) -> str:
     return "\n".join(["| key | type | default | |", "|---|---|---|---|", *rows]) + "\n" if rows else ""
 
 
-def rows_of(model: type[BaseModel], section: str, without: tuple[str, ...] = ()) -> list[str]:
+def rows_of(model: type[BaseModel], section: str) -> list[str]:
     """The lines of a class's keys, without its sections."""
     rows = []
     for name, info in model.model_fields.items():
-        if not models_in(info.annotation) and name not in without:
+        if not models_in(info.annotation):
             key = f"{section}.{name}".lstrip(".")
             rows += [row(key, own, kinds) for kinds, own in variants(key)] or [row(key, info, [])]
     return rows

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from rl.config.environment_id import Source
 from rl.homes.home import Home
 from rl.homes.make import ensure
 from rl.homes.request import Request
@@ -51,12 +50,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def classic_home() -> Home:
     """The home of rows and of single modules of the classic API. It is in the user's cache, so it is made once on a machine."""
     return ensure(Request("tests", None), print)
-
-
-@pytest.fixture(scope="session")
-def v1_home() -> Home:
-    """The same for v1."""
-    return ensure(Request("tests", Source("bundled", "textarena", "textarena")), print)
 
 
 @pytest.fixture

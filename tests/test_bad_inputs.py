@@ -345,7 +345,7 @@ def test_what_is_said_about(case, tmp_path, capsys, monkeypatch):
     assert case.message.replace("{tmp}", str(tmp_path)) in said
 
 
-def test_what_cannot_be_told_without_an_import_passes(tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_told_without_an_import_passes(tmp_path, monkeypatch):
     """A function out of a star import, a module beside `rl`, and what a run that was made already names."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside_rl.py").write_text("from os.path import *\n")  # no other test's file on the import path is called so

@@ -112,7 +112,7 @@ def orchestrate(zygote, config, lives: list[tuple[str, int]], trace: str = "") -
         for name, count in lives:
             code = zygote.live("orchestrator", config.run_dir.config, log, f"orchestrator:{name}:{count}")
             assert code == KILLED, f"{name} was not reached for the {count}. time: code {code}\n{log.read_text()[-3000:]}"
-            config.run_dir.status("orchestrator").unlink(missing_ok=True)  # as the supervisor does
+            config.run_dir.status("orchestrator").unlink(missing_ok=True)  # as the keeper does
             for record in promises.pending_records(config.run_dir.pending):
                 if isinstance(record, Group):
                     finished[record.group_id] = record

@@ -83,7 +83,7 @@ def test_pass_at_k_is_compared_where_both_have_enough_samples():
     assert {name: gap.mean for name, gap in found.items()} == {"reward_mean": -0.25, "pass@1": -0.25, "pass@2": -0.5}
 
 
-def test_one_policy_alone(tmp_path):
+def test_one_policy_alone():
     report = {"time": "now", "policies": [policy("p", {0: [1.0]})], "comparison": {}}
     assert "| eval | measure | p |" in markdown(report) and "difference" not in markdown(report)
 

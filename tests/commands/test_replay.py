@@ -169,7 +169,7 @@ def test_a_run_that_has_deleted_old_batches_is_replayed_from_the_oldest_checkpoi
     assert notes == [f"{why}: starting at checkpoint 2, the oldest with all later batches"]
 
 
-def test_notes(run_dir, tmp_path, capsys):
+def test_notes(run_dir, tmp_path):
     """A damaged checkpoint on the way, and settings that were changed in the middle."""
     from rl.commands.replay import changes_within, plan
     from rl.config.command_line import from_toml

@@ -40,7 +40,7 @@ def test_a_complete_folder_is_itself(model, monkeypatch):
     assert resolve_model(ModelConfig(name="tiny")) == str(model)
 
 
-def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder, tmp_path):
+def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder):
     """One of another run, whose digests lie in it; a model without any is taken as it is."""
     digests = {"hash": HASH, "tensors": tensor_digests(weights_file(folder))}
     config = RLConfig(name="r", model={"name": str(folder), "max_model_len": 1024}, orchestrator={"environment": [{"id": "e"}]})

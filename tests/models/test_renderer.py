@@ -31,7 +31,7 @@ def test_a_chatml_template_that_drops_tools_is_found_out(smol_path, smol, plain_
     assert own.prompt_ids([QUESTION]) == smol.prompt_ids([QUESTION])
 
 
-def test_a_local_copy_of_qwen3_is_known_by_its_template(qwen, qwen_path, caplog):
+def test_a_local_copy_of_qwen3_is_known_by_its_template(qwen_path, caplog):
     caplog.set_level("INFO", "rl.models.renderer")
     renderer = load_renderer(qwen_path, RendererConfig())
     assert renderer.name == "qwen3" and renderer.supports_tools

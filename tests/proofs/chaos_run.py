@@ -1,4 +1,4 @@
-"""The run that `chaos.py` and `kill_everywhere.py` kill: how it is started, started again, looked at and ended."""
+"""The run that `chaos.py` kills: how it is started, started again, looked at and ended."""
 
 import getpass
 import os

@@ -142,12 +142,12 @@ def repeated_steps(run_dir: RunDir) -> tuple[int, float]:
     return sum(len(each) - 1 for each in times.values()), sum(sum(each[:-1]) for each in times.values())
 
 
-def processes_with(word: str, name: str = "RL_CHAOS") -> list[psutil.Process]:
-    """Living processes that bear `word` in this environment variable: below a run, wherever they have gone."""
+def processes_with(word: str) -> list[psutil.Process]:
+    """Living processes that bear `word` in RL_CHAOS: below a run, wherever they have gone."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and word in process.environ().get(name, ""):
+            if process.status() != psutil.STATUS_ZOMBIE and word in process.environ().get("RL_CHAOS", ""):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

@@ -25,7 +25,7 @@ def start(process, time, monotonic):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path):
     """The trainer's clock stands at 100 when it is 1000, that of inference at 5, and after its second start at 1."""
     run_dir = make_run(tmp_path / "x")
     one, two = Span(name="forward_backward", begin=100.0, end=102.0, lane="step", step=1), Span(name="optimizer", begin=102.0, end=103.0)

@@ -162,7 +162,7 @@ print(children.stop(deadline_s=0.5), time.monotonic() - began < 3)
     assert not any(alive(pid) for pid in pids_in(pids, 2))
 
 
-def test_stop_reaps_orphans_and_spares_what_was_there_before(driver, tmp_path):
+def test_stop_reaps_orphans_and_spares_what_was_there_before(driver):
     code = """
 import subprocess
 helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -244,7 +244,7 @@ time.sleep(60)
     assert not Path(directory).exists()
 
 
-def test_semaphores_and_shared_memory_of_a_killed_child_go_with_it(driver, tmp_path):
+def test_semaphores_and_shared_memory_of_a_killed_child_go_with_it(driver):
     """Its resource tracker gets time to delete them."""
     mess = "import os, multiprocessing as m; from multiprocessing.shared_memory import SharedMemory;"
     mess += "s = m.get_context('spawn').Lock(); h = SharedMemory(create=True, size=64);"

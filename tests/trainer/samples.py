@@ -43,14 +43,14 @@ def make_sample(
     )
 
 
-def make_batch(step: int, *, groups: int = 3, group_size: int = 4, vocab: int = 259, prompt: int = 12, answer: int = 8) -> TrainBatch:
+def make_batch(step: int, *, groups: int = 3, group_size: int = 4, prompt: int = 12, answer: int = 8) -> TrainBatch:
     """Random prompts and answers of differing lengths, the same for the same step; logprobs near those of a uniform distribution."""
     rng = random.Random(step)
     samples = []
     for group in range(groups):
-        head = [rng.randrange(3, vocab) for _ in range(rng.randint(prompt // 2, prompt))]
+        head = [rng.randrange(3, 259) for _ in range(rng.randint(prompt // 2, prompt))]
         for rollout in range(group_size):
-            tail = [rng.randrange(3, vocab) for _ in range(rng.randint(1, answer))]
+            tail = [rng.randrange(3, 259) for _ in range(rng.randint(1, answer))]
             logprobs = [0.0] * len(head) + [-5.5 + rng.uniform(-0.5, 0.5) for _ in tail]
             samples.append(make_sample(head, tail, group=group, rollout=rollout, advantage=rng.uniform(-1, 1), logprobs=logprobs))
     return TrainBatch(step=step, samples=samples)

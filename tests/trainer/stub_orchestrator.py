@@ -26,8 +26,8 @@ from rl.wire.transport import TrainerServer
 class StubOrchestrator:
     """Serves `batches`, then says that the run has ended. A context manager; `published` lists the versions announced."""
 
-    def __init__(self, run_dir: RunDir, batches: list[TrainBatch], oldest_needed: int = 1_000_000, host: str = "127.0.0.1"):
-        self.run_dir, self.oldest_needed, self.host = run_dir, oldest_needed, host
+    def __init__(self, run_dir: RunDir, batches: list[TrainBatch]):
+        self.run_dir = run_dir
         self.batches = {batch.step: encode_batch(batch, {}) for batch in batches}
         self.lockstep = False
         """A batch is there only when the version before it is published, as with max_lag = 0."""
@@ -47,7 +47,7 @@ class StubOrchestrator:
         self.thread.join()
 
     async def serve(self) -> None:
-        server = TrainerServer(self.host, 0, run_token(self.run_dir.status_dir))
+        server = TrainerServer("127.0.0.1", 0, run_token(self.run_dir.status_dir))
         status = RoleStatus(address=server.address, heartbeat=time.time(), phase=Phase.SERVING)
         write_status(self.run_dir.status("orchestrator"), status)
         while not self.stopping.is_set():
@@ -62,9 +62,9 @@ class StubOrchestrator:
         if isinstance(request, Published):
             if not request.version.memory:  # it is announced again when its folder is there
                 self.published.append((request.version.policy_version, request.version.path))
-            return Acknowledged(self.oldest_needed)
+            return Acknowledged(1_000_000)
         if isinstance(request, PrepareHint):
-            return Acknowledged(self.oldest_needed)
+            return Acknowledged(1_000_000)
         if isinstance(request, GetProbe):
             return Probe([])  # there is no inference to sample from
         self.asked.append(request.step)

@@ -146,7 +146,7 @@ def test_a_damaged_version_and_a_checkpoint_of_a_newer_rl_are_refused(adapted, t
     assert not list(tmp_path.iterdir())
 
 
-def test_the_base_model_may_have_moved_but_not_changed(adapted, tmp_path, tied_folder, model_folder, capsys):
+def test_the_base_model_may_have_moved_but_not_changed(adapted, tmp_path, tied_folder, capsys):
     run_dir, _ = adapted
     export(run_dir.root, "--to", tmp_path / "a", "--model.name", tmp_path / "gone", code=1)
     assert f"{tmp_path}/gone': no such folder" in capsys.readouterr().err

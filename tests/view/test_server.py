@@ -26,8 +26,7 @@ from rl.run_dir.spans import Gauges, Span, Start
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
 from rl.system import linux, process_table
 from rl.system.errors import RunError
-from rl.view import responses as responses
-from rl.view import runs, tokens
+from rl.view import responses, runs, tokens
 from rl.view.access import PageGate
 from rl.view.library import Library
 from rl.view.responses import Query

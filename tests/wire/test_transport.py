@@ -260,7 +260,7 @@ def test_the_deadline_says_who_waited_for_what(serve, tmp_path):
     ]
 
 
-def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_path, monkeypatch):
+def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_path):
     def answer(_request: Request) -> Reply:
         time.sleep(0.05)
         return filling(7)

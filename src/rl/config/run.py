@@ -100,7 +100,7 @@ class RLConfig(Settings):
     max_steps: int = Field(100, ge=1, le=MAX_STEP)
     """Batches to train on; batch N makes policy version N. `steps` is an alias."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Seed for the order of tasks and for the trainer."""
+    """Seed for the order of tasks, the draws of evaluations, and the trainer."""
     max_lag: int = Field(1, ge=0)
     """Batches that sampling may run ahead of training: rollouts are at most this many policy versions behind; 0 is on-policy. A slow
     rollout that newer ones overtake may be further behind: see orchestrator.max_off_policy_steps."""

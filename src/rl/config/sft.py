@@ -59,10 +59,6 @@ class SftConfig(Settings):
     validation_interval: int = Field(50, ge=1)
     """Steps between validations."""
 
-    @property
-    def validates(self) -> bool:
-        return bool(self.validation or self.validation_split or self.validation_fraction)
-
 
 def with_sft_defaults(values: Any) -> Any:
     """Returns a run's raw settings with the defaults of fine-tuning: a cross-entropy loss and a learning rate for imitation."""

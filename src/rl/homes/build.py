@@ -160,8 +160,9 @@ def contents(place: Path, own: str = "") -> dict[str, str]:
 
 
 def tampered(place: Path) -> str:
-    """A sentence on the files that differ from the records of their packages; empty if none do. Homes link to files in uv's cache, so
-    whatever an environment writes into one of its packages also ends up in later installations from that cache."""
+    """A sentence on the files that were written to since they were unpacked and differ from the records of their packages; empty if there
+    are none. Homes link to files in uv's cache, so whatever an environment writes into one of its packages also ends up in later
+    installations from that cache."""
     found, site = [], site_packages(place)
     for one in importlib.metadata.distributions(path=[str(site)]):
         files = [file for file in one.files or [] if file.hash and file.hash.mode == "sha256" and file.parts[0] != ".."]

@@ -148,7 +148,7 @@ class Keeper:
             self.say(f"warning: {warning.text}")
 
     def _watch(self, state: RoleState, attempt: Attempt, slow_s: float) -> Death | None:
-        """Kills a process that is silent or does not come up."""
+        """Notes that a process has come up; kills one that is silent or does not come up, and returns its death."""
         child = attempt.child
         if not attempt.ready and attempt.works():
             attempt.ready = True
@@ -272,7 +272,7 @@ class Keeper:
     # Planned ends -------------------------------------------------------------------------------------------------------
 
     def end(self, name: str) -> None:
-        """Ends a process if it runs, and starts it again with the next poll."""
+        """Ends a process if it runs; the next poll starts it again."""
         state = self.states.get(name)
         if state and state.attempt:
             self.children.end(state.attempt.child)
@@ -281,15 +281,15 @@ class Keeper:
 
     def _forget_attempt(self, state: RoleState) -> None:
         state.attempt, state.died = None, self.clock
-        self._forget_statuses(state)
+        self._archive_statuses(state)
 
-    def _forget_statuses(self, state: RoleState) -> None:
-        """Removes its status files, so that nobody connects to the address of a dead process."""
+    def _archive_statuses(self, state: RoleState) -> None:
+        """Moves its statuses out of the way, so that nobody connects to the address of a dead process."""
         directory = self.run_dir.status(state.name).parent
         for path in [self.run_dir.status(state.name), *(directory.glob("trainer-*.json") if state.name == "trainer" else [])]:
             archive_status(path, self.run_dir.spans)
 
-    def forget(self) -> None:
-        """Removes the statuses of processes that `rl` has ended, so that none looks alive."""
+    def archive_statuses(self) -> None:
+        """Moves the statuses of processes that `rl` has ended out of the way, so that none looks alive."""
         for state in self.states.values():
-            self._forget_statuses(state)
+            self._archive_statuses(state)

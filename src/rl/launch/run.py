@@ -35,7 +35,7 @@ from rl.system.children import Stopped
 from rl.system.errors import RunError, system_error
 from rl.system.linux import shared_memory_fault
 from rl.system.machine import machine
-from rl.system.sandbox import fault
+from rl.system.sandbox import fault as sandbox_fault
 from rl.system.terminal import visible
 
 POLL_S = 0.2
@@ -189,7 +189,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
         print(visible(why), file=sys.stderr, flush=True)  # it may quote logs, which may contain model output
     stuck = children.stop()
     if code > 1 and not stuck:
-        watch.supervisor.keeper.forget()
+        watch.supervisor.keeper.archive_statuses()
     if stuck:
         print(f"rl: these processes do not end, even after SIGKILL: {stuck}", file=sys.stderr)
     watch.close(code)
@@ -236,7 +236,7 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
         raise RunError(problem)
     config = config.with_absolute_paths()
     sandboxed = {entry.label for entry in environments(config).values() if entry.isolation == "sandbox"}
-    if sandboxed and (problem := fault()):
+    if sandboxed and (problem := sandbox_fault()):
         raise RunError(f'environment {", ".join(sorted(sandboxed))}, isolation = "sandbox": {problem}')
     told: list[str] = []
 

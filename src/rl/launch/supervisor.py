@@ -1,4 +1,4 @@
-"""What concerns a run as a whole, once in it: what a death means for the other processes, damaged files, poisonous batches, stalls.
+"""What concerns a run as a whole: what a death means for the other processes, damaged files, poisonous batches, stalls.
 
     death -> (quarantine, repair) -> start after a back-off;   no progress -> a diagnosis
 
@@ -60,13 +60,13 @@ class Supervisor:
         for death in self.keeper.poll():
             self._handle(death)
         if (trainer := states.get("trainer")) and trainer.is_down:
-            # For the batches that are trained again, and the versions that are published again; also if it mistook a trainer that died at
-            # the very end for one that had finished.
+            # The trainer needs it for batches that are trained again and versions that are published again, even if it has ended because
+            # it mistook a trainer that died at the very end for one that had finished.
             self.keeper.wake("orchestrator")
         self._check_stall()
 
     def _handle(self, death: Death) -> None:
-        """Does what a death demands beside the restart. Raises RunError if there is none."""
+        """Does what a death demands beside the restart. Raises RunError if the process is not restarted."""
         if death.role == "trainer" and self.quarantine.repeats(death):
             raise self._no_poison(death)
         if death.verdict:

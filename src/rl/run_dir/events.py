@@ -1,4 +1,4 @@
-"""`events.jsonl`: starts, deaths, repairs and the stop of a run, one per line. The supervisor writes it, the diagnosis reads it."""
+"""`events.jsonl`: starts, deaths, repairs and the stop of a run, one per line. `rl` writes it, the diagnosis reads it."""
 
 import contextlib
 import os

@@ -11,10 +11,10 @@ EXPORT_DEFAULT = re.compile(r"\bexport default\s*")
 EXPORT = re.compile(r"^export (?=(?:async function|function|const|class) (\w+))", re.M)
 
 
-def bundle(page: Path, first: str = "main.js") -> str:
-    """One script equivalent to the module `first` with all its imports. Imports must be relative and acyclic."""
+def bundle(page: Path) -> str:
+    """One script equivalent to the module main.js with all its imports. Imports must be relative and acyclic."""
     order: list[Path] = []
-    visit((page / first).resolve(), order, ())
+    visit((page / "main.js").resolve(), order, ())
     names = {path: f"m{i}" for i, path in enumerate(order)}
     return "\n".join(wrapped(path, names) for path in order)
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from rl.records.run import Run
-from rl.view import curves, health, rollouts, runs, tasks, timeline, tokens
-from rl.view import responses as responses
+from rl.view import curves, health, responses, rollouts, runs, tasks, timeline, tokens
 from rl.view.library import Library
 from rl.view.responses import Limit, Number, Offset, Query
 from rl.view.rollouts import Wanted, Which

@@ -84,8 +84,8 @@ def test_tasks_of_an_environment_that_changed_do_not_hang_a_resume():
     assert source.next(["a"]).group_id > 0
 
 
-def pooled(size, seed=0, **weights):
-    return TaskSource({"a": EnvTasks(size, difficulty=DifficultyConfig(**weights))}, seed=seed)
+def pooled(size, **weights):
+    return TaskSource({"a": EnvTasks(size, difficulty=DifficultyConfig(**weights))}, seed=0)
 
 
 def test_pools_and_running_rates():

@@ -1,4 +1,4 @@
-"""Each loss against literal numbers, and against the papers' formulas in float64 NumPy (loss_formulas.py), gradients included."""
+"""Each loss against the papers' formulas in float64 NumPy (loss_formulas.py), gradients included, and some against literal numbers."""
 
 import math
 import re
@@ -61,8 +61,8 @@ def run(inputs, config):
     return terms, inputs.trainer_logprobs.grad
 
 
-def literals(config, trainer, sampler, advantages, lengths=None, **more):
-    terms, gradient = run(inputs_of(trainer, sampler, advantages, lengths, **more), config)
+def literals(config, trainer, sampler, advantages):
+    terms, gradient = run(inputs_of(trainer, sampler, advantages), config)
     return terms.loss.tolist(), gradient.tolist(), terms.masked.tolist()
 
 

@@ -29,10 +29,10 @@ def test_the_state_is_exactly_what_torch_holds(tied_folder, world):
     assert state_of(model, RLConfig.model_validate({"model": {"dtype": "bfloat16"}}), shards=1) == State(weights / 2, 0.0, 0.0)
 
 
-def advised(model, world, tokens: int = 128, longest: int = 64, **trainer) -> str:
+def advised(model, world, longest: int = 64, **trainer) -> str:
     config = RLConfig.model_validate({"model": {"dtype": "float32"}, "trainer": trainer})
     batch = SimpleNamespace(position_ids=torch.arange(longest))
-    return advice(model, batch, config, world, tokens)
+    return advice(model, batch, config, world, 128)
 
 
 def test_only_settings_that_help_in_this_case_are_named(tied_folder, world):

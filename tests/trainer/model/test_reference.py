@@ -66,7 +66,7 @@ def test_another_model_as_reference(tied_folder, world, tmp_path):
     assert not torch.equal(reference_logprobs(reference, batch, world), score(policy, batch, world).logprobs)
 
 
-def test_what_cannot_be_a_reference(tied_folder, world, tmp_path):
+def test_what_cannot_be_a_reference(tied_folder, world):
     policy = load_policy(str(tied_folder), make_config().model, TrainerConfig(), world)
     with pytest.raises(RunError, match=r"trainer\.loss\.kl_reference: .*no such folder; give an existing one"):
         load_reference(make_config(kl_coefficient=0.1, kl_reference="/nowhere"), str(tied_folder), policy, world)

@@ -105,11 +105,11 @@ def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunctio
         assert inputs.entropies.requires_grad or not inputs.trainer_logprobs.requires_grad, "the entropies have no gradient"
         loss = loss - config.entropy_coefficient * inputs.entropies
     log_mismatch = mismatch(inputs)
-    masked = outside_masks(inputs, config, log_mismatch)
+    excluded = outside_masks(inputs, config, log_mismatch)
     return LossTerms(
-        loss=torch.where(masked, 0.0, loss),
+        loss=torch.where(excluded, 0.0, loss),
         clipped=clipped,
-        outside=masked,
+        outside=excluded,
         ratio=log_ratio(inputs).detach().exp(),
         kl=k3(log_mismatch),
         reference_kl=None if kl is None else kl.detach(),

@@ -1,8 +1,8 @@
 """The thread that announces, writes and deletes policy versions while the next step trains.
 
-Servers on this host read a version from this process's memory and prepare it while it is being hashed. The version is announced as soon as
-its digests are known, so that it can be used, and again when its files are complete. They are made durable after that, because no
-resume depends on them. Until then older versions are kept, and the next version waits.
+A hint (`PrepareHint`) makes servers on this host read a version from this process's memory and prepare it while it is being hashed. The
+version is announced (`Published`) as soon as its digests are known, so that it can be used, and again when its files are complete. They are
+made durable after that, because no resume depends on them. Until then older versions are kept, and the next version waits.
 """
 
 import sys

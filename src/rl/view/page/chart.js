@@ -3,7 +3,7 @@
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./core.js";
 import { duration, number } from "./format.js";
 
-export const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
+const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
 const INCREMENTS = /** @type {Record<string, number[]>} */ ({ step: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000],
   time: [0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800] });
 const HEIGHT = 170, AWAY = { left: -10, top: -10 };
@@ -40,7 +40,7 @@ export function smooth(values, weight) {
 /** @typedef {{label: string, colour: string, dash: number[], x: (number | null)[], values: (number | null)[], errors: (number | null)[], steps: number[], firsts: number[], lows: number[], highs: number[], run: string, each: number}} Line */
 
 /** Lines of different x on one axis, as uPlot wants them. @param {Line[]} lines @param {number} weight */
-export function joined(lines, weight) {
+function joined(lines, weight) {
   const tables = lines.flatMap((line) => {
     const kept = line.x.map((x, i) => [x, i]).filter(([x]) => x !== null);
     const x = kept.map(([at]) => at);

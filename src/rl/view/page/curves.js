@@ -52,7 +52,7 @@ export function Curves({ runs, values, live, inner }) {
 const slug = (title) => title.toLowerCase().replace(/[^a-z]+/g, "-");
 
 /** The colours of the runs. @param {{runs: string[]}} props */
-export function Legend({ runs }) {
+function Legend({ runs }) {
   return html`<span class="legend">${runs.map((run, i) => html`<a key=${run} href=${link("curves", { run: [run] })}><${Sign} i=${i} />${run}</a>`)}</span>`;
 }
 
@@ -120,7 +120,7 @@ const opener = (name) => (/** @type {string} */ run, /** @type {number} */ step)
   go(link("rollouts", { run: [run], kind: name.startsWith("eval/") ? "eval" : null, begin: step, end: step }));
 
 /** @param {import("./types").Curves | null} data @param {string[]} runs */
-export function linesOf(data, runs) {
+function linesOf(data, runs) {
   const found = new Map(/** @type {[string, any[]][]} */ ([]));
   for (const series of data?.series ?? []) {
     const line = { ...series, label: series.run, ...markOf(runs.indexOf(series.run)) };
