@@ -152,9 +152,12 @@ def test_every_module_and_public_class_says_what_it_is():
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *map(str, sorted(Path("docs").glob("*.md")))])
-def test_files_that_a_page_names_are_there(page):
+def test_files_and_tests_that_a_page_names_are_there(page):
     if page == "docs/log.md":  # tells what was, too
         return
-    named = set(re.findall(r"`((?:src/rl/|tests/|scripts/)?[a-z_0-9]+/[\w/]+\.py)\b", Path(page).read_text()))
+    text = Path(page).read_text()
+    named = set(re.findall(r"`((?:src/rl/|tests/|scripts/)?[a-z_0-9]+/[\w/]+\.py)\b", text))
     missing = {name for name in named if not Path(name).exists() and not (SRC / name.removeprefix("rl/")).exists()}
     assert not missing
+    tests = {path.stem: path.read_text() for path in Path("tests").rglob("test_*.py")}
+    assert not {name for name in re.findall(r"`(test_\w+_\w+)`", text) if name not in tests and f"def {name}(" not in "".join(tests.values())}

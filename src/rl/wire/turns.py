@@ -58,7 +58,7 @@ class Chain(msgspec.Struct, array_like=True, gc=False):
         return self.shared + len(self.tail) // ID_BYTES
 
 
-class Answer(msgspec.Struct, array_like=True, gc=False):
+class AnswerSpan(msgspec.Struct, array_like=True, gc=False):
     """A turn as a position in a chain: the tokens before `start` are its prompt."""
 
     chain: int
@@ -84,7 +84,7 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
     """A sequence of `Turn`s in playing order; compares equal to a list of them. Turns read from it are copies."""
 
     chains: list[Chain] = []
-    answers: list[Answer] = []
+    answers: list[AnswerSpan] = []
 
     def __post_init__(self) -> None:
         for number, chain in enumerate(self.chains):
@@ -124,7 +124,7 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
             self.chains.append(Chain(prompt[shared * ID_BYTES :] + pack_ids(turn.completion_ids), base, shared))
         teacher = None if turn.teacher_logprobs is None else pack_logprobs(turn.teacher_logprobs)
         logprobs = pack_logprobs(turn.logprobs)
-        self.answers.append(Answer(number, len(turn.prompt_ids), logprobs, turn.policy_versions, turn.finish_reason, teacher))
+        self.answers.append(AnswerSpan(number, len(turn.prompt_ids), logprobs, turn.policy_versions, turn.finish_reason, teacher))
 
     def _common(self, prompt: bytes) -> list[int]:
         """Returns the length of each chain's common prefix with a prompt, in tokens. Looks at each stored token once."""
@@ -162,9 +162,9 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
             begun.add(answer.chain)
         return None
 
-    def by_chain(self) -> list[list[Answer]]:
+    def by_chain(self) -> list[list[AnswerSpan]]:
         """Returns the answers in each chain."""
-        found: list[list[Answer]] = [[] for _ in self.chains]
+        found: list[list[AnswerSpan]] = [[] for _ in self.chains]
         for answer in self.answers:
             found[answer.chain].append(answer)
         return found
@@ -178,7 +178,7 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
         answer = self.answers[index]
         return self.ids(answer.chain, answer.start).tolist()
 
-    def _turn(self, answer: Answer) -> Turn:
+    def _turn(self, answer: AnswerSpan) -> Turn:
         ids = self.ids(answer.chain, answer.end).tolist()
         return Turn(
             prompt_ids=ids[: answer.start],

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from msgspec import ValidationError
 
 from rl.wire.rollouts import Rollout, unfit
-from rl.wire.turns import Answer, Turns
+from rl.wire.turns import AnswerSpan, Turns
 from rl.wire.worker_messages import Played, PlayGroup, PolicySpec, ServerSet
 
 MOST_LIKELY = 1e-3
@@ -51,7 +51,7 @@ def faults_of_turns(turns: Turns, policy: PolicySpec, newest: int | None) -> Ite
         yield from faults_of_answer(answer, newest)
 
 
-def faults_of_answer(answer: Answer, newest: int | None) -> Iterator[str]:
+def faults_of_answer(answer: AnswerSpan, newest: int | None) -> Iterator[str]:
     logprobs = array("d", answer.logprobs)
     if not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > MOST_LIKELY:
         yield f"the log-probability {next((value for value in logprobs if not -math.inf < value <= MOST_LIKELY), -math.inf)}"
