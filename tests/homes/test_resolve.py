@@ -58,6 +58,20 @@ def test_from_a_configuration_to_interpreters_and_back(index, said, tmp_path, mo
     ]
 
 
+def test_rows_share_a_home_and_not_their_code(index, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    for name in ("a.py", "b.py"):
+        Path(name).write_text(f"def f(completion):  # {name}\n    return 1.0\n")
+    config = configured(
+        tmp_path, '[{dataset = "rows.jsonl", reward = "a.py:f", name = "x"}, {dataset = "rows.jsonl", reward = "b.py:f", name = "y"}]'
+    )
+    record(config, homes_of(config, said.append, recorded=False))
+    said.clear()
+    homes_of(config, said.append, recorded=True)
+    assert said == []
+
+
 @pytest.mark.parametrize("env_id", [".", "./", "..", "../my_words"])
 def test_the_folder_that_one_is_in_has_its_name_and_stays_the_same(tmp_path, monkeypatch, env_id):
     """Also for a resume, which may be typed elsewhere."""

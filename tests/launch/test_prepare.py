@@ -198,6 +198,16 @@ def test_only_run_directories_are_touched(place, how):
     assert [path.name for path in place.root.iterdir()] == ["thesis.tex"]
 
 
+def test_a_path_that_no_directory_can_have_names_the_remedy(place):
+    place.tmp.joinpath("file").touch()
+    for output_dir, said in ((place.tmp / "file", "Not a directory"), (Path("/proc/x"), "No such file or directory")):
+        message = place.fails("--output_dir", str(output_dir))
+        assert message.startswith(f"{output_dir / 'r'} cannot be made, ") and f": {said}; choose another output_dir" in message
+    place.root.parent.mkdir()
+    place.root.touch()
+    assert f"{place.root} cannot be made, {place.root}: File exists; choose another" in place.fails()
+
+
 def test_clean_starts_over(place):
     place()
     place.fill(3, (2,))

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl.launch.children import FORWARDED_S
 from rl.launch.guard import Guard
 from rl.run_dir.logs import last_lines, next_log
 from rl.system import process_table
@@ -305,7 +306,9 @@ except Stopped as stop:
     (pid,) = pids_in(pids, 1)
     parent.send_signal(signal.SIGINT)
     assert parent.stdout.readline() == "stopping by SIGINT\n"
-    assert alive(pid)
+    parent.send_signal(signal.SIGINT)  # the same one, from `uv run`: see FORWARDED_S
+    time.sleep(FORWARDED_S + 0.1)
+    assert alive(pid) and parent.poll() is None
     began = time.monotonic()
     parent.send_signal(signal.SIGINT)
     assert parent.wait(timeout=10) == 130

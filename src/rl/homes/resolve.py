@@ -90,7 +90,8 @@ def homes_of(config: RLConfig, say: Say, *, recorded: bool) -> Homes:
         if needs_home(entry):
             request = request_of(entry, records.get(name))
             # By key first: in a lone evaluation, the environment that a run trained on has another name.
-            record = next((one for one in records.values() if one.key == request.key), records.get(name))
+            same = {other: one for other, one in records.items() if one.key == request.key}  # all rows have one key
+            record = same.get(name) or next(iter(same.values()), records.get(name))
             code = code_of(request, entry)
             if record and record.code and record.code != code:
                 say(f"warning: the code of environment {name} has changed since this run was last played; rewards may not be comparable")

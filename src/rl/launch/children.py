@@ -8,6 +8,7 @@ SIGTERM to each child that asked for it (PR_SET_PDEATHSIG), which they pass on, 
 
 import contextlib
 import getpass
+import math
 import os
 import shutil
 import signal
@@ -33,6 +34,9 @@ LONGEST_BASE = 40
 
 REPEAT_S = 1.0
 """Seconds after which Stopped is raised again if it was lost."""
+
+FORWARDED_S = 0.5
+"""Seconds after the first signal in which another one is the same: `uv run` passes on what the whole process group was sent, too."""
 
 SHOW_CURSOR = b"\x1b[?25h"
 """Shows the cursor, which a progress bar hides."""
@@ -97,21 +101,26 @@ class Children:
     def stop_on_signals(self) -> None:
         """Has the first SIGINT or SIGTERM raise Stopped in the main thread; a second one, or one while stopping, kills all children.
 
-        Stopped is raised again after a second unless somebody has caught it: Python only prints what is raised inside a finalizer or a
-        hook of fork. `stop_caught` ends that.
+        One within FORWARDED_S of the first is the first one again. Stopped is raised again after a second unless somebody has caught it:
+        Python only prints what is raised inside a finalizer or a hook of fork. `stop_caught` ends that.
         """
 
         def raise_again(signum: int) -> None:
             if not unwinds(sys.exception()):
                 raise Stopped(signum)
 
+        first_at = -math.inf
+
         def on_signal(signum: int, _frame: FrameType | None) -> None:
+            nonlocal first_at
+            if time.monotonic() - first_at < FORWARDED_S:
+                return
             if self.stopping:
                 self.kill()
                 if sys.stderr.isatty():
                     os.write(2, SHOW_CURSOR)
                 os._exit(128 + signum)
-            self.stopping = True
+            self.stopping, first_at = True, time.monotonic()
             signal.signal(signal.SIGALRM, lambda *_: raise_again(signum))
             signal.setitimer(signal.ITIMER_REAL, REPEAT_S, REPEAT_S)
             raise Stopped(signum)

@@ -28,7 +28,7 @@ from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, is_run, numbered, numbers
 from rl.run_dir.status import RunEnd, archive_status, read_json, server_files
-from rl.system.errors import RunError
+from rl.system.errors import CANNOT_WRITE, RunError
 from rl.wire.batch_file import sound_batch
 
 MAY_CHANGE = (
@@ -106,6 +106,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
     exists = is_run_or_free(run_dir.root)
     if resume is not None and not exists:
         raise RunError(no_run(run_dir.root))
+    make_root(run_dir.root)
     lease = hold_role(run_dir.lock("rl"))
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(lease.close)
@@ -183,6 +184,16 @@ def is_run_or_free(root: Path) -> bool:
     if mine := sorted(path.name for path in root.iterdir() if path.name != "status" and path.name[0] != ".") if root.is_dir() else []:
         raise RunError(f"{root} is not a run directory, and has {', '.join(mine[:3])}; choose another --name")
     return False
+
+
+def make_root(root: Path) -> None:
+    """Makes a run directory. Raises RunError if its path is wrong, and OSError if the disk is full or not writable."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in CANNOT_WRITE:
+            raise
+        raise RunError(f"{root} cannot be made, {error.filename}: {error.strerror}; choose another output_dir or --name") from None
 
 
 def wait_for_survivors(run_dir: RunDir, *, all_servers: bool) -> None:

@@ -1,6 +1,9 @@
 """Examples to ids and masks: rows of every form, and answers exactly as rollouts would sample them."""
 
 import json
+import os
+import subprocess
+import sys
 
 import datasets
 import pyarrow as pa
@@ -334,6 +337,19 @@ def test_worked_examples_of_a_rollouts_prompt_are_never_trained(folders, tmp_pat
     with pytest.raises(RunError, match="num_prompt_messages is 7; it must be a number from 0 to 6"):
         trained(num_prompt_messages=7)
     assert trained({"train": "last"}) == ("Yes, 2.<|im_end|>", [])
+
+
+def test_csv_is_read_by_a_process_that_hides_torch(tmp_path):
+    (tmp_path / "x.csv").write_text("prompt,completion\nWhat is 1 + 1?,two\n")
+    code = (
+        "import sys; from rl.models.tokenizer import hide_torch; hide_torch()\n"
+        "from rl.config.sft import SftConfig; from rl.trainer.sft.rows import Source, hub_rows\n"
+        "config = SftConfig(dataset=sys.argv[1])\n"
+        "print(list(hub_rows(Source(config.dataset, '', 'sft.dataset'), config)))\n"
+    )
+    env = {**os.environ, "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "x.csv"], capture_output=True, text=True, env=env, timeout=120)
+    assert done.stdout == "[{'prompt': 'What is 1 + 1?', 'completion': 'two'}]\n", done.stderr
 
 
 def test_hugging_face_datasets(folders, tmp_path):

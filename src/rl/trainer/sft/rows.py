@@ -2,6 +2,7 @@
 
 import glob
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -129,6 +130,8 @@ def hub_rows(source: Source, config: SftConfig) -> Any:
     """Returns the rows of a Hugging Face data set: on the hub, saved in a folder, or a file that `datasets` can read. Raises RunError."""
     import datasets
 
+    if sys.modules.get("torch", datasets) is None:  # hidden; `datasets` has now seen that, but pickles with it if its name is there
+        del sys.modules["torch"]
     datasets.disable_progress_bars()
     path, unreachable = Path(source.dataset).expanduser(), ""
     try:
