@@ -91,6 +91,9 @@ def test_two_servers_of_a_run_draw_other_numbers(servers):
 def test_merged_adapters_have_the_logprobs_of_peft(servers):
     server = servers["auto"]
     answers = answers_during(server, [1, 2])
+    if max(len(answer["policy_versions"]) for answer in answers) == 1:  # on a busy machine all may end before a version is loaded
+        server.load(0)
+        answers = answers_during(server, [1, 2])
     assert max(len(answer["policy_versions"]) for answer in answers) >= 2
     server.load(0)  # whole weights and adapters may follow each other
     base = server.generate(PROMPT, max_tokens=30, temperature=1.0)

@@ -184,19 +184,24 @@ def test_every_token_has_its_version_while_weights_are_loaded(servers, kind, tmp
     """Version 1 is in its trainer's memory alone. So is version 2, which the server is told of in vain: it waits for the folder."""
     server, version_2 = servers[kind], tmp_path / "000002"
     prompts = [[10 + i, *range(40, 40 + 5 * i)] for i in range(10)]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        with in_memory(server.weights[1]) as memory:
-            asked = {"max_tokens": 850, "temperature": 1.0, "stop_token_ids": []}
-            answers = [pool.submit(server.generate, prompt, **asked) for prompt in prompts]
-            until(lambda: sum(answer.done() for answer in answers) + server.status()["num_running"] == len(prompts))
-            loads = [server.load(1, tmp_path / "000001", memory)]
-        threading.Timer(0.5, os.rename, (shutil.copytree(server.weights[2], tmp_path / "written"), version_2)).start()
-        loads.append(server.load(2, version_2, memory))
-        for version, loaded in enumerate(loads, 1):
-            assert loaded.status_code == 200, loaded.text
-            assert loaded.json()["policy_version"] == version
-            assert 0 < loaded.json()["pause_s"] < 20
-        answers = [answer.result() for answer in answers]
+    written = shutil.copytree(server.weights[2], tmp_path / "written")
+    for _ in range(3):  # on a busy machine all answers may end before a version is loaded
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            with in_memory(server.weights[1]) as memory:
+                asked = {"max_tokens": 850, "temperature": 1.0, "stop_token_ids": []}
+                answers = [pool.submit(server.generate, prompt, **asked) for prompt in prompts]
+                until(lambda answers=answers: sum(answer.done() for answer in answers) + server.status()["num_running"] == len(prompts))
+                loads = [server.load(1, tmp_path / "000001", memory)]
+            if not version_2.exists():
+                threading.Timer(0.5, os.rename, (written, version_2)).start()
+            loads.append(server.load(2, version_2, memory))
+            for version, loaded in enumerate(loads, 1):
+                assert loaded.status_code == 200, loaded.text
+                assert loaded.json()["policy_version"] == version
+                assert 0 < loaded.json()["pause_s"] < 20
+            answers = [answer.result() for answer in answers]
+        if max(len(answer["policy_versions"]) for answer in answers) >= 2:
+            break
     for prompt, answer in zip(prompts, answers, strict=True):
         assert_logprobs(server, prompt, answer)
     assert max(len(answer["policy_versions"]) for answer in answers) >= 2
