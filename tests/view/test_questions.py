@@ -127,8 +127,11 @@ FIRST_CURVE = """() => [...document.querySelectorAll('details')].find((one) => o
 def test_what_was_everyone_waiting_for_at_a_time(tab):
     start(tab, "fast", "Timeline")
     tab.page.wait_for_selector("[data-search]")
+    tab.page.wait_for_selector(".lanes svg")  # of which the clock is a time
     tab.page.keyboard.press("/")
+    tab.until("document.activeElement?.dataset.search === 'yes'")
     tab.page.keyboard.type("10:41")
+    tab.until("document.querySelector('[data-search]').value === '10:41'")
     tab.page.keyboard.press("Enter")
     said = tab.text(".then")
     assert (
