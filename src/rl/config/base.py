@@ -124,6 +124,15 @@ Devices = Annotated[int | list[int] | None, BeforeValidator(parse_devices)]
 """A number of devices, a list of device ids, or None to let the launcher choose."""
 
 
+def as_ids(devices: int | list[int] | None) -> list[int]:
+    """Returns the device ids of a setting; empty for a count or None."""
+    return devices if isinstance(devices, list) else []
+
+
+Fault = tuple[str, object, str]
+"""(key of a setting, its value, the remedy)."""
+
+
 MAX_RUN_NAME, MAX_LABEL = 200, 100
 """Bytes. File names may have 255, and rl adds prefixes and suffixes."""
 

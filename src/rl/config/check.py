@@ -4,32 +4,33 @@ import os
 import re
 from collections.abc import Iterator
 
-from rl.config.base import MAX_LABEL, MAX_RUN_NAME, name_fault, text_fault
+from rl.config.base import MAX_LABEL, MAX_RUN_NAME, Fault, as_ids, name_fault, text_fault
 from rl.config.loss import (
     EVERYTHING,
     AnyLossConfig,
-    CispoConfig,
-    ClipConfig,
+    ClippedSettings,
     CrossEntropyConfig,
+    CustomConfig,
     GspoConfig,
     PolicyGradientConfig,
 )
 from rl.config.orchestrator import EnvSource, NoCreditConfig
+from rl.config.plan import cluster_faults
 from rl.config.run import RLConfig
 from rl.config.sft import SftConfig
-from rl.config.trainer import OptimConfig
+from rl.config.trainer import EXPERTS, OptimConfig
 from rl.run_dir.access_token import REMEDY, VARIABLE, given_token, is_loopback, token_file
+from rl.system import nixl
 from rl.system.credentials import secret_faults, strings
 from rl.system.errors import RunError
 
-Fault = tuple[str, object, str]
-"""(key of a setting, its value, the remedy)."""
 MASKS = ("token_mask", "sequence_mask", "geometric_mask")
 
 
 def hosts(config: RLConfig) -> dict[str, str]:
     """Returns the addresses that processes of the run bind, by setting key."""
-    return {"inference.host": config.inference.host, "orchestrator.host": config.orchestrator.host}
+    own = {"inference.host": config.inference.host, "orchestrator.host": config.orchestrator.host}
+    return own | ({"serve.host": config.serve.host} if config.serve else {})
 
 
 def exposure(config: RLConfig) -> list[str]:
@@ -38,10 +39,16 @@ def exposure(config: RLConfig) -> list[str]:
     effects = {
         "inference.host": f"other machines that send {guard} can use every endpoint of the inference server; traffic is not "
         "encrypted, so use it only on a network that you trust",
+        "serve.host": "other machines that send the key which `rl serve` prints can train and sample; traffic is not encrypted, so use it "
+        "only on a network that you trust",
         "orchestrator.host": f"the orchestrator answers other machines that have {guard} (CURVE, encrypted)",
     }
     wider = {} if config.sft else {key: host for key, host in hosts(config).items() if not is_loopback(host)}
-    return [f"{key} = {host}: {effects[key]}" for key, host in wider.items()]
+    found = [f"{key} = {host}: {effects[key]}" for key, host in wider.items()]
+    if config.trainer.weights.transport == "nixl" and not nixl.is_local():
+        who = "whoever reaches the ports of the trainer's ranks can read and write their memory, without a token; use it only on a network"
+        found.append(f"UCX_NET_DEVICES = {os.environ['UCX_NET_DEVICES']}: {who} that you trust")
+    return found
 
 
 def access_faults(config: RLConfig) -> Iterator[Fault]:
@@ -68,14 +75,21 @@ def check(config: RLConfig) -> Iterator[Fault]:
             yield key, text, fault
     yield from secret_faults(dump)
     yield from access_faults(config)
-    if config.sft:
+    yield from cluster_faults(config)
+    if config.serve:
+        yield from check_serve(config)
+    elif config.sft:
         yield from check_sft(config.sft, config.trainer.loss)
     elif not config.trainer.data.fake:
         yield from check_sampling(config)
     yield from check_loss(config.trainer.loss, several_steps=config.trainer.minibatches * config.trainer.epochs > 1)
     yield from check_minibatches(config)
+    yield from check_router_replay(config)
     if config.trainer.lora and not config.trainer.lora.targets:
         yield "trainer.lora.targets", [], 'names no layer; give some ("q_proj", "v_proj"), or all-linear'
+    if config.trainer.lora and config.trainer.weights.anchor_every > 1:
+        remedy = "makes deltas of whole models, and trainer.lora publishes adapters, which are small: leave it out"
+        yield "trainer.weights.anchor_every", config.trainer.weights.anchor_every, remedy
     if config.trainer.optim.lr > 1:
         remedy = "would destroy the model in the first step; usual values are 1e-7 to 1e-3, and no model needs more than 1: give less"
         yield "trainer.optim.lr", config.trainer.optim.lr, remedy
@@ -146,14 +160,9 @@ def check_source(key: str, entry: EnvSource) -> Iterator[Fault]:
         yield f"{key}.name", entry.label, f"is part of file names: {fault}"
 
 
-def as_ids(devices: int | list[int] | None) -> list[int]:
-    """Returns the device ids of a setting; empty for a count or None."""
-    return devices if isinstance(devices, list) else []
-
-
 def warnings_of(config: RLConfig) -> Iterator[str]:
     """Yields warnings about valid settings whose effect the user should know."""
-    if config.trainer.lora and config.trainer.optim.lr == OptimConfig().lr:
+    if config.trainer.lora and not config.serve and config.trainer.optim.lr == OptimConfig().lr:
         yield (
             f"trainer.optim.lr = {OptimConfig().lr:g} is the default for training the whole model; adapters start at zero and need about "
             "ten to a hundred times that (1e-5 to 1e-4) to learn as fast"
@@ -207,7 +216,7 @@ def check_loss(loss: AnyLossConfig, several_steps: bool = False) -> Iterator[Fau
     if loss.kl_reference is not None and not loss.kl_coefficient:
         remedy = "has no effect while trainer.loss.kl_coefficient is 0: set that, or leave this out"
         yield "trainer.loss.kl_reference", loss.kl_reference, remedy
-    if isinstance(loss, ClipConfig | CispoConfig | GspoConfig):
+    if isinstance(loss, ClippedSettings):
         yield from check_clip(loss, several_steps)
     if isinstance(loss, PolicyGradientConfig) and loss.importance == "none" and loss.truncate != PolicyGradientConfig().truncate:
         remedy = 'has no weight to truncate with trainer.loss.importance = "none": set that to "token", or leave this out'
@@ -232,7 +241,24 @@ def check_minibatches(config: RLConfig) -> Iterator[Fault]:
         yield "trainer.minibatches", settings.minibatches, remedy
 
 
-def check_clip(loss: ClipConfig | CispoConfig | GspoConfig, several_steps: bool) -> Iterator[Fault]:
+def check_router_replay(config: RLConfig) -> Iterator[Fault]:
+    """Yields faults of router replay: nothing to replay, or nobody who gives routes."""
+    settings, key = config.trainer, "trainer.router_replay"
+    compares = isinstance(settings.loss, ClippedSettings | CustomConfig) and settings.minibatches * settings.epochs > 1
+    if settings.router_replay == "trainer" and not compares:
+        remedy = (
+            "has an effect only where a clipped loss compares several optimizer steps with one policy: set trainer.epochs or minibatches"
+        )
+        yield key, "trainer", remedy
+    if settings.router_replay == "engine" and (config.sft or settings.data.fake):
+        yield key, "engine", "replays what inference samples, and nothing is sampled here; leave it out"
+    elif settings.router_replay == "engine" and any(env.head_server for env in config.orchestrator.environment):
+        yield key, "engine", "cannot work with NeMo Gym (head_server), which passes no routes on; set it to trainer or off"
+    elif settings.router_replay == "engine" and config.inference.gpus == 0:
+        yield key, "engine", "needs routes, but vLLM gives none on CPUs (inference.gpus = 0); set trainer.router_replay to trainer or off"
+
+
+def check_clip(loss: ClippedSettings, several_steps: bool) -> Iterator[Fault]:
     """Yields faults of a clip, which must leave some ratios unclipped, and whose mask must leave some ratios to clip.
 
     With several optimizer steps, clip and masks act on different ratios, and `truncate` has an effect.
@@ -267,3 +293,25 @@ def check_sft(config: SftConfig, loss: AnyLossConfig) -> Iterator[Fault]:
     if config.validation_fraction and (config.validation or config.validation_split):
         remedy = "holds out part of the data, but sft.validation or sft.validation_split names other data: give only one of them"
         yield "sft.validation_fraction", config.validation_fraction, remedy
+
+
+OF_CLIENTS = ("data", "optim", "loss", "minibatches", "epochs")
+"""Settings of the trainer that the calls of a Tinker client carry, or that have no counterpart there."""
+
+
+def check_serve(config: RLConfig) -> Iterator[Fault]:
+    """Yields faults of a server of the Tinker API, whose trainer is one process with adapters."""
+    trainer = config.trainer
+    if config.sft:
+        yield "sft", True, "is another kind of run: leave it out, clients of `rl serve` send their own examples"
+    if trainer.lora is None or EXPERTS in trainer.lora.targets:
+        remedy = "rl serve trains adapters of the same layers for all clients, but not of experts: name linear layers, or all-linear"
+        yield "trainer.lora.targets", trainer.lora and trainer.lora.targets, remedy
+    for key in ("ranks", "context_parallel"):
+        if (getattr(trainer, key) or 1) > 1:
+            yield f"trainer.{key}", getattr(trainer, key), "the trainer of rl serve is one process: leave it out"
+    for key in OF_CLIENTS:
+        if getattr(trainer, key) != type(trainer).model_fields[key].default:
+            yield f"trainer.{key}", getattr(trainer, key), "rl serve takes it from each call of its clients: leave it out"
+    if config.orchestrator.inference_urls:
+        yield "orchestrator.inference_urls", config.orchestrator.inference_urls, "rl serve starts its own inference: leave it out"

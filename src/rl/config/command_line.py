@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -23,10 +23,10 @@ from rl.config.environment_id import fetched, id_faults
 from rl.config.faults import Spelled, raise_all, setting_text, too_large, without_value
 from rl.config.fields import field_tree, models_in, tags, takes_text_alone
 from rl.config.help import PROCESS_USAGE, USAGE, print_help
-from rl.config.hints import ALIASES, without_numbers
+from rl.config.hints import without_numbers
 from rl.config.outside import outside_faults
 from rl.config.quick import shrink
-from rl.config.run import MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
+from rl.config.run import ALIASES, MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
 from rl.config.validation import holds_anyway, in_doubt, validate
 from rl.run_dir.files import write_file
 from rl.run_dir.paths import is_run
@@ -306,11 +306,13 @@ def load_config_or_exit(
     given: Spelled | None = None,
     optional: Collection[str] = (),
     base: Path | None = None,
+    dry_run: Callable[[RLConfig], str] | None = None,
 ) -> tuple[RLConfig, CommandLine]:
     """Loads the configuration of a command. Exits after --help, --schema or --dry-run, and with code 2 on any fault.
 
     `variables` is the environment for a command that creates a configuration; a process of a run reads only its config.toml. `given` are
     settings implied by the command's own flags; `optional` is as in `build`; `base` is a run's config.toml, which all files override.
+    `dry_run` returns what --dry-run prints, by default the configuration.
     """
     try:
         for word, topic in zip(args, [*args, ""][1:], strict=True):
@@ -336,6 +338,6 @@ def load_config_or_exit(
         ids = config.orchestrator.env_ids
         for text in id_faults(ids) or fetched(ids):
             print(f"{program}: {text}", file=sys.stderr)
-        print(to_toml(config), end="")
+        print((dry_run or to_toml)(config), end="")
         raise SystemExit(0)
     return config, line

@@ -23,7 +23,6 @@ class Foreign(NamedTuple):
 
 
 NO_CRITIC = "there is no critic, value loss or discount here; credit comes from groups of rollouts (orchestrator.credit)"
-MULTI_NODE = "processes on several nodes are started one by one; see docs/multi_node.md"
 WITH_CLIP = 'with trainer.loss.type = "clip", "cispo" or "gspo"'
 WITH_DPPO = 'with trainer.loss.type = "dppo"'
 WITH_BAND = "lowest and highest ratio together, [0.125, 8.0]"
@@ -50,7 +49,7 @@ FOREIGN = (
     ),
     Foreign(
         "train_batch_size rollout_batch_size generation_batch_size gen_batch_size global_batch_size",
-        "orchestrator.batch_size", "in rollouts, which are prompts times group_size",
+        "orchestrator.batch_size", "in episodes (rollouts, if there is one agent), which are prompts times group_size",
     ),
     Foreign(
         "rollouts_per_example num_generations n_samples_per_prompt num_samples_per_prompt rollout.n", "orchestrator.group_size"
@@ -157,9 +156,10 @@ FOREIGN = (
         "ac ac.freq activation_checkpoint gradient_checkpointing enable_gradient_checkpointing", "trainer.activation_checkpointing"
     ),
     Foreign("cp ring_attn_size ulysses_sequence_parallel_size context_parallel_size", "trainer.context_parallel"),
+    Foreign("model.ep ep_size expert_model_parallel_size expert_parallel_size", "trainer.expert_parallel"),
     Foreign("torch_compile use_torch_compile", "trainer.compile"),
     Foreign(
-        "model.tp model.ep zero_stage fsdp_config fsdp_size deepspeed",
+        "model.tp zero_stage fsdp_config fsdp_size deepspeed",
         "", "the trainer shards over all its ranks (FSDP2); trainer.dp_replicate and trainer.context_parallel divide them",
     ),
     Foreign("use_peft peft_config lora_config", "trainer.lora"),
@@ -192,8 +192,11 @@ FOREIGN = (
     # machines
     Foreign("num_train_gpus trainer_gpu_ids n_gpus_per_node actor_num_gpus_per_node", "trainer.gpus"),
     Foreign("num_infer_gpus inference_gpu_ids vllm_num_engines", "inference.gpus"),
-    Foreign("deployment", "trainer.gpus and inference.gpus", "for several nodes see docs/multi_node.md"),
-    Foreign("nnodes num_nodes num_train_nodes num_infer_nodes slurm", "", MULTI_NODE),
+    Foreign("deployment", "trainer.gpus and inference.gpus", "for several nodes see docs/clusters.md"),
+    Foreign("nnodes num_nodes", "cluster.nodes"),
+    Foreign("num_train_nodes", "cluster.trainer_nodes"),
+    Foreign("num_infer_nodes", "cluster.inference_nodes"),
+    Foreign("slurm", "cluster.engine", "slurm, and its settings are in [cluster.slurm]"),
     # checkpoints and logs
     Foreign("ckpt", "trainer.checkpoint"),
     Foreign("ckpt.interval save_freq save_steps save_interval checkpoint_interval", "trainer.checkpoint.interval"),

@@ -18,6 +18,7 @@ from rl.system.errors import ConfigError
 
 COMMANDS = {
     "sft": ("rl.commands.sft", "supervised fine-tuning on examples, or on a run's best rollouts"),
+    "serve": ("rl.commands.serve", "serve the Tinker API: train and sample adapters of a model from other programs"),
     "eval": ("rl.commands.evaluate", "evaluate a model, a run's version or an endpoint, and compare two of them"),
     "collect": ("rl.commands.collect", "play an environment's tasks without training and save the rollouts as JSONL"),
     "export": ("rl.commands.export", "write a run's weights as a Hugging Face model or a peft adapter"),
@@ -27,6 +28,10 @@ COMMANDS = {
     "show": ("rl.commands.show", "print a run's rollouts, by step, environment, task, reward, or reason for being dropped"),
     "view": ("rl.view.main", "show runs in a browser: curves, rollouts token by token, tasks over time, timeline, health"),
     "compare": ("rl.commands.compare", "compare two runs: differing settings, curves, evaluations"),
+    "watch": ("rl.commands.watch", "show a run as `rl` does, from any machine that sees its directory"),
+    "logs": ("rl.commands.logs", "print or follow the logs of a run's processes"),
+    "stop": ("rl.commands.stop", "end a run from any machine, on a cluster all of it"),
+    "node": ("rl.cluster.node", "run one machine's part of a run on several machines"),
     "env": ("rl.commands.environment", "inspect an environment, play it, or export its tasks"),
 }
 """Subcommand -> (its module, its description). Each module has `main(args, children)`."""
@@ -50,7 +55,7 @@ USAGE = f"""usage: {{program}} [@ FILE] [--SECTION @ FILE] [--KEY VALUE] ...
 """
 PROCESS_USAGE = f"""usage: {{program}} @ FILE [--KEY VALUE] ...
 
-Starts one process of a run by hand on its own node (docs/multi_node.md); `rl` starts all of them.
+Starts one process of a run by hand on its own node (docs/clusters.md); `rl` starts all of them.
 
 {SETTINGS}"""
 
@@ -93,15 +98,20 @@ PLAYING = (
 OF_TRAINING = tuple(f"orchestrator.environment.{key}" for key in ("weight", "group_size", "credit", "difficulty", "teacher"))
 READS = {
     "rl sft": Reads((*RUN, "renderer", "supervisor", "wandb", "tensorboard", "trainer", "sft"), ("trainer.data", "trainer.strict_parity")),
+    "rl serve": Reads(
+        ("name", "output_dir", "seed", "model", "supervisor", "trainer", "inference", "serve"),
+        ("trainer.data", "trainer.optim", "trainer.loss", "trainer.checkpoint", "trainer.token_log", "trainer.strict_parity"),
+    ),
     "rl eval": Reads((*PLAYING, "orchestrator.eval"), (*OF_TRAINING, "orchestrator.eval.interval", "orchestrator.eval.target")),
     "rl collect": Reads(PLAYING, OF_TRAINING),
     "rl env": Reads(PLAYING, ("name", "output_dir", *OF_TRAINING)),
     "rl doctor": Reads(tuple(RLConfig.model_fields), usual=False),
+    "rl node": Reads(("name", "output_dir", "cluster"), usual=False),
     "trainer": Reads((*RUN, "renderer", "trainer", "sft")),
     "orchestrator": Reads((*RUN, "renderer", "max_lag", "orchestrator")),
     "inference": Reads((*RUN, "inference"), ("max_steps",)),
 }
-EVERYTHING_BUT_SFT = Reads(tuple(RLConfig.model_fields), ("sft",))
+EVERYTHING_BUT_SFT = Reads(tuple(RLConfig.model_fields), ("sft", "serve"))
 
 
 def fit(text: str) -> str:
@@ -143,7 +153,7 @@ def overview(tree: dict[str, FieldInfo], defaults: RLConfig | None) -> str:
     for key, info in ((key, tree[key]) for key in COMMON if key in tree and defaults):
         flag = f"  {signature(key, info, value_at(defaults, key, info)):<{COLUMN - 2}}"
         what = re.split("[.:;] ", description(info))[0].rstrip(".")
-        lines.append(f"{flag} {textwrap.shorten(what, max(0, WIDTH - len(flag)), placeholder=' ...')}".rstrip())
+        lines.append(f"{flag} {textwrap.shorten(what, max(0, WIDTH - len(flag) - 1), placeholder=' ...')}".rstrip())
     sections = [key for key, info in tree.items() if models_in(info.annotation)]
     text = f"sections for --help SECTION: {', '.join(sections)}"
     return "\n".join([*lines, *([""] if lines else []), *textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)])

@@ -4,9 +4,8 @@ import difflib
 
 from rl.config.fields import field_tree, models_in, tags
 from rl.config.foreign import known_elsewhere
-from rl.config.run import RUN_WIDE, SECTIONS, RLConfig
+from rl.config.run import ALIASES, RUN_WIDE, SECTIONS, RLConfig
 
-ALIASES = {"steps": "max_steps", "learning_rate": "trainer.optim.lr", "trainer.learning_rate": "trainer.optim.lr"}
 ALIKE = 0.8
 """Similarity (difflib's ratio) above which one word counts as a misspelling of another."""
 SURE = 0.85

@@ -9,7 +9,7 @@ from rl.config.base import Devices, Settings
 
 class InferenceConfig(Settings):
     """One vLLM server, which `rl` starts. `inference @ RUN/config.toml` starts further servers, which join the run, on any machine that
-    sees the run directory (docs/multi_node.md)."""
+    sees the run directory (docs/clusters.md)."""
 
     host: str = "127.0.0.1"
     """Address to bind. Anything but loopback opens the server to other machines that have the run's token (docs/security.md)."""
@@ -24,11 +24,11 @@ class InferenceConfig(Settings):
     """Seconds that the server may take to start answering."""
     engine_timeout_s: float = Field(300.0, gt=0)
     """Seconds that vLLM's engine may take to answer a request of the server; beyond that the engine is killed and the server restarted.
-    The engine answers between steps, which take long on a CPU; while loading new weights it has ten times as long. A stopped engine is
-    detected sooner: see supervisor.silence_s."""
+    The engine answers between steps, which take long on a CPU. Reading new weights may make no progress for ten times as long, and putting
+    them in place may take that. A stopped engine is detected sooner: see supervisor.silence_s."""
     adapters: Literal["auto", "merge", "hot"] = "auto"
     """How policy versions of a run with trainer.lora are served. `hot`: as adapters beside the model, loaded without a pause; requests in
     flight keep theirs. `merge`: added to the model's weights, as fast as the model alone. `auto`: hot on GPUs; merge on the CPU, where hot
-    takes 5 times as long."""
+    takes 5 times as long, and for adapters of experts."""
     vllm: dict[str, Any] = {}
     """vLLM engine arguments by name, such as `tensor_parallel_size = 2`; vLLM checks them when the server starts."""

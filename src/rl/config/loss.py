@@ -64,16 +64,16 @@ class ClippedSettings(LossSettings):
 
     truncate: Unbounded = Field(2.0, gt=0)
     """Highest weight of the batch's first policy against the sampler; inf: no limit. Used only with several optimizer steps per batch."""
+    clip_low: float = Field(0.2, ge=0, le=1)
+    """Lower clip: r counts as at least 1 minus this."""
+    clip_high: Unbounded = Field(0.28, ge=0)
+    """Upper clip: r counts as at most 1 plus this (DAPO's clip-higher)."""
 
 
 class ClipConfig(ClippedSettings):
     """PPO's clipped surrogate as GRPO and DAPO use it: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)."""
 
     type: Literal["clip"] = "clip"
-    clip_low: float = Field(0.2, ge=0, le=1)
-    """Lower clip: r counts as at least 1 minus this."""
-    clip_high: Unbounded = Field(0.28, ge=0)
-    """Upper clip: r counts as at most 1 plus this (DAPO's clip-higher)."""
     delta: Unbounded = Field(3.0, gt=1)
     """Dual clip: where A < 0, r counts as at most this; inf: no such bound."""
 
@@ -116,6 +116,14 @@ class DppoConfig(LossSettings):
     """Weight of (log r)^2, on every token."""
 
 
+class DroConfig(LossSettings):
+    """DRO: -A log p + beta (log r)^2 / 2, which ties the policy to the sampler by a penalty instead of a clip."""
+
+    type: Literal["dro"] = "dro"
+    beta: float = Field(0.05, ge=0)
+    """Weight of the squared log ratio."""
+
+
 class CrossEntropyConfig(LossSettings):
     """-A log p: imitation of the tokens in the batch; supervised fine-tuning has A = 1."""
 
@@ -128,5 +136,5 @@ class CustomConfig(LossSettings, FunctionConfig):
     type: Literal["custom"] = "custom"
 
 
-AnyLossConfig = PolicyGradientConfig | ClipConfig | CispoConfig | GspoConfig | DppoConfig | CrossEntropyConfig | CustomConfig
+AnyLossConfig = PolicyGradientConfig | ClipConfig | CispoConfig | GspoConfig | DppoConfig | DroConfig | CrossEntropyConfig | CustomConfig
 LossConfig = Annotated[Annotated[AnyLossConfig, Field(discriminator="type")], default_type("policy_gradient")]

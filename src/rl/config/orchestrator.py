@@ -185,7 +185,7 @@ class EnvConfig(EnvSource):
     weight: float = Field(1.0, gt=0)
     """The environment's share of the rollouts, relative to the others'."""
     group_size: int | None = Field(None, ge=2)
-    """Rollouts per task. Default: orchestrator.group_size."""
+    """Episodes per task. Default: orchestrator.group_size."""
     max_samples: int = Field(-1, ge=-1)
     """Number of tasks to train on, starting with the first; -1: all."""
     credit: CreditConfig | None = None
@@ -258,11 +258,12 @@ class OrchestratorConfig(Settings):
     """On-policy distillation: (log teacher - log trainer) * trainer.loss.teacher_coefficient is added to the advantage of every sampled
     token. Groups without signal in their rewards are trained on as well."""
     batch_size: int = Field(64, ge=1)
-    """Rollouts in a batch (one step), rounded up to whole groups."""
+    """Episodes in a batch (one step), rounded up to whole groups. An episode is one rollout, or one for each agent if it has several."""
     group_size: int = Field(8, ge=2)
-    """Rollouts per task; their mean reward is the baseline for most kinds of credit."""
+    """Episodes per task; the mean reward of an agent in them is the baseline for most kinds of credit."""
     max_off_policy_steps: int = Field(8, ge=0)
-    """Most policy versions that a rollout's oldest token may be behind; an older rollout is cancelled (`stale`) and its task reissued."""
+    """Most policy versions that a rollout's oldest token may be behind; an older rollout is cancelled (`stale`) and its task reissued.
+    With max_lag = 0 the bound is 0, whatever is set here."""
     inference_urls: Annotated[list[str], NAMES] = []
     """Addresses of inference servers that do not see the run directory; no others are used then. Default: servers that publish their
     address in status/inference*.json, which may join and leave at any time."""
@@ -274,7 +275,7 @@ class OrchestratorConfig(Settings):
     replace_no_signal: bool = True
     """Whether groups whose advantages are all zero, which teach nothing, are replaced. Off: they keep their place in the batch."""
     max_refill: int = Field(3, ge=1)
-    """Most rollouts played for one batch, in multiples of the batch size. If too few of them can be trained on, the batch is trained
+    """Most episodes played for one batch, in multiples of the batch size. If too few of them can be trained on, the batch is trained
     short; 1: nothing is replaced as long as any rollout can be trained on."""
     mask_truncated: bool = False
     """Whether the tokens of truncated rollouts are excluded from training. Their reward still counts in the group's baseline."""
@@ -307,7 +308,7 @@ class OrchestratorConfig(Settings):
 
     @property
     def max_in_flight(self) -> int:
-        """Most rollouts in flight, including slow ones; those of evaluations are counted separately."""
+        """Most episodes in flight, including slow ones; those of evaluations are counted separately."""
         return self.batch_size * (1 + self.max_off_policy_steps)
 
     @property

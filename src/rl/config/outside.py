@@ -1,8 +1,9 @@
-"""Finds faults in the data sets and user functions that a configuration names, and in the arguments of environments.
+"""Finds faults in the data sets, user functions and packages that a configuration names, and in the arguments of environments.
 
 Nothing is imported. A stored run's configuration is not checked, because the run can be replayed and exported without these files.
 """
 
+import importlib.util
 import json
 import math
 import mmap
@@ -13,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl.config.check import Fault
+from rl.config.base import Fault
 from rl.config.loss import CustomConfig
 from rl.config.orchestrator import CustomCreditConfig, EnvSource
 from rl.config.run import RLConfig
+from rl.system import nixl
 from rl.system.functions import find_fault
 from rl.system.user_function import find_call_fault, find_definition, required_names
 
@@ -45,6 +47,8 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
                 for name, value in table.items():
                     if fault := argument_fault(value):
                         yield f"orchestrator.{kind}.{i}.{key}.{name}", value, fault
+    if config.trainer.weights.transport == "nixl" and not config.sft and not importlib.util.find_spec(nixl.PACKAGE):
+        yield "trainer.weights.transport", "nixl", nixl.MISSING
     for key, name, arguments in own_functions(config):
         if fault := find_call_fault(name, arguments):
             yield key, name, fault

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rl.config.base import ABSOLUTE_PATHS, PATH, PATH_IF_FOLDER, TEMPLATE, Settings, switch
+from rl.config.cluster import ClusterConfig
 from rl.config.inference import InferenceConfig
 from rl.config.orchestrator import EnvSource, OrchestratorConfig
+from rl.config.serve import ServeConfig, with_serve_defaults
 from rl.config.sft import SftConfig, with_sft_defaults
 from rl.config.trainer import TrainerConfig
 from rl.run_dir.paths import RunDir
@@ -33,11 +35,12 @@ class SupervisorConfig(Settings):
     backoff_limit_s. A process that made progress is restarted at once."""
     backoff_limit_s: float = Field(30.0, ge=0)
     """Longest wait before a restart, in seconds."""
-    silence_s: float = Field(60.0, gt=0)
+    silence_s: float = Field(45.0, gt=0)
     """Seconds without a heartbeat after which a process (stopped, or stuck in the kernel) is killed and restarted. A thread sends one
     every 2 s, but a long call that holds the GIL (loading a large model) can delay it by half a minute."""
     stall_s: float = Field(600.0, gt=0)
-    """Seconds without a new token, rollout, batch or step after which a diagnosis is printed: what every process is waiting for."""
+    """Seconds without a new token, rollout, batch or step after which a diagnosis is printed: what every process is waiting for. While the
+    model is downloaded or data are prepared, the interval at which `rl` says what is being done."""
     quarantine_after: int = Field(3, ge=1)
     """Trainer deaths in a row during one step after which its batch is quarantined: the step is skipped, and this is recorded."""
 
@@ -102,8 +105,8 @@ class RLConfig(Settings):
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed for the order of tasks, the draws of evaluations, and the trainer."""
     max_lag: int = Field(1, ge=0)
-    """Batches that sampling may run ahead of training: rollouts are at most this many policy versions behind; 0 is on-policy. A slow
-    rollout that newer ones overtake may be further behind: see orchestrator.max_off_policy_steps."""
+    """Batches that sampling may begin ahead of training; 0 is on-policy. A rollout that no newer one overtakes is at most this many policy
+    versions behind; a slow one may be further, and the hard bound on its age is orchestrator.max_off_policy_steps."""
     model: ModelConfig = ModelConfig()
     renderer: RendererConfig = RendererConfig()
     """How chat messages become token ids, and sampled ids become messages."""
@@ -117,13 +120,19 @@ class RLConfig(Settings):
     inference: InferenceConfig = InferenceConfig()
     sft: Annotated[SftConfig | None, BeforeValidator(switch)] = None
     """Supervised fine-tuning instead of reinforcement learning; see `rl sft --help`."""
+    serve: Annotated[ServeConfig | None, BeforeValidator(switch)] = None
+    """A server of the Tinker API instead of a run; see `rl serve --help`."""
+    cluster: Annotated[ClusterConfig | None, BeforeValidator(switch)] = None
+    """Several machines, see `rl --help cluster`. Default: this machine alone."""
 
     _with_sft_defaults = model_validator(mode="before")(with_sft_defaults)
+    _with_serve_defaults = model_validator(mode="before")(with_serve_defaults)
 
     def model_post_init(self, _context: object) -> None:
         if not self.name:
             envs = "+".join(env.label for env in self.orchestrator.environment) or "run"
-            self.name = f"{'sft' if self.sft else envs}-{Path(self.model.name).name}"
+            kind = "serve" if self.serve else "sft" if self.sft else envs
+            self.name = f"{kind}-{Path(self.model.name).name}"
 
     @property
     def run_dir(self) -> RunDir:
@@ -145,6 +154,8 @@ class RLConfig(Settings):
         return any({"top_p", "top_k", "min_p"} & self.sampling_of(env).keys() for env in self.orchestrator.environment)
 
 
-SECTIONS = ("trainer", "orchestrator", "inference", "sft")
+SECTIONS = ("trainer", "orchestrator", "inference", "sft", "serve")
 RUN_WIDE = tuple(name for name in RLConfig.model_fields if name not in SECTIONS)
 """Keys that may also be written in a section: `orchestrator.max_lag` is `max_lag`."""
+ALIASES = {"steps": "max_steps", "learning_rate": "trainer.optim.lr", "trainer.learning_rate": "trainer.optim.lr"}
+"""Other names of settings that guides use -> their keys."""

@@ -57,6 +57,14 @@ class WeightsConfig(Settings):
     kept."""
     keep_every: int | None = Field(None, ge=1)
     """Versions whose number is a multiple of this one are kept as well."""
+    anchor_every: int = Field(1, ge=1)
+    """Versions whose number is a multiple of this one, or of keep_every, are written whole, and the others as deltas: what differs from the
+    version before, compressed. Deltas need a copy of a version's bytes in the trainer's memory, and another in each server's that reads
+    them. 1: all are whole."""
+    transport: Literal["memory", "files", "nixl"] = "memory"
+    """Where servers read a new version. memory: in the trainer's memory on the same host, before the version is on disk, elsewhere in its
+    folder. files: in its folder. nixl: in the memory of each rank over the network, or if that fails in its folder; needs the extra
+    `nixl`. Adapters are read from their folder."""
 
 
 class TokenLogConfig(Settings):
@@ -67,9 +75,13 @@ class TokenLogConfig(Settings):
     """Total size limit of these files in GiB; beyond it the oldest are deleted. 0: none are written; `inf`: all are kept."""
 
 
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
+"""Targets of adapters that are not names of modules."""
+
+
 def parse_targets(value: object) -> object:
     """Returns `all-linear` unchanged, and any other text as a list of names."""
-    return value if value == "all-linear" else parse_names(value)
+    return value if value == ALL_LINEAR else parse_names(value)
 
 
 class LoraConfig(Settings):
@@ -80,7 +92,8 @@ class LoraConfig(Settings):
     alpha: float = Field(32.0, gt=0)
     """Scale of the update, which is multiplied by alpha / rank."""
     targets: Annotated[list[str] | Literal["all-linear"], BeforeValidator(parse_targets)] = "all-linear"
-    """Names of the modules that get an adapter ("q_proj", "v_proj", ...); `all-linear`: every linear layer except the head."""
+    """Names of the modules that get an adapter ("q_proj", "v_proj", ...); `all-linear`: every linear layer except the head; `experts`: the
+    stacked matrices of a mixture of experts, with `rank` * (rows + columns) weights for each expert. Both: "all-linear,experts"."""
 
 
 class FakeDataConfig(Settings):
@@ -145,9 +158,16 @@ class TrainerConfig(Settings):
     """Number of copies of the model (HSDP), each sharded over its own group of ranks. 1: one copy, sharded over all ranks."""
     context_parallel: int = Field(1, ge=1)
     """Number of ranks that share each sequence, for sequences that one rank cannot hold."""
+    expert_parallel: int = Field(1, ge=1)
+    """Number of ranks over which the experts of each layer are divided: tokens travel to their experts, instead of all experts to each
+    rank. It divides the experts, and the ranks of one model copy."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What to recompute in the backward pass to save memory: `full` keeps one tensor per layer and costs about a third more compute;
     `selective` keeps the results of matrix products and attention (in compiled layers, only those of attention) and recomputes the rest."""
+    router_replay: Literal["off", "trainer", "engine"] = "off"
+    """Whose choice of experts training repeats, for mixtures of experts. trainer: its own when it computed the log-probabilities of the
+    policy that the batch began with, in all optimizer steps of the batch. engine: that of sampling, which vLLM gives on GPUs; it takes a
+    byte of the batch for each token, layer and chosen expert."""
     attention: Literal["auto", "blocks", "flex", "eager", "unpacked"] = "auto"
     """How attention within a row of packed samples is computed. auto: the fastest way that a test at the start finds exact for the model:
     `blocks` on CPUs, `flex` (compiled) on GPUs, `eager` with dense masks, `unpacked` with one sample per row. Any other is tested too."""
@@ -166,8 +186,12 @@ class TrainerConfig(Settings):
     token_log: TokenLogConfig = TokenLogConfig()
     batch_timeout_s: float = Field(3600.0, gt=0)
     """Seconds that the trainer waits for a batch before it exits with a diagnosis."""
+    rank_timeout_s: float = Field(300.0, gt=0)
+    """Seconds that a rank waits for another one inside of a computation before all end and start again; 15 minutes until the first step is
+    trained. A rank that waits for the orchestrator or a disk is not late, and a lost one is noticed earlier: see supervisor.silence_s."""
 
     @property
-    def rank_timeout_s(self) -> float:
-        """Seconds that ranks wait for rank 0: more than rank 0 waits for a batch, because rank 0 must be the one to report."""
+    def patience_s(self) -> float:
+        """Seconds that ranks wait for one that waits for the orchestrator or a disk: more than rank 0 waits for a batch, so that rank 0
+        reports it."""
         return self.batch_timeout_s + 600.0

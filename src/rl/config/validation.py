@@ -5,7 +5,7 @@ from functools import partial
 
 from pydantic import ValidationError
 
-from rl.config.check import Fault
+from rl.config.base import Fault
 from rl.config.faults import Spelled, below, fault_lines, key_of
 from rl.config.fields import field_tree
 from rl.config.hints import without_numbers
@@ -13,7 +13,7 @@ from rl.config.run import RLConfig
 
 PASSES = 5
 """Times that the remaining settings are checked again; a fault can hide another one below it, but rarely many in a row."""
-MODES = ("sft", "trainer.data", "trainer.data.fake")
+MODES = ("sft", "serve", "trainer.data", "trainer.data.fake")
 """Settings that decide the kind of run. With a fault in one of them, combinations of other settings cannot be checked."""
 
 

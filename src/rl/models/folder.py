@@ -15,7 +15,7 @@ from typing import Any
 from rl.config.base import BUILT_IN_TEMPLATE
 from rl.config.run import ModelConfig, RLConfig
 from rl.models.gguf import convert_gguf, gguf_of_package
-from rl.run_dir.checksums import check_version
+from rl.run_dir.checksums import check_version, is_delta
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.system.errors import RunError
 
@@ -54,6 +54,8 @@ def resolve_model(model: ModelConfig, *, needs_template: bool = True) -> str:
 
 def missing_parts(folder: Path) -> list[str]:
     """The files that a model folder lacks, described for the user; empty if it is complete. Raises RunError for a damaged one."""
+    if is_delta(folder):
+        raise RunError(f"{folder}: is only what differs from the version before; `rl export RUN@{folder.name} --to DIR` makes it whole")
     faults = [] if (folder / "config.json").is_file() else ["config.json"]
     for name, keys in (("config.json", ()), ("tokenizer.json", ("model", "added_tokens"))):
         fields = read_json(folder / name) if (folder / name).is_file() else dict.fromkeys(keys)
@@ -138,7 +140,11 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{target.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that is making {target}", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_dir():
             write_directory(target, fill)
     return target

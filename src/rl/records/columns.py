@@ -84,9 +84,9 @@ class Line(msgspec.Struct, kw_only=True):
     task: Int64 = NONE
     group_id: Int64 = NONE
     rollout_id: Int32 = NONE
-    rollout: Int32 = NONE
-    """The name of `episode` in lines of evaluations."""
     episode: Int32 = NONE
+    eval_episode: Int32 = msgspec.field(default=NONE, name="rollout")
+    """The episode in a line of an evaluation, which calls it `rollout`."""
     agent: str = "agent"
     advantage: float | None = None
     metrics: dict[str, Any] = {}
@@ -171,7 +171,7 @@ class Columns:
             line.task,
             line.group_id,
             line.rollout_id,
-            line.rollout if line.episode == NONE else line.episode,
+            line.eval_episode if line.episode == NONE else line.episode,
             self.words["agent"].code(line.agent),
             math.nan if line.reward is None or line.error is not None else line.reward,  # a failed rollout's is meaningless
             math.nan if line.advantage is None else line.advantage,

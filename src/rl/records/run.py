@@ -24,6 +24,8 @@ from rl.records.rollouts import KINDS, Rollouts, all_rollouts, is_number
 from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
+from rl.run_dir.checksums import is_delta
+from rl.run_dir.deltas import readable
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.files import files_in
 from rl.run_dir.logs import attempts, last_lines
@@ -279,13 +281,14 @@ class Run:
         if number == 0:
             return AutoModelForCausalLM.from_pretrained(base(), **options)
         folder = self.run_dir.weights(number)
-        if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        if folder.is_dir() and not any(folder.glob("*.safetensors")) and not is_delta(folder):
             raise RunError(f"{folder} has no weights, *.safetensors: copy them there, or give another version")
         if not folder.is_dir():
             there = ", ".join(map(str, numbers(self.run_dir.weights_dir))) or "none"
             raise RunError(f"version {number} is not in {self.run_dir.weights_dir}; there are: {there} (and 0, the base model)")
         if not (folder / "adapter_config.json").is_file():
-            return AutoModelForCausalLM.from_pretrained(folder, **options)
+            with readable(folder) as place:
+                return AutoModelForCausalLM.from_pretrained(place, **options)
         from peft import PeftModel
 
         return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base(), **options), folder)

@@ -2,8 +2,9 @@
 
 Does not import torch: rl, repair and doctor use it.
 
-`checkpoints/000012/manifest.json` has size and hash of each file. `weights/000012/digests.json` has the hash of each tensor's bytes
-under its name in the safetensors file, and of the small files beside it; a copy without the small files stays in `digests/000012.json`.
+`checkpoints/000012/manifest.json` has size and hash of each file. `weights/000012/digests.json` has the hash of each tensor's bytes (or of
+each slice of them, if several ranks held it) under its name in the safetensors files, and of the small files beside it; a copy without the
+small files stays in `digests/000012.json`.
 Each hash is stored with the name of its function. A function other than BLAKE3 is not damage: a newer rl wrote it. It raises RunError,
 because after a CorruptFileError files are moved away.
 """
@@ -14,46 +15,44 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.run_dir.digests import HASH, digest, digest_of_file
+from rl.run_dir.digests import HASH, Digest, digest, hash_each
 from rl.run_dir.files import CorruptFileError, reading
 from rl.run_dir.paths import numbered
-from rl.run_dir.safetensors import tensor_digests, weights_file
+from rl.run_dir.version_files import (
+    DIGESTS,
+    MANIFEST,
+    checksum,
+    first_difference,
+    is_delta,
+    newer,
+    read_digests,
+    verify_files_of_tensors,
+    verify_small_files,
+)
 from rl.system.errors import RunError
 
-MANIFEST, DIGESTS = "manifest.json", "digests.json"
-MAX_NAME = 256
-"""File names are shorter than this, in bytes and therefore in characters."""
 
-
-def newer(path: Path, name: str) -> RunError:
-    """Returns the error for a file whose checksums use an unknown hash function."""
-    return RunError(
-        f"{path}: its hash is {name!r}, which this rl does not know: a newer rl wrote it. Use the newer rl; "
-        f"if there was none, the file is damaged: move {path.parent if path.name in (MANIFEST, DIGESTS) else path} away"
-    )
-
-
-def checksum(path: Path) -> dict[str, Any]:
-    """Returns size and hash of a file. Raises CorruptFileError if the disk cannot read it."""
-    with reading(path):
-        return {"size": path.stat().st_size, HASH: digest_of_file(path)}
-
-
-def verify_files(folder: Path, checksums: Mapping[str, Mapping[str, Any]]) -> None:
+def verify_files(folder: Path, checksums: Mapping[str, Mapping[str, Any]], rank: int = 0, ranks: int = 1) -> None:
     """Raises CorruptFileError naming the first file of a folder that is missing or does not match its checksum.
 
-    Raises RunError if all files use the same unknown hash function: a flipped bit would change the name of only one.
+    Reads several files at once, and only `rank`'s share of them if `ranks` processes divide the work. Raises RunError if all files use the
+    same unknown hash function: a flipped bit would change the name of only one.
     """
     names = {key for entry in checksums.values() if isinstance(entry, Mapping) for key in entry.keys() - {"size"}}
     if len(names) == 1 and HASH not in names:
         raise newer(folder / MANIFEST, names.pop())
-    for name, expected in checksums.items():
-        file = folder / name
+
+    def found(name: str) -> str:
+        file, expected = folder / name, checksums[name]
         if not file.is_file():
             raise CorruptFileError(f"{file}: missing")
         size = expected.get("size") if isinstance(expected, Mapping) else None
-        if file.stat().st_size != size or checksum(file) != expected:  # size first: a sparse file may have terabytes
+        # Size first: a sparse file may have terabytes.
+        if file.stat().st_size != size or (sums := checksum(file)) != expected:
             raise CorruptFileError(f"{file}: damaged")
+        return sums[HASH]
+
+    hash_each(found, [*checksums][rank::ranks])
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -68,11 +67,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CorruptFileError(f"{path / MANIFEST}: missing or damaged") from None
 
 
-def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """Verifies every file of a checkpoint and returns its manifest. Raises as `read_manifest` and `verify_files` do."""
+def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """Verifies a checkpoint's files, or `rank`'s share of them, and returns its manifest. Raises as `read_manifest` and `verify_files`."""
     manifest = read_manifest(path)
-    verify_files(path, manifest["files"])
+    verify_files(path, manifest["files"], rank, ranks)
     return manifest
+
+
+def verify_newest(directory: Path, rank: int, ranks: int) -> int:
+    """Returns the step of the newest checkpoint if `rank`'s share of its files is intact, else 0. Raises RunError as `verify_files`."""
+    step = max(numbered(directory), default=0)
+    try:
+        return step if step and verify_checkpoint(directory / f"{step:06d}", rank, ranks) else 0
+    except CorruptFileError:
+        return 0
 
 
 def newest_sound_checkpoint(directory: Path, at_most: int | None = None) -> tuple[int, dict[int, str]]:
@@ -89,61 +97,46 @@ def newest_sound_checkpoint(directory: Path, at_most: int | None = None) -> tupl
     return 0, faults
 
 
-def read_digests(path: Path) -> dict[str, Any]:
-    """Reads a digests file. Raises CorruptFileError if it is missing or damaged, RunError if it uses another hash function."""
-    try:
-        content = json.loads(path.read_text())
-        if isinstance(content["hash"], str) and content["hash"] != HASH:
-            raise newer(path, content["hash"])
-        files = content.get("files", {})
-        named = all(len(name) < MAX_NAME and "/" not in name and name not in ("", ".", "..") for name in files)
-        if content["hash"] == HASH and named and is_text(content["tensors"]) and is_text(files):
-            return content
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    raise CorruptFileError(f"{path}: missing or damaged")
-
-
 def content_id(record: Path) -> str:
     """Returns an id that distinguishes versions with the same number, from a record in `digests/`; empty if that cannot be read."""
     try:
-        return digest(json.dumps(read_digests(record)["tensors"], sort_keys=True).encode())
+        return content_of(read_digests(record)["tensors"])
     except RunError:
         return ""
 
 
-def is_text(content: Any) -> bool:
-    """Returns whether this is a dict whose values are strings."""
-    return isinstance(content, dict) and all(isinstance(value, str) for value in content.values())
+def content_of(digests: Mapping[str, Digest]) -> str:
+    """Returns the content_id of a version with these digests."""
+    return digest(json.dumps(digests, sort_keys=True).encode())
 
 
-def first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
-    """Returns the first tensor, in the order of `expected`, whose digest differs or that one side lacks; None if all are equal."""
-    for name in [*expected, *found]:
-        if expected.get(name) != found.get(name):
-            return name
-    return None
+def slices_of(value: Digest) -> list[list[int]]:
+    """Returns (first, end) of each slice of a digest; none if it is a single hash."""
+    return [each[:2] for each in value] if isinstance(value, list) else []
 
 
 def verify_version(folder: Path) -> dict[str, Any]:
-    """Verifies all tensors and files of a version and returns the content of its digests.json.
+    """Verifies all tensors and files of a version, of a delta those that result, and returns the content of its digests.json.
 
     Raises CorruptFileError naming the first tensor or file that does not match, and as `read_digests` does.
     Reads the whole version: 0.14 s for 270 MB on one core.
     """
     content = read_digests(folder / DIGESTS)
     verify_tensors(folder, content)
-    for name, expected in content.get("files", {}).items():
-        if not (folder / name).is_file() or checksum(folder / name)[HASH] != expected:
-            raise CorruptFileError(f"{folder / name}: {'damaged' if (folder / name).is_file() else 'missing'}")
+    verify_small_files(folder, content)
     return content
 
 
 def verify_tensors(folder: Path, content: Mapping[str, Any]) -> None:
     """Raises CorruptFileError naming the first tensor of a version that does not match the content of a digests file."""
-    file = weights_file(folder)
-    if (name := first_difference(content["tensors"], tensor_digests(file))) is not None:
-        raise CorruptFileError(f"{file}: tensor {name} is not what was written")
+    if is_delta(folder):
+        from rl.run_dir.deltas import Mirror
+
+        mirror = Mirror()
+        folder = mirror.become(folder)
+        if mirror.tensors == content["tensors"]:
+            return
+    verify_files_of_tensors(folder, content)
 
 
 def check_version(folder: Path, record: Path | None = None) -> None:
@@ -164,7 +157,10 @@ def check_record(record: Path, folder: Path) -> None:
         own = read_digests(folder / DIGESTS)
     except CorruptFileError:  # a fault of the version, or there is no version
         return
-    if (name := first_difference(own["tensors"], content["tensors"])) is not None:
+    ours, theirs = own["tensors"], content["tensors"]
+    if (name := first_difference(ours, theirs)) is not None:
+        if slices_of(ours.get(name, "")) != slices_of(theirs.get(name, "")):  # made by other ranks: only the bytes can tell
+            return verify_tensors(folder, content)
         raise CorruptFileError(f"{record}: differs from {folder / DIGESTS} in tensor {name}")
     if "made_by" in own and "made_by" in content and own["made_by"] != content["made_by"]:
         raise CorruptFileError(f"{record}: differs from {folder / DIGESTS} in made_by")

@@ -1,4 +1,7 @@
-"""`events.jsonl`: starts, deaths, repairs and the stop of a run, one per line. `rl` writes it, the diagnosis reads it."""
+"""`events.jsonl`: starts, deaths, repairs and the stop of a run, one per line. `rl` writes it, the diagnosis reads it.
+
+On a cluster each machine that serves writes `events-node3.jsonl` beside it, because machines cannot append to one file of a shared disk.
+"""
 
 import contextlib
 import os
@@ -52,12 +55,39 @@ def append_event(path: Path, event: Event) -> None:
             os.close(fd)
 
 
-def read_events(path: Path) -> list[Event]:
-    """Reads all events, oldest first; empty without the file. Skips damaged lines, such as the one during which the writer was killed, and
-    those with an impossible time. Raises PermissionError."""
-    events, reader = list[Event](), LineReader(path)
+class EventsReader:
+    """Follows the events of a run: its file, and on a cluster those of the machines that serve."""
+
+    def __init__(self, path: Path):
+        self.path, self.readers = path, dict[Path, LineReader]()
+
+    def skip(self) -> None:
+        """Skips the events that exist now."""
+        for reader in self._files():
+            reader.skip()
+
+    def new(self) -> list[Event]:
+        """Returns the events since the last call, those of several machines ordered by their times. Skips damaged lines, such as the one
+        during which the writer was killed, and those with an impossible time. Raises PermissionError."""
+        parts = list(filter(None, map(new_events, self._files())))
+        events = [event for part in parts for event in part]
+        return sorted(events, key=lambda event: event.time) if parts[1:] else events
+
+    def _files(self) -> list[LineReader]:
+        paths = [self.path, *sorted(self.path.parent.glob(f"{self.path.stem}-node*.jsonl"))]
+        return [self.readers.setdefault(path, LineReader(path)) for path in paths]
+
+
+def new_events(reader: LineReader) -> list[Event]:
+    """Returns the events that were appended to one file since the last call."""
+    events = list[Event]()
     while lines := reader.new():
         for line in lines:
             with contextlib.suppress(*UNREADABLE):
                 events.append(msgspec.json.decode(line, type=Event))
     return [event for event in events if is_time(event.time)]
+
+
+def read_events(path: Path) -> list[Event]:
+    """Reads all events, oldest first; empty without the file. See EventsReader.new."""
+    return EventsReader(path).new()

@@ -29,7 +29,7 @@ TRIES, TRY_AGAIN_S = 3, 0.001
 """Retries and their interval for a lock that the maker holds for some microseconds."""
 
 
-class InMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class InMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The address of such a file."""
 
     place: Annotated[str, msgspec.Meta(max_length=64)]
@@ -40,7 +40,7 @@ class InMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Unique name of this content: process ids, descriptors and the file itself are reused."""
 
     @property
-    def content_id(self) -> bytes:
+    def mark(self) -> bytes:
         """The JSON at the beginning of the header of this content."""
         return f'{{"__metadata__":{{"format":"pt","name":"{self.name}"}}'.encode()
 
@@ -62,7 +62,7 @@ def make_again(file: InMemory) -> InMemory | None:
         fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return None
-    os.pwrite(file.fd, bytes(len(file.content_id)), MARK_AT)
+    os.pwrite(file.fd, bytes(len(file.mark)), MARK_AT)
     fcntl.flock(file.fd, fcntl.LOCK_UN)
     return msgspec.structs.replace(file, name=new_name())
 
@@ -93,6 +93,6 @@ def holds(fd: int, file: InMemory) -> bool:
             if os.readlink(f"/proc/self/fd/{fd}") != f"/memfd:{LABEL} (deleted)":
                 return False
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return os.pread(fd, len(file.content_id), MARK_AT) == file.content_id
+            return os.pread(fd, len(file.mark), MARK_AT) == file.mark
         time.sleep(TRY_AGAIN_S)
     return False

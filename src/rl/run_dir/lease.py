@@ -30,7 +30,7 @@ import msgspec
 
 from rl.run_dir.files import write_file
 from rl.run_dir.naming import TakenError
-from rl.run_dir.status import Staleness, read_json
+from rl.run_dir.status import MACHINE_LEASE, Staleness, is_over, read_json
 from rl.system.errors import RESTART, RunError
 from rl.system.linux import is_alive, own_start, pid_scope
 
@@ -58,6 +58,8 @@ class LockOwner(msgspec.Struct, frozen=True):
     """Scope of the pid, see rl.system.linux.pid_scope."""
     started: str = ""
     """Start of the process in clock ticks since boot."""
+    machine: str = ""
+    """On a cluster: the lease of its machine, as a path in status/. When that is over, so is every role held there."""
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
@@ -68,7 +70,13 @@ class LockOwner(msgspec.Struct, frozen=True):
 
 
 def this_process() -> LockOwner:
-    return LockOwner(os.getpid(), socket.gethostname(), pid_scope(), own_start())
+    return LockOwner(os.getpid(), socket.gethostname(), pid_scope(), own_start(), os.environ.get(MACHINE_LEASE, ""))
+
+
+class RoleTakenError(RunError):
+    """The role belongs to a living process."""
+
+    exit_code = RESTART
 
 
 HELD: "dict[Path, Lease]" = {}
@@ -148,6 +156,17 @@ def check_fence(lock: Path) -> None:
         lease.check()
 
 
+def lost_to(lock: Path) -> str:
+    """Returns a sentence if another process has taken over this role from this one; empty if not, or if its disk does not answer."""
+    try:
+        check_fence(lock)
+    except RunError as error:
+        return str(error)
+    except OSError:
+        pass
+    return ""
+
+
 def hold_role(lock: Path, wait_s: float = 0.0) -> Lease:
     """Takes a role in a run, `status/<role>.lock`, for the life of this process. Raises RunError if it is still taken after `wait_s`.
 
@@ -162,7 +181,7 @@ def hold_role(lock: Path, wait_s: float = 0.0) -> Lease:
             if time.monotonic() >= deadline and not attempt.undecided:
                 owner = attempt.owner or read_json(lock, LockOwner) or "unknown"
                 text = f"{lock.parent.parent}: {lock.stem} of this run is already running ({owner}); stop it first"
-                raise RunError(text, RESTART)
+                raise RoleTakenError(text)
             if attempt.undecided and not told:
                 told = True
                 waits = f"waiting up to {LEASE_S:.0f} s to see whether {attempt.owner} is still the {lock.stem} of {lock.parent.parent}"
@@ -251,9 +270,17 @@ class Attempt:
             return not lives
         if locks and owner.place.partition("-")[0] == pid_scope().partition("-")[0]:
             return True  # a holder in another container of this machine would hold the lock
+        if owner.machine and is_over(self.lock.parent / owner.machine):
+            return True
         unchanged_s = self.leases.look("", (number, changed))
         self.undecided = not (self.leases.moved("") and unchanged_s == 0.0)
         return unchanged_s >= LEASE_S
+
+
+def declare_lost(lease: Path) -> None:
+    """Ends the lease of a machine that is lost: all roles held there are free at once, and if it lives on, its next `check` ends it."""
+    with contextlib.suppress(FileNotFoundError):
+        os.truncate(lease, 0)
 
 
 def forget_dead_servers(status_dir: Path) -> None:

@@ -15,6 +15,10 @@ RAISED = re.compile(r"(?:\[rank\d+\]:\s*)?((?:trainer: |[\w.]*(?:Error|Exception
 """The last line of a traceback of the trainer, or the message with which it exited."""
 MANY_LINES = 1000
 TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed")
+TORCHRUN_ENDS = "] Sending process "
+"""Part of the lines in which torchrun says that it ends the other ranks."""
+KILLED_RANK = re.compile(r"Root Cause .*?rank +: (\d+) .*?exitcode +: -\d+ \(pid: \d+\) +\((SIG\w+)\)", re.DOTALL)
+"""In torchrun's report: the rank whose end was the first, and the signal that ended it."""
 
 
 MAX_LOG_BYTES, FIRST_BYTES, NEWEST_BYTES = 64 << 20, 8 << 20, 24 << 20
@@ -68,7 +72,7 @@ def newest_log(logs: Path, role: str) -> Path | None:
 def last_lines(log: Path | None, count: int = LAST_LINES) -> list[str]:
     """Returns the last `count` lines of a log that are not blank; empty without a readable log.
 
-    Leaves out torchrun's failure report and vLLM's shutdown lines, which follow the traceback that matters.
+    Leaves out what torchrun says of a failure and vLLM's shutdown lines, which follow the traceback that matters.
     """
     try:
         with open(log or os.devnull, "rb") as file:
@@ -77,7 +81,16 @@ def last_lines(log: Path | None, count: int = LAST_LINES) -> list[str]:
     except OSError:
         return []
     end = next((i for i, line in enumerate(lines) if i and TORCHRUN_REPORT.search(line)), None)
-    return [line for line in lines[:end] if line.strip() and FAREWELL not in line][-count:]
+    return [line for line in lines[:end] if line.strip() and FAREWELL not in line and TORCHRUN_ENDS not in line][-count:]
+
+
+def killed_rank(log: Path) -> str:
+    """Says which rank a signal has ended, if torchrun's report in the last lines of a log says so; empty if not."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+        if found := KILLED_RANK.search(file.read().decode(errors="replace")):
+            return f" because {found[2]} ended rank {found[1]}"
+    return ""
 
 
 def error_line(log: Path | None) -> str:

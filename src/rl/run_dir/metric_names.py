@@ -18,7 +18,7 @@ ROLLOUTS = {
     "rollouts/<env>/finished": "The same for one environment.",
     "rollouts/trained": "Number of rollouts in this batch.",
     "rollouts/<env>/trained": "The same for one environment.",
-    "rollouts/missing": "Number of rollouts missing from the batch (orchestrator.batch_size), if too many groups had no signal.",
+    "rollouts/missing": "Number of episodes missing from the batch (orchestrator.batch_size), if too many groups had no signal.",
     "rollouts/length_mean": "Mean number of sampled tokens of a rollout that did not fail.",
     "rollouts/turns_mean": "Mean number of turns of a rollout that did not fail.",
     "rollouts/truncated": "Share of the rollouts that did not fail in which an answer was cut off by a token limit.",
@@ -36,7 +36,8 @@ ROLLOUTS = {
     "rollouts/surplus_groups": "Number of groups begun in excess of the batch (`max_lag = 0`) that finished; no mean includes them.",
     "rollouts/cancelled_groups": "Number of groups begun in excess of the batch and cancelled while running. A few may still finish, "
     "and count in the next step's `rollouts/surplus_groups`.",
-    "rollouts/stale_groups": "Number of groups cancelled or dropped because they exceeded orchestrator.max_off_policy_steps.",
+    "rollouts/stale_groups": "Number of groups cancelled or dropped because they exceeded orchestrator.max_off_policy_steps, "
+    "or with `max_lag = 0` because an older version had sampled some of them.",
     "rollouts/<env>/stale_groups": "The same for one environment, if there are any.",
     "rollouts/<env>/share": "Share of the rollouts that belong to an environment, if there are several.",
     "rollouts/<env>/failed_<cause>": "Number of rollouts that failed for good: environment, reward, inference, worker, timeout, ...",
@@ -44,7 +45,8 @@ ROLLOUTS = {
     "tasks/<env>/normal": "Number of tasks that are neither easy nor hard.",
     "tasks/<env>/hard": "Number of tasks in the pool of hard ones.",
     "tasks/<env>/skipped": "Number of times that an easy or hard task was skipped since the last batch.",
-    "env/<env>/quarantined": "1 if the environment is left out because its workers kept dying.",
+    "env/<env>/quarantined": "1 if the environment is lost: left out because its workers kept dying.",
+    "rollouts/route_bytes": "Bytes of routes per token of the trained rollouts, with trainer.router_replay = engine.",
     "lag/mean": "Mean lag of the trained tokens in versions: N - 1 minus the version that sampled them.",
     "lag/max": "Greatest lag of a trained token.",
 }
@@ -85,12 +87,15 @@ LOSS = {
     "optim/grad_norm": "Norm of the gradient before it is clipped to trainer.optim.max_grad_norm.",
     "optim/lr": "Learning rate of the step.",
     "optim/steps": "Number of optimizer steps for the batch: trainer.minibatches x trainer.epochs.",
+    "experts/load_mean": "Tokens of a layer's busiest expert divided by the mean of the layer's experts, mean over the layers.",
+    "experts/load_max": "The same in the layer where it is greatest.",
+    "experts/unused": "Share of the experts of all layers to which no token was sent.",
     "parity/tokens": "Number of tokens sampled by exactly the trained version, on which trainer and inference are compared.",
     "parity/mean": "Mean absolute difference of their log-probabilities, nats.",
     "parity/max": "Largest absolute difference, nats.",
     "parity/kl": "Mean estimate of the KL divergence on these tokens, nats.",
     "parity/agrees": "1 if the two agree within the limit for model.dtype, else 0.",
-    "parity/unjudged": "Number of consecutive checkpoints without a comparison: no fresh token, and no timely answer to the probe.",
+    "parity/unjudged": "Number of consecutive checkpoints without a comparison: no fresh token, no timely answer to the probe.",
     "quarantined": "1 for a step whose batch was quarantined because it repeatedly killed the trainer.",
 }
 SFT = {
@@ -102,7 +107,8 @@ SFT = {
 TIME = {
     "time/step": "Seconds of the trainer's whole step, from requesting the batch to the end of the step.",
     "time/wait_for_batch": "Seconds that the trainer waited for the batch.",
-    "time/forward_backward": "Seconds of the forward and backward passes.",
+    "time/forward_backward": "Seconds of the forward and backward passes, with the sums of metrics over ranks and the collection of the "
+    "token log.",
     "time/old_logprobs": "Seconds for computing log-probabilities before the first of several optimizer steps.",
     "time/optimizer": "Seconds of clipping and of the optimizer step.",
     "time/publish_weights": "Seconds for which publishing a version held up the step.",

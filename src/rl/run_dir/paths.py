@@ -78,6 +78,8 @@ class RunDir:
         self.status_dir = root / "status"
         self.run_end = self.status_dir / "orchestrator.end"
         """Why the run ended: a status.RunEnd."""
+        self.stop_request = self.status_dir / "stop"
+        """Exists once `rl stop` has asked the run's `rl` to stop."""
 
     @property
     def folders(self) -> list[Path]:

@@ -1,7 +1,7 @@
 """Decides which numbered entries of a run stay on disk: one rule for batches, rollouts, checkpoints and policy versions."""
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from rl.run_dir.files import remove_directory
@@ -13,7 +13,7 @@ NEVER = 2**62
 class Retention:
     """Deletes old entries of a directory. Lists it only once: the one process that adds entries reports each.
 
-    Keeps the newest `keep_last` (None: all), multiples of `keep_every`, and those that the caller needs.
+    Keeps the newest `keep_last` (None: all), multiples of `keep_every`, those that the caller needs, and what any of these continues.
     """
 
     def __init__(self, directory: Path, suffixes: Collection[str], keep_last: int | None, keep_every: int | None):
@@ -23,9 +23,11 @@ class Retention:
         """Numbers of the newest entries, ascending; None before the directory was listed."""
         self.old: list[int] = []
         """Earlier entries that stay only while they are needed, ascending."""
+        self.continues: Callable[[int], bool] = lambda number: False
+        """Whether there is an entry `number` that is of no use without the one before."""
 
     def delete_old(self, added: int, needed: Collection[int] = (), needed_from: int = NEVER) -> None:
-        """Deletes old entries, oldest first, now that `added` exists; keeps those in `needed` and all from `needed_from` on."""
+        """Deletes old entries, newest first, now that `added` exists; keeps those in `needed` and all from `needed_from` on."""
         if self.keep_last is None:
             return
         if self.newest is None:
@@ -34,10 +36,9 @@ class Retention:
                 self._add(number, self.newest, self.keep_last)
         self._add(added, self.newest, self.keep_last)
         end = bisect_left(self.old, needed_from)
-        for number in self.old[:end]:
-            if number not in needed:
-                self._delete(number)
-        self.old = [number for number in self.old[:end] if number in needed] + self.old[end:]
+        for index in reversed(range(end)):
+            if self.old[index] not in needed and not self.continues(self.old[index] + 1):
+                self._delete(self.old.pop(index))
 
     def _add(self, number: int, newest: list[int], keep_last: int) -> None:
         add(number, newest)

@@ -5,12 +5,15 @@ The format: 8 bytes little-endian header length, JSON header with byte ranges, d
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.run_dir.digests import digest, hash_each
+from rl.run_dir.digests import Digest, digest_like, hash_each
 from rl.run_dir.files import CorruptFileError
 
+INDEX = "model.safetensors.index.json"
+"""Of a model with several files: which tensor is in which."""
 MAX_HEADER_BYTES = 32 << 20
 """Of some 200,000 tensors with long names, three times those of the largest models. The safetensors library reads 100 MB: more than a
 million tensors, which take 20 s to parse."""
@@ -59,15 +62,15 @@ def entry_of(entry: dict, data_start: int) -> TensorEntry:
     return TensorEntry(entry["dtype"], tuple(entry["shape"]), start, end)
 
 
-def tensor_digests(path: Path) -> dict[str, str]:
-    """Returns tensor name -> hash of the tensor's bytes.
+def tensor_digests(path: Path, like: Mapping[str, Digest] | None = None) -> dict[str, Digest]:
+    """Returns tensor name -> hash of the tensor's bytes, or the hashes of the slices that the tensor's digest in `like` has.
 
     Raises CorruptFileError as `read_header` does, and if a read fails.
     """
-    tensors = read_header(path)
+    tensors, others = read_header(path), like or {}
     try:
         with path.open("rb", buffering=0) as file:
-            hashes = hash_each(lambda tensor: digest(read_at(file.fileno(), tensor)), tensors.values())
+            hashes = hash_each(lambda name: digest_like(others.get(name, ""), read_at(file.fileno(), tensors[name])), tensors)
     except OSError as error:
         raise CorruptFileError(f"{path}: cannot be read ({error.strerror})") from None
     return dict(zip(tensors, hashes, strict=True))
@@ -82,9 +85,18 @@ def read_at(fd: int, tensor: TensorEntry) -> bytearray:
     return data
 
 
-def weights_file(folder: Path) -> Path:
-    """Returns the one file with the tensors of a version, full weights or adapters. Raises CorruptFileError unless there is exactly one."""
+def weights_files(folder: Path) -> list[Path]:
+    """Returns the files with the tensors of a version, full weights or adapters: one, unless an index lists several; of a file, itself.
+    Raises CorruptFileError if there are others, or fewer."""
+    if folder.is_file():
+        return [folder]
     files = sorted(folder.glob("*.safetensors"))
-    if len(files) != 1:
-        raise CorruptFileError(f"{folder}: has {len(files)} *.safetensors files instead of one")
-    return files[0]
+    if len(files) == 1 and not (folder / INDEX).exists():
+        return files
+    try:
+        listed = {folder / name for name in json.loads((folder / INDEX).read_text())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CorruptFileError(f"{folder}: has {len(files)} *.safetensors files instead of one, and no index of them") from None
+    if wrong := sorted(listed.symmetric_difference(files)):
+        raise CorruptFileError(f"{wrong[0]}: {'missing' if wrong[0] in listed else 'not in the index'}")
+    return files

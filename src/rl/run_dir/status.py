@@ -5,8 +5,10 @@ Programs read the fields of RoleStatus. `describe` turns them into a sentence fo
 
 import contextlib
 import itertools
+import math
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +30,10 @@ HEARTBEAT_S = 2.0
 MAX_JSON_BYTES = 1 << 26
 MAX_WARNING = 500
 """Characters of a warning that are kept; the log has all of it."""
+NODE_ADDRESS = "RL_NODE_ADDRESS"
+"""Environment variable with the name or address at which other machines reach this one."""
+MACHINE_LEASE = "RL_MACHINE_LEASE"
+"""Environment variable with the lease of this machine of a cluster, as a path in status/."""
 PHASE_LANE = "phase"
 """Lane of the phases of a process among its spans."""
 UNREADABLE = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -99,7 +105,7 @@ class RunWarning(msgspec.Struct, frozen=True):
     """A warning to the user about an environment or the run's files."""
 
     about: Literal["failed", "died", "lost", "renamed", "damaged", "inexact"]
-    """Of an environment: first rollouts that failed for good, first death of a worker, given up, metrics whose names collide with ours.
+    """Of an environment: first rollouts that failed for good, first death of a worker, its loss, metrics whose names collide with ours.
     Of files: one that does not hold what was written, a version that differed when it was trained again."""
     env: str
     """Empty for warnings about files."""
@@ -136,13 +142,13 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     max_steps: int | None = None
     """Of the trainer: if epochs are set, only the trainer knows their number of steps."""
     batch: int | None = None
-    """Of the orchestrator: the batch being filled; `batch_done` of its `batch_size` rollouts are done."""
+    """Of the orchestrator: the batch being filled; `batch_done` of its `batch_size` episodes are done."""
     batch_done: int | None = None
     batch_size: int | None = None
     policy_version: int | None = None
     """Of the orchestrator: the version that inference holds. Of a starting server: the version that it reads and that is kept for it."""
     quarantined: list[str] = []
-    """Environments that were given up."""
+    """Lost environments, under an older name that the file keeps: their workers could not be kept alive."""
     warnings: list[RunWarning] = []
     """Warnings to the user. `rl` prints each once."""
     playing: int | None = None
@@ -155,6 +161,8 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
         return None if self.pid is None else is_alive(self.pid, self.place, self.start_ticks)
 
 
+FIELDS = {field.name: field.type for field in msgspec.structs.fields(RoleStatus)}
+"""Once, because resolving the types takes longer than all else in `read_status`, which reads hundreds of files a second."""
 TIMES = ("started", "since", "heartbeat", "progressed")
 
 
@@ -181,6 +189,7 @@ class Status:
         """The current count; and (count, time) when it was last seen to grow."""
         self.entered = time.monotonic()
         """Time at which the current phase began."""
+        self.fenced, self.looked = False, -math.inf
         self.gauges: dict[str, Callable[[], int]] = {}
         """Field of RoleStatus -> function that returns its current value, called at every heartbeat."""
         self.enter(Phase.STARTING)
@@ -214,20 +223,28 @@ class Status:
     def close(self) -> None:
         """Deletes the status; a concurrent heartbeat does not bring it back."""
         self.stopped.set()
+        if self._is_fenced():
+            return
         with self.writing:
             self.path.unlink(missing_ok=True)
         self._note_phase()
         spans.stop()
 
+    def _is_fenced(self) -> bool:
+        """Returns whether this machine of a cluster was declared lost: its processes write nothing any more. Looks once a heartbeat."""
+        if MACHINE_LEASE in os.environ and time.monotonic() >= self.looked + HEARTBEAT_S:
+            self.fenced, self.looked = is_over(self.path.parent / os.environ[MACHINE_LEASE]), time.monotonic()
+        return self.fenced
+
     def _note_phase(self) -> None:
-        """Records the span of the phase that ends."""
+        """Records the span of the phase that ends, unless this machine was declared lost."""
         before, self.entered = self.entered, time.monotonic()
-        if self.current.phase:
+        if self.current.phase and not self._is_fenced():
             spans.note(self.current.phase.value, before, self.entered, PHASE_LANE, self.current.step)
 
     def _beat(self) -> None:
         for count in itertools.count(1):
-            if self.stopped.wait(HEARTBEAT_S / spans.FLUSHES):
+            if self.stopped.wait(HEARTBEAT_S / spans.FLUSHES) or self._is_fenced():
                 return
             if count % spans.FLUSHES == 0:
                 self._write()
@@ -237,7 +254,7 @@ class Status:
     def _write(self) -> None:
         # The status only informs others: a full disk must not end the process here.
         with self.writing, contextlib.suppress(OSError):
-            if self.stopped.is_set():
+            if self.stopped.is_set() or self._is_fenced():
                 return
             now = time.time()
             if self.progress != self.progressed[0]:
@@ -248,8 +265,8 @@ class Status:
 
 
 def reachable(host: str) -> str:
-    """Returns the name at which others reach a socket bound to `host`: this machine's name for a wildcard."""
-    return socket.gethostname() if host in ("0.0.0.0", "::") else host
+    """Returns the name at which others reach a socket bound to `host`: for a wildcard that of the machine, which `rl node` knows better."""
+    return os.environ.get(NODE_ADDRESS) or socket.gethostname() if host in ("0.0.0.0", "::") else host
 
 
 def write_status(path: Path, status: RoleStatus) -> None:
@@ -261,10 +278,19 @@ def write_status(path: Path, status: RoleStatus) -> None:
     temporary.rename(path)
 
 
+def is_over(lease: Path) -> bool:
+    """Returns whether a lease was given back, taken over, or ended by `declare_lost`; False if its disk does not answer."""
+    try:  # opening it asks the file server, while looking up a name or its size may be answered from a cache
+        return not lease.read_bytes()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+
+
 def read_json(path: Path, kind: type[T]) -> T | None:
     """Reads a JSON file; None if it is missing, damaged, too large, or from an incompatible version of rl."""
     try:
-        if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JSON_BYTES:
             return None
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except UNREADABLE:
@@ -277,10 +303,10 @@ def read_status(path: Path) -> RoleStatus | None:
     if content is None:
         return None
     found = {}
-    for field in msgspec.structs.fields(RoleStatus):
-        if field.name in content:
+    for name, kind in FIELDS.items():
+        if name in content:
             with contextlib.suppress(msgspec.ValidationError):
-                found[field.name] = msgspec.convert(content[field.name], field.type)
+                found[name] = msgspec.convert(content[name], kind)
     return RoleStatus(**{name: value for name, value in found.items() if name not in TIMES or spans.is_time(value)})
 
 
@@ -325,6 +351,10 @@ def read_address(path: Path) -> str | None:
 def server_files(status_dir: Path) -> list[Path]:
     """Returns the status files of a run's inference servers: `inference.json` of the one that `rl` runs, and those of further ones."""
     return [*status_dir.glob("inference.json"), *sorted(status_dir.glob("inference-*.json"))]
+
+
+SERVER_NAME = "RL_SERVER_NAME"
+"""Environment variable with the process name of a server that `rl node` starts: `inference-node3`."""
 
 
 def further_server(port: int) -> str:

@@ -16,7 +16,8 @@ from rl.run_dir.files import CorruptFileError, reading, write_file
 
 SUFFIX = ".safetensors"
 CLIPPED, MASKED, LATER = 1, 2, 4
-"""Bits: the loss clipped the token's gradient to zero; a mask on the ratio left it out; either happened in a later epoch."""
+"""Bits: the loss's own clip left the token without gradient; a mask on the ratio left it out of the loss; either happened in a later epoch.
+MASKED is thus narrower than the metric `masked_fraction`, which counts the clipped tokens as well."""
 
 
 def write_token_log(path: Path, columns: Mapping[str, np.ndarray], fence: Callable[[], None] | None = None) -> int:

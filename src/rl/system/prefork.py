@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from rl.system.linux import end_with_parent
 
-PIPES = "RL_STANDBY"
+PIPES = "RL_PREFORK"
 """Environment variable with the file descriptors to read orders from and to write the copy's pid to."""
 
 THREADLESS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}

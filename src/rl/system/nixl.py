@@ -1,0 +1,63 @@
+"""One-sided reads of other processes' memory over the network, by NVIDIA's NIXL (the extra `nixl`) on UCX.
+
+UCX is configured by its environment variables. Without them it uses TCP on this host alone; `UCX_NET_DEVICES=mlx5_0:1` and
+`UCX_TLS=rc,tcp,self` make it use RDMA, on the same code. It has no passwords: whoever reaches its port can read and write this process's
+memory.
+"""
+
+import importlib
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rl.system.errors import RunError
+
+PACKAGE = "nixl_cu12"
+MISSING = (
+    "needs NIXL, which is not installed or lacks a library: install the extra (`uv sync --extra nixl`, or `pip install 'rl-triad[nixl]'`) "
+    "on every machine of trainer and inference, or set it to memory or files"
+)
+DEFAULTS = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,self", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal"}
+SEVERAL_HOSTS = "name the devices of the network between trainer and servers on all of them, as UCX_NET_DEVICES (docs/clusters.md)"
+DRAM = "DRAM"
+"""Memory of the host, in NIXL's words."""
+
+
+def make_agent(serves: bool) -> Any:
+    """Returns a new NIXL agent; not for several threads at once. `serves`: a thread of NIXL's lets others read the memory that is
+    registered with it, without this process's help; it uses 5% of a core. Raises RunError that names the remedy."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    with blamed("NIXL cannot be used"):
+        try:
+            api = importlib.import_module(f"{PACKAGE}._api")
+        except ImportError as error:
+            raise RunError(f"trainer.weights.transport = nixl {MISSING} ({error})") from None
+        agent = api.nixl_agent(uuid.uuid4().hex, api.nixl_agent_config(enable_prog_thread=serves))
+    if "UCX" not in agent.backends:
+        raise RunError(f"trainer.weights.transport = nixl {MISSING} (NIXL has no UCX here)")
+    return agent
+
+
+def is_local() -> bool:
+    """Returns whether only processes of this host can reach agents of this process."""
+    return os.environ.get("UCX_NET_DEVICES", DEFAULTS["UCX_NET_DEVICES"]) == "lo"
+
+
+def errors() -> tuple[type[Exception], ...]:
+    """Returns the types of NIXL's errors, which have no common base."""
+    found = vars(sys.modules[f"{PACKAGE}._bindings"]) if f"{PACKAGE}._bindings" in sys.modules else {}
+    return (RuntimeError, *(value for name, value in found.items() if name.startswith("nixl") and name.endswith("Error")))
+
+
+@contextmanager
+def blamed(what: str) -> Iterator[None]:
+    """Raises RunError for errors of NIXL in the block."""
+    try:
+        yield
+    except errors() as error:
+        devices = f"UCX_NET_DEVICES={os.environ.get('UCX_NET_DEVICES')}, UCX_TLS={os.environ.get('UCX_TLS')}"
+        raise RunError(f"{what}: {type(error).__name__.removeprefix('nixl')}: {error} ({devices})") from None
