@@ -11,11 +11,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from rl.config.trainer import LoraConfig
 from rl.run_dir.checksums import check_version, verify_checkpoint
+from rl.run_dir.deltas import readable
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.trainer.model import lora
 from rl.trainer.model.policy import DTYPES
 from rl.trainer.store import checkpoint
-from rl.trainer.store.space import require_space
+from rl.trainer.store.space import require_space, write_tensors
 from rl.trainer.store.versions import copy_small_files, write_config
 
 
@@ -51,9 +52,10 @@ def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
     if origin.version and not found:
         check_version(origin.version)
     whole = origin.version if not found and not origin.lora else None
-    model = AutoModelForCausalLM.from_pretrained(
-        whole or origin.base, dtype=dtype if whole else torch.float32, trust_remote_code=origin.trust_remote_code
-    )
+    with readable(whole or origin.base) as folder:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype if whole else torch.float32, trust_remote_code=origin.trust_remote_code
+        )
     if origin.lora:
         lora.add_adapters(model, origin.lora)
     if found:
@@ -81,7 +83,8 @@ def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype) 
     if lora.has_adapters(model):
         tensors = {lora.name_in_file(name): parameter.detach().to(dtype) for name, parameter in lora.trainable(model).items()}
         require_space(folder, tensors.values())
-        lora.write_adapters(folder, tensors, model, base)
+        lora.write_config(folder, model, base)
+        write_tensors(folder / lora.WEIGHTS_FILE, tensors)
         copy_small_files(base, folder)
         (folder / "config.json").unlink()  # this is the base model's config
     else:

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -17,15 +16,17 @@ from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
 from rl.models.folder import resolve_model
 from rl.run_dir import spans
-from rl.run_dir.checksums import newest_sound_checkpoint
+from rl.run_dir.checksums import verify_newest
 from rl.run_dir.files import clean_leftovers
 from rl.run_dir.lease import ROLE_WAIT_S, check_fence, hold_role
 from rl.run_dir.metrics import merging, read_metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, Status
-from rl.system.errors import CANNOT_WRITE, GIVE_UP, RunError
+from rl.system.errors import CANNOT_WRITE, GIVE_UP, WRONG_SETTINGS, RunError
 from rl.system.linux import LAUNCHER, end_with_parent
 from rl.system.prefork import leave
+from rl.trainer.departure import LEFT, Departure, grace_s
+from rl.trainer.parallel.lost import naming_lost_ranks, status_name
 from rl.trainer.store.single_task_thread import SingleTaskThread
 
 SLOW_IMPORTS = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.sft.source", "rl.trainer.start")
@@ -41,10 +42,9 @@ def main() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     leave(lambda: preload(load_config_or_exit(sys.argv[1:], "trainer")[0]))
     config, _ = load_config_or_exit(sys.argv[1:], "trainer", usage=PROCESS_USAGE)
-    exit_on_sigterm()
     run_dir, rank = config.run_dir, int(os.environ.get("RANK", 0))
     try:
-        run(config, rank)
+        code = run(config, rank, start_to_watch())
     except RunError as error:
         fail(run_dir, str(error), error.exit_code)
     except OSError as error:
@@ -56,7 +56,7 @@ def main() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # everything is written; some libraries have been seen to abort when the interpreter shuts their threads down
+    os._exit(code)  # everything is written; some libraries have been seen to abort when the interpreter shuts their threads down
 
 
 def preload(config: RLConfig) -> None:
@@ -70,27 +70,28 @@ def preload(config: RLConfig) -> None:
         importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 
-def run(config: RLConfig, rank: int) -> None:
-    """Takes the trainer's role, connects the ranks, trains, and shuts everything down."""
-    name = f"trainer-{rank}" if rank else "trainer"
+def run(config: RLConfig, rank: int, departure: Departure) -> int:
+    """Takes the trainer's role, connects the ranks, trains, and shuts everything down. Returns the exit code: LEFT if SIGTERM ended it."""
+    name = status_name(rank)
     checkpoints = SingleTaskThread()
     lease = None
     if rank == 0:
         lease = hold_role(config.run_dir.lock("trainer"), ROLE_WAIT_S)
         own = (config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests_dir, config.run_dir.tokens_dir)
         clean_leftovers(*own, ours="")
-        # In parallel: reading the checkpoints takes about as long as the imports below (unless `leave` has done them) or loading the model.
-        checkpoints.start(newest_sound_checkpoint, config.run_dir.checkpoints)
+    # In parallel: reading the checkpoint takes about as long as the imports below (unless `leave` has done them) or loading the model.
+    ranks = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+    checkpoints.start(verify_newest, config.run_dir.checkpoints, rank, ranks)
     if not config.trainer.data.fake:  # a benchmark writes only what the user asks for
         spans.start(config.run_dir.spans, name)
     status = Status(config.run_dir.status(name), name)
     status.enter(Phase.LOADING_MODEL)
     base = resolve_model(config.model, needs_template=config.sft is None)
-    import torch.distributed as dist
     from transformers.utils.logging import disable_progress_bar
 
     from rl.trainer.data.fake import summary
     from rl.trainer.measure.memory import keep_to_share
+    from rl.trainer.parallel.rendezvous import START_TIMEOUT_S
     from rl.trainer.parallel.world import check_nodes, start_world
     from rl.trainer.replay import open_log
     from rl.trainer.sft.source import FromExamples, open_source
@@ -100,7 +101,14 @@ def run(config: RLConfig, rank: int) -> None:
     disable_progress_bar()
     status.enter(Phase.WAITING_FOR_RANKS)
     settings = config.trainer
-    world = start_world(uses_gpus(config), settings.rank_timeout_s, settings.dp_replicate, settings.context_parallel)
+    world = start_world(
+        uses_gpus(config),
+        settings.patience_s,
+        settings.dp_replicate,
+        settings.context_parallel,
+        settings.expert_parallel,
+        max(START_TIMEOUT_S, settings.rank_timeout_s),
+    )
     keep_to_share(config, world.device)
     check_nodes(world, config.run_dir.root, to_toml(config).encode())
     source = None
@@ -112,17 +120,18 @@ def run(config: RLConfig, rank: int) -> None:
         config = config.model_copy(update={"max_steps": source.num_steps})
     status.enter(Phase.LOADING_MODEL, max_steps=config.max_steps)
     what = f"{config.run_dir.checkpoints} to be read: does that disk answer?"
-    found = checkpoints.result(what, settings.rank_timeout_s)
+    verified = checkpoints.result(what, settings.patience_s)
     alone = settings.data.replay or settings.data.fake or (config.sft and LAUNCHER not in os.environ)  # neither `rl` nor an orchestrator
     merges = merging(config.run_dir.metrics, partial(check_fence, config.run_dir.lock("trainer")))
-    with merges if alone and rank == 0 else contextlib.nullcontext():
-        train(start(config, world, base, status, source, found))
-    dist.destroy_process_group()
+    with merges if alone and rank == 0 else contextlib.nullcontext(), naming_lost_ranks(config.run_dir, rank, world.size):
+        has_left = train(start(config, world, base, status, source, verified, departure))
+    world.close()
     status.close()
     if lease:
         lease.close()
     if rank == 0 and settings.data.fake:
         print(summary(read_metrics(config.run_dir.metrics).values()))
+    return LEFT if has_left else 0
 
 
 def uses_gpus(config: RLConfig) -> bool:
@@ -132,7 +141,7 @@ def uses_gpus(config: RLConfig) -> bool:
     found = torch.cuda.is_available()
     if config.trainer.gpus and not found:
         remedy = "check nvidia-smi, and that torch is the GPU build (uv run --no-group cpu --group gpu)"
-        fail(config.run_dir, f"trainer.gpus = {config.trainer.gpus}, but torch finds no GPU: {remedy}", 1)
+        fail(config.run_dir, f"trainer.gpus = {config.trainer.gpus}, but torch finds no GPU: {remedy}", WRONG_SETTINGS)
     return config.trainer.gpus != 0 and found
 
 
@@ -148,21 +157,14 @@ def fail(run_dir: RunDir, message: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def exit_on_sigterm() -> None:
-    """Makes SIGTERM end the process at once with code 143, even during a long operator. This is safe because every write is atomic.
-
-    A thread waits for the signal, because Python's own handlers run only between two bytecodes of the main thread. Under torchrun
-    the process also gets SIGTERM when torchrun dies, so that no rank outlives it.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-    def wait() -> None:
-        signal.sigwait({signal.SIGTERM})
-        os._exit(128 + signal.SIGTERM)
-
-    threading.Thread(target=wait, name="sigterm", daemon=True).start()
+def start_to_watch() -> Departure:
+    """Starts to wait for SIGTERM. Raises RunError. Under torchrun the process is also killed when torchrun dies, so that no rank outlives
+    it."""
+    departure = Departure(grace_s())
+    departure.watch()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
+        end_with_parent(signal.SIGKILL)
+    return departure
 
 
 if __name__ == "__main__":

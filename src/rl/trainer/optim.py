@@ -2,10 +2,12 @@
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
@@ -77,6 +79,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Divides tensors by the mesh that they are sharded over: torch computes with lists of tensors of one mesh only."""
+    found = defaultdict(list)
+    for tensor in tensors:
+        found[tensor.device_mesh if isinstance(tensor, DTensor) else None].append(tensor)
+    return list(found.values())
+
+
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """Returns fused AdamW with its state already allocated, so that checkpoints can be loaded into it before the first step.
 
@@ -85,10 +95,11 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": group, "weight_decay": decay}
+        for of_a_mesh in by_mesh(parameters)
+        for group, decay in (([p for p in of_a_mesh if p.ndim >= 2], config.weight_decay), ([p for p in of_a_mesh if p.ndim < 2], 0.0))
+        if group
     ]
-    groups = [group for group in groups if group["params"]]
     if config.offload and not all(parameter.is_cuda for parameter in parameters):
         raise RunError("trainer.optim.offload moves the optimizer's state from GPU to CPU memory; without a GPU leave it false")
     if config.offload:
@@ -114,14 +125,25 @@ def require_host_memory(parameters: Iterable[Tensor]) -> None:
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
     """Returns the Euclidean norm of the gradient over all parameters and ranks. Every rank calls this."""
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    return math.hypot(*map(norm_of, by_mesh(p.grad for p in parameters if p.grad is not None)))
+
+
+def norm_of(gradients: list[Tensor]) -> float:
+    """Returns the norm of gradients on one mesh. Those of divided experts are summed over all ranks at once: DTensor would sum over one
+    dimension of the mesh after the other, and does not promise every rank the same bits then."""
+    mesh = gradients[0].device_mesh if isinstance(gradients[0], DTensor) else None
+    if mesh and "expert" in (mesh.mesh_dim_names or ()):
+        squared = nn.utils.get_total_norm([local(gradient) for gradient in gradients]).double() ** 2
+        dist.all_reduce(squared)
+        return math.sqrt(squared / math.prod(mesh.shape[:-2]))  # each copy of the model has added the same
+    norm = nn.utils.get_total_norm(gradients)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def clip_gradients(parameters: Iterable[Tensor], norm: float, max_norm: float) -> None:
     """Scales the gradient down to norm `max_norm` if its current `norm` is larger."""
     if norm > max_norm:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, max_norm / norm)
 
 

@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from rl.config.run import RLConfig
 from rl.config.trainer import ReplayConfig, TrainerConfig, WeightsConfig
-from rl.run_dir.checksums import DIGESTS, first_difference, read_digests, verify_checkpoint, verify_version
+from rl.run_dir.checksums import DIGESTS, first_difference, read_digests, verify_version
+from rl.run_dir.deltas import readable
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir
-from rl.run_dir.safetensors import weights_file
+from rl.run_dir.safetensors import weights_files
 from rl.run_dir.status import Phase
 from rl.trainer.data.batch_sources import BatchSource, FromLog
 from rl.trainer.determinism import differing_conditions
@@ -22,6 +23,7 @@ from rl.trainer.parallel.world import World, ranks_without
 from rl.trainer.sft.source import FromExamples
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
+from rl.trainer.store.ranks import Ranks
 from rl.trainer.store.saver import Saver
 from rl.trainer.store.versions import PublishedVersion
 from rl.wire.transport import Wait
@@ -48,25 +50,26 @@ def record(root: Path, found: dict[str, Any]) -> None:
 class Comparer(Publisher):
     """Compares each version with what the run has kept of it, instead of writing it."""
 
-    def __init__(self, run_dir: RunDir, config: WeightsConfig, wait: Wait, replayed: RunDir):
-        super().__init__(run_dir, config, None, wait)
+    def __init__(self, run_dir: RunDir, config: WeightsConfig, wait: Wait, world: World, replayed: RunDir):
+        super().__init__(run_dir, config, None, wait, world=world)
         self.replayed = replayed
 
     def _publish(self, number: int, version: PublishedVersion, checkpoints: Collection[int], since: float) -> None:
         self.wait.about(Phase.COMPARING, number)
-        record(self.run_dir.root, {"version": number, **compare(self.replayed, number, version)})
+        found = {"version": number, **compare(self.replayed, number, version, self.ranks)}
+        self.ranks.of_main(lambda: record(self.run_dir.root, found))
 
 
-def compare(replayed: RunDir, number: int, version: PublishedVersion) -> dict[str, Any]:
-    """Compares a version with the run's version of the same number.
+def compare(replayed: RunDir, number: int, version: PublishedVersion, ranks: Ranks) -> dict[str, Any]:
+    """Compares a version with the run's version of the same number. Every rank calls this.
 
     Returns `kept`: which of the run's digests and weights exist; `tensor`: the first tensor that differs, with `max_difference` if the
     weights exist; `fault`: the fault of a damaged file of the run; `unlike`: conditions of the run's version that differ from those here;
     `deterministic`: whether equal conditions give equal bits.
     """
     folder = replayed.weights(number)
-    contents, fault = kept_of(replayed.digests(number), folder)
-    differing = {kind: first_difference(content["tensors"], version.digests) for kind, content in contents.items()}
+    contents, fault = ranks.of_main(lambda: kept_of(replayed.digests(number), folder))
+    differing = {kind: first_difference(content["tensors"], version.digests_like(content["tensors"])) for kind, content in contents.items()}
     tensor = next(filter(None, differing.values()), None)
     if len(set(differing.values())) > 1 and not fault:
         fault = f"{folder / DIGESTS} and {replayed.digests(number)} differ in {tensor}"
@@ -74,7 +77,7 @@ def compare(replayed: RunDir, number: int, version: PublishedVersion) -> dict[st
     return {
         "kept": list(contents),
         "tensor": tensor,
-        "max_difference": largest_difference(folder, tensor, version) if tensor and "weights" in contents else None,
+        "max_difference": largest_difference(folder, tensor, version, ranks) if tensor and "weights" in contents else None,
         "fault": fault,
         "unlike": differing_conditions(made_by, version.made_by),
         "deterministic": made_by.get("deterministic", False),
@@ -94,15 +97,22 @@ def kept_of(digests: Path, folder: Path) -> tuple[dict[str, dict[str, Any]], str
     return contents, fault
 
 
-def largest_difference(folder: Path, name: str, version: PublishedVersion) -> float | None:
-    """Returns the largest absolute difference between elements of one tensor; None if shapes or names differ."""
-    with safe_open(weights_file(folder), "pt") as file:
-        if name not in version.named or name not in file.keys():  # noqa: SIM118
-            return None
-        theirs, ours = file.get_tensor(name), version.named[name]
-    if theirs.shape != ours.shape:
+def largest_difference(folder: Path, name: str, version: PublishedVersion, ranks: Ranks) -> float | None:
+    """Returns the largest absolute difference between elements of one tensor; None if shapes or names differ. Every rank calls this."""
+    ours = next((tensor for tensor in version.image.tensors if tensor.name == name), None)
+    if ours is None:
         return None
-    return float((theirs.double() - ours.double()).abs().max())
+    whole = version.whole(ours)
+
+    def difference() -> float | None:
+        with readable(folder) as place:
+            for path in weights_files(place):
+                with safe_open(path, "pt") as file:
+                    if name in file.keys() and (theirs := file.get_tensor(name)).shape == ours.shape:  # noqa: SIM118
+                        return float((theirs.double() - whole.view(ours.dtype).view(ours.shape).double()).abs().max())
+        return None
+
+    return ranks.of_main(difference)
 
 
 class StateComparer(Saver):
@@ -114,18 +124,12 @@ class StateComparer(Saver):
 
     def due(self, step: int, last: int) -> bool:
         """Whether the run has a checkpoint of this step."""
-        self.began = step
+        self.newest_started = step
         return bool(self.world.broadcast_int(self.replayed.checkpoint(step).is_dir()))
 
     def save(self, step: int, model: PreTrainedModel, optimizer: Optimizer) -> None:
         path = self.replayed.checkpoint(step)
-        fault = ""
-        if self.world.is_main:
-            try:
-                verify_checkpoint(path)
-            except CorruptFileError as error:
-                fault = str(error)
-        fault = self.world.broadcast_bytes(fault.encode()).decode()
+        fault = checkpoint.fault_of(path, self.world)
         names = [] if fault else checkpoint.differing(path, model, optimizer, self.world)
         ranks = ranks_without(self.world, not names)
         if self.world.is_main:

@@ -6,45 +6,55 @@ from statistics import fmean
 from torch import Tensor
 
 from rl.run_dir.status import Phase
+from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.data.minibatches import compares_with_old, keep_old_logprobs
 from rl.trainer.data.packing import Packed
 from rl.trainer.data.prefetch import Skipped
 from rl.trainer.loss.common import LossInputs, compute_loss
 from rl.trainer.loss.losses import loss_function
+from rl.trainer.measure.experts import load_metrics
 from rl.trainer.measure.memory import explain_out_of_memory
 from rl.trainer.measure.performance import Timer
 from rl.trainer.measure.statistics import Statistics
 from rl.trainer.measure.tokens import TokenColumns
-from rl.trainer.model.policy import Scores, score
+from rl.trainer.model.policy import Scores, keep_old, score
 from rl.trainer.model.reference import reference_logprobs
 from rl.trainer.optim import lr_at, optimizer_step
 from rl.trainer.parallel.sharding import reduce_replicas, sum_over_context
 from rl.trainer.parallel.world import World
-from rl.trainer.sft.source import meaningful
-from rl.trainer.start import TrainContext, Trainer
+from rl.trainer.trainer import TrainContext, Trainer
 
 
-def train(trainer: Trainer) -> None:
-    """Receives, trains and publishes until the last step, or until the batch source reports that the run has ended.
+def train(trainer: Trainer) -> bool:
+    """Receives, trains and publishes until the last step, or until the batch source reports that the run has ended, or until SIGTERM.
+
+    Returns whether SIGTERM has ended it, see departure.py: then the run goes on with the next start.
 
     Consumes: batches, which a thread fetches during the previous step. Produces: metric lines, and policy versions and checkpoints,
     which two threads write during the next steps. Waits for: these three threads, and through them the orchestrator and the disk.
     """
     trainer.begin()
-    for step in range(trainer.step + 1, trainer.last + 1):
-        timer = Timer(step, trainer.context.world.device)
+    world, first = trainer.context.world, trainer.step + 1
+    for step in range(first, trainer.last + 1):
+        timer = Timer(step, world.device)
         ready = trainer.receive(step)
         timer.lap("wait_for_batch")
         if ready is None:
             break
         metrics = {"quarantined": 1.0} if isinstance(ready, Skipped) else train_batch(trainer, ready, timer)
         trainer.step = step
-        checkpoint_is_due = trainer.saver.due(step, trainer.last)
-        if checkpoint_is_due or trainer.every_version_is_read:
+        if step == first:  # which compiles, on one rank for longer than on another
+            world.set_timeout(trainer.config.trainer.rank_timeout_s)
+        leaves = trainer.leaves()
+        if leaves:  # before anything slow; `receive` then ends the loop
+            trainer.save_checkpoint()
+            timer.lap("checkpoint")
+        checkpoint_is_due = not leaves and trainer.saver.due(step, trainer.last)
+        if checkpoint_is_due or leaves or trainer.every_version_is_read:
             trainer.publish()
         timer.lap("publish_weights")
-        if checkpoint_is_due and step < trainer.last:
+        if checkpoint_is_due:
             metrics |= trainer.probe(timer)
         metrics |= trainer.validate(timer)
         if checkpoint_is_due:  # after everything slow: a run resumed from this checkpoint does not log this step again
@@ -52,16 +62,20 @@ def train(trainer: Trainer) -> None:
         timer.lap("checkpoint")
         trainer.log(metrics, ready, timer)
     trainer.finish()
+    return trainer.leaves()
 
 
 def train_batch(trainer: Trainer, packed: Packed, timer: Timer) -> dict[str, float]:
     """Trains one step at its scheduled learning rate and returns the metrics. Raises RunError, explained, if memory runs out."""
     config, step = trainer.config, packed.batch.step
+    if config.trainer.router_replay == "engine" and any(not sample.routes for sample in packed.batch.samples if any(sample.loss_mask)):
+        remedy = "it was sampled by a server without trainer.router_replay = engine, or through NeMo Gym; set it to trainer or off"
+        raise RunError(f"trainer.router_replay = engine: batch {step} has tokens without routes: {remedy}")
     trainer.status.enter(Phase.TRAINING, step)
     lr = lr_at(step, config.trainer.optim, config.max_steps)
     with explain_out_of_memory(trainer.context.model, packed.micro_batches, config, trainer.context.world):
         metrics = train_step(trainer.context, packed, lr, timer)
-    return meaningful(metrics, trainer.batches.source, step)
+    return trainer.batches.source.meaningful(metrics, step)
 
 
 def train_step(context: TrainContext, packed: Packed, lr: float, timer: Timer) -> dict[str, float]:
@@ -85,6 +99,7 @@ def train_step(context: TrainContext, packed: Packed, lr: float, timer: Timer) -
         norms.append(optimizer_step(context.model, context.optimizer, optim, lr, step, statistics.total_loss(world)))
         timer.lap("optimizer")
     metrics = statistics.metrics(world) | (parity if context.parity else {})
+    metrics |= load_metrics(context.model, world)
     metrics["loss/mean"] /= len(norms)
     if tokens and context.token_files:
         context.token_files.start(step, tokens.columns(world))
@@ -104,7 +119,8 @@ def accumulate(context: TrainContext, packed: Packed, minibatch: list[MicroBatch
             micro_batch.reference_logprobs = batch.reference_logprobs = reference_logprobs(context.reference, batch, world)
         scores = score(model, batch, world, entropy_gradient=settings.loss.entropy_coefficient > 0)
         if first and compares_with_old(settings):
-            micro_batch.old_logprobs = batch.old_logprobs = scores.logprobs.detach()
+            keep_old(model, micro_batch, scores)
+            batch.old_logprobs = micro_batch.old_logprobs
         inputs = loss_inputs(batch, len(packed.batch.samples), scores, world)
         terms = compute_loss(inputs, settings.loss, loss_function(settings.loss))
         loss = (terms.loss * batch.weights).sum()

@@ -25,7 +25,7 @@ from rl.wire.http import CONNECT_S, RETRY_S, AwayError, HttpClient, RefusedError
 from rl.wire.messages import UNREADABLE, VersionSpan, WeightVersion
 from rl.wire.worker_messages import ServerSet
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Incremented when the meaning of a request or an answer changes."""
 STATUS_S = 5.0
 """A server that does not report its version within this time gets no new requests; after the second time in a row it counts as away."""
@@ -60,6 +60,8 @@ class Generation(msgspec.Struct):
     """One per token, nats; nan if not finite (null in JSON)."""
     policy_versions: list[VersionSpan]
     finish_reason: str
+    routes: bytes | None = None
+    """See Turn, if `routes_from` was among the sampling parameters."""
 
     def __post_init__(self) -> None:
         self.logprobs = [math.nan if logprob is None else logprob for logprob in self.logprobs]
@@ -90,6 +92,8 @@ class LoadedVersion(msgspec.Struct):
     """From the request to stop until the running step was done; its tokens count."""
     pause_s: float = 0.0
     """From the end of that step until the scheduler may start the next one."""
+    bytes_read: int = 0
+    """What the worker that read most has read of the weights; with several workers, each reads its own part."""
 
 
 class HeldVersion(LoadedVersion):
@@ -300,8 +304,8 @@ class InferenceServers:
         return answer
 
     async def prepare(self, url: str, version: WeightVersion) -> None:
-        """Makes a server read a version that it must not use yet. A refusal shows only when the version is loaded. Raises AwayError,
-        OSError and InferenceLostError."""
+        """Makes a server read a version that it must not use yet. Refusals are ignored here and reported when the version is loaded. Raises
+        AwayError, OSError and InferenceLostError."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_s):
                 await self.send("POST", url, "/prepare_weights", msgspec.to_builtins(version))

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from rl.run_dir.in_memory import InMemory
+from rl.run_dir.over_network import Memory
 from rl.run_dir.status import RoleStatus
 
 VersionNumber = Annotated[int, msgspec.Meta(ge=0)]
@@ -47,6 +47,8 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     """Index of the rollout in its group; one rollout can give several samples."""
     temperature: float = 1.0
     teacher_logprobs: list[float] | None = None
+    routes: bytes | None = None
+    """The experts, in each layer, of each token before the last trained one, as the sampler chose them: see the trainer's Routers."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.loss_mask), len(self.logprobs), len(self.advantages)}
@@ -56,6 +58,8 @@ class TrainingSample(msgspec.Struct, kw_only=True):
             raise ValueError("the first token of a sample cannot be trained, because no token precedes it")
         if sum(span.num_tokens for span in self.policy_versions) != sum(self.loss_mask):
             raise ValueError("policy_versions must cover exactly the tokens with loss_mask True")
+        if self.routes is not None and len(self.routes) % max(1, "".join("01"[trained] for trained in self.loss_mask).rfind("1")):
+            raise ValueError("a sample's routes do not cover exactly the tokens before the last trained one")
 
 
 class TrainBatch(msgspec.Struct, kw_only=True):
@@ -81,8 +85,8 @@ class WeightVersion(msgspec.Struct, frozen=True):
     policy_version: VersionNumber
     path: Annotated[str, msgspec.Meta(max_length=4096)]
     """The version's folder."""
-    memory: InMemory | None = None
-    """Where processes on the trainer's host can read the version before its folder exists."""
+    memory: Memory | None = None
+    """Where the version can be read before its folder exists."""
     content: Annotated[str, msgspec.Meta(max_length=128)] = ""
     """See rl.run_dir.checksums.content_id; it may differ if a version is trained again. Empty: unknown."""
 

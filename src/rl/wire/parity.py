@@ -30,8 +30,6 @@ RUN_LIMITS = LIMITS | {"bfloat16": Limit(6e-3, math.inf)}
 adapters into rounded weights (2.6e-3 measured, docs/lora.md)."""
 GROSS = Limit(0.1, math.inf)
 """Beyond this limit trainer and inference compute different models. Rounding in bfloat16 stays below 0.01."""
-UNJUDGED = 3
-"""Number of consecutive checkpoints without a comparison after which the user is warned."""
 FAR_OFF = 0.3
 """A mean |d| that no rounding explains."""
 
@@ -76,14 +74,20 @@ class Parity:
 
 
 def parity_warning(line: Mapping[str, float], limit: Limit) -> str:
-    """Returns the warning for a step's metrics, or "". Missing comparisons are reported once, after UNJUDGED checkpoints."""
+    """Returns the warning for a step's metrics, or "". A comparison that is missing again and again is reported after 1, 2, 4, ...
+    checkpoints."""
     if line.get("parity/agrees") == 0.0:
         return Parity(int(line["parity/tokens"]), line["parity/mean"], line["parity/max"], line["parity/kl"], 0.0).complaint(limit)
-    if line.get("parity/unjudged") != UNJUDGED:
-        return ""
+    count = int(line.get("parity/unjudged", 0))
+    return unjudged(count) if count.bit_count() == 1 else ""
+
+
+def unjudged(count: int) -> str:
+    """Returns the message for `count` consecutive checkpoints before which nothing was compared, with the remedy."""
     return (
-        f"trainer and inference could not be compared before the last {UNJUDGED} checkpoints: no batch had tokens of the version that it "
-        "trained, and inference did not answer in time; a lower max_lag gives such tokens; `rl doctor --parity MODEL` compares manually"
+        f"trainer and inference were not compared before {'this checkpoint' if count == 1 else f'the last {count} checkpoints'}, so it is "
+        "not known whether they compute the same: no batch had tokens of the version that it trained, and inference did not load the "
+        "checkpoint's version in time; a lower max_lag gives such tokens; `rl doctor --parity MODEL` compares manually"
     )
 
 

@@ -145,9 +145,13 @@ class Group(msgspec.Struct, kw_only=True):
         return len({rollout.episode for rollout in self.rollouts})
 
     @property
+    def rewarded(self) -> list[Rollout]:
+        """The rollouts whose rewards count: those that did not fail and whose agent is trained."""
+        return [rollout for rollout in self.rollouts if rollout.error is None and rollout.trainable]
+
+    @property
     def rewards(self) -> list[float]:
-        """Rewards of the rollouts that did not fail and whose agent is trained."""
-        return [rollout.reward for rollout in self.rollouts if rollout.error is None and rollout.trainable]
+        return [rollout.reward for rollout in self.rewarded]
 
     @property
     def versions(self) -> list[int]:

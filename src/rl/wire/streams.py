@@ -96,7 +96,7 @@ class MessageServer:
         try:
             name = (await stream.receive(MAX_NAME_BYTES) or b"").decode(errors="replace")
             if not self.is_peer(name):
-                raise DecodeError("from nobody who is known here")
+                raise DecodeError("from an unknown peer")
             if before := self.streams.get(name):
                 before.writer.close()
             self.streams[name] = stream

@@ -49,9 +49,9 @@ ATTEMPT_S = 20.0
 """One request waits this long for an answer before it is sent again; the orchestrator answers NotReady well before that."""
 ADDRESS_CHECK_S = 0.5
 """Interval at which a waiting client checks whether the orchestrator has a new address."""
-COMING_S = 1.0
+HINT_S = 1.0
 ANSWER_WITHIN_S = 5.0
-"""The orchestrator answers within this time, if only with NotReady."""
+"""The orchestrator answers within this time, even if only with NotReady."""
 MAX_REQUEST_BYTES = 1 << 16
 MAX_REPLY_BYTES = 1 << 26
 """The largest replies are probes, up to four contexts. ZeroMQ closes the connection if a message is larger."""
@@ -142,18 +142,19 @@ class Wait:
 class OrchestratorClient:
     """The trainer's side; used only by rank 0. Blocking and thread-safe."""
 
-    def __init__(self, run_dir: RunDir):
-        self.run_dir, self.status_path = run_dir, run_dir.status("orchestrator")
+    def __init__(self, run_dir: RunDir, gives_up: Callable[[], bool] = lambda: False):
+        """`gives_up`: whether to wait for answers no longer than for ADDRESS_CHECK_S, because this process is about to end."""
+        self.run_dir, self.status_path, self.gives_up = run_dir, run_dir.status("orchestrator"), gives_up
         self.rejected = Rejected("answers of the orchestrator")
 
-    def get_batch(self, step: int, wait: Wait) -> bytes | RunEnded:
-        """Waits for the batch of `step`. Returns the bytes of its file, or RunEnded if the run is over.
+    def get_batch(self, step: int, wait: Wait) -> bytes | RunEnded | None:
+        """Waits for the batch of `step`. Returns the bytes of its file, or RunEnded if the run is over, or None if it gives up.
 
         Raises CorruptFileError if the file is damaged, RunError at the deadline.
         """
         while True:
             reply = self._ask_until(GetBatch(step), (BatchReady, RunEnded), f"batch {step}", Phase.WAITING_FOR_BATCH, step, wait)
-            if isinstance(reply, RunEnded):
+            if reply is None or isinstance(reply, RunEnded):
                 return reply
             if data := self._read_batch(step, reply, wait):
                 wait.over()
@@ -182,22 +183,23 @@ class OrchestratorClient:
             raise CorruptFileError(f"{path}: damaged, its checksum does not match")
         return b""
 
-    def published(self, version: WeightVersion, wait: Wait) -> Acknowledged:
-        """Announces a version. Returns which versions are still needed."""
+    def published(self, version: WeightVersion, wait: Wait) -> Acknowledged | None:
+        """Announces a version. Returns which versions are still needed, or None if it gives up."""
         number = version.policy_version
         what = f"the acknowledgement of version {number}"
         return self._ask_until(Published(version), (Acknowledged,), what, Phase.ANNOUNCING_VERSION, number, wait)
 
-    def coming(self, version: WeightVersion) -> None:
-        """Announces a version that servers may prepare while it is hashed. Optional, so there is only one attempt of COMING_S seconds."""
+    def hint_prepare(self, version: WeightVersion) -> None:
+        """Announces a version that servers may prepare while it is hashed. Optional, so there is only one attempt of HINT_S seconds."""
         with contextlib.suppress(NoAnswerError):
             if address := read_address(self.status_path):
-                self._ask(address, PrepareHint(version), COMING_S)
+                self._ask(address, PrepareHint(version), HINT_S)
 
     def probe(self, policy_version: int, timeout_s: float) -> list[TrainingSample]:
-        """Returns completions by exactly this version; none if inference holds a later one, or fails to load it within `timeout_s`."""
+        """Returns completions by exactly this version; none if inference holds a later one, or fails to load it within `timeout_s`, or if
+        the client gives up."""
         since = time.monotonic()
-        while (left := timeout_s - (time.monotonic() - since)) > 0:
+        while (left := timeout_s - (time.monotonic() - since)) > 0 and not self.gives_up():
             address = read_address(self.status_path)
             with contextlib.suppress(NoAnswerError):
                 reply = self._ask(address, GetProbe(policy_version), left) if address else None
@@ -207,7 +209,8 @@ class OrchestratorClient:
         return []
 
     def _ask_until(self, request: Request, accepted: tuple[type, ...], what: str, phase: Phase, step: int, wait: Wait) -> Any:
-        """Asks until an answer of an accepted type comes. The RunError at the deadline names `what`; the status shows phase and step."""
+        """Asks until an answer of an accepted type comes, or gives up and returns None. The RunError at the deadline names `what`; the
+        status shows phase and step."""
         detail = "the orchestrator to come up"
         since = time.strftime("%H:%M:%S")
         while (left := wait.left_s()) > 0:
@@ -226,6 +229,9 @@ class OrchestratorClient:
                 return reply
             else:
                 time.sleep(0.2)
+            if self.gives_up():
+                wait.over()
+                return None
         raise RunError(
             f"waited {wait.timeout_s:.0f} s for {what} ({detail}), first asked at {since}. "
             f"The orchestrator: {last_seen(self.status_path)}\n"
@@ -263,12 +269,13 @@ class OrchestratorClient:
             raise self._reject(address, error) from None
 
     def _poll(self, poller: zmq.Poller, address: str, timeout_s: float) -> dict[Any, int]:
-        """Returns the sockets that are ready; empty after `timeout_s`, or soon after the orchestrator came back at another address."""
+        """Returns the sockets that are ready; empty after `timeout_s`, or soon after the orchestrator came back at another address, or if
+        the client gives up."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             if ready := dict(poller.poll(int(min(left, ADDRESS_CHECK_S) * 1000))):
                 return ready
-            if read_address(self.status_path) not in (None, address):
+            if self.gives_up() or read_address(self.status_path) not in (None, address):
                 break
         return {}
 

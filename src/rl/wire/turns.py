@@ -28,6 +28,10 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str
     teacher_logprobs: list[float] | None = None
     """Log-probabilities of the completion's tokens under the teacher, nats."""
+    routes: bytes | None = None
+    """Routes of the tokens from `routes_from` on, without the last: the same number of bytes for each, see TrainingSample."""
+    routes_from: int = 0
+    """Number of first tokens of the prompt whose routes an earlier turn has."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.completion_ids), len(self.logprobs), sum(span.num_tokens for span in self.policy_versions)}
@@ -37,6 +41,9 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise ValueError("an answer to an empty prompt cannot be trained")
         if self.teacher_logprobs is not None and len(self.teacher_logprobs) != len(self.completion_ids):
             raise ValueError("an answer's tokens and teacher logprobs differ in number")
+        num_routed = len(self.prompt_ids) + len(self.completion_ids) - 1 - self.routes_from
+        if self.routes and (num_routed < 1 or len(self.routes) % num_routed):
+            raise ValueError(f"the routes of {num_routed} tokens have {len(self.routes)} bytes")
 
     @property
     def token_ids(self) -> list[int]:
@@ -69,6 +76,8 @@ class AnswerSpan(msgspec.Struct, array_like=True, gc=False):
     finish_reason: str
     teacher_logprobs: bytes | None = None
     """Log-probabilities of the completion's tokens under the teacher, nats, float64."""
+    routes: bytes | None = None
+    """Routes of the chain's tokens up to the completion's last but one, without those that earlier answers of the chain have."""
 
     @property
     def num_tokens(self) -> int:
@@ -122,9 +131,32 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
             shared = max(common, default=0)
             base = common.index(shared) if shared else -1
             self.chains.append(Chain(prompt[shared * ID_BYTES :] + pack_ids(turn.completion_ids), base, shared))
+        routes = None if turn.routes is None else self._new_routes(turn, number)
         teacher = None if turn.teacher_logprobs is None else pack_logprobs(turn.teacher_logprobs)
         logprobs = pack_logprobs(turn.logprobs)
-        self.answers.append(AnswerSpan(number, len(turn.prompt_ids), logprobs, turn.policy_versions, turn.finish_reason, teacher))
+        self.answers.append(AnswerSpan(number, len(turn.prompt_ids), logprobs, turn.policy_versions, turn.finish_reason, teacher, routes))
+
+    def routed(self, prompt_ids: list[int]) -> int:
+        """Returns of how many of a prompt's first tokens the routes are known: those of the chain that the prompt extends."""
+        common = self._common(pack_ids(prompt_ids))
+        number = next((i for i, chain in enumerate(self.chains) if common[i] == chain.num_tokens), -1)
+        return max((answer.end - 1 for answer in self.answers if answer.chain == number and answer.routes), default=0)
+
+    def routes(self, number: int, count: int) -> bytes | None:
+        """Returns the routes of a chain's first `count` tokens; None unless all its answers have routes."""
+        parts = [(answer.end - 1, answer.routes) for answer in self.answers if answer.chain == number]
+        if any(routes is None for _, routes in parts):
+            return None
+        whole, last = b"".join(routes for _, routes in parts if routes), max((end for end, _ in parts), default=0)
+        return whole[: count * (len(whole) // max(1, last))]
+
+    def _new_routes(self, turn: Turn, number: int) -> bytes:
+        """Returns the routes of a turn without those that its chain has. With those of its chain's base, if another turn has meanwhile
+        extended the chain that the turn was to extend."""
+        known = self.routes(number, self.chains[number].num_tokens) or b""
+        before = known if known or not turn.routes_from else self.routes(self.chains[number].base, turn.routes_from) or b""
+        width = len(turn.routes or b"") // max(1, len(turn.token_ids) - 1 - turn.routes_from)
+        return (before[: turn.routes_from * width] + (turn.routes or b""))[len(known) :]
 
     def _common(self, prompt: bytes) -> list[int]:
         """Returns the length of each chain's common prefix with a prompt, in tokens. Looks at each stored token once."""
@@ -187,6 +219,7 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
             policy_versions=answer.policy_versions,
             finish_reason=answer.finish_reason,
             teacher_logprobs=None if answer.teacher_logprobs is None else unpack_logprobs(answer.teacher_logprobs),
+            routes=self.routes(answer.chain, answer.end - 1),
         )
 
     def __eq__(self, other: object) -> bool:

@@ -56,6 +56,8 @@ class PolicySpec(msgspec.Struct, kw_only=True):
     """Unix socket for requests to the servers; empty: they go over the network."""
     enforce_monotonicity: bool = False
     """Whether to fail a rollout whose next prompt does not continue the ids of an earlier turn."""
+    routes: bool = False
+    """Whether the servers give the routes of tokens (trainer.router_replay = engine)."""
     endpoint: Endpoint | None = None
 
 
@@ -98,7 +100,7 @@ class PlayGroup(msgspec.Struct, tag=True):
     task: int
     num_episodes: int
     sampling: dict[str, Any]
-    server: int
+    session: int
     """The session of all the group's rollouts: one inference server answers them while that is efficient, for its prefix cache."""
     done: list[int] = []
     """Episodes that are already finished; empty if the episodes of a group are scored together."""

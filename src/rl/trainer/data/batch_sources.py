@@ -2,19 +2,14 @@
 
 import json
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Protocol
 
-import torch.distributed as dist
-
 from rl.run_dir.paths import RunDir, numbers
+from rl.run_dir.status import Phase
 from rl.trainer.parallel.world import World
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import RunEnded, TrainBatch
 from rl.wire.transport import OrchestratorClient, Wait
-
-UNBOUNDED = timedelta(days=365)
-"""Timeout of the thread's collectives: a step may take any time, and the wait for the thread has a deadline of its own."""
 
 
 class BatchSource(Protocol):
@@ -27,21 +22,31 @@ class BatchSource(Protocol):
         """Returns the held-out batches whose loss is due after `step`; an empty list if there are none."""
         return []
 
+    def meaningful(self, metrics: dict[str, float], step: int) -> dict[str, float]:
+        """Returns those of a step's metrics that mean something for this source's batches, and the source's own."""
+        return metrics
+
 
 class FromOrchestrator(BatchSource):
     """Rank 0 asks the orchestrator and broadcasts the bytes; every rank checks and decodes them. Creating it is a collective call."""
 
-    def __init__(self, client: OrchestratorClient | None, wait: Wait, world: World):
+    def __init__(self, client: OrchestratorClient | None, wait: Wait, world: World, timeout_s: float):
+        """`timeout_s`: the deadline of the broadcast, once rank 0 has the batch."""
         self.client, self.wait, self.world = client, wait, world
-        self.group = dist.new_group(backend="gloo", timeout=UNBOUNDED) if world.size > 1 else None
+        self.group = world.new_group(timeout_s)
 
     def receive(self, step: int) -> TrainBatch | None:
-        """Waits for: the orchestrator's answer, on rank 0 as long as `wait` allows, on other ranks in a broadcast."""
+        """Waits for: the orchestrator's answer, on rank 0 as long as `wait` allows; the other ranks wait for rank 0.
+
+        Returns None on every rank, too, if rank 0 gives up because the trainer leaves.
+        """
+        if not self.client:
+            self.wait.about(Phase.WAITING_FOR_BATCH, step, "rank 0 to get it")
         answer = self.client.get_batch(step, self.wait) if self.client else b""
-        ended = isinstance(answer, RunEnded)
-        if ended:
+        if isinstance(answer, RunEnded):
             print(f"the run has ended: {answer.reason}", flush=True)
-        data = self.world.broadcast_bytes(b"" if ended else answer, self.group)
+        data = self.world.broadcast_bytes(answer if isinstance(answer, bytes) else b"", self.group)
+        self.wait.over()
         if not data:
             return None
         return batch_of(step, data, f"batch {step} from the orchestrator")

@@ -30,10 +30,10 @@ class MicroBatch:
 
     Example, samples 0 `a b c` and 1 `a b d e` with everything after `a` trained: T = 3 inputs, P = 3 predictors, N = 5 loss tokens::
 
-        input_ids   a b d        rows       0 0 1 1 2   index into predictors
-        predictors  0 1 2        targets    b b c d e   token that is predicted
-                                 sequences  0 1 0 1 1   sample in the batch
-                                 places     0 2 1 3 4   loss token in the batch: those of sample 0 are 0 and 1
+        input_ids   a b d        predictor_of  0 0 1 1 2   index into predictors
+        predictors  0 1 2        targets       b b c d e   token that is predicted
+                                 sequences     0 1 0 1 1   sample in the batch
+                                 token_index   0 2 1 3 4   loss token in the batch: those of sample 0 are 0 and 1
     """
 
     input_ids: Tensor  # [T] int64
@@ -42,16 +42,17 @@ class MicroBatch:
     queries: Tensor | None  # [T'] int64 ascending: the positions that this rank computes (context parallelism); None: all T
     predictors: Tensor  # [P] int64 ascending: packed positions that predict some loss token
     temperatures: Tensor  # [P] float32
-    rows: Tensor  # [N] int64, ascending: which of the P positions predicts the token
+    predictor_of: Tensor  # [N] int64, ascending: which of the P positions predicts the token
     targets: Tensor  # [N] int64 token ids
     logprobs: Tensor  # [N] float32, the sampler's
     advantages: Tensor  # [N] float32
     weights: Tensor  # [N] float32, see minibatches.sample_weights
     sequences: Tensor  # [N] int64: index of the token's sample in the batch
-    places: Tensor  # [N] int64: index of the token among all loss tokens of the batch, sample after sample
+    token_index: Tensor  # [N] int64: index of the token among all loss tokens of the batch, sample after sample
     envs: Tensor  # [N] int64: index of the token's environment in TrainBatch.envs
     teacher_logprobs: Tensor | None  # [N] float32, nan for tokens without a teacher; None if no token has one
     fresh: Tensor  # [N] bool: sampled by exactly the version that is being trained
+    routes: Tensor | None = None  # [T, width] uint8 (context parallelism: [T', width]), see Routers; None: the routers choose
     old_logprobs: Tensor | None = None  # [N] float32, of the policy that the batch began with; None until computed
     reference_logprobs: Tensor | None = None  # [N] float32, of the reference model; None until computed
     padding: int = 0
@@ -78,7 +79,9 @@ def fill_blocks(batch: MicroBatch, ranks: int) -> MicroBatch:
     """Pads the micro batch so that each of the `ranks` that share its row holds whole FlexAttention blocks."""
     length = len(batch.input_ids)
     row = padded(batch.input_ids, batch.position_ids, batch.subtree_ends, whole_blocks(length, ranks))
-    return replace(batch, input_ids=row[0], position_ids=row[1], subtree_ends=row[2], padding=len(row[0]) - length)
+    padding = len(row[0]) - length
+    routes = None if batch.routes is None else torch.nn.functional.pad(batch.routes, (0, 0, 0, padding))
+    return replace(batch, input_ids=row[0], position_ids=row[1], subtree_ends=row[2], routes=routes, padding=padding)
 
 
 def empty_micro_batch() -> MicroBatch:
@@ -92,6 +95,6 @@ def empty_micro_batch() -> MicroBatch:
         "predictors": zero,
         "temperatures": torch.ones(1),
     }
-    integers = dict.fromkeys(("rows", "targets", "sequences", "places", "envs"), none)
+    integers = dict.fromkeys(("predictor_of", "targets", "sequences", "token_index", "envs"), none)
     floats = dict.fromkeys(("logprobs", "advantages", "weights"), none.float())
     return MicroBatch(**row, **integers, **floats, teacher_logprobs=None, fresh=none.bool())

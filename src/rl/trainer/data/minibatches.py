@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rl.config.loss import ClippedSettings, CustomConfig, LossSettings
 from rl.config.trainer import TrainerConfig
 from rl.trainer.data.micro_batch import MicroBatch
-from rl.trainer.model.policy import score
+from rl.trainer.model.policy import keep_old, score
 from rl.trainer.parallel.world import World
 from rl.wire.messages import TrainBatch, TrainingSample
 
@@ -29,12 +29,12 @@ def cut(batch: TrainBatch, count: int, seed: int) -> list[list[int]]:
     if count == 1:
         return [list(range(len(batch.samples)))]
     groups: dict[int, list[int]] = defaultdict(list)
-    for place, sample in enumerate(batch.samples):
+    for index, sample in enumerate(batch.samples):
         if any(sample.loss_mask):
-            groups[sample.group_id].append(place)
+            groups[sample.group_id].append(index)
     order = np.random.Generator(np.random.PCG64([seed, batch.step])).permutation(sorted(groups))
     parts = np.array_split(order, max(1, min(count, len(groups))))
-    return [[place for group in part.tolist() for place in groups[group]] for part in parts]
+    return [[index for group in part.tolist() for index in groups[group]] for part in parts]
 
 
 def sample_weights(samples: Sequence[TrainingSample], config: LossSettings, constant_length: int) -> list[float]:
@@ -42,7 +42,8 @@ def sample_weights(samples: Sequence[TrainingSample], config: LossSettings, cons
 
     With N loss tokens in the batch, n_i of them in sample i, and S samples that have any: token 1/N (DAPO,
     https://arxiv.org/abs/2503.14476); sequence 1/(S n_i) (GRPO, https://arxiv.org/abs/2402.03300); constant 1/(S constant_length)
-    (Dr. GRPO, https://arxiv.org/abs/2503.20783). Tokens that the loss masks are counted.
+    (Dr. GRPO, https://arxiv.org/abs/2503.20783). Loss tokens that a clip or a mask on r leaves
+    without gradient count in N and n_i as well.
     """
     lengths = [sum(sample.loss_mask) for sample in samples]
     trained = max(1, sum(length > 0 for length in lengths))
@@ -56,15 +57,15 @@ def sample_weights(samples: Sequence[TrainingSample], config: LossSettings, cons
 def minibatch_weights(batch: TrainBatch, parts: Sequence[Sequence[int]], config: LossSettings, constant_length: int) -> list[float]:
     """Returns the weight of each sample's loss tokens in the loss of its own minibatch, see `sample_weights`."""
     weights = [0.0] * len(batch.samples)
-    for places in parts:
-        for place, weight in zip(places, sample_weights([batch.samples[i] for i in places], config, constant_length), strict=True):
-            weights[place] = weight
+    for indices in parts:
+        for index, weight in zip(indices, sample_weights([batch.samples[i] for i in indices], config, constant_length), strict=True):
+            weights[index] = weight
     return weights
 
 
 def compares_with_old(settings: TrainerConfig) -> bool:
-    """Whether the loss needs the log-probabilities of the policy that the batch began with: clipped and custom losses do, if a batch has
-    several optimizer steps."""
+    """Whether the loss compares with the policy that the batch began with, and so needs its log-probabilities. Clipped and custom losses do
+    if a batch has several optimizer steps; with a single one that policy is the one being trained."""
     return settings.minibatches * settings.epochs > 1 and isinstance(settings.loss, ClippedSettings | CustomConfig)
 
 
@@ -72,5 +73,5 @@ def compares_with_old(settings: TrainerConfig) -> bool:
 def keep_old_logprobs(model: PreTrainedModel, micro_batches: Iterable[MicroBatch], world: World, advance: Callable[[], None]) -> None:
     """Scores `micro_batches`: all but those of the first optimizer step, which scores its own. Every rank calls this before that step."""
     for micro_batch in micro_batches:
-        micro_batch.old_logprobs = score(model, micro_batch.to(world.device), world).logprobs
+        keep_old(model, micro_batch, score(model, micro_batch.to(world.device), world))
         advance()

@@ -40,8 +40,8 @@ def pack(batch: TrainBatch, weights: Sequence[float], layout: Layout, parts: Seq
     """
     minibatches, computed, length = [], 0, 0
     starts = list(accumulate((sum(sample.loss_mask) for sample in batch.samples), initial=0))
-    for places in parts or [None]:
-        ordered = sort_samples(batch, places)
+    for indices in parts or [None]:
+        ordered = sort_samples(batch, indices)
         ranks = plan(ordered, layout)
         minibatches.append([to_micro_batch(ordered, part, batch, weights, starts) for part in ranks[layout.rank]])
         computed += sum(range_tokens(ordered, part) for assigned in ranks for part in assigned)
@@ -59,10 +59,10 @@ def to_micro_batch(
     items = ordered.items[part[0] : part[1]]
     if not items:
         return empty_micro_batch()
-    token_ids, positions, subtree_ends, paths = lay_out(ordered, part)
+    token_ids, positions, subtree_ends, paths, routes = lay_out(ordered, part)
     predicted_from = np.concatenate([path[item.trained - 1] for item, path in zip(items, paths, strict=True)])
     order = np.argsort(predicted_from, kind="stable")
-    predictors, first, rows = np.unique(predicted_from[order], return_index=True, return_inverse=True)
+    predictors, first, predictor_of = np.unique(predicted_from[order], return_index=True, return_inverse=True)
     counts = [len(item.trained) for item in items]
 
     def by_item(values: Sequence[float], dtype: type) -> Tensor:
@@ -83,16 +83,17 @@ def to_micro_batch(
         queries=None,
         predictors=torch.from_numpy(predictors),
         temperatures=by_item([item.sample.temperature for item in items], np.float32)[torch.from_numpy(first)],
-        rows=torch.from_numpy(rows),
+        predictor_of=torch.from_numpy(predictor_of),
         targets=torch.from_numpy(np.concatenate([np.array(item.sample.token_ids)[item.trained] for item in items])[order]),
         logprobs=by_token("logprobs"),
         advantages=by_token("advantages"),
-        weights=by_item([weights[item.place] for item in items], np.float32),
-        sequences=by_item([item.place for item in items], np.int64),
-        places=torch.from_numpy(
-            np.concatenate([starts[item.place] + np.arange(count) for item, count in zip(items, counts, strict=True)])[order]
+        weights=by_item([weights[item.sample_index] for item in items], np.float32),
+        sequences=by_item([item.sample_index for item in items], np.int64),
+        token_index=torch.from_numpy(
+            np.concatenate([starts[item.sample_index] + np.arange(count) for item, count in zip(items, counts, strict=True)])[order]
         ),
         envs=by_item([env_of[item.sample.env] for item in items], np.int64),
         teacher_logprobs=by_token("teacher_logprobs") if has_teacher else None,
         fresh=torch.from_numpy(fresh[order]),
+        routes=None if routes is None else torch.from_numpy(routes),
     )

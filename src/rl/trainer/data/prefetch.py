@@ -11,6 +11,7 @@ from rl.trainer.data.micro_batch import fill_blocks, micro_batch_tokens
 from rl.trainer.data.minibatches import cut, minibatch_weights
 from rl.trainer.data.packing import Packed, pack
 from rl.trainer.model.modes import Mode
+from rl.trainer.model.routes import Routers
 from rl.trainer.parallel.sharding import localise
 from rl.trainer.parallel.world import World
 from rl.trainer.store.single_task_thread import SingleTaskThread
@@ -64,10 +65,19 @@ class Prefetch:
             return self.thread.result(f"batch {step} from rank 0; see its log", self.deadline_s, others)
 
 
-def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int, minibatches: int = 1, mode: Mode = "blocks") -> Packed:
+def prepare(
+    batch: TrainBatch,
+    config: RLConfig,
+    world: World,
+    hidden_size: int,
+    minibatches: int = 1,
+    mode: Mode = "blocks",
+    routers: Routers | None = None,
+) -> Packed:
     """Packs a batch for this rank into minibatches, and gives each token its weight in the loss of its minibatch.
 
-    `mode`: how the model computes rows, see rl.trainer.model.policy.mode_of.
+    `mode`: how the model computes rows, see rl.trainer.model.policy.mode_of. `routers`: those of the model if routes are replayed; RunError
+    is raised for routes that they cannot take.
     """
     settings, several = config.trainer, mode != "unpacked"  # whether a row may hold more than one sample
     constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
@@ -75,6 +85,9 @@ def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int,
     layout = Layout(world.data_rank, world.data_size, max_tokens, hidden_size)
     parts = cut(batch, minibatches, config.seed)
     packed = pack(batch, minibatch_weights(batch, parts, settings.loss, constant_length), layout, parts)
+    for row in packed.micro_batches if routers else ():
+        if row.routes is not None:
+            routers.check(row.routes)
     on_gpu, rows = world.device.type == "cuda", packed.minibatches
     if on_gpu and several:
         rows = [[fill_blocks(row, world.context_size) for row in part] for part in rows]

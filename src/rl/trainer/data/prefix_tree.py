@@ -31,9 +31,16 @@ class Item:
     """A sample among the sorted samples."""
 
     sample: TrainingSample
-    place: int  # index among the batch's samples
+    sample_index: int  # index among the batch's samples
     trained: np.ndarray  # [n] indices of its loss tokens
     inputs: np.ndarray  # [L] uint32: all tokens before the last loss token, which are the ones that loss tokens depend on
+    routes: np.ndarray | None  # [L, width] uint8: their routes, if the sampler gave them
+
+    @property
+    def key(self) -> bytes:
+        """Sorts items by their tokens, and tokens by their numbers (big-endian bytes do), then by their routes."""
+        ids = self.inputs.astype(">u4")
+        return ids.tobytes() if self.routes is None else np.hstack([ids[:, None].view(np.uint8), self.routes]).tobytes()
 
 
 @dataclass(frozen=True)
@@ -45,34 +52,40 @@ class SortedSamples:
     shared: np.ndarray  # [n] int64: length of the prefix that each item shares with the one before it, 0 where a tree begins
 
 
-def sort_samples(batch: TrainBatch, places: Iterable[int] | None = None) -> SortedSamples:
+def sort_samples(batch: TrainBatch, indices: Iterable[int] | None = None) -> SortedSamples:
     """Returns the samples at these indices of a batch (default: all), ordered so that neighbours share the longest prefixes."""
     groups: dict[tuple[int, float], list[Item]] = defaultdict(list)
-    for place in range(len(batch.samples)) if places is None else places:
-        sample = batch.samples[place]
+    for index in range(len(batch.samples)) if indices is None else indices:
+        sample = batch.samples[index]
         trained = np.flatnonzero(np.array(sample.loss_mask, dtype=bool))
         if len(trained):
             inputs = np.array(sample.token_ids[: trained[-1]], dtype=np.uint32)
-            groups[sample.group_id, sample.temperature].append(Item(sample, place, trained, inputs))
+            routes = np.frombuffer(sample.routes, dtype=np.uint8).reshape(len(inputs), -1) if sample.routes else None
+            groups[sample.group_id, sample.temperature].append(Item(sample, index, trained, inputs, routes))
     items: list[Item] = []
     shared: list[int] = []
     for key in sorted(groups):
-        group = sorted(groups[key], key=lambda item: item.inputs.astype(">u4").tobytes())  # big-endian bytes sort like the numbers
+        group = sorted(groups[key], key=lambda item: item.key)
         items += group
-        shared += [0, *(common_prefix(a.inputs, b.inputs) for a, b in pairwise(group))]
+        shared += [0, *(common_prefix(a, b) for a, b in pairwise(group))]
     return SortedSamples(items, np.array([len(item.inputs) for item in items], dtype=np.int64), np.array(shared, dtype=np.int64))
 
 
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Returns the length of the longest common prefix."""
-    shortest = min(len(a), len(b))
-    differs = a[:shortest] != b[:shortest]
+def common_prefix(a: Item, b: Item) -> int:
+    """Returns the length of the longest common prefix: of tokens with the same routes, for a token is computed by one."""
+    shortest = min(len(a.inputs), len(b.inputs))
+    differs = a.inputs[:shortest] != b.inputs[:shortest]
+    if a.routes is not None and b.routes is not None:
+        differs |= (a.routes[:shortest] != b.routes[:shortest]).any(1)
     first = int(differs.argmax()) if shortest else 0
     return first if shortest and differs[first] else shortest
 
 
-def lay_out(ordered: SortedSamples, part: MicroBatchRange) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Lays the part out depth first. Returns token ids, positions and ends, [T] each, and the packed positions of each item's tokens."""
+def lay_out(
+    ordered: SortedSamples, part: MicroBatchRange
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray], np.ndarray | None]:
+    """Lays the part out depth first. Returns token ids, positions and ends, [T] each, the packed positions of each item's tokens, and the
+    routes [T, width] if all items have them."""
     start, end = part
     items, shared = ordered.items[start:end], ordered.shared[start:end].copy()
     shared[:1] = 0
@@ -87,4 +100,6 @@ def lay_out(ordered: SortedSamples, part: MicroBatchRange) -> tuple[np.ndarray, 
         used += len(tokens)
         paths.append(path)
     positions = [np.arange(n, n + len(tokens)) for tokens, n in zip(new, shared.tolist(), strict=True)]
-    return np.concatenate(new).astype(np.int64), np.concatenate(positions), subtree_ends, paths
+    routes = [item.routes[n:] for item, n in zip(items, shared.tolist(), strict=True) if item.routes is not None]
+    whole = np.concatenate(routes) if len(routes) == len(items) else None
+    return np.concatenate(new).astype(np.int64), np.concatenate(positions), subtree_ends, paths, whole

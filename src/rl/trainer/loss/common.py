@@ -69,7 +69,7 @@ class LossTerms:
     clipped: Tensor
     """Bool: the loss's own clip removes the token's gradient."""
     outside: Tensor
-    """Bool: one of the masks on r excludes the token."""
+    """Bool: one of the masks on r excludes the token; MASKED in the token log."""
     ratio: Tensor
     """r."""
     kl: Tensor
@@ -82,8 +82,8 @@ class LossTerms:
     """k3 of log p - log o: an estimate of KL(o || p), how far the batch's optimizer steps have moved the policy; None without o."""
 
     @property
-    def masked(self) -> Tensor:
-        """Bool: the policy term has no gradient at the token."""
+    def without_gradient(self) -> Tensor:
+        """Bool: the policy term has no gradient at the token, clipped or outside; `masked_fraction` counts these."""
         return self.clipped | self.outside
 
 
@@ -151,9 +151,9 @@ def outside_masks(inputs: LossInputs, config: LossSettings, log_r: Tensor) -> Te
     Tokens: IcePop (https://arxiv.org/abs/2510.18855). Sequences: masked importance sampling and the geometric mask
     (https://yingru.notion.site/271211a558b7808d8b12d403fd15edda).
     """
-    masked = outside(log_r, config.token_mask)
+    excluded = outside(log_r, config.token_mask)
     if config.sequence_mask != EVERYTHING:
-        masked |= outside(inputs.sequence_sum(log_r), config.sequence_mask)[inputs.sequences]
+        excluded |= outside(inputs.sequence_sum(log_r), config.sequence_mask)[inputs.sequences]
     if config.geometric_mask != EVERYTHING:
-        masked |= outside(sequence_means(inputs, log_r), config.geometric_mask)[inputs.sequences]
-    return masked
+        excluded |= outside(sequence_means(inputs, log_r), config.geometric_mask)[inputs.sequences]
+    return excluded

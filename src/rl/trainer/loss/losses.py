@@ -14,6 +14,7 @@ from rl.config.loss import (
     CrossEntropyConfig,
     CustomConfig,
     DppoConfig,
+    DroConfig,
     GspoConfig,
     PolicyGradientConfig,
 )
@@ -97,11 +98,19 @@ def dppo(inputs: LossInputs, config: DppoConfig) -> tuple[Tensor, Tensor]:
     Kimi k1.5 (https://arxiv.org/abs/2501.12599), per token.
     """
     moved = inputs.trainer_logprobs.detach().exp() - inputs.logprobs.exp()
-    masked = torch.where(inputs.advantages > 0, moved > config.mask_high, (inputs.advantages < 0) & (moved < -config.mask_low))
+    moved_too_far = torch.where(inputs.advantages > 0, moved > config.mask_high, (inputs.advantages < 0) & (moved < -config.mask_low))
     log_r = log_ratio(inputs)
     ratio = torch.where(inputs.advantages < 0, log_r.exp().clamp(max=config.delta), log_r.exp())
-    loss = torch.where(masked, 0.0, -ratio * inputs.advantages) + config.kl_tau * log_r.square()
-    return loss, masked | ((inputs.advantages < 0) & (log_r.exp() > config.delta))
+    loss = torch.where(moved_too_far, 0.0, -ratio * inputs.advantages) + config.kl_tau * log_r.square()
+    return loss, moved_too_far | ((inputs.advantages < 0) & (log_r.exp() > config.delta))
+
+
+def dro(inputs: LossInputs, config: DroConfig) -> tuple[Tensor, Tensor]:
+    """-A log p + beta (log r)^2 / 2: the policy's part of Direct Reward Optimisation (https://arxiv.org/abs/2405.19107), with an advantage
+    in place of reward minus learned value."""
+    log_r = log_ratio(inputs)
+    loss = 0.5 * config.beta * log_r.square() - inputs.advantages * inputs.trainer_logprobs
+    return loss, torch.zeros_like(inputs.sequences, dtype=torch.bool)
 
 
 def cross_entropy(inputs: LossInputs, config: CrossEntropyConfig) -> tuple[Tensor, Tensor]:
@@ -180,5 +189,5 @@ def first_not_finite(what: str, values: Tensor, inputs: LossInputs) -> str:
 
 def loss_function(config: AnyLossConfig) -> LossFunction:
     """Returns the loss function that the setting `type` names."""
-    functions = (policy_gradient, clip, cispo, gspo, dppo, cross_entropy, custom)
+    functions = (policy_gradient, clip, cispo, gspo, dppo, dro, cross_entropy, custom)
     return {function.__name__: function for function in functions}[config.type]

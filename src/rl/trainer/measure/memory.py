@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from rl.config.check import as_ids
+from rl.config.base import as_ids
 from rl.config.run import RLConfig
 from rl.system.errors import RunError
 from rl.trainer.data.fake import full_batch
@@ -15,6 +15,7 @@ from rl.trainer.data.micro_batch import MicroBatch, micro_batch_tokens
 from rl.trainer.data.packing import Packed
 from rl.trainer.measure.performance import is_out_of_memory
 from rl.trainer.model.policy import DTYPES, mode_of, score
+from rl.trainer.parallel.experts import experts_of
 from rl.trainer.parallel.world import World
 from rl.wire.messages import TrainBatch
 
@@ -52,6 +53,8 @@ def advice(model: PreTrainedModel, batch: MicroBatch, config: RLConfig, world: W
     if row_tokens // 2 * world.context_size >= longest:
         smaller.append(f"trainer.micro_batch_tokens = {row_tokens // 2}")
     smaller.append(f"trainer.context_parallel = {2 * world.context_size}")
+    if experts_of(model) and shards > 1 and settings.expert_parallel < shards:
+        smaller.append(f"trainer.expert_parallel = {2 * settings.expert_parallel} (a rank then gathers half as many experts)")
     if settings.activation_checkpointing != "full":
         smaller.append('trainer.activation_checkpointing = "full"')
     less = [f"twice as many ranks, or a smaller trainer.dp_replicate ({state.total / 2 / GIB:.2f} GiB)"]

@@ -33,8 +33,8 @@ from rl.wire.parity import GROSS, Limit, Parity
 from rl.wire.transport import OrchestratorClient
 
 TIMEOUT_S = 600.0
-PROBE_WAIT_S = 15.0
-"""Seconds that a checkpoint waits for inference to load the version and answer; after that there is no probe."""
+PROBE_WAIT_S, MOST_PROBE_WAIT_S = 15.0, 60.0
+"""Seconds that a checkpoint waits for inference to load the version and answer: at first, and after several waits in vain."""
 
 
 class ParitySums:
@@ -74,6 +74,8 @@ class ParityWatch:
         """Whether anything has been compared since the last checkpoint."""
         self.unjudged = 0
         """Number of consecutive checkpoints without any comparison."""
+        self.wait_s = PROBE_WAIT_S
+        """Seconds that the next probe may take: twice as many after each wait in vain, because large models take longer to load."""
 
     def judge(self, found: Parity | None) -> dict[str, float]:
         """Returns the metrics of a comparison; empty if nothing was compared. Raises RunError for a disagreement that ends the run."""
@@ -90,19 +92,22 @@ class ParityWatch:
             )
         return found.metrics | {"parity/agrees": float(agrees)}
 
-    def at_checkpoint(self, step: int, model: PreTrainedModel, pack: Callable[[TrainBatch], Packed], world: World) -> dict[str, float]:
+    def at_checkpoint(
+        self, step: int, model: PreTrainedModel, pack: Callable[[TrainBatch], Packed], world: World, asks: bool = True
+    ) -> dict[str, float]:
         """Compares on a probe of version `step`, the model's own, if no batch since the last checkpoint allowed it. Every rank calls this.
 
-        Waits for: inference to load the version and answer, PROBE_WAIT_S at most.
+        Returns the metrics, which say so if nothing was compared. `asks`: whether inference will load this version, so that a probe makes
+        sense. Waits for: inference to load the version and answer, `wait_s` at most.
         """
         seen, self.seen = self.seen, False
         if seen:
             self.unjudged = 0
             return {}
-        data = world.broadcast_bytes(msgspec.msgpack.encode(self.client.probe(step, PROBE_WAIT_S)) if self.client else b"")
-        samples = msgspec.msgpack.decode(data, type=list[TrainingSample])
+        probe = self.client.probe(step, self.wait_s) if self.client and asks else []
+        samples = msgspec.msgpack.decode(world.broadcast_bytes(msgspec.msgpack.encode(probe)), type=list[TrainingSample])
         if not samples:
-            self.unjudged += 1
+            self.unjudged, self.wait_s = self.unjudged + 1, min(2 * self.wait_s, MOST_PROBE_WAIT_S)
             return {"parity/unjudged": float(self.unjudged)}
         self.unjudged = 0
         sums = ParitySums(world.device)
@@ -135,8 +140,8 @@ def compare(model: PreTrainedModel, config: RLConfig, batch: TrainBatch, world: 
     found: list[tuple[int, float, float]] = []
     for row in prepare(batch, config, world, model.config.get_text_config().hidden_size, mode=mode_of(model)).micro_batches:
         part = row.to(world.device)
-        positions = (part.position_ids[part.predictors][part.rows] + 1).tolist()
-        temperatures = [round(temperature, 6) for temperature in part.temperatures[part.rows].tolist()]
+        positions = (part.position_ids[part.predictors][part.predictor_of] + 1).tolist()
+        temperatures = [round(temperature, 6) for temperature in part.temperatures[part.predictor_of].tolist()]
         found += zip(positions, temperatures, differences(model, part, world).tolist(), strict=True)
     return found
 

@@ -42,7 +42,7 @@ class Statistics:
         size = len(self.envs)
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.sums = torch.zeros(size, len(MEANS) + 1, dtype=torch.float64, device=device)
-        """[E, values]: sums of the values in MEANS, and of masked tokens."""
+        """[E, values]: sums of the values in MEANS, and of tokens without gradient."""
         self.counts = torch.zeros(size, len(MEANS) + 1, dtype=torch.float64, device=device)
         """[E, values]: number of tokens that have the value."""
         self.log_ratios = torch.zeros(size, BINS, dtype=torch.float64, device=device)
@@ -67,7 +67,7 @@ class Statistics:
         kl = terms.kl if first or terms.update_kl is not None else nothing
         kls = [torch.where(batch.fresh, kl, nothing), torch.where(batch.fresh, nothing, kl)]
         optional = [nothing if values is None else values for values in (terms.reference_kl, terms.teacher_kl, terms.update_kl)]
-        values = torch.stack([scores.entropies, *kls, terms.ratio, *optional, terms.masked.float()], dim=1).double()
+        values = torch.stack([scores.entropies, *kls, terms.ratio, *optional, terms.without_gradient.float()], dim=1).double()
         has_value = ~values.isnan()
         self.sums.index_add_(0, batch.envs, torch.where(has_value, values, 0.0))
         self.counts.index_add_(0, batch.envs, has_value.double())

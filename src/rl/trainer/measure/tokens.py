@@ -30,9 +30,9 @@ class TokenColumns:
         flags = CLIPPED * terms.clipped + MASKED * terms.outside
         reference = torch.zeros_like(scores.entropies) if batch.reference_logprobs is None else batch.reference_logprobs
         new = torch.stack([torch.ones_like(reference), scores.logprobs, scores.entropies, flags.float(), reference])
-        old = self.values[:, batch.places]
-        old[3] += LATER * terms.masked * (old[3] < LATER)
-        self.values.index_copy_(1, batch.places, torch.where(old[0] > 0, old, new))
+        old = self.values[:, batch.token_index]
+        old[3] += LATER * terms.without_gradient * (old[3] < LATER)
+        self.values.index_copy_(1, batch.token_index, torch.where(old[0] > 0, old, new))
 
     def columns(self, world: World) -> dict[str, np.ndarray] | None:
         """Returns the columns of rl.run_dir.token_log on rank 0, None on the others. Every rank calls this: each has some tokens."""

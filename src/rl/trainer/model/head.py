@@ -10,6 +10,7 @@ from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.model.attention import TreeMask
 from rl.trainer.model.logprobs import head_logprobs, token_logprobs
 from rl.trainer.model.modes import Mode, call
+from rl.trainer.model.routes import Routers
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class LossHead:
     hidden states to its head, so `score` sets the micro batch in attributes that `__call__` reads.
     """
 
-    def __init__(self, head: nn.Module, mode: Mode) -> None:
-        self.head, self.logits, self.mode = head, head.forward, mode
+    def __init__(self, head: nn.Module, mode: Mode, routers: Routers | None = None) -> None:
+        self.head, self.logits, self.mode, self.routers = head, head.forward, mode, routers
         self.fused = type(head) is nn.Linear
         """False for other heads and for models that change the logits after the head: the logits of the predictors are then returned."""
         self.batch: MicroBatch | None = None
@@ -43,21 +44,23 @@ class LossHead:
         batch, predicting = self.batch, hidden[:, self.batch.predictors]
         if not self.fused:
             return self.logits(predicting)
-        tokens = (batch.temperatures, batch.rows, batch.targets)
+        tokens = (batch.temperatures, batch.predictor_of, batch.targets)
         logprobs, entropies = head_logprobs(predicting[0], self.head.weight, self.head.bias, *tokens, self.entropy_gradient)
-        self.scores = torch.stack([logprobs, entropies[batch.rows]])
+        self.scores = torch.stack([logprobs, entropies[batch.predictor_of]])
         return self.scores
 
     def score(self, model: PreTrainedModel, batch: MicroBatch, row: tuple[Tensor, Tensor, TreeMask], entropy_gradient: bool) -> Scores:
         """Scores a batch's loss tokens. `row`: ids [T'] and positions [T'] of the tokens to compute, and their mask."""
         self.batch, self.entropy_gradient, self.scores = batch, entropy_gradient, None
+        if self.routers:
+            self.routers.set(batch)
         output = call(model, self.mode, *row)
         if self.fused and output is not self.scores:  # the model scales or caps its logits, so it must not get scores instead
             self.fused = False
             output = call(model, self.mode, *row)
         self.batch, scores, self.scores = None, self.scores, None
         if not self.fused:
-            logprobs, entropies = token_logprobs(output[0], batch.temperatures, batch.rows, batch.targets, entropy_gradient)
-            return Scores(logprobs, entropies[batch.rows])
+            logprobs, entropies = token_logprobs(output[0], batch.temperatures, batch.predictor_of, batch.targets, entropy_gradient)
+            return Scores(logprobs, entropies[batch.predictor_of])
         assert scores is not None
         return Scores(scores[0], scores[1] if entropy_gradient else scores[1].detach())

@@ -7,20 +7,26 @@ peft is imported only where it is used, so runs without adapters do not need it.
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.integrations.moe import _grouped_linear
 from transformers.pytorch_utils import Conv1D
 
-from rl.config.trainer import LoraConfig
+from rl.config.trainer import ALL_LINEAR, EXPERTS, LoraConfig
 from rl.system.errors import RunError
-from rl.trainer.store.space import write_tensors
+from rl.trainer.parallel.experts import experts_of
 
 ADAPTER = "default"
 """peft's name for a single adapter; it is part of parameter names, but not of names in files."""
@@ -34,26 +40,46 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     """
     import peft
 
-    targets = target_layers(model, config.targets)
+    targets, stacked = target_layers(model, config.targets)
     settings = peft.LoraConfig(
         task_type=peft.TaskType.CAUSAL_LM,
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=0.0,
         target_modules=targets,
-        fan_in_fan_out=isinstance(model.get_submodule(targets[0]), Conv1D),  # GPT-2's layers, whose weights are transposed
+        target_parameters=stacked or None,
+        fan_in_fan_out=bool(targets) and isinstance(model.get_submodule(targets[0]), Conv1D),  # GPT-2's layers, with transposed weights
     )
-    peft.inject_adapter_in_model(settings, model, ADAPTER)
+    with unnamed_meshes(model):
+        peft.inject_adapter_in_model(settings, model, ADAPTER)
+    adapt_experts(model)
     for parameter in trainable(model).values():
         parameter.data = parameter.data.float()  # peft gives them the base's dtype
 
 
-def target_layers(model: PreTrainedModel, targets: list[str] | str) -> list[str]:
-    """Returns the names of the layers that get an adapter: every linear layer but the head, or those whose names end with a target.
+@contextmanager
+def unnamed_meshes(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which the meshes of a model's parameters have no names: peft takes a named one (HSDP's) for tensor parallelism, and gives
+    adapters the shape of a shard."""
+    meshes = {id(mesh): mesh for parameter in model.parameters() if isinstance(parameter, DTensor) and (mesh := parameter.device_mesh)}
+    names = [(mesh, mesh._mesh_dim_names) for mesh in meshes.values()]
+    for mesh in meshes.values():
+        mesh._mesh_dim_names = None
+    try:
+        yield
+    finally:
+        for mesh, before in names:
+            mesh._mesh_dim_names = before
+
+
+def target_layers(model: PreTrainedModel, targets: list[str] | str) -> tuple[list[str], list[str]]:
+    """Returns the names of the layers and of the stacked matrices of experts that get an adapter: all linear layers but the head for
+    all-linear, all such matrices for experts, and layers whose names end with another target.
 
     A router that also chooses the experts (Llama 4, PhiMoE) gets none: peft cannot add to its result. Raises RunError for a target
     without a layer, and names the targets that exist.
     """
+    targets = [targets] if isinstance(targets, str) else targets
     head = model.get_output_embeddings()
     linear = [
         name
@@ -62,23 +88,72 @@ def target_layers(model: PreTrainedModel, targets: list[str] | str) -> list[str]
     ]
     kinds = sorted({name.rpartition(".")[2] for name in linear})
     fused = sorted({name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim == 3 and not name.endswith(".weight")})
-    if targets == "all-linear":
-        if fused and (not dist.is_initialized() or dist.get_rank() == 0):
-            message = f"trainer.lora: {', '.join(fused)} hold all experts of a layer in one parameter and stay frozen; adapters on "
-            print(f"WARNING: {message}{', '.join(kinds)}", file=sys.stderr, flush=True)
-        return linear
-    for target in targets:
+    stacked = [f"{path}.{name}" for path, module in experts_of(model).items() for name, p in module.named_parameters() if p.ndim == 3]
+    add_experts = f'; "{EXPERTS}" in trainer.lora.targets trains them' if stacked else ""
+    if fused and EXPERTS not in targets and (not dist.is_initialized() or dist.get_rank() == 0):
+        message = f"trainer.lora: {', '.join(fused)} hold all experts of a layer in one parameter and stay frozen{add_experts}"
+        print(f"WARNING: {message}", file=sys.stderr, flush=True)
+    if EXPERTS in targets and not stacked:
+        raise RunError(f"trainer.lora.targets: {type(model).__name__} has no experts that can have adapters; leave {EXPERTS} out")
+    for target in (target for target in targets if target not in (EXPERTS, ALL_LINEAR)):
         if target in fused:
             raise RunError(
-                f"trainer.lora.targets: {target} holds all experts of a layer in one parameter, which adapters do not support; "
-                f"choose from {', '.join(kinds)}, or train the whole model without trainer.lora"
+                f"trainer.lora.targets: {target} holds all experts of a layer in one parameter; choose from "
+                f"{', '.join([EXPERTS] * bool(stacked) + kinds)}, or train the whole model without trainer.lora"
             )
         if not any(is_named(name, target) for name in linear):
             raise RunError(
                 f"trainer.lora.targets: {target} is not a linear layer of {type(model).__name__} that can have an adapter (embedding and "
                 f"head cannot); choose from {', '.join(kinds)}, or all-linear"
             )
-    return [name for name in linear if any(is_named(name, target) for target in targets)]
+    chosen = [name for name in linear if ALL_LINEAR in targets or any(is_named(name, target) for target in targets)]
+    return chosen, stacked if EXPERTS in targets else []
+
+
+def adapt_experts(model: nn.Module) -> None:
+    """Makes experts compute with the adapters that peft gave to their stacked matrices.
+
+    peft itself would add the product of the two factors to each matrix, which autograd would keep: a second copy of all experts."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    adapters: dict[nn.Module, dict[str, Any]] = defaultdict(dict)
+    for layer in layers(model).values():
+        if isinstance(layer, ParamWrapper):
+            layer.forward = layer.base_layer.__call__  # one wraps the other, and the innermost the experts
+            adapters[layer.get_base_layer()][layer.parameter_name] = layer
+    for experts, of_matrix in adapters.items():
+        experts.forward = partial(adapted_experts, experts, of_matrix)
+
+
+def adapted_experts(experts: Any, adapters: dict[str, Any], hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Returns the sum of the chosen experts' results for each token, [T, D], as transformers' `grouped_mm` computes it, each matrix with
+    its adapter. `hidden`: [T, D]; `index`, `weights`: [T, k], each token's experts, among those that this rank holds, and their weights.
+    """
+    chosen, order = index.flatten().sort(stable=True)
+    ends = torch.bincount(chosen, minlength=experts.num_experts).cumsum(0, dtype=torch.int32)
+
+    def product(inputs: Tensor, name: str) -> Tensor:
+        bias = getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else None
+        result = _grouped_linear(inputs, getattr(experts, name), ends, bias, experts.is_transposed)
+        if name not in adapters or adapters[name].disable_adapters:
+            return result
+        a, b = factors(adapters[name], getattr(experts, "first_expert", 0), experts.num_experts, inputs.dtype)
+        return result + adapters[name].scaling[ADAPTER] * _grouped_linear(_grouped_linear(inputs, a, ends), b, ends)
+
+    inner = product(hidden[order // index.shape[1]], "gate_up_proj" if experts.has_gate else "up_proj")
+    result = product(experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner), "down_proj")
+    result = (result * weights.flatten()[order, None])[order.argsort()]
+    return result.view(*index.shape, -1).sum(1).to(hidden.dtype)
+
+
+def factors(adapter: Any, first: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns A [count, rank, in] and B [count, out, rank] of the experts from `first` on, out of peft's [experts * rank, in] and
+    [out, rank * experts], with zeros up to a multiple of 8 ranks, as grouped_mm's alignment wants it."""
+    a, b = adapter.lora_A[ADAPTER].weight, adapter.lora_B[ADAPTER].weight
+    a = a.view(adapter.num_experts, -1, a.shape[1])[first : first + count]
+    b = b.view(b.shape[0], -1, adapter.num_experts).permute(2, 0, 1)[first : first + count]
+    missing = -a.shape[1] % 8
+    return functional.pad(a, (0, 0, 0, missing)).to(dtype), functional.pad(b, (0, missing)).to(dtype).contiguous()
 
 
 def is_named(name: str, target: str) -> bool:
@@ -124,18 +199,17 @@ def name_in_file(name: str) -> str:
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
-def write_adapters(folder: Path, tensors: Mapping[str, Tensor], model: PreTrainedModel, base: Path) -> None:
-    """Writes unsharded tensors, keyed by their names in the file, as peft does: adapter_model.safetensors and adapter_config.json."""
+def write_config(folder: Path, model: PreTrainedModel, base: Path) -> None:
+    """Writes adapter_config.json, as peft does."""
     config = copy.copy(model.peft_config[ADAPTER])  # type: ignore[attr-defined, operator]
     config.base_model_name_or_path, config.inference_mode = str(base.absolute()), True
     config.target_modules = sorted(config.target_modules)  # it is a set, whose order differs between processes
     config.save_pretrained(str(folder))
-    write_tensors(folder / WEIGHTS_FILE, tensors)
 
 
 @torch.no_grad()
 def read_adapters(folder: Path, model: PreTrainedModel) -> None:
-    """Reads the adapters that `write_adapters` wrote into an unsharded model. Raises RunError if the model's adapters are different."""
+    """Reads published or exported adapters into an unsharded model. Raises RunError if the model's adapters are different."""
     tensors, parameters = load_file(folder / WEIGHTS_FILE), trainable(model)
     names = {name_in_file(name): name for name in parameters}
     if names.keys() != tensors.keys() or any(tensors[key].shape != parameters[name].shape for key, name in names.items()):
@@ -146,7 +220,11 @@ def read_adapters(folder: Path, model: PreTrainedModel) -> None:
 
 def merge_adapters(model: PreTrainedModel) -> None:
     """Merges every adapter into its layer's weight, in the weight's dtype, and removes it, which leaves a plain model."""
-    for name, layer in layers(model).items():
+    adapted = layers(model)
+    for layer in adapted.values():
         layer.merge()
-        model.set_submodule(name, layer.get_base_layer())
+    for name, layer in adapted.items():
+        if name.rpartition(".")[0] not in adapted:  # the outermost of those that wrap the same experts
+            model.set_submodule(name, layer.get_base_layer())
+        layer.get_base_layer().__dict__.pop("forward", None)
     del model.peft_config

@@ -81,10 +81,14 @@ def layer_windows(model: PreTrainedModel) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
+WIDER_WINDOWS = ("cohere2", "cohere2_moe")
+"""Types of models whose windows are one token wider than in transformers."""
+
+
 def widen_windows(model: PreTrainedModel) -> None:
     """Gives Command models the windows that vLLM serves them with (vllm/model_executor/models/commandr.py): they were trained with layers
     that see `sliding_window` tokens in addition to the query's own, but transformers includes the query's own in the window."""
-    if model.config.model_type in ("cohere2", "cohere2_moe"):
+    if model.config.model_type in WIDER_WINDOWS:
         model.config.sliding_window += 1
         for module in model.modules():
             if getattr(module, "sliding_window", None):

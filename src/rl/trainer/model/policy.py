@@ -7,19 +7,22 @@ from typing import get_args
 import torch
 from torch._higher_order_ops import inductor_compiled_code
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
 from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import MicroBatch
+from rl.trainer.measure.experts import count_tokens
 from rl.trainer.model.attention import TreeMask
 from rl.trainer.model.compiled import compiled
 from rl.trainer.model.head import LossHead, Scores
 from rl.trainer.model.lora import add_adapters
 from rl.trainer.model.modes import Mode, is_compiled, turn_off_randomness, widen_windows
 from rl.trainer.model.rope import freeze_rope
-from rl.trainer.model.selftest import choose_mode
+from rl.trainer.model.routes import Routers
+from rl.trainer.model.selftest import Candidate, choose_mode
+from rl.trainer.parallel.experts import check_experts, dispatch_tokens, experts_of
 from rl.trainer.parallel.loading import LocalShards, load_rows
 from rl.trainer.parallel.sharding import RowGather, reshard, shard_model
 from rl.trainer.parallel.world import World
@@ -34,14 +37,34 @@ def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world
     in the dtype that it computes in. Raises RunError if the model cannot be computed exactly (see trainer/model/selftest.py) or if
     tensors are missing from its files.
     """
-    choice = choose_mode(folder, config, settings, world)
+    check_experts(folder, config.trust_remote_code, world)
+    choice = choose_mode(Candidate(folder, config, settings, world, frozen, assemble, score))
+    return assemble(folder, config, settings, world, frozen, choice.mode, choice.implementation)
+
+
+def assemble(
+    folder: str,
+    config: ModelConfig,
+    settings: TrainerConfig,
+    world: World,
+    frozen: bool,
+    mode: Mode,
+    implementation: str,
+    shape: PreTrainedConfig | None = None,
+) -> PreTrainedModel:
+    """Makes the policy that trains: loads it and puts in all that is ours, so this is what trainer/model/selftest.py tests, too.
+
+    `implementation`: transformers' name for the attention of the mode. `shape`: the part of the model to make (alone.part_of), or all.
+    """
     model = load_rows(
         folder,
         world,
         dtype=DTYPES[config.dtype] if settings.lora or frozen else torch.float32,  # frozen weights need no float32 master
-        attn_implementation=choice.implementation,
+        attn_implementation=implementation,
         trust_remote_code=config.trust_remote_code,
+        **({"config": shape} if shape else {}),
     )
+    routers = Routers(model) if settings.router_replay != "off" else None
     if settings.lora:
         add_adapters(model, settings.lora)
     if frozen:
@@ -49,11 +72,13 @@ def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world
     freeze_rope(model, config.max_model_len)
     widen_windows(model)
     turn_off_randomness(model)
-    change_layers(model, settings, choice.mode, world)
+    count_tokens(model, world.device)
+    dispatch_tokens(model, world)
+    change_layers(model, settings, mode, world)
     head = model.get_output_embeddings()
     if head is None:
         raise RunError(f"{type(model).__name__} has no language-model head")
-    head.forward = LossHead(head, choice.mode)
+    head.forward = LossHead(head, mode, routers)
     rows = LocalShards(model)
     shard_model(model, DTYPES[config.dtype], world)
     rows.attach_shards(model)
@@ -83,6 +108,9 @@ def change_layers(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, w
         if any(getattr(module, "has_bias", False) for module in model.modules()):  # the bias is added in place to this result
             kept.remove(torch.ops.aten._grouped_mm.default)
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+    for experts in experts_of(model).values() if compiles else ():
+        if "forward" in vars(experts):  # divided, or with adapters: the numbers of tokens would break their graph at every step
+            experts.forward = torch.compiler.disable(experts.forward)
     for layer in (module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())):
         if compiles:
             layer.forward = compiled(layer.forward, "set trainer.compile = false")
@@ -93,6 +121,12 @@ def change_layers(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, w
 def mode_of(*models: PreTrainedModel) -> Mode:
     """Returns the mode in which the model computes a row; for several models that share rows, the mode that restricts rows the most."""
     return max((model.get_output_embeddings().forward.mode for model in models), key=get_args(Mode).index)
+
+
+def keep_old(model: PreTrainedModel, micro_batch: MicroBatch, scores: Scores) -> None:
+    """Keeps what the policy that the batch began with has just computed: log-probabilities and, with router replay, routes."""
+    routers = model.get_output_embeddings().forward.routers
+    micro_batch.old_logprobs, micro_batch.routes = scores.logprobs.detach(), routers.taken() if routers else None
 
 
 def score(model: PreTrainedModel, batch: MicroBatch, world: World, entropy_gradient: bool = False) -> Scores:

@@ -1,5 +1,7 @@
 """The frozen reference model of the loss's KL term (`trainer.loss.kl_coefficient`)."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -16,9 +18,10 @@ from rl.trainer.parallel.world import World
 
 @torch.no_grad()
 def reference_logprobs(reference: PreTrainedModel, batch: MicroBatch, world: World) -> Tensor:
-    """Returns the log-probability of each loss token, [N] float32 without gradient. Every rank calls this, as for `score`."""
+    """Returns the log-probability of each loss token, [N] float32 without gradient, by routes of its own. Every rank calls this, as for
+    `score`."""
     with without_adapters(reference):
-        return score(reference, batch, world).logprobs
+        return score(reference, replace(batch, routes=None), world).logprobs
 
 
 def load_reference(config: RLConfig, base: str, policy: PreTrainedModel, world: World) -> PreTrainedModel | None:
@@ -37,7 +40,7 @@ def load_reference(config: RLConfig, base: str, policy: PreTrainedModel, world: 
         folder = resolve_model(config.model.model_copy(update={"name": loss.kl_reference})) if loss.kl_reference else base
     except RunError as error:
         raise RunError(f"trainer.loss.kl_reference: {error}") from error
-    settings = config.trainer.model_copy(update={"lora": None, "activation_checkpointing": "none"})
+    settings = config.trainer.model_copy(update={"lora": None, "activation_checkpointing": "none", "router_replay": "off"})
     model = load_policy(folder, config.model, settings, world, frozen=True)
     if model.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
         raise RunError(f"trainer.loss.kl_reference: {folder} has another vocabulary than {base}; a reference must use the same token ids")

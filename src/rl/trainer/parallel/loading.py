@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -31,6 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from rl.system.errors import RunError
+from rl.trainer.parallel.experts import experts_of, placements_of
 from rl.trainer.parallel.world import World
 
 GIB = 1024**3
@@ -50,6 +51,8 @@ class LocalShards:
                 return parameter
             self.rows[names[parameter]] = parameter.detach().to_local()
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            if "expert" in (parameter.device_mesh.mesh_dim_names or ()):  # FSDP divides further what this rank's experts are
+                empty = distribute_tensor(empty, parameter.device_mesh["expert"], [Shard(0)], src_data_rank=None)
             return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
         replace_parameters(model, take)
@@ -95,9 +98,13 @@ def load_rows(folder: str, world: World, **arguments: Any) -> PreTrainedModel:
     Needs memory for these rows and one tensor. Every rank calls this. Raises RunError for parameters and buffers that are missing from
     the files.
     """
-    reader = Reader(world.mesh)
+    reader = Reader(world)
     with reader.in_transformers():
         model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **arguments)
+    for experts in experts_of(model).values() if world.experts else ():  # those of a model that was read whole
+        for leaf, parameter in list(experts.named_parameters(recurse=False)):
+            if not isinstance(parameter, DTensor):
+                setattr(experts, leaf, nn.Parameter(reader.rows_of(experts, parameter), requires_grad=parameter.requires_grad))
     if missing := sorted(found["missing_keys"]):
         few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise RunError(f"{folder}: its files lack {few}, which {type(model).__name__} needs; are they complete, and of this model?")
@@ -109,8 +116,8 @@ def load_rows(folder: str, world: World, **arguments: Any) -> PreTrainedModel:
 class Reader:
     """Reads the files of one model row by row where possible."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.placements = mesh, (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
+    def __init__(self, world: World) -> None:
+        self.world = world
         self.whole = "its class has its own way of loading"
         """The reason why the model is read whole; empty if it is not."""
         self.converted: dict[str, int] = {}
@@ -150,7 +157,8 @@ class Reader:
             if name in parameters and pattern:
                 rule = next(rule for rule in converters if pattern in rule.source_patterns)
                 stacked[name].append(parts[key].get_shape())
-                if self.stacks_rows(rule, parameters[name], stacked[name]):
+                module = model.get_submodule(name.rpartition(".")[0])
+                if self.stacks_rows(rule, module, parameters[name], stacked[name]):
                     self.place(model, name, parameters[name])
             elif name in parameters and list(parameters[name].shape) == parts[key].get_shape():
                 self.place(model, name, parameters[name])
@@ -158,21 +166,25 @@ class Reader:
     def place(self, model: PreTrainedModel, name: str, parameter: nn.Parameter) -> None:
         """Replaces a matrix on the meta device by a DTensor."""
         if parameter.ndim >= 2:
-            value, (module, _, leaf) = self.rows_of(parameter), name.rpartition(".")
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            value = self.rows_of(module, parameter)
             # transformers decides by type whether a parameter has a gradient, whatever its class has set.
-            setattr(model.get_submodule(module), leaf, nn.Parameter(value, requires_grad=value.is_floating_point()))
+            setattr(module, leaf, nn.Parameter(value, requires_grad=value.is_floating_point()))
 
-    def stacks_rows(self, rule: WeightConverter, parameter: nn.Parameter, shapes: list[list[int]]) -> bool:
+    def stacks_rows(self, rule: WeightConverter, module: nn.Module, parameter: nn.Parameter, shapes: list[list[int]]) -> bool:
         """Whether a rule builds a parameter from exactly these tensors, one per row (experts), and every rank has rows: transformers then
         reads only this rank's tensors."""
         kinds = [(type(operation), getattr(operation, "dim", None)) for operation in rule.operations]
-        rows, sources, ranks = parameter.shape[0], len(rule.source_patterns), self.mesh.size(-1)
+        rows, sources, ranks = parameter.shape[0], len(rule.source_patterns), self.world.mesh.size(-1)
+        _, placements = self.layout(module, parameter)
+        by_rows = not any(placement.is_shard(1) for placement in placements)
         return (
             len(shapes) == rows * sources
             and kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
             and len(rule.target_patterns) == 1
             and all(len(shape) == parameter.ndim - 1 for shape in shapes)
-            and -(-rows // ranks) * (ranks - 1) < rows
+            and (-(-rows // ranks) * (ranks - 1) < rows if by_rows else sources == 1)
         )
 
     @contextmanager
@@ -185,7 +197,7 @@ class Reader:
             if not loaded or isinstance(parameter, DTensor) or parameter.ndim < 2:
                 return None
             self.converted[f"{names.get(module)}.{leaf}"] = parameter.nbytes
-            rows = nn.Parameter(self.rows_of(parameter), requires_grad=parameter.requires_grad)
+            rows = nn.Parameter(self.rows_of(module, parameter), requires_grad=parameter.requires_grad)
             rows._is_hf_initialized = True
             return rows
 
@@ -200,11 +212,18 @@ class Reader:
             if before is not None:
                 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
 
-    def rows_of(self, parameter: nn.Parameter) -> DTensor:
+    def layout(self, module: nn.Module, parameter: nn.Parameter) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Returns how FSDP will place a parameter of `module`."""
+        if self.world.experts and experts_of(module):
+            return self.world.experts, placements_of(parameter, self.world.experts)
+        return self.world.mesh, (Replicate(),) * (self.world.mesh.ndim - 1) + (Shard(0),)
+
+    def rows_of(self, module: nn.Module, parameter: nn.Parameter) -> DTensor:
         """Returns the matrix as a DTensor with a copy of this rank's rows."""
-        shape, offset = compute_local_shape_and_global_offset(parameter.shape, self.mesh, self.placements)
-        rows = parameter.detach()[offset[0] : offset[0] + shape[0]].clone(memory_format=torch.contiguous_format)
-        return dtensor(rows, self.mesh, self.placements, parameter.shape)
+        mesh, placements = self.layout(module, parameter)
+        sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        own = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        return dtensor(parameter.detach()[own].clone(memory_format=torch.contiguous_format), mesh, placements, parameter.shape)
 
     def note(self, model: PreTrainedModel) -> str:
         """Describes what was not read row by row and its memory; empty if everything was."""

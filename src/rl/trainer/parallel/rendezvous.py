@@ -10,6 +10,7 @@ import psutil
 import torch.distributed as dist
 
 from rl.system.errors import RunError
+from rl.trainer.parallel.meetings import absent
 
 START_TIMEOUT_S = 900.0
 """Seconds that ranks wait for each other at the start: a node may have to download a large model first."""
@@ -45,14 +46,11 @@ def exchange(store: dist.Store, what: str, rank: int, size: int, value: str, dea
     store.set(f"{what}/{rank}", value)
     keys = [f"{what}/{other}" for other in range(size)]
     began = time.monotonic()
-    try:
-        store.wait(keys, timedelta(seconds=max(1.0, deadline - began)))
-    except dist.DistStoreError:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+    if missing := absent(store, keys, max(1.0, deadline - began)):
         raise RunError(
             f"rank {rank} on {socket.gethostname()} waited {time.monotonic() - began:.0f} s for the other {size - 1}; ranks {missing} did "
             "not appear. Is torchrun running on every node, with the same --nnodes, --rdzv-id and --rdzv-endpoint? See its log"
-        ) from None
+        )
     return [store.get(key).decode() for key in keys]
 
 

@@ -11,6 +11,7 @@ Each rank weights its own loss tokens, and FSDP sums the gradients over all rank
 from collections import Counter, deque
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from rl.trainer.data.micro_batch import MicroBatch
+from rl.trainer.parallel.experts import experts_of, shard_of
 from rl.trainer.parallel.world import World
 
 
@@ -35,6 +37,13 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, world: World) -> Non
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if world.size > 1 else None)
     # If the weights are not sharded, freeing the gathered ones between forward and backward would save nothing.
     reshard = world.mesh.size(-1) > 1
+    if world.experts:
+        copies = world.experts[world.experts.mesh_dim_names[:-1]]
+        # Inputs of experts include the router's weights, which some models keep in float32.
+        inner = replace(precision, cast_forward_inputs=False)
+        for experts in experts_of(model).values():
+            among = partial(shard_of, mesh=world.experts)
+            fully_shard(experts, mesh=copies, mp_policy=inner, reshard_after_forward=copies.size(-1) > 1, shard_placement_fn=among)
     for block in reversed(untied_blocks(model)):  # inner blocks first, where blocks are nested (Falcon-Mamba)
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard)
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
@@ -103,15 +112,16 @@ def localise(batch: MicroBatch, world: World) -> MicroBatch:
     parts = parts_of_row(len(batch.input_ids), world.context_size)
     slots, longest = slots_of_row(parts), max(map(len, parts))
     mine = slots // longest == world.context_rank
-    kept, tokens = mine[batch.predictors], mine[batch.predictors][batch.rows]
+    kept, tokens = mine[batch.predictors], mine[batch.predictors][batch.predictor_of]
     predictors, temperatures = (slots % longest)[batch.predictors[kept]], batch.temperatures[kept]
     if not len(predictors):  # computes logits of one position anyway: every rank takes part in every collective
         predictors, temperatures = torch.zeros(1, dtype=torch.int64), torch.ones(1)
-    names = ("targets", "logprobs", "advantages", "weights", "sequences", "places", "envs", "teacher_logprobs", "fresh")
+    names = ("targets", "logprobs", "advantages", "weights", "sequences", "token_index", "envs", "teacher_logprobs", "fresh")
     values = {name: None if getattr(batch, name) is None else getattr(batch, name)[tokens] for name in names}
-    rows = (kept.cumsum(0) - 1)[batch.rows[tokens]]
+    predictor_of = (kept.cumsum(0) - 1)[batch.predictor_of[tokens]]
     queries = parts[world.context_rank]
-    return replace(batch, queries=queries, predictors=predictors, temperatures=temperatures, rows=rows, **values)
+    values["routes"] = None if batch.routes is None else batch.routes[queries]
+    return replace(batch, queries=queries, predictors=predictors, temperatures=temperatures, predictor_of=predictor_of, **values)
 
 
 class RowGather:

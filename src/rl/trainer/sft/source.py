@@ -109,6 +109,10 @@ class FromExamples(BatchSource):
         """Returns the number of passes over the data after `step`."""
         return min(step * self.sft.batch_size, self.num_examples) / len(self.places)
 
+    def meaningful(self, metrics: dict[str, float], step: int) -> dict[str, float]:
+        """Returns the metrics that mean something without a sampler, and the number of passes over the data."""
+        return {key: value for key, value in metrics.items() if key.startswith(MEASURED)} | {"epoch": self.epoch(step)}
+
 
 def open_source(config: RLConfig, base: str, world: World, status: Status) -> FromExamples:
     """Returns the run's batches. Rank 0 makes the data if it does not exist; the others wait, up to the process group's timeout."""
@@ -129,10 +133,3 @@ def validate(model: PreTrainedModel, batches: Iterable[TrainBatch], pack: Callab
             total -= score(model, micro_batch.to(world.device), world).logprobs.double().sum()
     loss = float(world.reduce(total, dist.ReduceOp.SUM)) / count
     return {"validation/loss": loss, "validation/perplexity": math.exp(min(loss, 700.0)), "validation/tokens": count}
-
-
-def meaningful(metrics: dict[str, float], source: BatchSource, step: int) -> dict[str, float]:
-    """Returns a step's metrics; when training on examples, only those meaningful without a sampler, and the number of passes."""
-    if not isinstance(source, FromExamples):
-        return metrics
-    return {key: value for key, value in metrics.items() if key.startswith(MEASURED)} | {"epoch": source.epoch(step)}

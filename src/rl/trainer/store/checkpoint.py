@@ -5,9 +5,11 @@ DCP's own metadata is a pickle, from which `reader` makes only the metadata of t
 """
 
 import json
+import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,16 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from rl.run_dir.checksums import MANIFEST, checksum, newest_sound_checkpoint, read_manifest
+from rl.run_dir.checksums import MANIFEST, checksum, read_manifest, verify_checkpoint
+from rl.run_dir.digests import HASH, HashedStream
 from rl.run_dir.files import CorruptFileError, commit_directory, temporary_name
 from rl.run_dir.hashes import blake2b
+from rl.run_dir.paths import numbers
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.trainer.optim import local
@@ -53,9 +59,32 @@ def fingerprint(model: PreTrainedModel) -> str:
     return blake2b(text.encode()).hex()
 
 
-def snapshot(model: PreTrainedModel, optimizer: Optimizer, world: World) -> dict[str, Tensor]:
-    """Copies the state to CPU memory, to be written while training continues: 4 bytes per weight, and 8 more for Adam."""
-    return {name: value.to("cpu", copy=True) for name, value in tensors_of(model, optimizer, world).items()}
+def make_stager(world: World) -> DefaultStager:
+    """Returns what copies states to CPU memory, into the same memory each time; on GPUs it is page-locked, so that the GPU writes it."""
+    on_gpu = world.device.type == "cuda"
+    return DefaultStager(StagingOptions(on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu))
+
+
+def snapshot(model: PreTrainedModel, optimizer: Optimizer, world: World, stager: DefaultStager | None = None) -> dict[str, Tensor]:
+    """Copies the state to CPU memory, to be written while training continues: 4 bytes per weight, and 8 more for Adam.
+
+    `stager`: one that has made an earlier copy, which is overwritten.
+    """
+    return (stager or make_stager(world)).stage(tensors_of(model, optimizer, world))  # type: ignore[return-value]
+
+
+class HashedFiles(FileSystem):
+    """The file system of a checkpoint's writer: hashes each file while it is written."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[str, Any]] = {}
+        """Size and hash of each file by its name."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[HashedStream]:  # type: ignore[override]
+        with super().create_stream(path, mode) as stream:
+            yield (hashed := HashedStream(stream))
+        self.sums[Path(path).name] = {"size": Path(path).stat().st_size, HASH: hashed.hash.hexdigest()}
 
 
 def write(
@@ -82,12 +111,13 @@ def write(
     # No sync_files: `commit_directory` syncs. No copying ahead: the tensors are in CPU memory already, and it would use a stream of the
     # thread's current GPU, so every rank's thread would create a CUDA context (half a GiB) on GPU 0 and wait for the training there.
     writer = FileSystemWriter(temporary, sync_files=False, per_thread_copy_ahead=0)
+    writer.fs = files = HashedFiles()
     try:
         dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True), process_group=group)
     except CheckpointException as error:  # it is not an Exception, so a thread pool would lose it
         raise cause_of(error, temporary, state) from error
     faults.point("checkpoint.saved")
-    sums = {file.name: checksum(file) for file in temporary.glob(f"__{world.rank}_*")}
+    sums = {name: found for name, found in files.sums.items() if name.startswith("__")}  # without .metadata.tmp
     (temporary / f".sums.{world.rank}").write_text(json.dumps(sums))
     world.barrier(group)
     if world.is_main:
@@ -121,20 +151,47 @@ def write_manifest(folder: Path, step: int, model: str, world: World) -> None:
 
 
 Found = tuple[int, dict[int, str]]
-"""The result of `newest_sound_checkpoint`: (step, fault of each damaged checkpoint by step)."""
+"""The step of the newest intact checkpoint, 0 if there is none, and the fault of each newer one by step."""
+
+
+def find_sound(directory: Path, world: World, verified: int = 0) -> Found:
+    """Finds the newest intact checkpoint, the same on every rank. Every rank calls this and reads its share of the files.
+
+    `verified`: the step whose share this rank has read before and found intact; 0 if none.
+    """
+    damaged: dict[int, str] = {}
+    steps = json.loads(world.broadcast_bytes(json.dumps(numbers(directory)).encode()))  # another rank may not see the newest yet
+    for step in sorted(steps, reverse=True):
+        if not (fault := fault_of(directory / f"{step:06d}", world, step == verified)):
+            return step, damaged
+        damaged[step] = fault
+    return 0, damaged
+
+
+def fault_of(path: Path, world: World, verified: bool = False) -> str:
+    """Returns the fault that the first of the ranks has found in its share of a checkpoint's files, on every rank; empty if it is intact.
+
+    `verified`: whether this rank has read its share before and found it intact.
+    """
+    fault = ""
+    try:
+        if not verified:
+            verify_checkpoint(path, world.rank, world.size)
+    except CorruptFileError as error:
+        fault = str(error)
+    return next(filter(None, world.gather_bytes(fault.encode())), b"").decode()
 
 
 def newest_sound(directory: Path, world: World, found: Found | None = None) -> tuple[Path, dict[str, Any]] | None:
     """Returns the newest intact checkpoint, and warns about each damaged one; None if there are no checkpoints at all.
 
-    Rank 0 verifies the checkpoints, unless `found` holds the result of that; the other ranks use its result. Raises CorruptFileError
-    if there are checkpoints but none is intact.
+    `found`: the result of `find_sound`, if it has been called. Every rank calls this. Raises CorruptFileError if there are checkpoints
+    but none is intact.
     """
-    step, damaged = (found or newest_sound_checkpoint(directory)) if world.is_main else (0, {})
-    for number, fault in damaged.items():
+    step, damaged = found or find_sound(directory, world)
+    for number, fault in damaged.items() if world.is_main else ():
         print(f"WARNING: checkpoint {number} is damaged and is skipped ({fault})", file=sys.stderr, flush=True)
-    step = world.broadcast_int(-1 if damaged and not step else step)
-    if step < 0:
+    if damaged and not step:
         raise CorruptFileError(
             f"no intact checkpoint in {directory}: {'; '.join(damaged.values())}. "
             "Move these checkpoints away to start from the base model and the logged batches"

@@ -1,8 +1,9 @@
-"""The thread that announces, writes and deletes policy versions while the next step trains.
+"""The threads that announce, write and delete policy versions while the next step trains: one on each rank, for the rank's slices.
 
-A hint (`PrepareHint`) makes servers on this host read a version from this process's memory and prepare it while it is being hashed. The
+A hint (`PrepareHint`) makes servers on this host read a version from the trainer's memory and prepare it while it is being hashed. The
 version is announced (`Published`) as soon as its digests are known, so that it can be used, and again when its files are complete. They are
-made durable after that, because no resume depends on them. Until then older versions are kept, and the next version waits.
+made durable after that, by a thread of rank 0's, because no resume depends on them. Until then older versions are kept; meanwhile the next
+version may be announced and written.
 """
 
 import sys
@@ -11,18 +12,26 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rl.config.trainer import WeightsConfig
 from rl.run_dir import spans
-from rl.run_dir.checksums import check_record, first_difference, read_digests, verify_version
+from rl.run_dir.checksums import check_record, first_difference, is_delta, read_digests, verify_version
+from rl.run_dir.digests import Digest
 from rl.run_dir.files import CorruptFileError, make_durable
 from rl.run_dir.lease import check_fence
+from rl.run_dir.over_network import Memory
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
 from rl.run_dir.status import Phase, RunWarning
-from rl.system import faults
+from rl.system import faults, nixl
+from rl.system.errors import RunError
 from rl.trainer.determinism import differing_conditions
+from rl.trainer.model import lora
+from rl.trainer.parallel.world import World
+from rl.trainer.store.deltas import LastVersion
+from rl.trainer.store.ranks import Ranks
+from rl.trainer.store.registered import Registered
 from rl.trainer.store.single_task_thread import SingleTaskThread
 from rl.trainer.store.versions import PublishedVersion
 from rl.wire.messages import Acknowledged, WeightVersion
@@ -30,10 +39,11 @@ from rl.wire.transport import OrchestratorClient, Wait
 
 DISK_S = 60.0
 """Seconds allowed for writing a version, in addition to the orchestrator's timeout."""
+DISK = "does that disk answer?"
 
 
 class Publisher:
-    """Publishes at most one version at a time. Only rank 0's publisher does any work."""
+    """Publishes at most one version at a time. Every rank's publisher writes the rank's slices, rank 0's does everything else."""
 
     def __init__(
         self,
@@ -42,98 +52,146 @@ class Publisher:
         client: OrchestratorClient | None,
         wait: Wait,
         warn: Callable[[RunWarning], None] | None = None,
+        world: World | None = None,
     ):
-        """Without a client nothing is announced, and no version is kept for evaluations. `warn`: see Status.warn."""
-        self.warn = warn
+        """Without a client nothing is announced, and no version is kept for evaluations. `warn`: see Status.warn. Every rank calls this."""
+        self.warn, self.ranks = warn, Ranks(world, wait.timeout_s + DISK_S)  # rank 0 waits for the orchestrator meanwhile
         self.run_dir, self.config, self.client, self.wait = run_dir, config, client, wait
         self.retention = Retention(run_dir.weights_dir, ("",), config.keep_last, config.keep_every)
-        self.thread = SingleTaskThread()
-        self.began = 0
-        """The version whose publication began last."""
+        self.retention.continues = lambda number: is_delta(run_dir.weights(number))
+        self.last = LastVersion()
+        self.registered: Registered | None = None
+        """The memory of the versions, if servers read it over the network."""
+        self.over_network = config.transport == "nixl" and self.ranks.of_main(lambda: client is not None)
+        """Whether servers read the versions so: not in a replay or supervised fine-tuning, which have none."""
+        if self.over_network:
+            if nixl.is_local() and not self.ranks.all_here:
+                raise RunError(f"trainer.weights.transport = nixl: {nixl.SEVERAL_HOSTS}")
+            nixl.make_agent(serves=True)  # raises now what would end the first step
+        self.thread, self.disk = SingleTaskThread(), SingleTaskThread()
+        self.newest_started = 0
+        """The newest version whose publication was started."""
         self.latency_s: float | None = None
         """Seconds from `start` until the orchestrator acknowledged the version that was announced last."""
         self.announced = -1
         """The version that `latency_s` belongs to."""
 
-    def start(self, number: int, version: PublishedVersion | None, checkpoints: Collection[int]) -> None:
-        """Waits until the version before is published (see `finish`), then starts to write and announce version `number`.
+    def start(self, number: int, version: PublishedVersion, checkpoints: Collection[int]) -> None:
+        """Waits until the version before is written (see `free`), then starts to write and announce version `number`.
 
-        `version` is None on all ranks but 0. `checkpoints`: the newest one, and the one in progress; their versions are kept.
+        `checkpoints`: the newest one, and the one in progress; their versions are kept. Every rank calls this.
         """
-        self.finish()
-        self.began = number
-        if version:
-            self.thread.start(self._publish, number, version, checkpoints, time.monotonic())
+        self.free()
+        self.newest_started = number
+        self.thread.start(self._publish, number, version, checkpoints, time.monotonic())
 
     def _publish(self, number: int, version: PublishedVersion, checkpoints: Collection[int], since: float) -> None:
         path = self.run_dir.weights(number).absolute()
         self.wait.about(Phase.PUBLISHING, number, "writing it")
-        is_new = not path.exists()
-        if self.client and is_new and version.in_memory:
-            coming = WeightVersion(number, str(path), version.in_memory)
-            threading.Thread(target=self.client.coming, args=(coming,), name="coming", daemon=True).start()
+        is_new = self.ranks.of_main(lambda: not path.exists())
+        memory = self._in_memory(version)
+        if self.client and is_new and memory:
+            hinted = WeightVersion(number, str(path), memory)
+            threading.Thread(target=self.client.hint_prepare, args=(hinted,), name="hint_prepare", daemon=True).start()
         if not self._is_there(number, path, version):
             fence = partial(check_fence, self.run_dir.lock("trainer"))
             with spans.span("digest_version", "publisher", number):
                 version.write_record(self.run_dir.digests(number), fence)
-            if is_new and version.in_memory:
-                self._announce(WeightVersion(number, str(path), version.in_memory), since)
+            if is_new and memory:
+                self._announce(WeightVersion(number, str(path), memory), since)
                 faults.point("weights.in_memory")
             with spans.span("write_version", "publisher", number):
                 # This process, which holds the role, has rejected an existing folder. It may have readers: replace it atomically.
-                version.write(path, new=is_new, fence=fence)
+                version.write(path, new=is_new, fence=fence, last=self.last if self._is_delta(number) else None)
+        if self.config.anchor_every > 1 and self.last.number != number:
+            self.last.keep(number, version.image)
         needed = self._announce(WeightVersion(number, str(path)), since)
-        # Durable only now: after a power cut the version is trained again from the checkpoint and the batches, which are durable.
+        if self.ranks.is_main:
+            self.disk.result(f"version {number - 1} to be durable: {DISK}", self.wait.timeout_s + DISK_S)
+            self.disk.start(self._make_durable, number, path, needed, checkpoints)
+
+    def _is_delta(self, number: int) -> bool:
+        """Whether a version is written as what differs from the one before, which must be the one published last."""
+        is_anchor = number % self.config.anchor_every == 0 or (self.config.keep_every and number % self.config.keep_every == 0)
+        return not is_anchor and self.last.number == number - 1
+
+    def _in_memory(self, version: PublishedVersion) -> Memory | None:
+        """Where servers can read a version from now on, until the next one takes its place."""
+        if self.config.transport == "memory":
+            return version.in_memory
+        if not self.over_network or lora.has_adapters(version.model):
+            return None
+        if not all(self.ranks.share(lambda: self.registered is not None and self.registered.memory is version.image.memory)):
+            self.registered = Registered(version.image)
+            version.image.before_change = self.registered.withdraw
+        return self.registered.announce() if self.registered else None
+
+    def _make_durable(self, number: int, path: Path, needed: Acknowledged | None, checkpoints: Collection[int]) -> None:
+        """Only now: after a power cut the version is trained again from the checkpoint and the batches, which are durable."""
         with spans.span("make_durable", "publisher", number):
             for made in (self.run_dir.digests(number), path):
                 make_durable(made)
+        if needed is None:  # the trainer leaves; its next start announces this version again
+            return
         keep = {*needed.keep, *checkpoints}  # the best versions of evaluations, and the start of a resume
         self.retention.delete_old(number, keep, needed.oldest_needed)
 
-    def _announce(self, version: WeightVersion, since: float) -> Acknowledged:
-        """Announces a version, whose publication began at `since`, to the orchestrator. Returns the versions that it still needs."""
+    def _announce(self, version: WeightVersion, since: float) -> Acknowledged | None:
+        """Announces a version, whose publication began at `since`, to the orchestrator. Returns the versions that it still needs, or None
+        if it does not answer before the trainer leaves."""
         number = version.policy_version
-        needed = Acknowledged(number)
+        needed: Acknowledged | None = Acknowledged(number)
         if self.client:
             with spans.span("announce_version", "publisher", number):
                 needed = self.client.published(version, self.wait)
-        if self.announced < number:
+        if needed and self.announced < number:
             self.announced, self.latency_s = number, time.monotonic() - since
         return needed
 
     def _is_there(self, number: int, path: Path, version: PublishedVersion) -> bool:
-        """Whether the same version is already on disk and intact. It is after a kill, when a resumed run trains it again.
+        """Whether the same version is already on disk and intact. It is after a kill, when a resumed run trains it again."""
+        before = self.ranks.of_main(lambda: self._recorded(number))
+        if before is None:
+            return False
+        found = version.digests_like(before["tensors"])
+        return self.ranks.of_main(lambda: self._is_same(number, path, before, found, version.made_by))
+
+    def _recorded(self, number: int) -> dict[str, Any] | None:
+        """The record of a version; None, with a warning, if it is damaged."""
+        try:
+            return read_digests(self.run_dir.digests(number)) if self.run_dir.digests(number).exists() else None
+        except CorruptFileError as error:
+            return self._warn("damaged", f"{error}; version {number} is written again")
+
+    def _is_same(self, number: int, path: Path, before: dict[str, Any], found: dict[str, Digest], now: dict[str, Any]) -> bool:
+        """Whether the record `before` and the folder are those of the version with the digests `found`, made under the conditions `now`.
 
         Warns if the version on disk differs: then the run is not reproducible, and the new version counts. If only the record differs,
         and the folder has the new version's weights, then the record is damaged.
         """
-        record = self.run_dir.digests(number)
-        if not record.exists():
-            return False
         try:
-            before = read_digests(record)
-            tensor = first_difference(before["tensors"], version.digests)
+            tensor = first_difference(before["tensors"], found)
             if tensor is None:
                 return path.exists() and verify_version(path)["tensors"] == before["tensors"]
-            if self._fits(path, version):
-                check_record(record, path)
+            if self._fits(path, found):
+                check_record(self.run_dir.digests(number), path)
         except CorruptFileError as error:
             self._warn("damaged", f"{error}; version {number} is written again")
             return False
-        made_by, now = before.get("made_by", {}), version.made_by
+        made_by = before.get("made_by", {})
         if made_by.get("deterministic") and now.get("deterministic"):
             why = differing_conditions(made_by, now) or "on the same machine with the same settings: please report this"
             message = f"version {number} was trained again and differs from before, first in {tensor} ({why}). The new one counts"
             self._warn("inexact", message)
         return False
 
-    def _fits(self, path: Path, version: PublishedVersion) -> bool:
-        """Whether a folder matches its own digests and holds this version."""
+    def _fits(self, path: Path, found: dict[str, Digest]) -> bool:
+        """Whether a folder matches its own digests, and these are `found`."""
         try:
             content = verify_version(path)
         except CorruptFileError:
             return False
-        return first_difference(content["tensors"], version.digests) is None
+        return first_difference(content["tensors"], found) is None
 
     def _warn(self, about: Literal["damaged", "inexact"], text: str) -> None:
         print(f"WARNING: {text}", file=sys.stderr, flush=True)
@@ -144,12 +202,20 @@ class Publisher:
         """Returns the latency of the newest announced version, which is usually the previous step's."""
         return {} if self.latency_s is None else {"time/publish_latency": self.latency_s}
 
-    def finish(self) -> None:
-        """Waits until the version in progress is published, and raises the thread's error.
+    def free(self) -> None:
+        """Waits until the version in progress is written, so that its memory may change, and raises the thread's error.
 
-        Waits for: the thread, and through it the disk and the orchestrator, up to the deadline of `wait`.
+        Waits for: the thread, and through it the other ranks, the disk and the orchestrator, up to the deadline of `wait`.
         """
-        what = f"a version to be written to {self.run_dir.weights_dir}: does that disk answer?"
-        if self.thread.busy:
+        self._wait_for(self.thread)
+
+    def finish(self) -> None:
+        """Waits until all versions are written and durable, and raises the threads' errors. Waits for: the same as `free`."""
+        self.free()
+        self._wait_for(self.disk)
+
+    def _wait_for(self, thread: SingleTaskThread) -> None:
+        what = f"a version to be written to {self.run_dir.weights_dir}: {DISK}"
+        if thread.busy:
             with self.wait:  # the thread's requests to the orchestrator time out earlier
-                self.thread.result(what, self.wait.timeout_s + DISK_S)
+                thread.result(what, self.wait.timeout_s + DISK_S)

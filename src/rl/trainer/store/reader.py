@@ -1,7 +1,7 @@
 """Reads torch.distributed.checkpoint's files without running what they say.
 
-DCP's `.metadata` is a pickle, and the manifest with its hash lies beside it: a checkpoint of somebody else has both as he likes. So only
-what DCP itself writes for tensors is made of it. What it keeps of other objects would be unpickled by torch, and is refused with the rest.
+DCP's `.metadata` is a pickle, and the manifest with its hash lies beside it: whoever made the checkpoint controls both. So only what DCP
+itself writes for tensors is made of it. What it keeps of other objects would be unpickled by torch, and is refused with the rest.
 """
 
 import pickle
@@ -39,11 +39,11 @@ DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
 class TensorsOnly(pickle.Unpickler):
-    """Makes nothing but NAMES."""
+    """Unpickles only the classes in NAMES."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in NAMES:
-            raise pickle.UnpicklingError(f"{module}.{name} is nothing that a checkpoint of rl is made of")
+            raise pickle.UnpicklingError(f"{module}.{name} does not occur in checkpoints written by rl")
         return Path if name == "PosixPath" else super().find_class(module, name)  # its module has another name in Python 3.13
 
 

@@ -1,10 +1,8 @@
 """Decides when checkpoints are due, and writes them in a thread, from a copy of the state, while the next steps train."""
 
 import time
-from datetime import timedelta
 from functools import partial
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -33,14 +31,14 @@ class Saver:
 
     def __init__(self, run_dir: RunDir, settings: TrainerConfig, world: World, step: int):
         """`step`: the step of the newest existing checkpoint."""
-        self.run_dir, self.config, self.world, self.deadline_s = run_dir, settings.checkpoint, world, settings.rank_timeout_s
+        self.run_dir, self.config, self.world, self.deadline_s = run_dir, settings.checkpoint, world, settings.patience_s
         self.retention = Retention(run_dir.checkpoints, ("",), self.config.keep_last, self.config.keep_every)
         self.never_due = bool(settings.data.fake) and settings.checkpoint.interval is None
         """A benchmark writes only what the user asks for."""
         self.step = step
         """The step of the newest complete checkpoint."""
-        self.began = step
-        """The step of the newest checkpoint, complete or in progress."""
+        self.newest_started = step
+        """The step of the newest checkpoint that was started, complete or in progress."""
         self.since: float | None = None
         """Start of the interval in seconds (time.monotonic): the first batch, then the end of each checkpoint."""
         self.last_began: float | None = None
@@ -49,8 +47,9 @@ class Saver:
         """Cost of the newest complete checkpoint in seconds; 0 before the first one of this process."""
         self.fraction = 0.0
         """That cost divided by the seconds from the start of the previous checkpoint, or of training, to the start of this one."""
+        self.stager = checkpoint.make_stager(world)
         self.thread = SingleTaskThread(gives_way=True)
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.deadline_s)) if world.size > 1 else None
+        self.group = world.new_group(self.deadline_s)  # its collectives wait for the disks of other ranks
 
     def start_clock(self) -> None:
         """Starts the interval in seconds if it has not started: it counts training, not the wait for inference to start."""
@@ -69,15 +68,16 @@ class Saver:
             due = step % self.config.interval == 0
         else:
             pause_s = max(self.config.interval_s, PAUSE * self.cost_s)
-            due = self.step == self.began and self.since is not None and time.monotonic() - self.since >= pause_s
+            due = self.step == self.newest_started and self.since is not None and time.monotonic() - self.since >= pause_s
         return bool(self.world.broadcast_int(due or step == last))
 
     def save(self, step: int, model: PreTrainedModel, optimizer: Optimizer) -> None:
         """Copies the state after `step` and starts to write it. Waits for: the previous checkpoint, see `finish`."""
         self.finish()
+        self.world.barrier()  # rank 0 deletes old checkpoints, which may take long
         before, now = self.last_began, time.monotonic()
-        self.began, self.last_began = step, now
-        state = checkpoint.snapshot(model, optimizer, self.world)
+        self.newest_started, self.last_began = step, now
+        state = checkpoint.snapshot(model, optimizer, self.world, self.stager)
         self.thread.start(self._write, step, state, checkpoint.fingerprint(model), now, now if before is None else before)
 
     def _write(self, step: int, state: dict[str, Tensor], model: str, began: float, before: float) -> None:
@@ -101,5 +101,5 @@ class Saver:
 
         Waits for: the disks of this rank and all others. Raises RunError after `deadline_s` seconds.
         """
-        what = f"checkpoint {self.began} to be written to {self.run_dir.checkpoints}: does that disk answer?"
+        what = f"checkpoint {self.newest_started} to be written to {self.run_dir.checkpoints}: does that disk answer?"
         self.thread.result(what, self.deadline_s)

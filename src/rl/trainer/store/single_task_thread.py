@@ -1,4 +1,4 @@
-"""Work that threads do during training: fetching one batch ahead, writing one version and one checkpoint behind."""
+"""Work that threads do during training: prefetching the next batch, and writing the previous version and checkpoint."""
 
 import os
 import threading

@@ -1,38 +1,41 @@
 """Policy versions, copied and written: Hugging Face folders that transformers and vLLM can load, or with trainer.lora peft adapters."""
 
+import itertools
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
-from rl.run_dir.checksums import DIGESTS
-from rl.run_dir.digests import HASH, digest, digest_of_file, hash_each
+from rl.run_dir.digests import HASH, Digest, bounds, covers, digest, digest_like, digest_of_file, hash_each
 from rl.run_dir.files import Fence, write_directory, write_file
 from rl.run_dir.in_memory import InMemory
+from rl.run_dir.safetensors import INDEX
+from rl.run_dir.version_files import DELTA, DIGESTS
 from rl.system import faults
+from rl.system.errors import RunError
 from rl.trainer.model import lora
-from rl.trainer.optim import local
-from rl.trainer.parallel.world import World
-from rl.trainer.store.space import require_space, write_tensors
-from rl.trainer.store.version_buffer import VersionBuffer
+from rl.trainer.store.deltas import LastVersion
+from rl.trainer.store.image import Image, image_of
+from rl.trainer.store.layout import FileTensor, files, header
+from rl.trainer.store.ranks import Ranks
+from rl.trainer.store.space import require_space
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 
 
 @dataclass(frozen=True)
 class PublishedVersion:
-    """A policy version in memory: the unsharded weights and everything needed to write its files. Only `model`'s architecture is read."""
+    """A policy version in memory, of which each rank holds its slices, and everything needed to write its files. Only `model`'s
+    architecture is read. Every rank calls every method."""
 
-    buffer: VersionBuffer
-    """The memory that holds the tensors, by the names of the model's parameters; other processes may be able to read it."""
+    image: Image
     model: PreTrainedModel
     base: Path
     """The base model's folder, whose tokenizer and configs are copied."""
@@ -41,82 +44,139 @@ class PublishedVersion:
     """The conditions that the bits of the weights depend on, see determinism.conditions."""
 
     @cached_property
-    def named(self) -> dict[str, Tensor]:
-        """The tensors by their names in the safetensors file."""
-        if lora.has_adapters(self.model):
-            return {lora.name_in_file(name): tensor for name, tensor in self.buffer.tensors.items()}
-        return revert_weight_conversion(self.model, self.buffer.tensors)
+    def held(self) -> list[list[list]]:
+        """For each rank [name, first, end, hash] of each slice that it holds: the bytes first..end of the tensor `name` of the files."""
+        data = [memoryview(self.image.bytes_of(part.tensor, part.first, part.end).numpy()) for part in self.image.slices]
+
+        def hashed() -> list[list]:
+            hashes = hash_each(digest, data)
+            return [[part.tensor.name, part.first, part.end, one] for part, one in zip(self.image.slices, hashes, strict=True)]
+
+        return self.image.ranks.share(hashed)
 
     @cached_property
-    def digests(self) -> dict[str, str]:
-        """The hash of each tensor's bytes by its name in the file."""
-        views = [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in self.named.values()]
-        return dict(zip(self.named, hash_each(digest, views), strict=True))
+    def digests(self) -> dict[str, Digest]:
+        """The hash of each tensor's bytes by its name in the file, or the hashes of its slices. Raises RunError if no rank holds a byte."""
+        slices: dict[str, list[list]] = {tensor.name: [] for tensor in self.image.tensors}
+        for name, *one in sorted(itertools.chain(*self.held)):
+            slices[name].append(one)
+        digests: dict[str, Digest] = {}
+        for tensor in self.image.tensors:
+            found = slices[tensor.name] or [[0, 0, digest(b"")]]
+            if not covers(found, tensor.size):
+                raise RunError(f"{tensor.name}: its {tensor.size} bytes are held as {[one[:2] for one in found]}; please report this")
+            digests[tensor.name] = found if len(found) > 1 else found[0][2]
+        return digests
+
+    def digests_like(self, others: Mapping[str, Digest]) -> dict[str, Digest]:
+        """The digests of the same slices as in `others`, which another number of ranks may have made. Collects tensors cut otherwise on
+        rank 0, one at a time."""
+        again = dict(self.digests)
+        for tensor in self.image.tensors:
+            other = others.get(tensor.name, again[tensor.name])
+            if bounds(other, tensor.size) != bounds(again[tensor.name], tensor.size):
+                data = memoryview(self.whole(tensor).numpy())
+                again[tensor.name] = self.image.ranks.of_main(partial(digest_like, other, data))
+        return again
+
+    def whole(self, tensor: FileTensor) -> Tensor:
+        """The bytes of a tensor; on ranks other than 0 its content is undefined."""
+        if self.image.ranks.size == 1:
+            return self.image.bytes_of(tensor)
+        whole = torch.zeros(tensor.size, dtype=torch.uint8)
+        for part in self.image.slices:
+            if part.tensor is tensor:
+                whole[part.first : part.end] = self.image.bytes_of(tensor, part.first, part.end)
+        self.image.ranks.sum_to_main(whole)
+        return whole
 
     @cached_property
     def in_memory(self) -> InMemory | None:
-        """The version as a file in memory, valid while this object exists; None if tensors must be converted for a file, and for adapters,
-        whose base is only named in their folder."""
-        return None if lora.has_adapters(self.model) else self.buffer.write_header(self.named)
+        """The version as a file in memory, valid until the image is claimed again; None if a rank holds its slices elsewhere, and for
+        adapters, whose base is only named in their folder."""
+        shared = all(self.image.ranks.share(lambda: self.image.is_shared))  # now every rank has filled its slices
+        if not shared or not self.image.ranks.all_here or lora.has_adapters(self.model):
+            return None
+        if self.image.ranks.is_main:
+            self.image.write_header()
+        return self.image.file
 
     def write_record(self, record: Path, fence: Fence = None) -> None:
         """Writes the digests, before the version is announced, so that it can be compared if it is trained again. They are kept when the
         version is deleted. Neither is durable before `make_durable`: a version is used at once, as the log suffices to train it again.
         """
         content = {"hash": HASH, "tensors": self.digests, "made_by": self.made_by}
-        write_file(record, json.dumps(content, indent=1).encode(), fence=fence, durable=False)
+        self.image.ranks.of_main(partial(write_file, record, json.dumps(content, indent=1).encode(), fence=fence, durable=False))
 
-    def write(self, path: Path, *, new: bool = False, fence: Fence = None) -> None:
-        """Writes the version's folder, complete by rename.
+    def write(self, path: Path, *, new: bool = False, fence: Fence = None, last: LastVersion | None = None) -> None:
+        """Writes the version's folder, complete by rename: rank 0 makes it and its small files, each rank writes its slices.
 
         `new`, `fence`: see write_file. Without `new` an existing folder is replaced. Adapters are written in peft's format, which names
-        the base model and does not include its files.
+        the base model and does not include its files. `last`: the version before, then only what differs from it is written.
         """
+        ranks, adapters = self.image.ranks, lora.has_adapters(self.model)
+        parts, digests = files(self.image.tensors, adapters), self.digests
 
-        def fill(folder: Path) -> None:
-            require_space(folder, self.named.values())
-            if lora.has_adapters(self.model):
-                lora.write_adapters(folder, self.named, self.model, self.base)
-            else:
-                write_tensors(folder / "model.safetensors", self.named)
-                faults.point("weights.saved")
-                copy_small_files(self.base, folder)
-                write_config(self.base, folder, self.model, self.dtype)
-            small = {file.name: digest_of_file(file) for file in folder.iterdir() if file.suffix != ".safetensors"}
-            content = {"hash": HASH, "tensors": self.digests, "made_by": self.made_by, "files": small}
-            (folder / DIGESTS).write_text(json.dumps(content, indent=1))
+        def make(folder: Path) -> str:
+            require_space(folder, [self.image.memory])
+            for name, tensors in parts.items():
+                with (folder / name).open("xb") as file:
+                    file.write(begin := header(tensors))
+                    file.truncate(len(begin) + tensors[-1].end - tensors[0].start)
+            return str(folder)
 
-        write_directory(path, fill, new=new, fence=fence, durable=False)
+        def write_slices(folder: Path) -> tuple[str, Sequence] | None:
+            written = last.write(self.image, folder) if last else None
+            for name, tensors in parts.items() if not last else ():
+                self.image.write_slices(folder / name, tensors)
+            faults.point("weights.saved")
+            return written
+
+        def fill(folder: Path | None) -> None:
+            folder = Path(ranks.of_main(lambda: str(folder) if last else make(folder)))
+            written = ranks.share(lambda: write_slices(folder))
+            if ranks.is_main:
+                if last:
+                    (folder / DELTA).write_text(json.dumps(dict(written)))
+                else:
+                    self._write_small(folder, parts)
+                small = {file.name: digest_of_file(file) for file in folder.iterdir() if file.suffix != ".safetensors"}
+                content = {"hash": HASH, "tensors": digests, "made_by": self.made_by, "files": small}
+                (folder / DIGESTS).write_text(json.dumps(content, indent=1))
+
+        ranks.share(lambda: write_directory(path, fill, new=new, fence=fence, durable=False) if ranks.is_main else fill(None))
+
+    def _write_small(self, folder: Path, parts: Mapping[str, Sequence[FileTensor]]) -> None:
+        """Writes everything but the tensors, which lie in the files `parts`, and their digests."""
+        if lora.has_adapters(self.model):
+            lora.write_config(folder, self.model, self.base)
+        else:
+            copy_small_files(self.base, folder)
+            write_config(self.base, folder, self.model, self.dtype)
+        if len(parts) > 1:
+            places = {tensor.name: name for name, tensors in parts.items() for tensor in tensors}
+            index = {"metadata": {"total_size": self.image.tensors[-1].end}, "weight_map": places}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-@torch.no_grad()
 def snapshot(
-    model: PreTrainedModel, base: Path, dtype: torch.dtype, made_by: dict[str, Any], world: World, before: PublishedVersion | None = None
-) -> PublishedVersion | None:
-    """Copies the model's weights, so that they can be written while training continues. None on all ranks but 0. Every rank calls this.
+    model: PreTrainedModel,
+    base: Path,
+    dtype: torch.dtype,
+    made_by: dict[str, Any],
+    ranks: Ranks | None = None,
+    before: PublishedVersion | None = None,
+) -> PublishedVersion:
+    """Copies the model's weights, so that they can be written while training continues: each rank its own. Every rank calls this.
 
-    Tensors are cast before they are sent, one at a time; rank 0 stores them unsharded in a file in memory, which shares nothing with the
-    model. A tied head appears once. Of a model with adapters only the adapters are copied. `before`: a version that is no longer needed in
-    this process; its memory is reused unless another process reads it.
+    A tied head appears once. Of a model with adapters only the adapters are copied. `ranks`: None for a single rank. `before`: a version
+    that is no longer needed in this process; its memory is reused unless another process reads it.
     """
-    persistent = model.state_dict().keys()
-    named = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in persistent)]
-    if lora.has_adapters(model):
-        named = [*lora.trainable(model).items()]
-    dtypes = {name: dtype if value.is_floating_point() else value.dtype for name, value in named}
-    like, buffer = {name: (value.shape, dtypes[name]) for name, value in named}, None
-    if world.is_main:
-        buffer = before.buffer if before and before.buffer.claim(like) else VersionBuffer(like)
-    for name, value in named:
-        value = value.detach()
-        if value.is_cuda or world.size > 1:  # cast here: a copy between devices casts after the transfer, with twice the bytes
-            value = value.to(dtypes[name])
-        if isinstance(value, DTensor) and world.size > 1:
-            value = value.full_tensor()
-        if buffer:
-            buffer.tensors[name].copy_(local(value))
+    image = before.image if before else image_of(model, dtype, ranks or Ranks())
+    image.claim()
+    image.fill(model, dtype)
     faults.point("weights.cast")
-    return PublishedVersion(buffer, model, base, dtype, made_by) if buffer else None
+    return PublishedVersion(image, model, base, dtype, made_by)
 
 
 def copy_small_files(base: Path, folder: Path) -> None:

@@ -1,0 +1,122 @@
+"""Router replay: which experts each layer's router chooses for each token, its route, is kept, and chosen again in another pass.
+
+Routers choose by a top-k over the scores of the experts. Here the chosen indices may be given ones; their scores are gathered from the
+router's own, so the weights of experts are computed, and have their gradient, as without replay. Rollout routing replay:
+https://arxiv.org/abs/2510.11370.
+
+A free choice and a given one are the same operations, with a route of -1 for "choose freely" that the choice replaces. So a pass gives the
+same bits again with its own routes, and recomputed activations take the route of the first time, in compiled layers, too.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from rl.system.errors import RunError
+from rl.trainer.data.micro_batch import MicroBatch
+from rl.trainer.parallel.experts import experts_of
+
+CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+"""Config keys for the number of experts of a token."""
+
+
+class TopK(NamedTuple):
+    """What torch.topk returns."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class Choice(TorchFunctionMode):
+    """Within it, the top-k over a layer's experts takes the route of each token, and completes it."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.experts, self.count = experts, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, Tensor.topk):
+            return found
+        scores, route = args[0], self.experts.route
+        if scores.dim() != 2 or scores.shape[1] != self.experts.num_routed or found[1].shape[1] != route.shape[1]:
+            return found  # of groups of experts, or of keys in sparse attention
+        self.count += 1
+        chosen = torch.where(route < 0, found[1], route)
+        route.copy_(chosen)
+        return TopK(scores.gather(1, chosen), chosen)
+
+
+class Routers:
+    """The routers of a model. Routes of T tokens are [T, width] uint8: for each of the model's layers, with experts or not, the indices of
+    the token's experts, one byte each, or two (little-endian) if there are more than 256 experts."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Takes over the choice of experts. Call it before adapters are added, which hide experts. Raises RunError without experts."""
+        named, self.name = experts_of(model), type(model).__name__
+        if not named:
+            raise RunError(f"trainer.router_replay: {self.name} has no experts whose choice could be replayed; set it to off")
+        text = model.config.get_text_config()
+        self.layers, self.experts = text.num_hidden_layers, list(named.values())
+        self.numbers = [int(next(filter(str.isdecimal, name.split(".")))) for name in named]
+        """The layer of each of `experts`."""
+        self.chosen = next((getattr(text, key) for key in CHOSEN if isinstance(getattr(text, key, None), int)), 0)
+        self.count = self.experts[0].num_experts
+        self.dtype = torch.uint8 if self.count <= 256 else torch.int16
+        for name, experts in named.items():
+            experts.num_routed = experts.num_experts
+            self.take_over(model.get_submodule(name.rpartition(".")[0]), experts)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a token's routes."""
+        return self.layers * self.chosen * self.dtype.itemsize
+
+    def take_over(self, block: nn.Module, experts: Any) -> None:
+        """Makes the router in `block` choose by the experts' `route`."""
+        forward, name = block.forward, self.name
+
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            with Choice(experts) as choice:
+                output = forward(*args, **kwargs)
+            if choice.count != 1:
+                raise RunError(f"{name} chooses experts in a way of its own, which cannot be replayed; set trainer.router_replay = off")
+            return output
+
+        block.forward = routed
+
+    def set(self, batch: MicroBatch) -> None:
+        """Sets the routes of the next pass: the batch's, or free choice. They stay, for activations may be computed again."""
+        if batch.routes is not None:
+            given = batch.routes.view(self.dtype).view(-1, self.layers, self.chosen)
+            for number, experts in zip(self.numbers, self.experts, strict=True):
+                experts.route = given[:, number].long()
+            return
+        row = batch.input_ids if batch.queries is None else batch.queries
+        for experts in self.experts:
+            experts.route = torch.full((len(row), self.chosen), -1, device=row.device)
+
+    def taken(self) -> Tensor:
+        """Returns the routes of the last pass, [T', width] uint8."""
+        found = torch.zeros(len(self.experts[0].route), self.layers, self.chosen, dtype=self.dtype, device=self.experts[0].route.device)
+        for number, experts in zip(self.numbers, self.experts, strict=True):
+            found[:, number] = experts.route
+        return found.flatten(1).view(torch.uint8)
+
+    def check(self, routes: Tensor) -> None:
+        """Raises RunError unless routes [T, width] are of this model: k different experts in each layer that has some."""
+        if routes.shape[1] != self.width:
+            raise RunError(
+                f"trainer.router_replay: inference gave routes of {routes.shape[1]} bytes a token, but {self.name} has {self.layers} "
+                f"layers and {self.chosen} of {self.count} experts a token, {self.width} bytes; does inference serve the same model?"
+            )
+        given = routes.view(self.dtype).view(-1, self.layers, self.chosen)[:, self.numbers]
+        pairs = ((i, j) for i in range(self.chosen) for j in range(i))
+        if int(given.max()) >= self.count or int(given.min()) < 0 or any(bool((given[..., i] == given[..., j]).any()) for i, j in pairs):
+            raise RunError(
+                f"trainer.router_replay: inference gave a route that {self.name} cannot take: not {self.chosen} different ones of "
+                f"{self.count} experts; set trainer.router_replay = trainer or off"
+            )
