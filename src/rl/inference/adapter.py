@@ -18,7 +18,7 @@ PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 """peft's names for the two factors of the matrix `<layer>.weight`: PREFIX + layer + A, PREFIX + layer + B."""
 
 PLAIN = {"peft_type": ("LORA",), "bias": ("none", None)}
-ABSENT = ("use_dora", "use_qalora", "use_bdlora", "modules_to_save", "alpha_pattern", "target_parameters", "trainable_token_indices")
+ABSENT = ("use_dora", "use_qalora", "use_bdlora", "modules_to_save", "alpha_pattern", "trainable_token_indices")
 """Settings of adapters that are more than a sum of low-rank products."""
 
 
@@ -35,10 +35,19 @@ class Adapter:
     transposed: bool
     """The base holds its matrices as [in, out] (GPT-2's Conv1D)."""
     tensors: Tensors
+    stacked: tuple[str, ...] = ()
+    """The ends of the names of the parameters that hold one matrix for each expert."""
 
     @property
     def layers(self) -> list[str]:
         return sorted(name.removeprefix(PREFIX).removesuffix(A) for name in self.tensors if name.endswith(A))
+
+    def update(self, a: "Tensor", b: "Tensor") -> "Tensor":
+        """The scaled product of two factors, [..., out, in]. alpha / rank is from "LoRA: Low-Rank Adaptation of Large Language Models"
+        (https://arxiv.org/abs/2106.09685), alpha / sqrt(rank) from "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA"
+        (https://arxiv.org/abs/2312.03732)."""
+        rank = a.shape[-2]
+        return self.alpha / (rank**0.5 if self.root_scaled else rank) * (b @ a)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -57,7 +66,8 @@ def read_adapter(folder: Path) -> Adapter:
         found = ", ".join(f"{key} = {fields[key]!r}" for key in special if key in fields) or f"no {special[0]}"
         raise RunError(f"{folder / CONFIG}: {found}: only plain LoRA adapters can be served; merge it into its base with peft")
     rooted, transposed = bool(fields.get("use_rslora")), bool(fields.get("fan_in_fan_out"))
-    return Adapter(folder, base, rank, alpha, rooted, transposed, read_header(folder / WEIGHTS))
+    stacked = tuple(fields.get("target_parameters") or ())
+    return Adapter(folder, base, rank, alpha, rooted, transposed, read_header(folder / WEIGHTS), stacked)
 
 
 def check_adapter(adapter: Adapter, base: Path, expected: Tensors) -> None:
@@ -70,7 +80,10 @@ def check_adapter(adapter: Adapter, base: Path, expected: Tensors) -> None:
     faults = [f"{name} is not a factor of a matrix" for name in adapter.tensors if not name.endswith((A, B))]
     found = {name.removeprefix(PREFIX).removesuffix(B) for name in adapter.tensors if name.endswith(B)}
     faults += [f"{layer} has only one of its two factors" for layer in found ^ set(adapter.layers)]
-    for layer in found & set(adapter.layers):
+    experts = ExpertUpdates(adapter, base) if adapter.stacked else None
+    if experts:
+        faults += experts.faults(expected)
+    for layer in (found & set(adapter.layers)).difference(experts.layers.values() if experts else ()):
         (rank, width), (height, rank_b) = (adapter.tensors[PREFIX + layer + end].shape for end in (A, B))
         matrix = expected.get(f"{layer}.weight")
         if matrix is None:
@@ -85,21 +98,73 @@ def same_files(one: Path, other: Path) -> bool:
     return [file.resolve() for file in weight_files(one)] == [file.resolve() for file in weight_files(other)]
 
 
-def merge(adapter: Adapter, weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[tuple[str, Tensor]]":
-    """The base's `weights` with the adapter added, W + scale B A; changed weights are float32 (the caller rounds them once).
-
-    "LoRA: Low-Rank Adaptation of Large Language Models" (https://arxiv.org/abs/2106.09685): scale = alpha / rank; alpha / sqrt(rank) in
-    "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA" (https://arxiv.org/abs/2312.03732).
-    """
+def merge(adapter: Adapter, weights: "Iterable[tuple[str, Tensor]]", base: Path) -> "Iterator[tuple[str, Tensor]]":
+    """The `weights` of the model at `base` with the adapter added, W + scale B A; changed weights are float32 (the caller rounds them
+    once)."""
     from safetensors import safe_open
 
     layers = {f"{layer}.weight": layer for layer in adapter.layers}
-    with safe_open(adapter.folder / WEIGHTS, framework="pt", device="cpu") as factors:
+    experts = ExpertUpdates(adapter, base) if adapter.stacked else None
+    ready: dict[str, Tensor] = {}
+    with safe_open(adapter.folder / WEIGHTS, framework="pt", device="cpu") as file:
+
+        def factors(layer: str) -> "tuple[Tensor, Tensor]":
+            a, b = (file.get_tensor(PREFIX + layer + end).float() for end in (A, B))
+            return a, b
+
         for name, weight in weights:
-            if name not in layers:
+            if experts and name in experts.sources:
+                if name not in ready:
+                    source = experts.sources[name]
+                    ready |= experts.update(source, *factors(experts.layers[source]))
+                yield name, weight.float() + ready.pop(name)
+            elif name in layers:
+                a, b = factors(layers[name])  # [rank, in], [out, rank]
+                update = adapter.update(a, b)
+                yield name, weight.float() + (update.T if adapter.transposed else update)
+            else:
                 yield name, weight
-                continue
-            a, b = (factors.get_tensor(PREFIX + layers[name] + end).float() for end in (A, B))  # [rank, in], [out, rank]
-            scale = adapter.alpha / (a.shape[0] ** 0.5 if adapter.root_scaled else a.shape[0])
-            update = scale * (b @ a)
-            yield name, weight.float() + (update.T if adapter.transposed else update)
+
+
+class ExpertUpdates:
+    """The updates of an adapter for experts, whose matrices the model stacks in one parameter, and most files keep one by one."""
+
+    def __init__(self, adapter: Adapter, base: Path) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+        self.adapter = adapter
+        self.layers: dict[str, str] = {}
+        """The adapter's layer by the parameter's name: peft wraps the module once for each parameter, the first innermost."""
+        self.sources: dict[str, str] = {}
+        """The parameter's name by that of each of its tensors in files."""
+        self.shapes: dict[str, list[int]] = {}
+        ends = tuple(f".{name}" for name in adapter.stacked)
+        for path, module in self.model.named_modules():
+            names = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False) if f".{path}.{name}".endswith(ends)]
+            self.layers |= {name: path + ".base_layer" * (len(names) - 1 - i) for i, name in enumerate(names)}
+        for source in self.layers:
+            found = self.in_files(source, self.model.get_parameter(source).detach())
+            self.sources |= dict.fromkeys(found, source)
+            self.shapes |= {name: list(tensor.shape) for name, tensor in found.items()}
+
+    def in_files(self, name: str, tensor: "Tensor") -> "dict[str, Tensor]":
+        """Divides a tensor of the model into those that its files have."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self.model, {name: tensor})
+
+    def update(self, source: str, a: "Tensor", b: "Tensor") -> "dict[str, Tensor]":
+        """Returns the updates of a parameter's tensors. `a`: [experts * rank, in], `b`: [out, rank * experts], as peft stacks them."""
+        module, experts = self.model.get_submodule(source.rpartition(".")[0]), len(self.model.get_parameter(source))
+        update = self.adapter.update(a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1))
+        return self.in_files(source, update.mT if getattr(module, "is_transposed", False) else update)
+
+    def faults(self, expected: Tensors) -> list[str]:
+        """Says which updates do not fit tensors of the model's files, `expected`."""
+        known = {PREFIX + layer + A for layer in self.layers.values()}
+        faults = [f"{name} is not in the adapter" for name in known - self.adapter.tensors.keys()]
+        shapes = {name: list(tensor.shape) for name, tensor in expected.items()}
+        return faults + [f"{name} has no experts' matrix for an update" for name, shape in self.shapes.items() if shapes.get(name) != shape]

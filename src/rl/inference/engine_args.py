@@ -19,6 +19,7 @@ OWNED = {
     "host": "inference.host",
     "port": "inference.port",
     "enable_lora": "trainer.lora",
+    "enable_return_routed_experts": "trainer.router_replay",
     "max_lora_rank": "trainer.lora.rank",
     "max_loras": "orchestrator.max_off_policy_steps",
 }
@@ -32,7 +33,7 @@ FIXED = {
     "uds": "the server binds inference.host and inference.port",
     "config": "put its keys into [inference.vllm]",
     "api_key": "the run's token guards every path, while vLLM's key leaves some open: set RL_TOKEN",
-    "headless": "the server of a run answers HTTP",
+    "headless": "engines on a further machine would begin with another version than the server: start a server on each (docs/clusters.md)",
     "grpc": "the server of a run answers HTTP",
 }
 """vLLM arguments that cannot be changed -> why."""

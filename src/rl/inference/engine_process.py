@@ -25,8 +25,9 @@ POLL_S = 0.1
 """Seconds between checks of the engine; vLLM's own watchdog takes up to 5 s and exits with code 0."""
 QUESTIONS_PER_TIMEOUT = 4
 """How often the engine is asked for a sign of life within `inference.engine_timeout_s`."""
-SWAP_PATIENCE = 10
-"""An engine may take this many times `inference.engine_timeout_s` to swap weights: on GPUs it copies and packs all of them."""
+LOAD_PATIENCE = 10
+"""For this many times `inference.engine_timeout_s` nothing of new weights may be read, and swapping them may take as long: on GPUs all of
+them are copied and packed."""
 
 
 def fork_engine(config: "VllmConfig", asked_for: str | None) -> None:
@@ -103,7 +104,7 @@ async def engine_death(engine: "VersionedEngine", timeout_s: float) -> str:
         if answer and answer.done():
             answer, waited_s = None, 0.0
         elif answer and waited_s > timeout_s:
-            if not engine.swapping or waited_s > SWAP_PATIENCE * timeout_s or stopped_processes():
+            if not engine.swapping or waited_s > LOAD_PATIENCE * timeout_s or stopped_processes():
                 answer.cancel()
                 return describe_silence(waited_s)
         elif not answer and waited_s >= timeout_s / QUESTIONS_PER_TIMEOUT:

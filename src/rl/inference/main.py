@@ -20,10 +20,11 @@ from rl.inference.weight_files import read_tensors
 from rl.models.folder import resolve_model
 from rl.run_dir import spans
 from rl.run_dir.access_token import run_token
-from rl.run_dir.checksums import check_version, content_id
+from rl.run_dir.checksums import check_version, content_id, is_delta
+from rl.run_dir.deltas import Mirror, chain
 from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.status import Phase, Status, further_server
+from rl.run_dir.status import SERVER_NAME, Phase, Status, further_server
 from rl.system.credentials import redact
 from rl.system.errors import GIVE_UP, LASTING, WRONG_SETTINGS, ConfigError, RunError
 from rl.system.linux import die_with_parent
@@ -87,16 +88,20 @@ def prepare(on_cpu: bool, cpus: int | list[int] | None) -> None:
     os.environ.pop("VLLM_API_KEY", None)  # the run's token guards all paths, and a request can show only one
 
 
-def newest_sound_version(run_dir: RunDir, claim: Callable[[int], None]) -> WeightVersion | None:
+def newest_sound_version(run_dir: RunDir, mirror: Mirror, claim: Callable[[int], None]) -> WeightVersion | None:
     """The newest policy version above 0 that is whole; damaged ones are skipped with a warning. None if there is only the base model.
 
-    `claim` is called with each before it is read, because a run that continues with its other servers may delete versions.
+    `claim` is called with each before it is read, because a run that continues with its other servers may delete versions. A delta is then
+    in `mirror`.
     """
     for version, path in reversed(numbered(run_dir.weights_dir).items()):
         claim(version)
         try:
-            read_tensors(path)
-            check_version(path, run_dir.digests(version))
+            if is_delta(path):
+                mirror.become(path)
+            else:
+                read_tensors(path)
+                check_version(path, run_dir.digests(version))
             return WeightVersion(version, str(path), content=content_id(run_dir.digests(version)))
         except RunError as error:
             print(f"inference: WARNING: skipping policy version {version}: {error}", file=sys.stderr, flush=True)
@@ -107,8 +112,9 @@ def take_role(config: RLConfig) -> tuple[str, Lease, socket.socket]:
     """Takes a name among the processes of the run. Returns the name, its lease and the bound socket. Raises RunError, OSError."""
     run_dir, settings = config.run_dir, config.inference
     if MARKER in os.environ:  # `rl` has started it
-        lease = hold_role(run_dir.lock("inference"), ROLE_WAIT_S)
-        return "inference", lease, bind(settings.host, settings.port)
+        name = os.environ.get(SERVER_NAME, "inference")
+        lease = hold_role(run_dir.lock(name), ROLE_WAIT_S)
+        return name, lease, bind(settings.host, settings.port)
     sock = bind(settings.host, settings.port)
     name = further_server(sock.getsockname()[1])
     forget_dead_servers(run_dir.status_dir)
@@ -129,12 +135,14 @@ def run(config: RLConfig) -> int:
     spans.start(run_dir.spans, name)
     status = Status(run_dir.status(name), name)
     try:
-        newest = newest_sound_version(run_dir, lambda version: status.enter(Phase.LOADING_MODEL, policy_version=version))
+        mirror = Mirror()
+        newest = newest_sound_version(run_dir, mirror, lambda version: status.enter(Phase.LOADING_MODEL, policy_version=version))
         adapter = newest if newest and is_adapter(Path(newest.path)) else None
-        whole = newest if newest and not adapter else None
-        model_path = whole.path if whole else resolve_model(config.model)
+        changes = newest if newest and is_delta(Path(newest.path)) else adapter
+        whole = newest if newest and not changes else None
+        model_path = resolve_model(config.model) if adapter or not newest else str([*chain(Path(newest.path))][-1])
         number, content = (whole.policy_version, whole.content) if whole else (0, "")
-        served = Served(number, content, adapter, token, config.inference.engine_timeout_s, status, lease.fd, sock)
+        served = Served(number, content, changes, mirror, token, config.inference.engine_timeout_s, status, lease.fd, sock)
         return serve(config, model_path, served, on_cpu)
     except ConfigError as error:
         return report(f"wrong settings\n{redact(str(error))}", WRONG_SETTINGS)

@@ -1,4 +1,4 @@
-"""The HTTP routes that we add to vLLM's app: /generate, /prepare_weights, /load_weights, /status, /ready."""
+"""The HTTP routes that we add to vLLM's app: /generate, /prepare_weights, /load_weights, /status."""
 
 import asyncio
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rl.inference.engine import VersionedEngine
 from rl.inference.weight_files import WeightsGoneError
-from rl.run_dir.in_memory import InMemory
+from rl.run_dir.over_network import Memory
 from rl.system.errors import RunError
 from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL
@@ -31,6 +31,9 @@ class Sampling(Struct, forbid_unknown_fields=True):
     seed: int | None = None
     stop_token_ids: list[TokenId] = []
     stop: list[str] | str = []
+    ignore_eos: bool = False
+    routes_from: Annotated[int, Meta(ge=0)] | None = None
+    """Return the routes of all tokens from here on; None: return none."""
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):
@@ -47,8 +50,8 @@ class LoadWeightsRequest(Struct, forbid_unknown_fields=True):
 
     policy_version: Annotated[int, Meta(ge=0)]
     path: str
-    memory: InMemory | None = None
-    """Memory where processes of the trainer's host can read it before it is at `path`."""
+    memory: Memory | None = None
+    """Where it can be read before it is at `path`."""
     content: str = ""
     """Digest that tells it apart from other weights with the same version number; empty: not known."""
 
@@ -59,8 +62,11 @@ def reply(status: int, content: Any) -> Response:
 
 def to_sampling_params(sampling: Sampling) -> SamplingParams:
     """vLLM's parameters: one final output, only the logprob of the sampled token, and text only if stop strings need it."""
+    fields = msgspec.structs.asdict(sampling)
+    routes_from = fields.pop("routes_from")
     return SamplingParams(
-        **msgspec.structs.asdict(sampling),
+        **fields,
+        **({} if routes_from is None else {"routed_experts_prompt_start": routes_from}),
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
@@ -84,6 +90,11 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
     router = APIRouter()
     max_model_len = engine.model_config.max_model_len
 
+    def refuse(error: RunError) -> Response:
+        if engine.broken:  # the server is about to end, and the weights are not to blame
+            return refusal(503, "stopping", str(error))
+        return refusal(422, "bad_weights", str(error), policy_version=engine.policy_version)
+
     @router.post("/generate")
     async def generate(request: Request) -> Response:
         """Tokens in, tokens out, each with its logprob and its policy version."""
@@ -94,7 +105,7 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
                 message = f"the prompt has {num_tokens} tokens; model.max_model_len = {max_model_len} must hold prompt and answer together"
                 return refusal(400, "prompt_too_long", message, num_tokens=num_tokens, max_model_len=max_model_len)
             params = to_sampling_params(body.sampling)
-            sampled = await unless_disconnected(request, engine.sample(body.token_ids, params, body.session))
+            sampled = await unless_disconnected(request, engine.sample(body.token_ids, params, body.session, body.sampling.routes_from))
         except (msgspec.DecodeError, VLLMClientError, ValueError) as error:
             return refusal(400, "bad_request", str(error))
         except asyncio.CancelledError:
@@ -110,7 +121,7 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
         except msgspec.DecodeError as error:
             return refusal(400, "bad_request", str(error))
         except RunError as error:
-            return refusal(422, "bad_weights", str(error), policy_version=engine.policy_version)
+            return refuse(error)
         return reply(200, {"prepared": prepared})
 
     @router.post("/load_weights")
@@ -127,7 +138,7 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
         except WeightsGoneError as error:
             return refusal(404, "weights_gone", str(error), policy_version=engine.policy_version)
         except RunError as error:
-            return refusal(422, "bad_weights", str(error), policy_version=engine.policy_version)
+            return refuse(error)
         return reply(200, held)
 
     @router.get("/status")
@@ -138,16 +149,10 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
                 "protocol": PROTOCOL,
                 "policy_version": engine.policy_version,
                 "content": engine.content,
-                "loading": engine.loading,
                 "served_model": served_model_name,
                 "max_model_len": max_model_len,
                 "num_running": engine.get_num_unfinished_requests(),
             },
         )
-
-    @router.get("/ready")
-    async def ready(policy_version: int) -> Response:
-        loaded = engine.policy_version
-        return reply(200 if policy_version == loaded else 503, {"policy_version": loaded})
 
     return router

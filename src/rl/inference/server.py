@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.run import RLConfig
+from rl.config.trainer import EXPERTS
 from rl.inference import engine_process
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.weight_files import read_tensors
 from rl.run_dir.access_token import is_loopback
+from rl.run_dir.deltas import Mirror
 from rl.run_dir.status import Phase, Status, reachable
 from rl.system.credentials import resolve
 from rl.system.errors import ConfigError
@@ -141,7 +143,7 @@ def check_experts(config: Any) -> None:
     text, gpus = model.hf_text_config, parallel.data_parallel_size * parallel.tensor_parallel_size
     width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
     cut = f"inference.vllm.data_parallel_size = {parallel.data_parallel_size} splits each expert (width {width}) across {gpus} GPUs"
-    remedy = "set it to 1 and tensor_parallel_size to the GPUs, or enable_expert_parallel, or start a server per GPU (docs/multi_node.md)"
+    remedy = "set it to 1 and tensor_parallel_size to the GPUs, or enable_expert_parallel, or start a server per GPU (docs/clusters.md)"
     if isinstance(width, int) and width % gpus:
         raise ConfigError(f"{cut}, which does not divide evenly: {remedy}")
     print(f"inference: WARNING: {cut}, which wait for each other in each layer: {remedy}", file=sys.stderr, flush=True)
@@ -197,8 +199,10 @@ class Served:
     """Version of the weights that the engine starts with."""
     content: str
     """The content_id (rl.run_dir.checksums) of the same weights."""
-    adapter: WeightVersion | None
-    """The adapter to load before the first request, if any."""
+    changes: WeightVersion | None
+    """The adapter or delta to load before the first request, if any."""
+    mirror: Mirror
+    """What deltas are applied to."""
     token: str
     """The token that every request must have."""
     engine_timeout_s: float
@@ -227,11 +231,13 @@ async def run(args: Namespace, served: Served) -> str:
 async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     """Does everything between the start of the engine and the first request; returns the app."""
     engine.set_model(served.policy_version, served.content, read_tensors(Path(args.model)), served.status.advance)
+    engine.mirror = served.mirror
+    engine.read_timeout_s = engine_process.LOAD_PATIENCE * served.engine_timeout_s
     served.status.gauges["requests"] = engine.get_num_unfinished_requests
     engine.all_here = all(await engine.on_every_worker("begin", os.getpid(), pid_scope()))
     engine.head_is_tied = any(await engine.on_every_worker("head_is_tied"))
-    if served.adapter:
-        await engine.load_weights(served.adapter.policy_version, served.adapter.path, content=served.adapter.content)
+    if served.changes:
+        await engine.load_weights(served.changes.policy_version, served.changes.path, content=served.changes.content)
     return await build_app(engine, args)
 
 
@@ -275,8 +281,11 @@ async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") 
 def adapter_arguments(config: RLConfig, on_cpu: bool) -> dict[str, Any]:
     """vLLM's arguments for adapters beside the model; empty if adapters are merged or the run has none. Raises ConfigError."""
     lora, way = config.trainer.lora, config.inference.adapters
-    if lora is None or way == "merge" or (way == "auto" and on_cpu):
+    experts = lora is not None and EXPERTS in lora.targets
+    if lora is None or way == "merge" or (way == "auto" and (on_cpu or experts)):
         return {}
+    if experts:
+        raise ConfigError("inference.adapters = hot: vLLM is not known to serve adapters of experts; set it to merge")
     rank = next((rank for rank in LORA_RANKS if rank >= lora.rank), None)
     if rank is None:
         raise ConfigError(f"trainer.lora.rank = {lora.rank}: vLLM serves ranks up to {LORA_RANKS[-1]}; set inference.adapters = merge")
@@ -300,6 +309,11 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
+    if config.trainer.router_replay == "engine":
+        if on_cpu:
+            raise ConfigError("trainer.router_replay = engine: vLLM gives no routes on CPUs; set it to trainer or off")
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the only one that gives routes
+        ours["enable_return_routed_experts"] = True
     given = resolve(settings.vllm, "inference.vllm")
     return parse_engine_args(given, ours | adapter_arguments(config, on_cpu) | (cpu_defaults(given) if on_cpu else {}))
 

@@ -2,13 +2,14 @@
 
 vLLM's own reload works inside the running model: it counts every tensor on the meta device, loads, packs and copies back, a pause of
 0.35 s for 135M parameters on two cores. Here the engine pauses only while pointers change. The second set is made like the first, by the
-model's own loaders and packing, so the result is what a server started with the new weights would hold.
+model's own loaders and packing, so the result is what a server started with the new weights would hold. On GPUs the second set waits in
+the host's memory, and packing and copying are part of the pause.
 
-Works on CPUs with weights that are not quantized (`can_stage`). The weights are in memory twice from staging to the swap.
+Works with weights that are not quantized (`can_stage`). A worker's part of the weights is in memory twice from staging to the swap.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -30,36 +31,56 @@ PROCESSED = "_already_called_process_weights_after_loading"
 
 
 def can_stage(config: VllmConfig) -> bool:
-    """Whether `Staged` works: on GPUs captured graphs hold addresses, and packed formats of quantized weights have their own state."""
-    plain = config.model_config.quantization is None and config.lora_config is None and config.speculative_config is None
-    return current_platform.is_cpu() and plain
+    """Whether `Staged` works: packed formats of quantized weights have their own state, and adapters and drafts their own modules."""
+    return config.model_config.quantization is None and config.lora_config is None and config.speculative_config is None
 
 
 class Staged:
     """The second set of one model's modules, complete; `put_in_place` makes the model compute with it."""
 
-    def __init__(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]], config: VllmConfig):
-        """Loads and packs; may run in a thread while the model computes. `weights` are all tensors of the model's files, by name."""
-        self.model, self.dtype = model, config.model_config.dtype
+    def __init__(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]], config: VllmConfig, in_host: bool):
+        """Loads and packs; may run in a thread while the model computes. `weights` are all tensors of the model's files, by name. With
+        `in_host` the model is on a GPU: the second set waits in the host's memory, and packing is left to `put_in_place`."""
+        self.config, self.in_host = config, in_host
         self.twins = make_twins(model)
-        has_head = any(isinstance(module, ParallelLMHead) for module in self.twins)
         # The current config is global, but a running engine does not read it.
         with torch.no_grad(), set_current_vllm_config(config):
             self.twins[model].load_weights(weights)
-            for module in self.twins.values():
-                method = getattr(module, "quant_method", None)
-                if type(module) is VocabParallelEmbedding and has_head:
-                    module.cpu_linear = linear  # only the head is multiplied by, and a packed embedding would add a third to a small model
-                elif isinstance(method, QuantizeMethodBase):
-                    method.process_weights_after_loading(module)
+            if not self.in_host:
+                self.pack(self.twins.values())
+
+    def pack(self, modules: Iterable[nn.Module]) -> None:
+        """Gives loaded modules the layout that their kernels want."""
+        has_head = any(isinstance(module, ParallelLMHead) for module in self.twins)
+        for module in modules:
+            method = getattr(module, "quant_method", None)
+            if current_platform.is_cpu() and type(module) is VocabParallelEmbedding and has_head:
+                module.cpu_linear = linear  # only the head is multiplied by, and a packed embedding would add a third to a small model
+            elif isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(module)
 
     def put_in_place(self) -> list[Any]:
         """Exchanges the weights; no step may run meanwhile. Returns the old content of the model: freeing it takes time and can wait."""
         attention = [module for module in self.twins if is_deferred_attention_layer(module)]
-        before = [exchange(live, twin, self.twins) for live, twin in self.twins.items() if live not in attention]
+        others = {live: twin for live, twin in self.twins.items() if live not in attention}
+        before: list[Any] = []
+        if self.in_host:
+            self.copy_in_place(others)
+        else:
+            before = [exchange(live, twin, self.twins, take_memory) for live, twin in others.items()]
         for module in attention:  # its scales, and what it derives from other layers' weights
-            module.process_weights_after_loading(self.dtype)
+            module.process_weights_after_loading(self.config.model_config.dtype)
         return before
+
+    def copy_in_place(self, twins: dict[nn.Module, nn.Module]) -> None:
+        """Copies the twins' weights, one module after the other, into the memory that captured graphs of the model know."""
+        with torch.no_grad(), set_current_vllm_config(self.config):
+            for live, twin in twins.items():
+                move(twin, live)
+                self.pack([twin])
+                exchange(live, twin, self.twins, copy_values)
+                for tensors in (twin._parameters, twin._buffers):  # the device has room for the second set of one module
+                    tensors.clear()
 
 
 def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
@@ -79,7 +100,7 @@ def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
     for live, twin in twins.items():  # after all parameters, since a buffer may be a view of one
         twin.__dict__["_buffers"] = {name: twin_buffer(live, name, tensors) for name in live._buffers}
     for twin in twins.values():
-        if getattr(getattr(twin, "quant_method", None), "moe_kernel", None) is not None:
+        if current_platform.is_cpu() and getattr(getattr(twin, "quant_method", None), "moe_kernel", None) is not None:
             twin.quant_method.moe_kernel = None  # experts are packed when their kernel is made, and only then
     return twins
 
@@ -92,6 +113,8 @@ def twin_parameter(live: nn.Module, twin: nn.Module, name: str, tensors: dict[in
     if now is None or id(now) not in tensors:
         if record is not None:
             new = restore_layer_refs(materialize_meta_tensor(record), twin)
+            if not current_platform.is_cpu():
+                new.data = new.data.pin_memory()  # for a fast transfer
         else:
             new = nn.Parameter(now.detach().clone(), requires_grad=False)
             new.__class__ = type(now)
@@ -117,10 +140,29 @@ def twin_buffer(live: nn.Module, name: str, tensors: dict[int, Tensor]) -> Tenso
     return tensors.setdefault(id(now), now.clone())
 
 
-def exchange(live: nn.Module, twin: nn.Module, twins: dict[nn.Module, nn.Module]) -> list[Any]:
+def move(twin: nn.Module, live: nn.Module) -> None:
+    """Moves the tensors of a twin to the device of the live module's."""
+    for ours, theirs in ((live._parameters, twin._parameters), (live._buffers, twin._buffers)):
+        device = next((old.device for old in ours.values() if old is not None), None)
+        for tensor in theirs.values():
+            if tensor is not None and device is not None:
+                tensor.data = tensor.data.to(device, non_blocking=True)
+
+
+def take_memory(old: Tensor, new: Tensor) -> None:
+    """Makes `old` another name of the memory of `new`."""
+    old.data = new.data
+
+
+def copy_values(old: Tensor, new: Tensor) -> None:
+    """Copies the values of `new` into the memory of `old`."""
+    old.data.copy_(new.data)
+
+
+def exchange(live: nn.Module, twin: nn.Module, twins: dict[nn.Module, nn.Module], put: Callable[[Tensor, Tensor], object]) -> list[Any]:
     """Gives `live` the tensors of `twin` and everything that packing has set on it. Returns its old content.
 
-    Tensor objects stay and take over the other's memory, so that other references to them see the new values.
+    Tensor objects stay, and `put(old, new)` gives them the new values, so that other references to them, and captured graphs, see those.
     """
     before: list[Any] = []
     for ours, theirs in ((live._parameters, twin._parameters), (live._buffers, twin._buffers)):
@@ -130,7 +172,7 @@ def exchange(live: nn.Module, twin: nn.Module, twins: dict[nn.Module, nn.Module]
                 ours[name] = new
             elif old is not new:
                 before.append(old.data)
-                old.data = new.data
+                put(old, new)
                 new.__dict__.clear()  # its loader is a method of the twin: the cycle would keep both and these values alive
     for name, child in twin._modules.items():
         if child is not twins.get(live._modules.get(name)):  # type: ignore[arg-type]
@@ -142,5 +184,8 @@ def exchange(live: nn.Module, twin: nn.Module, twins: dict[nn.Module, nn.Module]
             live.__dict__[key].__dict__.update(value.__dict__)
         elif key not in STRUCTURE and live.__dict__.get(key) is not value:
             before.append(live.__dict__.get(key))
-            live.__dict__[key] = value
+            if isinstance(value, Tensor) and isinstance(before[-1], Tensor):
+                put(before[-1], value)
+            else:
+                live.__dict__[key] = value
     return before

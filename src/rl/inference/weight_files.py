@@ -42,12 +42,13 @@ def read_tensors(directory: Path) -> Tensors:
     return {name: tensor for file in weight_files(directory) for name, tensor in read_header(file).items()}
 
 
-def check_weights(directory: Path, expected: Tensors, tied: bool) -> None:
-    """Raises RunError unless `directory` holds exactly the tensors of the served model; names at most eight faults.
+def check_weights(directory: Path, expected: Tensors, tied: bool, found: Tensors | None = None) -> None:
+    """Raises RunError unless `directory` holds exactly the tensors of the served model; names at most eight faults. `found`: its tensors,
+    if they are known.
 
     With a tied head, the head itself (`lm_head.weight`) is optional.
     """
-    found = read_tensors(directory)
+    found = read_tensors(directory) if found is None else found
     optional = {"lm_head.weight"} if tied else set()
     faults = [f"{name} is missing" for name in expected.keys() - found.keys() - optional]
     faults += [f"{name} is not in the model" for name in found.keys() - expected.keys() - optional]

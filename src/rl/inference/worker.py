@@ -3,61 +3,44 @@
 import os
 import select
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
 from rl.inference.adapter import is_adapter, merge, read_adapter
-from rl.inference.weight_files import weight_files
+from rl.inference.file_tensor import Weights
+from rl.inference.over_network import NetworkWeights
+from rl.run_dir.over_network import OverNetwork
+from rl.system.errors import RunError
 from rl.system.linux import end_with_parent, pid_scope
+from rl.system.machine import memory_bytes
 
 if TYPE_CHECKING:
     from rl.inference.staging import Staged
 
-Weights = Iterable[tuple[str, torch.Tensor]]
-"""Tensors by name, whole."""
 FREE_AFTER_S = 1.0
 """Delay before the memory of replaced weights is freed: that takes 10 ms for 135M parameters, which need not be part of the pause."""
 
-
-def read_policy(folder: Path, base: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a policy version by name: those of its files, or those of the base model with its adapter merged in."""
-    return merge(read_adapter(folder), read_weights(base)) if is_adapter(folder) else read_weights(folder)
-
-
-def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a model's folder by name."""
-    from safetensors import safe_open
-
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt", device="cpu") as weights:
-            for name in weights.keys():  # noqa: SIM118  (safe_open is not a mapping)
-                yield name, weights.get_tensor(name)
-
-
-def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A page-locked copy if there is a GPU, for a fast transfer; else a plain copy, since a mapped file is only read when it is used."""
-    return tensor.pin_memory() if torch.cuda.is_available() else tensor.clone()
-
-
-def read_ahead(folder: Path) -> None:
-    """Brings the files of a model into the kernel's page cache, once for all workers of the machine."""
-    buffer = bytearray(1 << 24)
-    for file in weight_files(folder):
-        with file.open("rb", buffering=0) as content:
-            while content.readinto(buffer):
-                pass
+NOT_IN_PLACE = ("GptOssForCausalLM",)
+"""vLLM's classes of models that keep old experts in a reload, in silence: their loaders copy into parameters without `weight_loader`."""
 
 
 class WeightLoader:
     """Mixed into vLLM's worker class (`worker_extension_cls`); `collective_rpc` calls the methods between two steps of the engine."""
 
-    _staged: "Future[Staged | Weights] | None" = None
+    _staged: "Future[Staged | Iterable[tuple[str, torch.Tensor]]] | None" = None
+    _weights: Weights | None = None
+    """The files that the staged weights come from."""
+    _has_reloaded: bool = False
+    """The host had no memory for a second copy of the weights."""
 
     def begin(self, server_pid: int, server_place: str) -> bool:
         """Prepares the worker before the first request. Returns whether it is on the server's host; a worker on another node ends with its
@@ -113,56 +96,83 @@ class WeightLoader:
         """Gives a sign of life."""
         return True
 
-    def stage_weights(self, path: str) -> None:
-        """Starts to prepare the weights at `path` in a thread while the engine keeps running."""
+    def stage_weights(self, path: str, over_network: str = "") -> None:
+        """Starts to prepare the weights at `path`, or those announced by an `OverNetwork` in JSON, in a thread while the engine keeps
+        running."""
         stager = ThreadPoolExecutor(1, thread_name_prefix="stage-weights")
-        self._staged = stager.submit(self._stage, Path(path))
+        self._staged = stager.submit(self._stage, Path(path), over_network)
         stager.shutdown(wait=False)
 
-    def _stage(self, folder: Path) -> "Staged | Weights":
-        """Returns what `swap_weights` needs. With several workers, none keeps a copy of the files, which are in the page cache for all of
-        them: a worker then never holds more than its own part of a version and one tensor."""
+    def _stage(self, folder: Path, over_network: str = "") -> "Staged | Iterable[tuple[str, torch.Tensor]]":
+        """Returns what `swap_weights` needs: the worker's part of the weights, or tensors by name that it reads during the swap."""
+        from vllm.platforms import current_platform
+
         from rl.inference.staging import Staged, can_stage
 
-        base, parallel = Path(self.model_config.model), self.vllm_config.parallel_config
-        weights = read_policy(folder, base)
-        if can_stage(self.vllm_config):
-            return Staged(self.model_runner.get_model(), weights, self.vllm_config)
-        if parallel.world_size * parallel.data_parallel_size == 1:
-            return [(name, in_memory(tensor)) for name, tensor in weights]
-        read_ahead(base if is_adapter(folder) else folder)
+        if over_network:
+            self._weights = NetworkWeights(msgspec.json.decode(over_network, type=OverNetwork))
+        else:
+            self._weights = Weights(Path(self.model_config.model) if is_adapter(folder) else folder)
+        weights = merge(read_adapter(folder), self._weights, Path(self.model_config.model)) if is_adapter(folder) else self._weights
+        if can_stage(self.vllm_config) and self.has_room():
+            staged = Staged(self.model_runner.get_model(), weights, self.vllm_config, in_host=not current_platform.is_cpu())
+            self._weights.confirm()
+            return staged
+        if (name := type(self.model_runner.get_model()).__name__) in NOT_IN_PLACE:
+            self._has_reloaded = False  # nor has it: with more memory the next version can be loaded
+            raise RunError(f"{name}: vLLM cannot load its weights in place, so it needs memory for them twice, and no quantization")
+        if over_network:
+            raise RunError("this worker reads weights while generation pauses, for which they must stay as they are")
         return weights
+
+    def has_room(self) -> bool:
+        """Whether the host has memory for the parts of all its workers once more."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        parallel, free = self.vllm_config.parallel_config, memory_bytes()[1]
+        layers = map(get_layerwise_info, self.model_runner.get_model().modules())  # as before packing, which may leave nothing here
+        part = sum(tensor.nbytes for layer in layers for tensor in layer.restore_metadata[0].values())
+        need = part * parallel.local_world_size * parallel.data_parallel_size_local
+        if need > free and not self._has_reloaded:
+            # For good: vLLM's reload leaves its own loaders in the records that a second set of modules is made from.
+            self._has_reloaded = True
+            lacking = f"{need / 2**30:.1f} GiB for new weights, {free / 2**30:.1f} GiB are free"
+            print(f"inference: WARNING: {lacking}: from now on they are read while generation pauses", file=sys.stderr, flush=True)
+        return not self._has_reloaded
 
     def forget_weights(self) -> None:
         """Releases the staged weights."""
-        self._staged = None
+        self._staged = self._weights = None
 
-    def staging_state(self) -> tuple[bool, str]:
-        """Returns (done, the error or "")."""
+    def staging_state(self) -> tuple[bool, str, int]:
+        """Returns (done, the error or "", bytes read so far)."""
         assert self._staged is not None, "stage_weights comes first"
+        num_read = self._weights.bytes_read if self._weights else 0
         if not self._staged.done():
-            return False, ""
+            return False, "", num_read
         error = self._staged.exception()
-        return True, f"{type(error).__name__}: {error}" if error else ""
+        return True, f"{type(error).__name__}: {error}" if error else "", num_read
 
-    def swap_weights(self) -> None:
-        """Puts the staged weights into the running model; no step may run meanwhile.
+    def swap_weights(self) -> int:
+        """Puts the staged weights into the running model; no step may run meanwhile. Returns how many bytes of them this worker has read.
 
-        If they are not a second set of modules, vLLM's own reload keeps the addresses that CUDA graphs have captured, splits for tensor
-        parallelism and repeats any repacking.
+        If they are not a second set of modules, vLLM's own reload keeps the addresses that CUDA graphs have captured, reads each layer's
+        slices and repeats any repacking.
         """
         from rl.inference.staging import Staged
 
-        assert self._staged is not None, "stage_weights comes first"
-        staged, self._staged = self._staged.result(), None
+        assert self._staged is not None and self._weights is not None, "stage_weights comes first"
+        staged, weights = self._staged.result(), self._weights
+        self.forget_weights()
         if isinstance(staged, Staged):
             replaced = staged.put_in_place()
             later = threading.Timer(FREE_AFTER_S, replaced.clear)
             later.daemon = True
             later.start()
         else:
-            self.reload_weights(weights_iterator=iter(staged))
-            repack_embeddings(self.model_runner.get_model())
+            with repacked(self.model_runner.get_model()):
+                self.reload_weights(weights_iterator=iter(staged))
+        return weights.bytes_read
 
 
 def count_uncompiled() -> None:
@@ -176,12 +186,18 @@ def count_uncompiled() -> None:
     sampler.batched_count_greater_than = count
 
 
-def repack_embeddings(model: torch.nn.Module) -> None:
-    """Packs embeddings again on the CPU, where the reload leaves a head tied to the embedding with the packed copy of the old weights."""
+@contextmanager
+def repacked(model: torch.nn.Module) -> Iterator[None]:
+    """Completes a reload on the CPU: vLLM packs experts only with their kernel, and leaves a head that is tied to the embedding with the
+    packed copy of the old weights."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        for module in model.modules():
-            if isinstance(module, VocabParallelEmbedding):
-                module.quant_method.process_weights_after_loading(module)
+    modules = list(model.modules()) if current_platform.is_cpu() else []
+    for module in modules:
+        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+            module.quant_method.moe_kernel = None
+    yield
+    for module in modules:
+        if isinstance(module, VocabParallelEmbedding):
+            module.quant_method.process_weights_after_loading(module)

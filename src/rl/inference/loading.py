@@ -1,0 +1,319 @@
+"""Loads policy versions into vLLM's engine while requests are in flight: staged by every worker, then swapped in between two steps."""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import sys
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rl.inference.adapter import check_adapter, is_adapter, read_adapter
+from rl.inference.over_network import checked_content
+from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
+from rl.run_dir import spans
+from rl.run_dir.checksums import DIGESTS, check_version, is_delta
+from rl.run_dir.deltas import Mirror
+from rl.run_dir.in_memory import InMemory, opened
+from rl.run_dir.over_network import Memory, OverNetwork
+from rl.system.errors import RESTART, RunError
+from rl.wire.inference_client import LoadedVersion
+
+SLOT_POLL_S = 0.05
+"""Seconds between checks whether all requests of some adapter have ended."""
+STALLED_S, WRITTEN_POLL_S = 60.0, 0.05
+"""How long nothing may be written of an announced version whose trainer's memory cannot be reached, and the interval between checks."""
+ASKED_AGAIN_S = 5.0
+"""The same for memory that could not be read over the network: the next order to load it tries that again."""
+STAGING_POLL_S, POLLS_A_WAIT = 0.01, 20
+"""Seconds between checks whether the workers have read the new weights, at least, and how many of them fit into the time waited so far:
+each takes the engine between two steps, and it waits for all its workers."""
+
+T = TypeVar("T")
+
+
+class LoadingEngine(AsyncLLM):
+    """AsyncLLM whose weights can be exchanged."""
+
+    policy_version: int = 0
+    expected: Tensors
+    slots: int = 0
+    """Number of adapters that can be served side by side; 0: adapters are merged into the base model."""
+    adapter: LoRARequest | None = None
+    """The adapter for new requests; None is the base model."""
+    all_here: bool = False
+    """Whether all workers are on this host."""
+    head_is_tied: bool = False
+    """Whether a version may omit the head because it is the embedding."""
+    prepared: Memory | None = None
+    """The version that the workers have staged, to be loaded soon."""
+    prepared_content: str = ""
+    """Its content_id, if it was read over the network."""
+    broken: str = ""
+    """Why the engine must no longer be used, although its process is alive."""
+    read_timeout_s: float = math.inf
+    """How long reading a version may take without any progress."""
+    progress: object = None
+    """What is known to be written or read of the version being loaded; only that it changes counts."""
+    mirror: Mirror
+    """The version that deltas are applied to, for all workers of this host."""
+    swapping: bool = False
+    """New weights are being put in place: the engine may take longer than a step to answer."""
+
+    def set_weights(self, policy_version: int, content: str, expected: Tensors) -> None:
+        """Names the weights that the engine started with."""
+        self.policy_version, self.content, self.expected = policy_version, content, expected
+        self.slots = self.vllm_config.lora_config.max_loras if self.vllm_config.lora_config else 0
+        self.load_lock = asyncio.Lock()
+        self.image = contextlib.ExitStack()
+        """Keeps the prepared version open until it is loaded or forgotten: workers may read it until then."""
+        self.adapter_ids = itertools.count(1)
+        self.adapter_versions: dict[int, int] = {}
+        self.loaded_adapters: set[int] = set()
+
+    async def prepare_weights(self, policy_version: int, memory: Memory | None) -> bool:
+        """Makes every worker stage a version from its trainer's memory, for `load_weights` of the same memory to use. Returns whether it
+        is prepared. Raises RunError.
+
+        Nothing may be sampled with it yet: its trainer may die before it has announced the version.
+        """
+        async with self.load_lock:
+            if policy_version == self.policy_version or self.slots:
+                return False
+            await self.forget_prepared()
+            if isinstance(memory, OverNetwork):
+                await self.prepare_over_network(policy_version, memory)
+                return self.prepared is not None
+            if not self.all_here:
+                return False
+            image = self.image.enter_context(opened(memory))
+            if image:
+                try:
+                    await self.in_time(asyncio.to_thread(self.check_fit, image))
+                    await self.in_time(self.stage(policy_version, str(image)))
+                except RunError:
+                    self.image.close()
+                    raise
+                self.prepared = memory
+            return image is not None
+
+    async def prepare_over_network(self, policy_version: int, memory: OverNetwork, content: str | None = None) -> None:
+        """Makes every worker stage its part of a version from the memory of its trainer's ranks, while this process reads and hashes all of
+        it. If that fails, or its content is not `content` (None: not known yet), nothing is prepared, and a warning says why."""
+        try:
+            if memory != self.prepared and not self.slots:
+                await self.forget_prepared()
+                reading = asyncio.to_thread(checked_content, memory, self.expected, self.head_is_tied)
+                staging = self.stage(policy_version, "over the network", msgspec.json.encode(memory).decode())
+                found = await self.in_time(asyncio.gather(reading, staging, return_exceptions=True))
+                if errors := [error for error in found if isinstance(error, BaseException)]:
+                    await self.on_every_worker("forget_weights")
+                    raise errors[0]
+                self.prepared, self.prepared_content = memory, found[0]
+            if self.prepared and content not in (None, self.prepared_content):
+                raise RunError("what the trainer's ranks have in memory does not match its digests, or these cannot be read")
+        except RunError as error:
+            if self.broken:
+                raise
+            await self.forget_prepared()
+            print(f"inference: WARNING: version {policy_version} cannot be read over the network: {error}", file=sys.stderr, flush=True)
+
+    async def forget_prepared(self) -> None:
+        """Releases a version that was prepared but not loaded."""
+        if self.prepared:
+            self.prepared = None
+            await self.on_every_worker("forget_weights")
+        self.image.close()
+
+    async def load_weights(self, policy_version: int, path: str, memory: Memory | None = None, content: str = "") -> LoadedVersion:
+        """Loads a version while requests are running. Raises RunError with the old version still served.
+
+        If `memory` can be reached, the version is read from there, or not at all if it was prepared; otherwise this waits for the folder.
+        Memory of this host is not checked; what is read over the network must be `content`.
+
+        Loading the loaded version again does nothing, unless its `content` is known and differs.
+        """
+        async with self.load_lock:
+            if policy_version == self.policy_version and content in ("", self.content):
+                return LoadedVersion(policy_version)
+            try:
+                if isinstance(memory, OverNetwork):
+                    await self.prepare_over_network(policy_version, memory, content)
+                if memory and memory == self.prepared:
+                    loaded = await self._load_prepared(policy_version)
+                else:
+                    await self.forget_prepared()
+                    with opened(memory if self.all_here and isinstance(memory, InMemory) else None) as image:
+                        if memory and not image:
+                            patience_s = ASKED_AGAIN_S if isinstance(memory, OverNetwork) else STALLED_S
+                            await self.in_time(self.until_there(Path(path), patience_s))
+                        loaded = await self._load_weights(policy_version, str(image or path))
+                self.content = content
+                return loaded
+            except RunError as error:
+                if not self.broken and not Path(path).is_dir():  # not there yet, or deleted or replaced while it was read
+                    raise WeightsGoneError(f"{path} does not exist (any more): {error}") from None
+                raise
+
+    async def in_time(self, reading: Awaitable[T]) -> T:
+        """Waits for a part of reading a version. If it makes no progress, as in a file system that hangs, the engine is `broken`, which
+        ends the server: nothing else stops the threads that read."""
+        task, before = asyncio.ensure_future(reading), object()
+        try:
+            while not task.done():
+                now = (self.progress, self.mirror.num_read)
+                if before == now:
+                    limit = f"{self.read_timeout_s:.0f} s (ten times inference.engine_timeout_s)"
+                    self.broken = f"nothing of a policy version was read for {limit}: does the file system of the weights answer?"
+                    raise RunError(self.broken, RESTART)
+                before = now
+                await asyncio.wait([task], timeout=self.read_timeout_s)
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _load_prepared(self, policy_version: int) -> LoadedVersion:
+        """Swaps in the version that every worker has staged."""
+        self.prepared = None
+        with self.image:
+            drain_s, pause_s, bytes_read = await self.swap(policy_version)
+        return LoadedVersion(policy_version, drain_s=drain_s, pause_s=pause_s, bytes_read=bytes_read)
+
+    async def readable(self, folder: Path) -> Path:
+        """Where workers can read a version: in its folder, or of a delta, and of what follows one, in this process's memory. Raises
+        RunError if the version cannot be made of its deltas; then the next whole version can still be loaded."""
+        if not is_delta(folder) and not (self.mirror.tensors and (folder / DIGESTS).exists()):
+            return folder
+        if not self.all_here:
+            remedy = "workers on other hosts need whole versions: set trainer.weights.anchor_every = 1"
+            raise RunError(f"{folder}: is a delta, made whole in the memory of one host; {remedy}")
+        with spans.span("apply_deltas", "weights"):
+            return await self.in_time(asyncio.to_thread(self.mirror.become, folder))
+
+    async def _load_weights(self, policy_version: int, path: str) -> LoadedVersion:
+        start, folder = time.perf_counter(), await self.readable(Path(path))
+        await self.in_time(asyncio.to_thread(self.check_fit, folder))
+        if self.slots:
+            await self.in_time(asyncio.to_thread(check_version, folder))
+            verified = time.perf_counter()
+            await self.add_adapter(policy_version, path)
+            return LoadedVersion(policy_version, verified - start, time.perf_counter() - verified)
+        # The workers read the files while this process verifies their checksums; damaged weights are not swapped in.
+        both = seconds(asyncio.to_thread(check_version, folder)), seconds(self.stage(policy_version, str(folder)))
+        verified_s, staged_s = await self.in_time(asyncio.gather(*both, return_exceptions=True))
+        if isinstance(verified_s, BaseException):  # of the two errors this one says which file is damaged
+            await self.on_every_worker("forget_weights")
+            raise verified_s
+        if isinstance(staged_s, BaseException):
+            raise staged_s
+        return LoadedVersion(policy_version, verified_s, staged_s, *await self.swap(policy_version))
+
+    def check_fit(self, folder: Path) -> None:
+        """Raises RunError unless the headers of a version's files match the served model."""
+        if is_adapter(folder):
+            check_adapter(read_adapter(folder), Path(self.model_config.model), self.expected)
+        elif self.slots:
+            raise RunError(f"{folder} is a whole model; with inference.adapters = hot only adapters can be loaded")
+        else:
+            check_weights(folder, self.expected, self.head_is_tied)
+
+    async def add_adapter(self, policy_version: int, path: str) -> None:
+        """Loads an adapter between two steps. New requests get it, requests in flight keep theirs, and nothing pauses.
+
+        Adapters that no request needs any more are removed. If all slots are in use, this waits until the requests of one have ended.
+        """
+        while len(used := self.adapters_in_use()) >= self.slots:
+            await asyncio.sleep(SLOT_POLL_S)
+        for number in self.loaded_adapters - used:
+            await self.remove_lora(number)
+        number = next(self.adapter_ids)
+        # The name is unique even if a version was trained again, because it is the key of cached prefixes.
+        adapter = LoRARequest(f"version-{policy_version}-{number}", number, path)
+        await self.add_lora(adapter)
+        self.loaded_adapters = self.loaded_adapters & used | {number}
+        self.adapter_versions[number] = policy_version
+        self.adapter, self.policy_version = adapter, policy_version
+
+    def adapters_in_use(self) -> set[int]:
+        """The numbers of the adapters of requests in flight and of new requests."""
+        requests = [state.lora_request for state in self.output_processor.request_states.values()]
+        return {request.lora_int_id for request in [*requests, self.adapter] if request}
+
+    async def on_every_worker(self, method: str, *args: Any) -> list[Any]:
+        """The results of calling `method` on all workers. vLLM's own `collective_rpc` returns only those of the first engine."""
+        core = self.engine_core
+        calls = (core._call_utility_async("collective_rpc", method, None, args, None, engine=engine) for engine in core.core_engines)
+        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+
+    async def stage(self, policy_version: int, path: str, *over_network: str) -> None:
+        """Makes every worker prepare the weights while generation continues. Raises RunError if one of them cannot; then none swaps."""
+        with spans.span("stage", "weights", policy_version):
+            await self.on_every_worker("stage_weights", path, *over_network)
+            began = time.monotonic()
+            states = await self.on_every_worker("staging_state")
+            while not all(done for done, _, _ in states):
+                await asyncio.sleep(max(STAGING_POLL_S, (time.monotonic() - began) / POLLS_A_WAIT))
+                states = await self.on_every_worker("staging_state")
+                self.progress = sum(num_read for _, _, num_read in states)
+        if faults := [fault for _, fault, _ in states if fault]:
+            await self.on_every_worker("forget_weights")
+            raise RunError(f"{path}: {faults[0]}")
+
+    async def swap(self, policy_version: int) -> tuple[float, float, int]:
+        """Stops between two steps, drops the KV cache (it belongs to the old weights), swaps, and resumes the requests in flight.
+
+        Requests keep their tokens; the KV of prompt and tokens is recomputed with the new weights. If anything fails here the model may be
+        half new: `broken` then ends the server. Returns drain_s, pause_s and bytes_read.
+        """
+        self.broken, self.swapping = f"loading policy version {policy_version} failed half-way", True
+        try:
+            await self.renderer.clear_mm_cache_async()
+            ordered = time.perf_counter()
+            await self.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+            stopped = time.perf_counter()
+            with spans.span("pause", "weights", policy_version):
+                bytes_read = max(await self.on_every_worker("swap_weights"))
+                barrier = asyncio.get_running_loop().create_future()
+                self.engine_core.outputs_queue.put_nowait(barrier)
+                await barrier
+                self.policy_version = policy_version
+                for state in self.output_processor.request_states.values():
+                    state.queue.version_starts.append((state.detokenizer.num_output_tokens(), policy_version))
+                await self.resume_generation()
+        finally:
+            self.swapping = False
+        self.broken = ""
+        return stopped - ordered, time.perf_counter() - stopped, bytes_read
+
+    async def until_there(self, folder: Path, patience_s: float) -> None:
+        """Waits for the folder of a version that its trainer has announced and is still writing. Raises WeightsGoneError once nothing more
+        of it is written for `patience_s`."""
+        changed = time.monotonic()
+        while not await asyncio.to_thread(folder.is_dir):
+            if (so_far := await asyncio.to_thread(written, folder)) != self.progress:
+                self.progress, changed = so_far, time.monotonic()
+            elif time.monotonic() - changed > patience_s:
+                what = f"{so_far[0]:,} bytes of it are written, none in the last {patience_s:.0f} s"
+                raise WeightsGoneError(f"{folder}: announced, but missing: {what}; see its disk and logs/trainer*.log")
+            await asyncio.sleep(WRITTEN_POLL_S)
+
+
+def written(folder: Path) -> tuple[int, float]:
+    """How many bytes `run_dir.files.write_directory` has written of a folder that is not there yet, and when it last wrote any."""
+    with contextlib.suppress(FileNotFoundError):  # it has just been renamed
+        found = [file.stat() for file in folder.parent.glob(f".{folder.name}.*.tmp/*")]
+        return sum(file.st_size for file in found), max((file.st_mtime for file in found), default=0.0)
+    return 0, 0.0
+
+
+async def seconds(work: Awaitable[object]) -> float:
+    """Does the work and returns how many seconds it took."""
+    start = time.perf_counter()
+    await work
+    return time.perf_counter() - start
