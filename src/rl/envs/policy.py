@@ -15,7 +15,7 @@ from rl.wire.rollouts import Cause
 from rl.wire.turns import Turn, Turns
 from rl.wire.worker_messages import Endpoint, PolicySpec, derived_seed
 
-SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
+SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "routes_from")
 OVERRIDABLE = ("max_tokens", "stop", "seed")
 """Sampling parameters that an environment may set per call; not the temperature, as the trainer scores tokens at the configured one."""
 
@@ -54,7 +54,7 @@ class Policy:
                 spec.inference_urls, Path(spec.inference_status), timeout_s, inference_proxy=spec.inference_proxy
             )
 
-    async def sample(self, server: int, prompt_ids: list[int], sampling: dict[str, Any], overrides: dict[str, Any]) -> Turn:
+    async def sample(self, session: int, prompt_ids: list[int], sampling: dict[str, Any], overrides: dict[str, Any]) -> Turn:
         """Samples one completion. Raises PromptTooLongError, or RolloutError if no server answers or one refuses the request."""
         sampling = {key: sampling[key] for key in SAMPLING_KEYS if sampling.get(key) is not None}
         sampling |= {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) is not None}
@@ -64,7 +64,7 @@ class Policy:
         sampling["max_tokens"] = min(sampling.get("max_tokens", room), room)
         sampling["stop_token_ids"] = self.renderer.stop_token_ids
         try:
-            answer = await self.servers.generate(server, prompt_ids, sampling)
+            answer = await self.servers.generate(session, prompt_ids, sampling)
         except (InferenceLostError, ValueError) as error:
             raise RolloutError("inference", str(error)) from error
         return Turn(
@@ -73,6 +73,8 @@ class Policy:
             logprobs=answer.logprobs,
             policy_versions=answer.policy_versions,
             finish_reason=answer.finish_reason,
+            routes=answer.routes,
+            routes_from=sampling.get("routes_from", 0),
         )
 
     def check_append_only(self, num_turns: int) -> None:
@@ -120,8 +122,8 @@ class Conversation:
     conversations may share `turns`."""
 
     policy: Policy
-    server: int
-    """The session at the inference servers; see PlayGroup."""
+    session: int
+    """As in PlayGroup."""
     sampling: dict[str, Any]
     turns: Turns = field(default_factory=Turns)
     history: list[Past] = field(default_factory=list)
@@ -147,7 +149,8 @@ class Conversation:
         """The policy's answer to prompt ids; in a seeded conversation, each request has its own seed."""
         seed = {} if self.seed is None else {"seed": derived_seed(self.seed, self.asked)}
         self.asked += 1
-        return await self.policy.sample(self.server, ids, self.sampling | seed, overrides)
+        routes = {"routes_from": self.turns.routed(ids)} if self.policy.spec.routes else {}
+        return await self.policy.sample(self.session, ids, self.sampling | seed | routes, overrides)
 
     def keep(self, turn: Turn, past: Past) -> None:
         """Appends an answered turn."""

@@ -229,7 +229,8 @@ def refuse_unfit(rollout: Rollout) -> None:
 
 
 def refuse_logprobs(rollout: Rollout) -> None:
-    """Marks a rollout with a log-probability that is not finite as failed: without a ratio, it would spoil the whole step."""
+    """Marks a rollout with a log-probability that is not finite as failed: it has no valid importance ratio and would make the step's loss
+    non-finite."""
     for number, answer in enumerate(rollout.turns.answers if not rollout.error else [], 1):
         for place, logprob in enumerate(unpack_logprobs(answer.logprobs), 1):
             if not math.isfinite(logprob):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from rl.config.run import RLConfig
 from rl.orchestrator.batches.batch_builder import BatchBuilder
 from rl.orchestrator.evals.evaluator import Evaluator
-from rl.orchestrator.groups.functions import beside
+from rl.orchestrator.groups.functions import in_thread
 from rl.orchestrator.groups.group_credit import credit_group, rules_of
 from rl.orchestrator.groups.teacher import Teacher
 from rl.orchestrator.policy.served_policy import ServedPolicy
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 SLOW_CHECK_S = 0.5
 """Interval at which `generate` checks whether a group in flight has become slow and so freed its place."""
-SETTLE_EVERY_S = 1.0
+RECONCILE_EVERY_S = 1.0
 """Interval at which inference is asked which version it holds."""
 MAX_STARTS = 16
 """Number of groups started before other loops get their turn."""
@@ -74,7 +74,7 @@ class Orchestrator:
         """Groups, and members of others, for `take_in`, which removes them once they are durable."""
         self.env_lost = False
         """Whether an environment was lost since `take_in` last checked for full batches."""
-        self.pool.on_lost, self.pool.on_death = self.quarantine, self.tell_of_death
+        self.pool.on_lost, self.pool.on_death = self.lose_env, self.tell_of_death
 
     async def run(self, server: TrainerServer) -> str:
         """Runs until the last version is published and evaluated. Returns why the run ended."""
@@ -144,7 +144,7 @@ class Orchestrator:
         except EnvLostError:
             return await self.progress.notify()
         group = Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts, temperature=sampling["temperature"])
-        if rules.has_teacher and (await beside(credit_group, group, rules)).why is None:
+        if rules.has_teacher and (await in_thread(credit_group, group, rules)).why is None:
             await self.teachers[ref.env].score_group(group, rules.mask_truncated)
         if (play := self.admission.in_flight.get(ref.group_id)) is None:
             return  # its environment was lost; its task is kept for the next start
@@ -159,17 +159,17 @@ class Orchestrator:
             behind = self.policy.loaded - play.start_version
             log.warning("a group of %s ran across %d versions: cancelled as stale", play.ref.env, behind)
 
-    def quarantine(self, env: str, why: str) -> None:
+    def lose_env(self, env: str, why: str) -> None:
         """Continues without an environment whose workers cannot be kept alive. Raises RunError if no other is left to train on."""
         if self.source.shares.keys() == {env}:
             raise RunError(f"environment {env} cannot be played: {why}")
         trained = env in self.source.shares
-        text = f"environment {env} is left out until the next start{', its share goes to the others' if trained else ''}: {why}"
+        text = f"environment {env} is lost until the next start{', its share goes to the others' if trained else ''}: {why}"
         log.error(text)
         self.status.warn(RunWarning("lost", env, text))
         if not trained:
             return  # used by evaluations only
-        self.admission.quarantine(env, [group for group in self.played if isinstance(group, Group)])
+        self.admission.lose_env(env, [group for group in self.played if isinstance(group, Group)])
         self.env_lost = True
 
     def tell_of_death(self, env: str, text: str) -> None:
@@ -219,7 +219,7 @@ class Orchestrator:
     async def monitor_inference(self) -> None:
         """Loop. Consumes the servers' versions. Produces a correct `loaded`: servers may die and come back with another version."""
         while True:
-            await asyncio.sleep(SETTLE_EVERY_S)
+            await asyncio.sleep(RECONCILE_EVERY_S)
             if await self.policy.reconcile():
                 self.cancel_stale()
                 await self.progress.notify()

@@ -162,7 +162,7 @@ class PolicyClient(Client):
         if key not in self.conversations:
             kind = TextConversation if self.completion else Conversation
             seed = self.order.seeded("conversation", len(self.conversations)).seed
-            self.conversations[key] = kind(self.policy, self.order.server, self.order.sampling, self.turns, seed=seed)
+            self.conversations[key] = kind(self.policy, self.order.session, self.order.sampling, self.turns, seed=seed)
         return self.conversations[key]
 
     async def raise_from_native_response(self, response: NativeResponse) -> None:

@@ -258,7 +258,7 @@ class V1Environment:
         pinned = own_sampling(trace.agent.config.sampling)
         if trace.agent.trainable:
             pinned = {key: value for key, value in pinned.items() if key in OVERRIDABLE}
-        return ActiveTrace(trace, Conversation(self.policy, order.server, order.sampling | pinned, seed=order.seed))
+        return ActiveTrace(trace, Conversation(self.policy, order.session, order.sampling | pinned, seed=order.seed))
 
 
 def command_line(pid: int) -> list[str]:

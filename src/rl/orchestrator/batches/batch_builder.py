@@ -16,7 +16,7 @@ from rl.orchestrator.batches.batch_metrics import batch_metrics, own_name
 from rl.orchestrator.batches.batch_selection import OrchestratorState
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
 from rl.orchestrator.batches.old_files import OldFiles
-from rl.orchestrator.groups.functions import beside
+from rl.orchestrator.groups.functions import in_thread
 from rl.orchestrator.groups.group_credit import Rules, credit_group, is_judged, normalise
 from rl.orchestrator.groups.pending import PendingLog, PendingRollouts, without_episodes
 from rl.orchestrator.progress import Progress
@@ -33,9 +33,9 @@ from rl.wire.batch_file import EncodedBatch, decode_batch, remove_rollouts, soun
 from rl.wire.rollouts import Group, Members, Rollout
 
 MAX_FAILED = 3
-"""The run ends after this many batches' worth of consecutive rollouts in groups that leave nothing to train on."""
+"""The run ends after this many batches' worth of consecutive episodes in groups that leave nothing to train on."""
 MAX_WITHOUT_SIGNAL = 10
-"""The run ends after this many batches' worth of consecutive rollouts in groups without any signal."""
+"""The run ends after this many batches' worth of consecutive episodes in groups without any signal."""
 WARN_EVERY_S = 60.0
 
 log = logging.getLogger(__name__)
@@ -72,14 +72,18 @@ class GroupWarnings:
     def stale(self, stale: Counter[str], used: Counter[str], limit: int) -> None:
         """Warns of environments that lose as many groups to staleness as they contribute to a batch.
 
-        stale, used: number of groups too old for the batch, and number in it, by environment.
+        stale, used: number of groups too old for the batch, and number in it, by environment. limit: most versions behind, 0 on-policy.
         """
+        why = f"Its rollouts take longer than orchestrator.max_off_policy_steps = {limit} steps: raise that, lower its weight, or make it "
+        why += "faster (workers, max_tokens)"
+        if not limit:
+            why = (
+                "With max_lag = 0 a batch has tokens of the newest version only, and servers had answered with an older one: see their logs"
+            )
         for env, count in stale.items():
             if count >= max(1, used[env]):
                 count_text = f"{count} of its groups were stale for this batch, {used[env]} were used"
-                limit_text = f"Its rollouts take longer than orchestrator.max_off_policy_steps = {limit} steps"
-                remedy = "raise that, lower its weight, or make it faster (workers, max_tokens)"
-                self._say("stale", env, f"environment {env}: {count_text}. {limit_text}: {remedy}")
+                self._say("stale", env, f"environment {env}: {count_text}. {why}")
 
 
 @dataclass(eq=False)
@@ -93,7 +97,7 @@ class BatchBuilder:
     progress: Progress
     clock: StepClock
     lost_envs: Mapping[str, str]
-    """Environment that was given up -> the reason; the pool adds to it."""
+    """Lost environment -> the reason; the pool adds to it."""
     warn: Callable[[RunWarning], None]
     """See Status.warn."""
 
@@ -108,6 +112,11 @@ class BatchBuilder:
         self.warnings = GroupWarnings(self.warn)
         self.fence = partial(check_fence, self.run_dir.lock("orchestrator"))
         self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator", self.fence)
+
+    @property
+    def max_behind(self) -> int:
+        """Most versions that a batch's oldest token may be behind."""
+        return self.config.orchestrator.max_off_policy_steps if self.config.max_lag else 0
 
     async def restore(self) -> None:
         """Continues from the newest batch and pending.log. Files of a batch that was never committed are deleted and made again."""
@@ -124,7 +133,7 @@ class BatchBuilder:
                 self.metrics.write(newest, state.metrics)
         for warning in await asyncio.to_thread(self.pending.load, settled, newest):
             log.warning(warning)
-        await beside(self._judge, self.pending.groups)
+        await in_thread(self._judge, self.pending.groups)
         self.restored = {group.group_id for group in self.pending.groups}
         done, begun = refs(self.pending.groups), refs(self.pending.members.values())
         await asyncio.to_thread(self.source.restore, state.tasks if state else None, done, begun)
@@ -162,7 +171,7 @@ class BatchBuilder:
         if not groups:
             return
         try:
-            await beside(self._judge, [group for group in groups if not is_judged(group)])
+            await in_thread(self._judge, [group for group in groups if not is_judged(group)])
             for group in groups:
                 self.admission.outcomes[group.env].append(group.why is None)
                 self._count(group)
@@ -204,10 +213,10 @@ class BatchBuilder:
         """Returns the groups of the next batch, or None if there are not enough. Groups that are too old are dropped as stale and replaced.
 
         On-policy, every older group is too old: a server that came back may have sampled with an older version before this was noticed.
-        Also on-policy, a batch is made of the groups that started first, so that no group is left out for being slow.
+        In addition, an on-policy batch consists of the groups that started first, so that no group is left out for being slow.
         """
         settings = self.config.orchestrator
-        limit = self.progress.newest - (settings.max_off_policy_steps if self.config.max_lag else 0)
+        limit = self.progress.newest - self.max_behind
         num_playing = self.admission.places(self.pending.groups).playing.total()
         before = math.inf if self.config.max_lag else self.admission.first()
         while True:
@@ -232,7 +241,7 @@ class BatchBuilder:
         counts |= {"rollouts/missing": max(0, self.config.orchestrator.batch_size - sum(group.num_episodes for group in used))}
         counts |= {"rollouts/surplus_groups": sum(group.why == "surplus" for group in dropped), "rollouts/cancelled_groups": cancelled}
         counts |= {f"env/{env}/quarantined": 1 for env in self.lost_envs}
-        self.warnings.stale(self.clock.stale, Counter(group.env for group in used), self.config.orchestrator.max_off_policy_steps)
+        self.warnings.stale(self.clock.stale, Counter(group.env for group in used), self.max_behind)
         counts |= self.clock.lap(sum(rollout.num_tokens for group in settled for rollout in group.rollouts))
         state = OrchestratorState(
             tasks=self.source.state(play.ref for play in self.admission.in_flight.values()),
@@ -276,11 +285,11 @@ class BatchBuilder:
 
     def _check_learning(self) -> None:
         """Ends a run in which everything fails, or that has nothing left to learn from."""
-        batch_size, num_without_signal = self.config.orchestrator.batch_size, len(self.history.without_signal)
+        batch_size = self.config.orchestrator.batch_size
         played_here = [group for group in self.pending.groups if group.group_id not in self.restored]
         if problem := only_failures(played_here, MAX_FAILED * batch_size):
             raise RunError(f"{problem}\n`rl show {self.run_dir.root}` shows them")
-        if num_without_signal >= MAX_WITHOUT_SIGNAL * batch_size and self.progress.final > self.progress.newest:
+        if self.history.episodes >= MAX_WITHOUT_SIGNAL * batch_size and self.progress.final > self.progress.newest:
             if not self.history.is_solved():
                 raise RunError(f"{self.history.diagnosis()}. `rl show {self.run_dir.root}` shows them")
             self.progress.end(*self.history.success())

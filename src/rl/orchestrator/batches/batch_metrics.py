@@ -24,7 +24,7 @@ def batch_metrics(step: int, groups: list[Group], mask_truncated: bool = False, 
     everything = [rollout for group in told for rollout in group.rollouts]
     finished = [rollout for rollout in everything if not rollout.error]
     used = [(group.env, rollout) for group in groups if group.why is None for rollout in group.rollouts]
-    trained = [(env, rollout) for env, rollout in used if rollout.num_sampled and is_trained(rollout, mask_truncated)]
+    trained = [(env, rollout) for env, rollout in used if is_trained(rollout, mask_truncated)]
     lags = Counter[int]()
     for answer in (answer for _, rollout in trained for answer in rollout.turns.answers):
         for span in join_spans(answer.policy_versions):  # without empty ones
@@ -43,7 +43,15 @@ def batch_metrics(step: int, groups: list[Group], mask_truncated: bool = False, 
         **environment_counts(Counter(env for env, _ in trained), groups, envs),
         **environment_metrics(told),
         **teacher_metrics(trained),
+        **route_metrics([rollout for _, rollout in trained]),
     }
+
+
+def route_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """Returns the size of the routes, with trainer.router_replay = engine."""
+    size = sum(len(answer.routes or b"") for rollout in rollouts for answer in rollout.turns.answers)
+    tokens = sum(chain.num_tokens - 1 for rollout in rollouts for chain in rollout.turns.chains)
+    return {"rollouts/route_bytes": size / tokens} if size else {}
 
 
 def teacher_metrics(trained: Iterable[tuple[str, Rollout]]) -> dict[str, float]:

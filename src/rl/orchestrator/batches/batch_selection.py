@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from rl.orchestrator.batches.early_stop import RewardHistory
-from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.batches.samples import group_samples, why_not_trained
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import check_fence
@@ -16,7 +16,7 @@ from rl.run_dir.naming import TakenError
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import ENCODER, EncodedBatch, write_batch, write_rollouts
 from rl.wire.messages import UNREADABLE
-from rl.wire.rollouts import Group, Rollout
+from rl.wire.rollouts import Group
 
 
 class OrchestratorState(msgspec.Struct, kw_only=True):
@@ -74,21 +74,6 @@ def commit(run_dir: RunDir, batch: EncodedBatch, lines: bytes, state: Orchestrat
         raise TakenError(path)  # before rollouts are overwritten
     write_rollouts(run_dir.rollouts(batch.step), lines, fence)
     write_batch(path, batch, state, fence)
-
-
-def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:
-    """Returns why a rollout is not in its batch; None if it is. A failure of its own takes precedence over its group's reason."""
-    if rollout.error:
-        return rollout.cause or "environment"
-    if group.why:
-        return group.why
-    if not rollout.trainable:
-        return "not_trainable"
-    if rollout.filtered:
-        return "filtered"
-    if not rollout.num_sampled:
-        return "overlong" if rollout.overlong else "empty"
-    return "truncated" if rollout.truncated and mask_truncated else None
 
 
 def rollout_lines(groups: Iterable[Group], step: int | None, mask_truncated: bool) -> bytes:

@@ -15,8 +15,13 @@ class RewardHistory(msgspec.Struct, kw_only=True):
 
     without_signal: list[tuple[str, float]] = msgspec.field(default_factory=list, name="silent")
     """(environment, reward) of the rollouts since the last group with a signal."""
+    episodes: int = 0
+    """Number of episodes that these rollouts are of: each trained agent of an episode has a rollout of its own."""
     ranges: dict[str, tuple[float, float]] = {}
     """Lowest and highest reward so far, by environment."""
+
+    def __post_init__(self) -> None:
+        self.episodes = self.episodes or len(self.without_signal)  # a state written before episodes were counted has none
 
     def add(self, group: Group) -> None:
         """Counts a finished group. If its signal is None, it has one if its rewards, and those since the last signal, are not all equal."""
@@ -29,8 +34,10 @@ class RewardHistory(msgspec.Struct, kw_only=True):
             signal = len({*rewards, *(reward for env, reward in self.without_signal if env == group.env)}) > 1
         if group.why is None and signal:
             self.without_signal.clear()
+            self.episodes = 0
         else:
             self.without_signal.extend((group.env, reward) for reward in rewards)
+            self.episodes += len({rollout.episode for rollout in group.rewarded})
 
     def is_solved(self) -> bool:
         """Whether all rollouts without signal have their environment's highest reward, which is above its lowest or at least 1."""

@@ -41,17 +41,37 @@ def rollout_samples(group: Group, rollout_id: int) -> Iterator[TrainingSample]:
             group_id=group.group_id,
             rollout_id=rollout_id,
             temperature=group.temperature,
+            routes=turns.routes(number, max((answer.end for answer in answers if answer.num_tokens), default=1) - 1) or None,
             teacher_logprobs=teacher if any(answer.teacher_logprobs for answer in answers) else None,
         )
 
 
+def why_left_out(rollout: Rollout, mask_truncated: bool) -> str | None:
+    """Returns the reason of its own, whatever its group's, for which a rollout is not trained; None if it has none."""
+    if rollout.error:
+        return rollout.cause or "environment"
+    if not rollout.trainable:
+        return "not_trainable"
+    if rollout.filtered:
+        return "filtered"
+    if not rollout.num_sampled:
+        return "overlong" if rollout.overlong else "empty"
+    return "truncated" if rollout.truncated and mask_truncated else None
+
+
 def is_trained(rollout: Rollout, mask_truncated: bool) -> bool:
-    """Whether a rollout is trained if its group is: it is not failed, filtered, of an untrained agent, or truncated and masked."""
-    return rollout.trainable and not rollout.error and not rollout.filtered and not (rollout.truncated and mask_truncated)
+    """Whether a rollout is trained if its group is."""
+    return why_left_out(rollout, mask_truncated) is None
+
+
+def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:
+    """Returns why a rollout is not in its batch; None if it is. A failure of its own takes precedence over its group's reason."""
+    own = why_left_out(rollout, mask_truncated)
+    return own if rollout.error else group.why or own
 
 
 def group_samples(group: Group, mask_truncated: bool = False) -> Iterator[TrainingSample]:
-    """Yields the samples of a group one at a time. Rollouts without a sampled token have none."""
+    """Yields the samples of a group one at a time."""
     for i, rollout in enumerate(group.rollouts):
         if is_trained(rollout, mask_truncated):
             yield from (sample for sample in rollout_samples(group, i) if any(sample.loss_mask))

@@ -26,7 +26,7 @@ CALL_S = 60.0
 THREAD = ThreadPoolExecutor(1, "functions")
 
 
-async def beside(call: Callable[..., T], *arguments: Any) -> T:
+async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
     """Makes a call that may involve user functions, in the thread reserved for them."""
     return await asyncio.get_running_loop().run_in_executor(THREAD, call, *arguments)
 

@@ -83,7 +83,7 @@ def credit_group(group: Group, rules: Rules) -> Group:
     trainable = [rollout for rollout in whole if rollout.trainable]
     if not any(rollout.num_sampled for rollout in trainable):
         group.why = "overlong" if any(rollout.overlong for rollout in trainable) else "empty"
-    elif not any(rollout.num_sampled for rollout in trainable if is_trained(rollout, rules.mask_truncated)):
+    elif not any(is_trained(rollout, rules.mask_truncated) for rollout in trainable):
         group.why = "truncated"
     elif rules.replace_no_signal and group.signal is False:
         group.why = "no_signal"
@@ -113,7 +113,7 @@ def filter_rollouts(group: Group, rules: Rules) -> None:
     part = part_of(group, own, [group.rollouts[i].reward for i in own])
     for i, passed in zip(own, may_be_trained(part, rules.filter_function, rules.filter), strict=True):
         group.rollouts[i].filtered = not passed
-    left = [i for i, rollout in enumerate(group.rollouts) if rollout.num_sampled and is_trained(rollout, rules.mask_truncated)]
+    left = [i for i, rollout in enumerate(group.rollouts) if is_trained(rollout, rules.mask_truncated)]
     only_zeros = not rules.has_teacher and group.signal and not any(group.advantages[i] for i in left)
     if not left or (rules.replace_no_signal and only_zeros):
         group.why = "filtered"

@@ -20,7 +20,7 @@ from rl.orchestrator.batches.samples import is_trained
 from rl.run_dir.access_token import hides_keys
 from rl.system.credentials import redact
 from rl.system.errors import RunError
-from rl.wire.http import RETRY_S, AwayError, HttpClient, RefusedError, refusal
+from rl.wire.http import RETRY_S, AwayError, HttpClient, RefusedError, describe_refusal
 from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import pack_logprobs
@@ -166,7 +166,7 @@ class Teacher:
                         status, content = await self.http.request(method, url, body, self.headers)
                         if status == 200:
                             return read(content)
-                        problem = refusal(status, content)
+                        problem = describe_refusal(status, content)
                         if status not in TRY_AGAIN:
                             raise RefusedError(status, f"teacher {url} refused: it {problem}. {self._remedy(status)}")
                     except AwayError as error:

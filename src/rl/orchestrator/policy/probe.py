@@ -27,14 +27,17 @@ async def probe(servers: InferenceServers, batch: Path, max_model_len: int) -> l
 
     async def one(sample: TrainingSample) -> TrainingSample:
         prompt = sample.token_ids[: sample.loss_mask.index(True)][-room:]
-        return await complete(servers, prompt, sample.temperature, TOKENS, sample.group_id)
+        return await complete(servers, prompt, sample.temperature, TOKENS, sample.group_id, sample.routes is not None)
 
     return await asyncio.gather(*map(one, await asyncio.to_thread(first_of_groups, batch)))
 
 
-async def complete(servers: InferenceServers, prompt: list[int], temperature: float, num_tokens: int, group_id: int) -> TrainingSample:
-    """Returns one completion of a prompt as a sample, with all sampled tokens in the loss mask."""
-    answer = await servers.generate(0, prompt, {"max_tokens": num_tokens, "temperature": temperature})
+async def complete(
+    servers: InferenceServers, prompt: list[int], temperature: float, num_tokens: int, group_id: int, routes: bool = False
+) -> TrainingSample:
+    """Returns one completion of a prompt as a sample, with all sampled tokens in the loss mask, and with its routes if so wanted."""
+    sampling = {"max_tokens": num_tokens, "temperature": temperature} | ({"routes_from": 0} if routes else {})
+    answer = await servers.generate(0, prompt, sampling)
     n, m = len(prompt), len(answer.token_ids)
     return TrainingSample(
         token_ids=prompt + answer.token_ids,
@@ -46,4 +49,5 @@ async def complete(servers: InferenceServers, prompt: list[int], temperature: fl
         group_id=group_id,
         rollout_id=0,
         temperature=temperature,
+        routes=answer.routes,
     )

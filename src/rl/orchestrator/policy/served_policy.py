@@ -16,7 +16,7 @@ from typing import NamedTuple
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.run_dir.checksums import content_id, verify_version
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.in_memory import InMemory
+from rl.run_dir.over_network import Memory
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import Staleness, read_status, server_files
 from rl.wire.http import AwayError, RefusedError
@@ -27,7 +27,7 @@ from rl.wire.worker_messages import ServerSet
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Pause after a version's folder disappeared while inference read it, and before a server that failed to load is asked again."""
+"""Pause after inference did not find a version's folder, and before a server that failed to load is asked again."""
 LATE = 2.0
 LATE_S = 1.0
 """A server is late once loading takes it longer than LATE times the time of the fastest server plus LATE_S seconds: the run continues with
@@ -36,6 +36,7 @@ LOOK_EVERY_S = 0.5
 """Interval at which servers are polled while a version is loaded."""
 CLAIM_S = 60.0
 """A starting server whose heartbeat has not changed for this long counts as dead: reading a large model can delay one by half of it."""
+UNSEEN = "; {path} exists on this host: share output_dir with all hosts of servers, and see whether its file system is slow"
 Tell = Callable[[ServerSet], Awaitable[None]]
 
 
@@ -45,6 +46,12 @@ class Failure(NamedTuple):
     at: float
     version: int
     error: Exception
+
+
+def refuses(error: Exception, version: WeightVersion) -> bool:
+    """Returns whether a server will not load a version later either. One that does not find its folder (404), which exists, may see it
+    later: listings of network file systems can be stale."""
+    return isinstance(error, RefusedError) and not (error.status == 404 and Path(version.path).exists())
 
 
 class ServedPolicy:
@@ -86,18 +93,18 @@ class ServedPolicy:
         """Adds the versions on disk to `versions`."""
         for number in numbers(self.run_dir.weights_dir):
             known = self.versions.get(number)
-            self._note(number, None, known.content if known else content_id(self.run_dir.digests(number)))
+            self._add_version(number, None, known.content if known else content_id(self.run_dir.digests(number)))
 
-    def note(self, number: int, memory: InMemory | None = None) -> None:
+    def note(self, number: int, memory: Memory | None = None) -> None:
         """Records a version that is complete, in memory or else on disk. Its path follows from its number: a path received over the wire is
         not trusted. A version that was trained again may differ; servers that hold the old one then have to load it again."""
-        self._note(number, memory, content_id(self.run_dir.digests(number)))
+        self._add_version(number, memory, content_id(self.run_dir.digests(number)))
 
-    def _note(self, number: int, memory: InMemory | None, content: str) -> None:
+    def _add_version(self, number: int, memory: Memory | None, content: str) -> None:
         self.versions[number] = WeightVersion(number, str(self.run_dir.weights(number)), memory, content)
         self.servers.contents[number] = content
 
-    def prepare(self, number: int, memory: InMemory | None) -> None:
+    def prepare(self, number: int, memory: Memory | None) -> None:
         """Makes the servers read a version that must not be used yet, so that loading it later takes only milliseconds.
 
         Skipped for a version that is not newer than the loaded one (it is trained again), and while a load or an evaluation is in progress:
@@ -178,12 +185,12 @@ class ServedPolicy:
             return pause_s
 
     async def _load(self, version: WeightVersion) -> float | None:
-        """Does what `load` does except for setting `loaded`; returns None if the version's folder disappeared."""
+        """Does what `load` does except for setting `loaded`; returns None if the version's folder does not exist."""
         try:
-            return await self._level(version)
+            return await self._load_everywhere(version)
         except RefusedError as error:
             if not Path(version.path).exists():
-                log.warning("version %d was deleted while inference read it", version.policy_version)
+                log.warning("version %d is not on disk: it is still being written, or was deleted", version.policy_version)
                 await asyncio.sleep(RETRY_S)
                 return None
             refusal = f"{version.path}: inference refused version {version.policy_version}: {error}"
@@ -194,7 +201,7 @@ class ServedPolicy:
                     raise CorruptFileError(f"{damage}; {refusal}") from None
             raise RefusedError(error.status, refusal) from None
 
-    async def _level(self, version: WeightVersion) -> float:
+    async def _load_everywhere(self, version: WeightVersion) -> float:
         """Loads a version into every server independently, until all servers hold it except late ones and those that refuse it.
 
         Returns the longest pause, seconds. Raises RefusedError if all refuse it, InferenceLostError if none holds it in time.
@@ -202,11 +209,11 @@ class ServedPolicy:
         number, began, first_s = version.policy_version, time.monotonic(), None
         looked = began
         self.failures.clear()
-        await self._offer()  # announces the version as the newest
+        await self._announce_servers()  # announces the version as the newest
         while True:
             known = self.servers.known
             failed = {url: failure.error for url, failure in self.failures.items() if failure.version == number}
-            refused = {url: error for url, error in failed.items() if url in known and isinstance(error, RefusedError)}
+            refused = {url: error for url, error in failed.items() if url in known and refuses(error, version)}
             behind = [url for url, held in known.items() if held != number and url not in refused]
             waited_s = time.monotonic() - began
             if number in known.values():
@@ -217,16 +224,17 @@ class ServedPolicy:
                 raise next(iter(refused.values()))
             elif waited_s > self.servers.timeout_s:
                 problem = next(map(str, failed.values()), self.servers.last_seen())
-                raise InferenceLostError(f"waited {waited_s:.0f} s for inference to load version {number}: {problem}")
+                remedy = UNSEEN.format(path=version.path) if any(isinstance(error, RefusedError) for error in failed.values()) else ""
+                raise InferenceLostError(f"waited {waited_s:.0f} s for inference to load version {number}: {problem}{remedy}")
             for url in behind:
-                self._order(url, version)
+                self._start_load(url, version)
             if self.loads:
                 await asyncio.wait(self.loads.values(), timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             else:
                 await asyncio.sleep(LOOK_EVERY_S)
             if time.monotonic() - looked > LOOK_EVERY_S:
                 await self.servers.poll_versions()
-                await self._offer()
+                await self._announce_servers()
                 looked = time.monotonic()
         for url, why in refused.items():
             log.warning("inference at %s is excluded because it refused version %d: %s", url, number, why)
@@ -235,14 +243,14 @@ class ServedPolicy:
         self.late = behind
         return max((self.pauses.get(url, 0.0) for url, held in self.servers.known.items() if held == number), default=0.0)
 
-    def _order(self, url: str, version: WeightVersion) -> None:
+    def _start_load(self, url: str, version: WeightVersion) -> None:
         """Starts loading a version into a server, unless a load is in progress or has just failed."""
         failure = self.failures.get(url)
         if url not in self.loads and not (failure and time.monotonic() - failure.at < RETRY_S):
             self.loading[url] = version.policy_version
-            self.loads[url] = asyncio.create_task(self._bring(url, version))
+            self.loads[url] = asyncio.create_task(self._load_into(url, version))
 
-    async def _bring(self, url: str, version: WeightVersion) -> None:
+    async def _load_into(self, url: str, version: WeightVersion) -> None:
         try:
             self.pauses[url] = await self.servers.load(url, version)
         except (AwayError, OSError, InferenceLostError, RefusedError) as error:
@@ -259,12 +267,12 @@ class ServedPolicy:
     async def pin(self) -> AsyncIterator[None]:
         """Keeps the loaded version within the block: only servers that hold exactly this one answer, and the others have to load it."""
         self.num_pins += 1
-        await self._offer()
+        await self._announce_servers()
         try:
             yield
         finally:
             self.num_pins -= 1
-            await self._offer()
+            await self._announce_servers()
 
     async def reconcile(self) -> bool:
         """Polls the servers, and if `loaded` is not what they hold, corrects this by loading it again or by following the servers.
@@ -272,16 +280,16 @@ class ServedPolicy:
         Returns whether `loaded` has changed. Servers that are away are ignored until the next call after their return.
         """
         await self.servers.poll_versions()
-        await self._offer()
+        await self._announce_servers()
         if self.load_lock.locked():
             return False  # the load takes care of all servers
         async with self.load_lock:
             before = self.loaded
-            await self._settle()
-            await self._offer()
+            await self._reconcile()
+            await self._announce_servers()
             return self.loaded != before
 
-    async def _settle(self) -> None:
+    async def _reconcile(self) -> None:
         held = self.servers.known.values()
         if all(version == self.loaded for version in held):
             return
@@ -296,7 +304,7 @@ class ServedPolicy:
         elif any(map(self._may_answer, held)):
             for url, version in self.servers.known.items():
                 if not self._may_answer(version):
-                    self._order(url, self.versions[self.loaded])
+                    self._start_load(url, self.versions[self.loaded])
         else:
             what = "a different version with that number" if oldest == OTHER_HISTORY else f"version {oldest}"
             log.warning("inference holds %s: it gets version %d again", what, self.loaded)
@@ -314,7 +322,7 @@ class ServedPolicy:
 
     async def _take_over(self, version: int) -> None:
         """Makes a version the loaded one; no group relies on it before all workers know which servers hold it."""
-        await self._offer(version)
+        await self._announce_servers(version)
         self.loaded = version
 
     def _may_answer(self, held: int, loaded: int | None = None) -> bool:
@@ -322,7 +330,7 @@ class ServedPolicy:
         loaded = self.loaded if loaded is None else loaded
         return held == loaded if self.num_pins else held >= loaded and held in self.versions
 
-    async def _offer(self, loaded: int | None = None) -> None:
+    async def _announce_servers(self, loaded: int | None = None) -> None:
         """Announces which servers get requests, if that has changed."""
         known = self.servers.known
         urls = [url for url, version in known.items() if self._may_answer(version, loaded)]

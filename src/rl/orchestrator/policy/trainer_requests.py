@@ -28,6 +28,8 @@ END_NOTICE_S = 120.0
 POLL_S = 0.2
 DEAD_S = 60.0
 """A trainer counts as dead if its last checkpoint exists and its heartbeat has not changed for this long by this process's clock."""
+PROBE_S = 60.0
+"""Longest wait for the completions of a probe, which a server that hangs would hold up; the trainer has long trained on by then."""
 SEND_S = 0.5
 """Time for the last answer to be sent."""
 
@@ -83,12 +85,15 @@ class TrainerRequests:
         return await server.reply(sender, batch_head(self.run_dir.batch(step)))
 
     async def answer_probe(self, server: TrainerServer, sender: bytes, version: int) -> None:
-        """Answers with completions by a version once inference holds it, with none if it holds a later one, or NotReady if neither."""
+        """Answers with completions by a version once inference holds it, with none if it holds a later one or is slow, or NotReady if it
+        holds neither."""
         if not await self.progress.wait_until(lambda: self.policy.loaded >= version, ANSWER_WITHIN_S):
             return await server.reply(sender, NotReady(self.status.current))
         samples, newest = [], self.progress.newest
         if self.policy.loaded == version and newest:
-            samples = await probe(self.policy.servers, self.run_dir.batch(newest), self.max_model_len)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_S):
+                    samples = await probe(self.policy.servers, self.run_dir.batch(newest), self.max_model_len)
         return await server.reply(sender, Probe(samples))
 
     async def wait_for_trainer_end(self, timeout_s: float) -> None:

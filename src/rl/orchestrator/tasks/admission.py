@@ -1,7 +1,7 @@
 """Admission: how many groups may be in flight, and from which environments.
 
 Lag is bounded by construction: batch N+1 makes version N+1 from N, so a token of version v in it lags N - v. With `loaded` the version
-in inference and `newest` the last batch, at most (loaded + 1 + max_lag - newest) batches' worth of rollouts are playing or waiting. If
+in inference and `newest` the last batch, at most (loaded + 1 + max_lag - newest) batches' worth of episodes are playing or waiting. If
 they finish in order, the last of them goes into batch loaded + 1 + max_lag, where its tokens, of version >= loaded, lag at most
 max_lag. Dropped groups make room for their replacements. With max_lag = 0 no group can be overtaken, and lag is always 0.
 
@@ -60,7 +60,7 @@ class Pace:
 
 @dataclass
 class Places:
-    """Number of rollouts in each state, by environment."""
+    """Number of episodes in each state, by environment."""
 
     usable: Counter[str] = field(default_factory=Counter)
     """Finished, waiting for a batch."""
@@ -99,12 +99,12 @@ def eligible(
 ) -> list[str]:
     """Returns the environments from which a group may be started now; empty if there is no room.
 
-    batches_ahead: how many batches may still be sampled. max_in_flight: how many rollouts may play at once in total, slow ones included;
+    batches_ahead: how many batches may still be sampled. max_in_flight: how many episodes may play at once in total, slow ones included;
     each environment has its share of them. A slow environment that has used up its share leaves the places to the others.
 
-    Shares are of the rollouts played: replacements for dropped groups are shared like the rest, so that an environment that is solved, or
+    Shares are of the episodes played: replacements for dropped groups are shared like the rest, so that an environment that is solved, or
     that fails, does not take all of them. At most `max_refill` batches' worth are played for each batch that may be sampled; if all of
-    these were dropped, more are played until there is something to train on. `kept`: by environment, the share of rollouts in flight that
+    these were dropped, more are played until there is something to train on. `kept`: by environment, the share of episodes in flight that
     is likely to be trained (default 1); the rest are replaced in advance, within the same limit.
     """
     window, most = batch_size * batches_ahead, max_refill * batch_size * batches_ahead
@@ -140,7 +140,7 @@ class Admission:
         return {env: (sum(newest) + lacking[env]) / (len(newest) + lacking[env]) for env, newest in self.outcomes.items()}
 
     def places(self, finished: Iterable[Group]) -> Places:
-        """Counts the rollouts of each environment by state; `finished` are the groups that no batch has used yet."""
+        """Counts the episodes of each environment by state; `finished` are the groups that no batch has used yet."""
         places, now = Places(), time.monotonic()
         for group in finished:
             if group.why != "surplus":  # surplus groups belong to the previous batch
@@ -185,8 +185,8 @@ class Admission:
             self.source.retry.append(self.in_flight.pop(play.ref.group_id).ref)
         return stale
 
-    def quarantine(self, env: str, arrived: Iterable[Group]) -> None:
+    def lose_env(self, env: str, arrived: Iterable[Group]) -> None:
         """Excludes an environment until the next start, with its groups that have not `arrived`; its share goes to the others."""
         played = {group.group_id for group in arrived}
         lost = [group_id for group_id, play in self.in_flight.items() if play.ref.env == env and group_id not in played]
-        self.source.quarantine(env, [self.in_flight.pop(group_id).ref for group_id in lost])
+        self.source.lose_env(env, [self.in_flight.pop(group_id).ref for group_id in lost])

@@ -209,7 +209,7 @@ class TaskSource:
         self.skipped_before = dict(self.skipped)
         return metrics
 
-    def quarantine(self, env: str, in_flight: Iterable[TaskRef]) -> None:
+    def lose_env(self, env: str, in_flight: Iterable[TaskRef]) -> None:
         """Excludes an environment: its share goes to the others, its groups `in_flight` are issued again at the next start."""
         del self.shares[env]
         total = sum(self.shares.values())

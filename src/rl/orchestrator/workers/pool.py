@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from rl.orchestrator.groups.functions import beside
+from rl.orchestrator.groups.functions import in_thread
 from rl.orchestrator.workers.autoscaler import Autoscaler
 from rl.orchestrator.workers.pool_worker import (
     ANSWERS,
@@ -58,12 +58,10 @@ from rl.wire.worker_messages import (
 )
 
 log = logging.getLogger(__name__)
-
 ENCODER = msgspec.msgpack.Encoder()
 BARREN_DEATHS = 6
 """An environment is lost after this many deaths per worker with nothing finished in between: two tasks in a row were given up."""
-RESTART_S, RESTART_LIMIT_S = 0.5, 10.0
-CHECK_EVERY_S = 2.0
+RESTART_S, RESTART_LIMIT_S, CHECK_EVERY_S = 0.5, 10.0, 2.0
 CLOSE_S = 5.0
 """Time for environments to shut down what they have started."""
 
@@ -89,7 +87,7 @@ class WorkerPool:
         self.barren = Counter[str]()
         """Deaths of an environment's workers since it last finished anything."""
         self.lost: dict[str, str] = {}
-        """Environment that is given up until the next start -> the reason."""
+        """Environment that is lost until the next start -> the reason."""
         self.on_lost: Callable[[str, str], None] | None = None
         """Called with a lost environment and the reason; its exceptions go to `failed`. If None, the loss itself goes there."""
         self.on_death: Callable[[str, str], None] = lambda _env, text: log.warning(text)
@@ -195,7 +193,7 @@ class WorkerPool:
                 if warm := self.barren[env] == 1:
                     await self.launcher.copy(worker.setup.python)
                 dead, worker = worker, self.start(worker.setup, warm=warm)
-            except RunError as error:  # its interpreter is gone
+            except RunError as error:  # its interpreter is gone, or the system refuses another process
                 worker.kill_reason = str(error)
                 continue
             inherit(dead, worker, reason)
@@ -215,7 +213,7 @@ class WorkerPool:
         await self._pump(worker)
 
     def _lose(self, env: str, reason: str) -> None:
-        """Gives an environment up: kills its workers, and fails their groups with EnvLostError."""
+        """Counts an environment as lost: kills its workers, and fails their groups with EnvLostError."""
         self.lost[env] = reason
         for worker in self.workers.values():
             if worker.setup.env.name == env:
@@ -251,17 +249,20 @@ class WorkerPool:
         change = load.change([worker.busy for worker in workers])
         if change > 0:
             free = next(i for i in itertools.count() if f"{env}-{i}" not in self.workers)
-            worker = self.start(msgspec.structs.replace(workers[0].setup, worker_id=f"{env}-{free}"))
             log.info("environment %s: its %d workers are busy, another one is started", env, len(workers))
-            self._watch(self._add(worker, timeout_s))
+            self._watch(self._add(msgspec.structs.replace(workers[0].setup, worker_id=f"{env}-{free}"), timeout_s))
         elif change < 0:
             worker = min(workers, key=lambda worker: worker.num_plays)
             log.info("environment %s: %d workers are enough", env, len(workers) - 1)
             worker.retiring = True
             await self._pump(worker)
 
-    async def _add(self, worker: Worker, timeout_s: float) -> None:
-        """Waits until an added worker is ready, and keeps it alive like the others."""
+    async def _add(self, setup: WorkerSetup, timeout_s: float) -> None:
+        """Starts another worker, waits until it is ready, and keeps it alive like the others."""
+        try:
+            worker = self.start(setup)
+        except RunError as error:  # the others go on
+            return log.warning("%s", error)
         await self._join(worker, timeout_s)
         await self._revive(worker, timeout_s)
 
@@ -310,7 +311,7 @@ class WorkerPool:
         task: int,
         num_episodes: int,
         sampling: dict[str, Any],
-        server: int,
+        session: int,
         members: Sequence[Rollout] = (),
         on_members: Callable[[list[Rollout]], None] | None = None,
         seed: int | None = None,
@@ -324,7 +325,7 @@ class WorkerPool:
         if env in self.lost:
             raise EnvLostError(f"environment {env}: {self.lost[env]}")
         self.next_play += 1
-        order = PlayGroup(self.next_play, split, task, num_episodes, sampling, server, seed=seed)
+        order = PlayGroup(self.next_play, split, task, num_episodes, sampling, session, seed=seed)
         kept = [] if self.scores_groups.get(env) else list(members)
         play = Play(order, asyncio.get_running_loop().create_future(), kept, on_members)
         workers = self.workers_of(env)
@@ -335,7 +336,7 @@ class WorkerPool:
             # Copies, because metrics added to them must not get into the stored members.
             rollouts = [msgspec.structs.replace(rollout, metrics=dict(rollout.metrics)) for rollout in await play.done]
             if self.add_metrics:
-                await beside(self.add_metrics, rollouts)
+                await in_thread(self.add_metrics, rollouts)
             return rollouts
         finally:
             if play.done.cancelled():  # the caller was cancelled

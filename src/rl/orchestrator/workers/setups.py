@@ -52,6 +52,7 @@ def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
         inference_urls=config.orchestrator.inference_urls,
         inference_status=str(config.run_dir.status("inference").absolute()),
         enforce_monotonicity=config.orchestrator.enforce_monotonicity,
+        routes=config.trainer.router_replay == "engine",
     )
 
 

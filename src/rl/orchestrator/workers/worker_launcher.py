@@ -19,7 +19,7 @@ from rl.orchestrator.workers.worker_sandbox import variables_of
 from rl.run_dir.lease import Lease
 from rl.system import process_table
 from rl.system.children import Child, add_marker, start
-from rl.system.errors import RunError
+from rl.system.errors import RESTART, RunError
 from rl.system.linux import adopt_orphans
 from rl.system.preforked import PreforkedProcess
 from rl.system.sandbox import Sandbox
@@ -36,6 +36,8 @@ runpy.run_module("rl.envs.worker", run_name="__main__")
 """
 """Runs the worker in another virtual environment: from ours it sees only this package, nothing installed next to it."""
 POLL_S = 0.01
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
+"""Errors of an interpreter that is not there or cannot be run; all others may pass."""
 COPY_S = 60.0
 """Longest wait for a copy; after that a worker is started cold."""
 
@@ -61,7 +63,7 @@ class WorkerLauncher:
 
     def start(self, setup: WorkerSetup, setup_path: Path, log_path: Path, marker: str, warm: bool, sandbox: Sandbox | None = None) -> Child:
         """Starts a process, from a waiting copy if there is one and `warm` is set; `marker` is in its environment and is inherited by its
-        children. Raises RunError if its interpreter does not exist.
+        children. Raises RunError if its interpreter does not exist, or if the system refuses another process, which may pass.
 
         The setup is passed in a file: arguments are limited to 128 KiB, and visible to everyone on the machine.
         """
@@ -88,6 +90,9 @@ class WorkerLauncher:
             finally:
                 preforked.started()
         except OSError as error:
+            if error.errno not in MISSING:
+                text = f"{command[0]} cannot be started now: {error.strerror}; make room for its files or processes"
+                raise RunError(f"environment {setup.env.name}: {text}", RESTART) from None
             remedy = "set orchestrator.environment.python to an existing interpreter"
             if home_of(setup.python):
                 remedy = "its home was deleted: --resume makes it again, as any start does"
