@@ -120,7 +120,7 @@ def tensor_shapes(folder: Path) -> list[list[int]]:
 
 def adapter_weights(shapes: list[list[int]], lora: LoraConfig) -> int:
     """Returns the most adapter weights: adapters on every matrix except the embedding and matrices as large."""
-    matrices = [shape for shape in shapes if len(shape) == 2]
+    matrices = [shape[-2:] for shape in shapes if len(shape) in (2, 3) for _ in range(math.prod(shape[:-2]))]  # also of stacked experts
     largest = max((max(shape) for shape in matrices), default=0)
     return sum(lora.rank * sum(shape) for shape in matrices if max(shape) < largest)
 

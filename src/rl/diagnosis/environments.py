@@ -29,7 +29,7 @@ class Played:
     trained: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     """Failed rollouts by cause."""
-    left_out: bool = False
+    lost: bool = False
     """Whether the newest of these steps left the environment out."""
 
     @property
@@ -38,7 +38,7 @@ class Played:
         nothing = "" if self.trained else "no rollout was trained on" if self.finished else "no rollout was finished"
         causes = ", ".join(f"{cause} {count}" for cause, count in self.failed.most_common())
         failed = f"{self.failed.total()} of {self.finished} rollouts failed ({causes})" if causes else ""
-        return ", ".join(part for part in (nothing, failed, "it is left out" if self.left_out else "") if part)
+        return ", ".join(part for part in (nothing, failed, "it is lost" if self.lost else "") if part)
 
 
 def played(numbers: "Numbers", envs: Iterable[str]) -> dict[str, Played]:
@@ -53,8 +53,8 @@ def played(numbers: "Numbers", envs: Iterable[str]) -> dict[str, Played]:
         if newest is None or newest not in steps[-1:]:
             continue
         failed = {cause: int(sum(points(env, f"failed_{cause}")[1])) for cause in get_args(Cause)}
-        left_out = newest in points(env, "quarantined", "env", last=1)[0]
-        found[env] = Played(int(sum(finished)), int(sum(points(env, "trained")[1])), Counter(+Counter(failed)), left_out)
+        lost = newest in points(env, "quarantined", "env", last=1)[0]
+        found[env] = Played(int(sum(finished)), int(sum(points(env, "trained")[1])), Counter(+Counter(failed)), lost)
     return found
 
 
@@ -78,8 +78,8 @@ def step_texts(line: dict[str, Any]) -> list[str]:
 
 def step_fault(one: Played) -> str:
     """Describes briefly what is wrong with an environment's rollouts of one step; empty if nothing is."""
-    if one.left_out:
-        return "left out"
+    if one.lost:
+        return "lost"
     failed = f"{one.failed.total() / one.finished:.0%} failed" if one.failed.total() else ""
     return f"{failed}, none trained" if failed and not one.trained else failed
 
@@ -103,11 +103,11 @@ def length_texts(config: RLConfig, line: dict[str, Any]) -> dict[str, tuple[str,
 
 
 def environment_problems(state: RunState) -> list[Problem]:
-    """Returns environments that are left out or whose rollouts all failed, and, not serious, those with many failed rollouts."""
+    """Returns environments that are lost or whose rollouts all failed, and, not serious, those with many failed rollouts."""
     said = [event for event in state.recent_events if event.event == "warning"]
     found = []
     for env, one in played(state.numbers, sorted(entry.label for entry in state.config.orchestrator.environment)).items():
-        serious = one.left_out or (not one.trained and one.failed.total() > 0)
+        serious = one.lost or (not one.trained and one.failed.total() > 0)
         if serious or one.failed.total() > MANY * one.finished:
             about = [event.reason.replace(f"environment {env}:", "at first:", 1) for event in said if event.env == env]
             look = [f"`rl show {state.run_dir.root} --env {env} --why error` shows them"] if one.failed else []

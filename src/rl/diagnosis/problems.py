@@ -10,10 +10,10 @@ from rl.diagnosis.disk import on_disk, size
 from rl.diagnosis.state import Process, RunState, span
 from rl.run_dir.checksums import MANIFEST, read_manifest
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.logs import newest_log
 from rl.run_dir.metrics import MOST_NAMES
 from rl.run_dir.safetensors import read_header
 from rl.wire.batch_file import batch_head
+from rl.wire.parity import unjudged
 
 LOW_BYTES = 256 << 20
 """Free space below which a run is about to fail, however small its model."""
@@ -50,8 +50,8 @@ def process_problems(state: RunState) -> list[Problem]:
             text = f"the {name} is stopped: SIGSTOP or a debugger holds process {pid} ({title}); `kill -CONT {pid}` continues it"
             found.append(Problem(text, files=log_of(state, name)))
     for name, process in state.processes.items():
-        log = newest_log(state.run_dir.logs, name) or state.run_dir.logs
-        if not process.there and not (state.launcher and state.launcher.alive):
+        log = state.log(name) or state.run_dir.logs
+        if not process.there and not state.is_led:
             text = f"the {name} died while it was {process.doing}, and no `rl` is running to restart it; see {log}, then `{state.resume}`"
         elif process.there and process.silent_s > state.config.supervisor.silence_s / 2 and not process.stopped:
             text = f"no heartbeat of the {name} for {span(process.silent_s)}, it was {process.doing}: {silence(process, state)}; see {log}"
@@ -63,7 +63,7 @@ def process_problems(state: RunState) -> list[Problem]:
 
 def log_of(state: RunState, name: str) -> tuple[Path, ...]:
     """Returns the newest log of a process, if it has one."""
-    log = newest_log(state.run_dir.logs, name)
+    log = state.log(name)
     return (log,) if log else ()
 
 
@@ -73,7 +73,7 @@ def silence(process: Process, state: RunState) -> str:
         return "it is stuck in the kernel because a disk or network file system does not respond"
     if process.alive is None:
         return f"its machine, {process.status.host}, is down or unreachable"
-    if state.launcher and state.launcher.alive:
+    if state.is_led:
         return f"it is stuck, and will be restarted after supervisor.silence_s = {state.config.supervisor.silence_s:g}"
     return f"it is stuck, and no `rl` is running to restart it; kill it ({process.status.pid}), then `{state.resume}`"
 
@@ -115,6 +115,13 @@ def metrics_left_out(state: RunState) -> list[Problem]:
         for source, table in state.numbers.tables.items()
         if table.left_out
     ]
+
+
+def parity_missed(state: RunState) -> list[Problem]:
+    """Returns that trainer and inference were not compared before a checkpoint, nor since."""
+    name = "parity/unjudged"
+    (steps, counts), (judged, _) = (state.numbers.points("trainer", metric, last=1) for metric in (name, "parity/agrees"))
+    return [Problem(f"{unjudged(int(counts[0]))} ({name})", serious=False, metrics=(name,))] if steps > judged else []
 
 
 def faults(state: RunState) -> Iterator[tuple[Path, str]]:

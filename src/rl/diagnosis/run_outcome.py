@@ -76,12 +76,17 @@ def run_outcome(state: RunState) -> RunOutcome:
         first = left[0]
         doing = ", ".join(f"the {process.name} was {process.doing}" for process in left)
         age = f" {span(first.silent_s)} ago"
-        return RunOutcome(f"the run was killed{age} at step {state.step}: {doing}; continue it with `{state.resume}`", "died", age=age)
+        again = f"its jobs, {state.jobs}, continue it if they are still in the queue; else" if state.jobs else "continue it with"
+        return RunOutcome(f"the run was killed{age} at step {state.step}: {doing}; {again} `{state.resume}`", "died", age=age)
     if state.numbers.newest() is None and not state.newest_batch and newest_log(state.run_dir.logs, "trainer") is None:
+        if state.jobs:
+            return RunOutcome(f"no machine has joined the run yet; its jobs are {state.jobs}", "stopped")
         log = newest_log(state.run_dir.logs, "data") or newest_log(state.run_dir.logs, "model")
         why = "".join(f"; the last line of {log}: {line}" for line in last_lines(log, 1))
         return RunOutcome(f"the run did not start{why}; `{state.resume}` tries again", "died", log)
     if state.end and not state.newest_checkpoint and not state.processes and state.step >= (state.newest_batch or state.config.max_steps):
         return RunOutcome(f"the run ended well: {state.end.reason}; its checkpoints are not here", "ended")  # a copy without them
+    if state.config.serve:
+        return RunOutcome(f"clients of `rl serve` trained {state.step} steps; they can go on after `{state.resume}`", "stopped")
     text = f"the run was stopped at step {state.step} of {state.config.max_steps}; continue it with `{state.resume}`"
     return RunOutcome(text, "stopped")

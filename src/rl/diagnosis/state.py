@@ -11,17 +11,21 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 
+from rl.config.plan import plan
 from rl.config.run import RLConfig
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.files import files_in
-from rl.run_dir.lease import LockOwner
+from rl.run_dir.lease import LEASE_S, LockOwner
+from rl.run_dir.logs import newest_log
+from rl.run_dir.nodes import Jobs, Nodes, NodeStatus, World
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.run_dir.status import HEARTBEAT_S, Phase, RoleStatus, RunEnd, Staleness, describe, read_json, read_status
+from rl.system.linux import pid_scope
 
 if TYPE_CHECKING:
     from rl.run_dir.numbers import Numbers
@@ -93,6 +97,39 @@ class Process:
         return self.alive is not False
 
 
+@dataclass(frozen=True)
+class Machine:
+    """A machine of a run on a cluster."""
+
+    index: int
+    roles: list[str]
+    """What it is for, `trainer` or `inference`; `leader` as well while it leads the run."""
+    status: NodeStatus | None = None
+    """None if it has not joined, or has ended."""
+    silent_s: float = 0.0
+    """Seconds since its last sign of life."""
+    ended: bool = False
+    """Whether its `rl node` is seen to be gone."""
+    generation: int | None = None
+    """Generation of the world in which its ranks train; None if they do not."""
+
+    @property
+    def state(self) -> Literal["live", "leaving", "lost", "absent"]:
+        if self.status is None:
+            return "absent"
+        if self.ended or self.silent_s > LEASE_S:
+            return "lost"
+        return "leaving" if self.status.leaving else "live"
+
+    @property
+    def there(self) -> bool:
+        return self.state in ("live", "leaving")
+
+    def runs(self, process: RoleStatus) -> bool:
+        """Returns whether a process is on this machine."""
+        return self.status is not None and bool(process.place) and process.place == self.status.place
+
+
 @dataclass
 class RunState:
     """A run at the time `now`."""
@@ -103,6 +140,10 @@ class RunState:
     launcher: Process | None
     """The run's `rl`; None if there was none or it is on another machine."""
     processes: dict[str, Process]
+    machines: list[Machine]
+    """All machines of a run on a cluster, by index."""
+    jobs: Jobs | None
+    """What was submitted to a cluster's engine, until the run is over."""
     numbers: "Numbers"
     events: list[Event]
     end: RunEnd | None
@@ -115,31 +156,56 @@ class RunState:
     @property
     def alive(self) -> bool:
         signs = (process.alive or (process.alive is None and process.heard) for process in self.processes.values())
-        return any(signs) or bool(self.launcher and self.launcher.alive)
+        return any(signs) or any(machine.there for machine in self.machines) or self.is_led
 
     @property
-    def further_servers(self) -> list[Process]:
-        """Inference servers of this run that `rl` did not start."""
-        return [process for name, process in self.processes.items() if name.startswith("inference-")]
+    def is_led(self) -> bool:
+        """Whether an `rl` runs, here or on a machine of a cluster."""
+        leads = any(machine.there and "leader" in machine.roles for machine in self.machines)
+        return leads or bool(self.launcher and self.launcher.alive)
+
+    @property
+    def servers(self) -> list[Process]:
+        """The run's inference servers, those that are running first, and of these the one that `rl` started."""
+        found = [process for name, process in self.processes.items() if name.partition("-")[0] == "inference"]
+        return sorted(found, key=lambda process: (process.name != "inference", not (process.there and process.status.address)))
 
     @property
     def inference(self) -> Process | None:
         """The run's own inference server; without one, a further server, preferably one that is running."""
-        further = sorted(self.further_servers, key=lambda process: not (process.there and process.status.address))
-        return self.processes.get("inference") or next(iter(further), None)
+        return next(iter(self.servers), None)
+
+    @property
+    def own_servers(self) -> list[str]:
+        """The inference servers that the run itself starts."""
+        if self.config.sft or self.config.orchestrator.inference_urls:
+            return []
+        if not (division := plan(self.config)).is_one_machine:
+            return division.server_names
+        by_hand = self.servers and not self.is_led and "inference" not in self.processes
+        return [] if by_hand else ["inference"]
 
     @property
     def roles(self) -> list[str]:
         """The processes of this run, without further inference servers."""
-        if self.config.sft:
-            return ["trainer"]
-        by_hand = self.further_servers and not (self.launcher and self.launcher.alive) and "inference" not in self.processes
-        elsewhere = self.config.orchestrator.inference_urls or by_hand
-        return [*([] if elsewhere else ["inference"]), "orchestrator", "trainer"]
+        return ["trainer"] if self.config.sft else [*self.own_servers, "orchestrator", "trainer"]
+
+    def log(self, name: str) -> Path | None:
+        """Returns the newest log of a process: of a rank on a machine of a cluster, that of the ranks there."""
+        process = self.processes.get(name)
+        if process and name.partition("-")[0] == "trainer" and name != "trainer-launcher":
+            for machine in self.machines:
+                if machine.status and machine.status.log and machine.runs(process.status):
+                    return Path(machine.status.log)
+        return newest_log(self.run_dir.logs, name)
 
     @property
     def resume(self) -> str:
-        """The command that continues the run."""
+        """The command that continues the run. Models of `rl serve` lie below its own directory, and clients go on with them."""
+        if self.config.serve:
+            root = self.run_dir.root
+            server = root.parents[1] if root.parent.name == "models" else root
+            return f"rl serve @ {shlex.quote(str(server / self.run_dir.config.name))}"
         return f"rl @ {shlex.quote(str(self.run_dir.config))} --resume"
 
     @cached_property
@@ -215,14 +281,16 @@ def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None =
     """
     from rl.run_dir.numbers import Numbers
 
-    now = time.time()
+    now, nodes = time.time(), Nodes(run_dir)
     evals = reversed(numbered(run_dir.evals).items())
     paths = files_in(run_dir.status_dir, ".json")
     statuses = {path.stem: status for path in paths if (status := read_status(path)) and status.pid is not None}
-    doubtful = [name for name, status in statuses.items() if is_doubtful(status, now)]
+    doubtful = [name for name, status in statuses.items() if status.phase and is_doubtful(status, now)]
+    machines = {machine_name(index): as_process(status) for index, status in nodes.statuses().items()} if config.cluster else {}
+    doubtful_machines = [name for name, status in machines.items() if is_doubtful(status, now)]
     if heartbeats is None:
         heartbeats = Staleness()
-        watch(run_dir, statuses, doubtful, heartbeats)
+        watch(run_dir, statuses, [*doubtful, *doubtful_machines], heartbeats)
     clocks = {name: other_clock(heartbeats, name, statuses[name].heartbeat or now, now) for name in doubtful}
     processes = {name: inspect_process(name, status, clocks.get(name, now)) for name, status in statuses.items()}
     return RunState(
@@ -231,6 +299,8 @@ def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None =
         now=now,
         launcher=read_launcher(run_dir.lock("rl"), now),
         processes=processes,
+        machines=read_machines(run_dir, config, heartbeats, now),
+        jobs=nodes.jobs() if config.cluster and not nodes.over() else None,
         numbers=metrics or Numbers.read(run_dir.metrics),
         events=read_events(run_dir.events),
         end=read_json(run_dir.run_end, RunEnd),
@@ -244,7 +314,7 @@ def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None =
 
 def is_doubtful(status: RoleStatus, now: float) -> bool:
     """Returns whether a process is on another host and its heartbeat looks old or in the future by this host's clock."""
-    elsewhere = bool(status.phase and status.heartbeat and status.lives() is None)
+    elsewhere = bool(status.heartbeat and status.lives() is None)
     return elsewhere and not -HEARTBEAT_S <= now - (status.heartbeat or now) <= SILENT_S
 
 
@@ -255,17 +325,44 @@ def watch(run_dir: RunDir, statuses: dict[str, RoleStatus], doubtful: list[str],
     """
     if not doubtful:
         return
-    text = f"waiting up to {SILENT_S:.0f} s for new heartbeats of {', '.join(doubtful)} on other hosts"
-    print(text, file=sys.stderr, flush=True)
-    for name in doubtful:
-        heartbeats.look(name, statuses[name].heartbeat)
+    names = ", ".join(name.replace("nodes/", "machine ") for name in doubtful)
+    print(f"waiting up to {SILENT_S:.0f} s for new heartbeats of {names} on other hosts", file=sys.stderr, flush=True)
     began = time.monotonic()
     while time.monotonic() - began <= SILENT_S and not all(map(heartbeats.moved, doubtful)):
-        time.sleep(POLL_S)
         for name in doubtful:
             if (newer := read_status(run_dir.status(name))) and newer.heartbeat:
-                statuses[name] = newer
+                statuses |= {name: newer} if name in statuses else {}
                 heartbeats.look(name, newer.heartbeat)
+        time.sleep(POLL_S)
+
+
+def machine_name(index: int) -> str:
+    """Returns what a machine's status is called among those of the processes."""
+    return f"nodes/{index}"
+
+
+def as_process(status: NodeStatus) -> RoleStatus:
+    """Returns the status of a machine's `rl node`."""
+    return RoleStatus(pid=status.pid, host=status.host, place=status.place, heartbeat=status.heartbeat)
+
+
+def read_machines(run_dir: RunDir, config: RLConfig, heartbeats: Staleness, now: float) -> list[Machine]:
+    """Returns the machines of a run, none for one without a cluster. `heartbeats`: see read_state."""
+    if config.cluster is None:
+        return []
+    nodes, division, found = Nodes(run_dir), plan(config), []
+    statuses, world = nodes.statuses(), nodes.world() or World(generation=0, nodes=[], leases=[], ranks=[])
+    for index in range(division.nodes):
+        if (status := statuses.get(index)) is None:
+            found.append(Machine(index, division.roles(index)))
+            continue
+        process, clock = as_process(status), now
+        if is_doubtful(process, now):
+            clock = other_clock(heartbeats, machine_name(index), status.heartbeat, now)
+        trains = index in world.nodes and status.generation == world.generation
+        ended, generation = status.place == pid_scope() and not psutil.pid_exists(status.pid), world.generation if trains else None
+        found.append(Machine(index, status.roles, status, max(0.0, clock - status.heartbeat), ended, generation))
+    return found
 
 
 def inspect_process(name: str, status: RoleStatus, now: float) -> Process:

@@ -1,16 +1,18 @@
 """Finds what a run is waiting for, from its files alone: for `rl doctor RUN`, and for the stall warning."""
 
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rl.config.run import RLConfig
 from rl.diagnosis.environments import environment_problems
-from rl.diagnosis.problems import Problem, log_of, metrics_left_out, problems_of
+from rl.diagnosis.machines import does, machine_line
+from rl.diagnosis.problems import Problem, log_of, metrics_left_out, parity_missed, problems_of
 from rl.diagnosis.rewards import reward_problems
 from rl.diagnosis.run_outcome import ended_well, run_outcome
-from rl.diagnosis.state import Process, RunState, read_state, span
+from rl.diagnosis.state import Machine, Process, RunState, read_state, span
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
@@ -41,13 +43,20 @@ class Diagnosis:
     bottleneck: str
     """One sentence: the process that all others wait for, why, and the remedy; or how the run ended."""
     lines: list[str]
-    """All other lines to print."""
+    """Further lines to print."""
     problems: list[Problem]
     """Problems with remedies; empty if the run is progressing or ended well."""
     hints: list[Problem]
     """Possible causes of a low reward; empty if it rises, or it is too early to tell."""
+    machines: list[tuple[Machine, str]]
+    """The machines of a run on a cluster, each with the line about it that follows `lines`; empty if none is there, or has been lost."""
     age: str
     """The part of `bottleneck` that says how long ago the run ended; empty if there is none."""
+
+    @property
+    def all_lines(self) -> list[str]:
+        """`lines`, and those about machines."""
+        return [*self.lines, *(line for _, line in self.machines)]
 
     @property
     def lasting(self) -> str:
@@ -60,7 +69,7 @@ def diagnose(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None = N
     state = read_state(run_dir, config, heartbeats, metrics)
     hints, environments = reward_problems(state), environment_problems(state)
     broken = [problem for problem in environments if problem.serious]
-    doubtful = [*(problem for problem in environments if not problem.serious), *metrics_left_out(state)]
+    doubtful = [*(problem for problem in environments if not problem.serious), *metrics_left_out(state), *parity_missed(state)]
     how: Literal["live", "ended", "stopped", "died"]
     if not state.alive:
         bottleneck, how, log, age = run_outcome(state)
@@ -78,7 +87,9 @@ def diagnose(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None = N
         elif not problems and all_work(state) and (pace := pace_text(state)):
             bottleneck = f"{bottleneck}; {pace}"
     lines = [*report(state), *hint_lines(hints), *(problem.text for problem in doubtful)]
-    return Diagnosis(how, bottleneck, lines, [*problems, *broken], [*hints, *doubtful], age)
+    some = any(machine.status for machine in state.machines)
+    machines = [(machine, machine_line(machine, state)) for machine in state.machines if some]
+    return Diagnosis(how, bottleneck, lines, [*problems, *broken], [*hints, *doubtful], machines, age)
 
 
 def hint_lines(hints: list[Problem]) -> list[str]:
@@ -99,7 +110,7 @@ def chain(state: RunState) -> list[str]:
     trainer, orchestrator = state.processes.get("trainer"), state.processes.get("orchestrator")
     if trainer and trainer.there and not trainer.status.waiting_for and orchestrator and orchestrator.status.waiting_for != "trainer":
         # Both work: start from the one that holds up the other more.
-        uneven = (state.share("time/wait_for_batch") or 0.0) > UNEVEN and "inference" in state.roles
+        uneven = (state.share("time/wait_for_batch") or 0.0) > UNEVEN and bool(state.own_servers)
         return ["orchestrator", "inference"] if uneven else ["trainer"]
     while (process := state.processes.get(path[-1])) and process.there and (other := process.status.waiting_for):
         path.append(other)
@@ -115,7 +126,7 @@ def end_of(state: RunState, path: list[str]) -> str:
         return circle(state, path)
     process = state.inference if last == "inference" else state.processes.get(last)
     if last == "ranks":
-        ranks = [process for name, process in state.processes.items() if name.startswith("trainer-")]
+        ranks = [process for name, process in state.processes.items() if re.fullmatch(r"trainer-\d+", name)]
         doing = ", ".join(f"{rank.name} {rank.doing_for}" for rank in ranks) or "none of them has a status yet"
         return f"the trainer waits for its other ranks: {doing}; see {log_name(state, 'trainer')}"
     if last == "teacher":
@@ -138,31 +149,33 @@ def end_of(state: RunState, path: list[str]) -> str:
 def inference_end(state: RunState, process: Process) -> str:
     """Returns why rollouts are not faster: the server is starting, loading, sampling, hung, or idle."""
     orchestrator = state.processes.get("orchestrator")
+    log = log_name(state, process.name)
     if not process.status.address:
         limit = f"inference.startup_timeout_s = {state.config.inference.startup_timeout_s:g}"
-        return f"inference is not ready yet: {process.doing_for} ({limit}); see {log_name(state, 'inference')}"
+        return f"inference is not ready yet: {process.doing_for} ({limit}); see {log}"
     if orchestrator and orchestrator.status.phase is Phase.LOADING_VERSION:
-        places = f"{log_name(state, 'inference')}, and whether {state.run_dir.weights_dir} is slow"
+        places = f"{log}, and whether {state.run_dir.weights_dir} is slow"
         return f"inference is loading new weights: {orchestrator.doing_for}; see {places}"
     if orchestrator and orchestrator.status.phase is Phase.WAITING_FOR_INFERENCE:
         unreached = f"the orchestrator cannot reach it at {process.status.address}"
         return f"inference is {process.doing}, and {unreached}: is there a proxy or firewall between them?"
-    dry_s = min(process.dry_s, orchestrator.phase_s if orchestrator else math.inf)
+    there = [server for server in state.servers if server.there and server.status.address]
+    dry_s = min([*(server.dry_s for server in there), orchestrator.phase_s if orchestrator else math.inf])
     if dry_s < DRY_S:
         rates = state.recent("orchestrator", "perf/generated_tokens_per_s")
         speed = f" ({rates[-1]:.0f} tokens per second in the last batch)" if rates else ""
-        return f"inference is sampling{speed}: {filling(state)}{waiting_for_tokens(state, process)}"
-    requests = process.status.requests
+        return f"inference is sampling{speed}: {filling(state)}{waiting_for_tokens(state)}"
+    requests = open_requests(state)
     if requests:
         seen = f"no token for {span(dry_s)} although {requests} requests are open"
-        return f"inference hangs or is far too slow: {seen}; see {log_name(state, 'inference')}, and check for other load on its cores"
+        return f"inference hangs or is far too slow: {seen}; see {log}, and check for other load on its cores"
     workers = f"see {state.run_dir.logs}/worker-*.log, orchestrator.environment.max_scoring and .workers"
     if requests == 0:
         seen = f"inference has sampled nothing for {span(dry_s)} and has no requests, {filling(state)}"
         return f"the environments hold up their rollouts (tools, scoring): {seen}; {workers}"
     return (
         f"no token for {span(dry_s)} although inference is up: environments hold up their rollouts (tools, scoring), or the engine hangs; "
-        f"{workers}, and {log_name(state, 'inference')}"
+        f"{workers}, and {log}"
     )
 
 
@@ -174,15 +187,32 @@ def absent(state: RunState, name: str) -> str:
         last = next(iter(last_lines(search, 1)), "nothing logged yet")
         return f"model {state.config.model.name} is being found or downloaded: {last} (log: {search})"
     log, orchestrator = log_name(state, name), state.processes.get("orchestrator")
+    if name == "trainer" and (launcher := state.processes.get("trainer-launcher")) and launcher.there and launcher.status.detail:
+        return f"the trainer waits for {launcher.status.detail}: do they run `rl node`, and are they in their engine's queue? See {log}"
     if name == "trainer" and state.step >= state.config.max_steps and orchestrator and orchestrator.there:
         return f"the trainer has finished its last step and exited; the orchestrator is {orchestrator.doing_for}"
+    if away := machines_away(state, name):
+        return away
     if death := state.down(name):
         return f"the {name} died {span(state.now - death.time)} ago ({death.reason}) and is about to be restarted; see {log}"
-    if state.launcher and state.launcher.alive and (reason := ended_well(state)):
+    if state.is_led and (reason := ended_well(state)):
         return f"the run is ending ({reason}): `rl` is stopping the remaining processes and writing its report"
-    if state.launcher and state.launcher.alive:
+    if state.is_led:
         return f"the {name} has no status yet: it is starting, and its imports take some seconds; see {log}"
+    if any(machine.there for machine in state.machines):
+        return f"the {name} is not running, because no machine leads the run yet: see {state.run_dir.logs}/rl-*.log"
     return f"the {name} is not running, and no `rl` is running to start it; start it, or all processes with `{state.resume}`"
+
+
+def machines_away(state: RunState, name: str) -> str:
+    """Returns that none of the machines on which a process could run is there; empty if one is, or without a cluster."""
+    kind = "inference" if name == "inference" else "trainer"
+    needed = [machine for machine in state.machines if kind in machine.roles]
+    if not needed or any(machine.there for machine in needed):
+        return ""
+    many = ", ".join(f"{machine.index} ({'lost' if machine.status else 'has not joined'})" for machine in needed)
+    remedy = f"are its jobs queued? {state.jobs}" if state.jobs else "start `rl node` there"
+    return f"no machine that {does(Machine(0, [kind]))} is there: {many}; {remedy}"
 
 
 def model_log(state: RunState) -> Path | None:
@@ -208,7 +238,7 @@ def circle(state: RunState, path: list[str]) -> str:
 
 
 def log_name(state: RunState, name: str) -> str:
-    return str(newest_log(state.run_dir.logs, name) or state.run_dir.logs)
+    return str(state.log(name) or state.run_dir.logs)
 
 
 def filling(state: RunState) -> str:
@@ -222,12 +252,18 @@ def filling(state: RunState) -> str:
     return f"batch {status.batch} has {status.batch_done} of {status.batch_size} rollouts"
 
 
-def waiting_for_tokens(state: RunState, inference: Process) -> str:
+def open_requests(state: RunState) -> int | None:
+    """Returns the number of requests at all servers; None if none of them tells."""
+    counts = [server.status.requests for server in state.servers if server.there and server.status.requests is not None]
+    return sum(counts) if counts else None
+
+
+def waiting_for_tokens(state: RunState) -> str:
     """Returns how many rollouts wait for tokens, and whether sampling or the environments' own work holds them up."""
     orchestrator = state.processes.get("orchestrator")
     if not orchestrator or orchestrator.status.phase is not Phase.FILLING_BATCH or orchestrator.phase_s < SETTLED_S:
         return ""
-    requests, playing = inference.status.requests, orchestrator.status.playing
+    requests, playing = open_requests(state), orchestrator.status.playing
     if requests is None or not playing:
         return ""
     text = f", {min(requests, playing)} of {playing} rollouts in flight wait for tokens"
@@ -242,7 +278,7 @@ def all_work(state: RunState) -> bool:
     """Returns whether nothing is starting or loading, so that the newest steps' shares of time are still valid."""
     phases = {name: process.status.phase for name, process in state.processes.items()}
     inference = state.inference
-    served = "inference" not in state.roles or bool(inference and inference.status.address)
+    served = not state.own_servers or bool(inference and inference.status.address)
     return served and phases.get("trainer") in TRAINER_STEPS and phases.get("orchestrator") in ORCHESTRATOR_WORKS
 
 
@@ -265,10 +301,12 @@ def report(state: RunState) -> list[str]:
         lines.append(f"{origin}" + "".join(f"; {change}" for change in origin.changes))
     for name in dict.fromkeys([*state.roles, *state.processes]):
         process = state.processes.get(name)
+        if name == "trainer-launcher" and "trainer" in state.processes:
+            continue  # it only waits for the ranks, of which there are lines
         if process or state.alive:
             lines.append(f"{name}: {process_text(process) if process else 'no status'}")
         if (process and (process.silent or not process.there)) or (not process and not state.alive and not ended_well(state)):
-            lines += [f"  | {line}" for line in last_lines(newest_log(state.run_dir.logs, name), LOG_LINES)]
+            lines += [f"  | {line}" for line in last_lines(state.log(name), LOG_LINES)]
         if deaths := state.deaths(name):
             often = "once," if len(deaths) == 1 else f"{len(deaths)} times, the last time"
             lines.append(f"{name}: died {often} {span(state.now - deaths[-1].time)} ago: {deaths[-1].reason}")

@@ -1,7 +1,7 @@
 """All children of `rl`: started with a marker, watched, and ended so that no process is left, however `rl` itself ends.
 
-It takes several mechanisms, because each has a gap: SIGTERM goes to the group of every child; `rl` adopts orphans, so processes that left
-their group (torchrun's workers) or lost their parent are still found below it; all descendants of a child bear its marker in the
+No single mechanism is complete, so several are combined: SIGTERM goes to the group of every child; `rl` adopts orphans, so processes that
+left their group (torchrun's workers) or lost their parent are still found below it; all descendants of a child bear its marker in the
 environment, so that leftovers of a dead child can be told from processes of the others; and if `rl` is killed by SIGKILL, the kernel sends
 SIGTERM to each child that asked for it (PR_SET_PDEATHSIG), which they pass on, and the guard ends the rest.
 """
@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -29,6 +29,8 @@ from rl.system.process_table import Table
 
 OF_AN_ATTEMPT = (process_table.MARKER, "TMPDIR", "VLLM_RPC_BASE_PATH")
 """Environment variables that differ between attempts of a role."""
+OF_A_WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Those of a rank of a cluster, too."""
 LONGEST_BASE = 40
 """Maximum bytes of the temporary directory's path: some processes put Unix sockets there, whose names have at most 107 bytes."""
 
@@ -36,7 +38,7 @@ REPEAT_S = 1.0
 """Seconds after which Stopped is raised again if it was lost."""
 
 FORWARDED_S = 0.5
-"""Seconds after the first signal in which another one is the same: `uv run` passes on what the whole process group was sent, too."""
+"""Seconds in which a second signal is the first one again: `uv run` passes on what the whole process group was sent, too."""
 
 SHOW_CURSOR = b"\x1b[?25h"
 """Shows the cursor, which a progress bar hides."""
@@ -55,6 +57,10 @@ class Children:
         """Descendants that existed before the first child: W&B's service, which must outlive the children."""
         self.guard: Guard | None = None
         self.num_started = 0
+        self.held: list[int] | None = None
+        """The signal that came while a child was being started; None at other times."""
+        self.forwarded_s = FORWARDED_S
+        """Seconds after the first signal in which another one is the first again."""
         own = process_table.entry(os.getpid())
         assert own is not None
         self.marker = f"{os.getpid()}:{own.start}:"
@@ -82,26 +88,45 @@ class Children:
         temporary.mkdir()
         env = env | environment(env, marker, temporary)
         keep_compiled(Path(env["TORCHINDUCTOR_CACHE_DIR"]), temporary)
-        preforked = self.preforked.get(name)
-        if warm and preforked and (pid := preforked.call(log, {variable: env[variable] for variable in OF_AN_ATTEMPT})):
-            child = Child(name, pid, log, marker, ancestor=preforked.marker)
-        elif warm is None:
-            child = start(name, command, env, log, cores=cores, marker=marker)
-        else:
-            if preforked:
-                preforked.close()
-            preforked = self.preforked[name] = PreforkedProcess(marker)
-            child = start(name, command, env | preforked.environment, log, cores=cores, inherited=preforked.inherited, marker=marker)
-            preforked.started()
-        child.temporary = temporary
-        self.children.append(child)
+        with self._holding_signal():
+            child = self._start(name, command, env, log, cores, marker, warm)
+            child.temporary = temporary
+            self.children.append(child)
         self.guard.watch(child)
         return child
+
+    @contextlib.contextmanager
+    def _holding_signal(self) -> Iterator[None]:
+        """Context in which the first SIGINT or SIGTERM waits: Stopped in the middle of a start would leave a child that nobody ends."""
+        self.held = []
+        try:
+            yield
+        finally:
+            held, self.held = self.held, None
+            for signum in held:
+                signal.raise_signal(signum)
+
+    def _start(
+        self, name: str, command: list[str], env: dict[str, str], log: Path, cores: Iterable[int] | None, marker: str, warm: bool | None
+    ) -> Child:
+        preforked = self.preforked.get(name)
+        if warm and preforked and (pid := preforked.call(log, {name: env[name] for name in (*OF_AN_ATTEMPT, *OF_A_WORLD) if name in env})):
+            return Child(name, pid, log, marker, ancestor=preforked.marker)
+        if warm is None:
+            return start(name, command, env, log, cores=cores, marker=marker)
+        if preforked:
+            preforked.close()
+        preforked = self.preforked[name] = PreforkedProcess(marker)
+        env |= preforked.environment
+        try:
+            return start(name, command, env, log, cores=cores, inherited=preforked.inherited, marker=marker)
+        finally:
+            preforked.started()
 
     def stop_on_signals(self) -> None:
         """Has the first SIGINT or SIGTERM raise Stopped in the main thread; a second one, or one while stopping, kills all children.
 
-        One within FORWARDED_S of the first is the first one again. Stopped is raised again after a second unless somebody has caught it:
+        One within `forwarded_s` of the first is the first one again. Stopped is raised again after a second unless somebody has caught it:
         Python only prints what is raised inside a finalizer or a hook of fork. `stop_caught` ends that.
         """
 
@@ -113,7 +138,10 @@ class Children:
 
         def on_signal(signum: int, _frame: FrameType | None) -> None:
             nonlocal first_at
-            if time.monotonic() - first_at < FORWARDED_S:
+            if self.held is not None and not self.held:
+                self.held.append(signum)
+                return
+            if time.monotonic() - first_at < self.forwarded_s:
                 return
             if self.stopping:
                 self.kill()

@@ -16,15 +16,13 @@ from rl.config.run import RLConfig
 from rl.diagnosis.environments import length_texts, step_texts
 from rl.diagnosis.rollouts import heading, num_prompt_messages, read_rollouts, short_messages_text
 from rl.diagnosis.state import span
+from rl.launch.phases import alike, phase_text, processes_of, read_statuses
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import NEWEST_BYTES, merge_lines, read_metrics
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import Phase, RoleStatus, describe, read_status
+from rl.run_dir.status import Phase, RoleStatus, describe
 from rl.system.terminal import Lines, clip, visible
 from rl.wire.parity import RUN_LIMITS, parity_warning
-
-PROCESSES = ("inference", "orchestrator", "trainer")
-SFT_PROCESSES = ("data", "trainer")
 
 
 class Column(NamedTuple):
@@ -173,19 +171,13 @@ def rollout_text(rollout: Line) -> str:
     return f"  --- a rollout of {text}\n---".replace("\n", "\n  ")
 
 
-def phase_text(name: str, status: RoleStatus, now: float) -> str:
-    """Describes what a process does and for how long: `trainer: waiting for batch 3 (12 s)`."""
-    seconds = now - status.since if status.since else 0.0
-    return f"{name}: {describe(status)}" + (f" ({seconds:.0f} s)" if seconds >= 1 else "")
-
-
 class Console:
     """Prints news at every `update`. Lines from before a resume are not printed again."""
 
     def __init__(self, config: RLConfig, run_dir: RunDir, out: TextIO | None = None):
         self.config, self.run_dir, self.out = config, run_dir, out or sys.stdout
         self.sources = {"trainer"} if config.sft else {"orchestrator", "trainer"}
-        self.columns, self.processes = columns_of(config), SFT_PROCESSES if config.sft else PROCESSES
+        self.columns, self.processes = columns_of(config), processes_of(config)
         self.limit = RUN_LIMITS[config.model.dtype]
         self.eval_metric = next((f"eval/{entry.label}/reward_mean" for entry in config.orchestrator.eval), "")
         """Metric of the column `eval`. It shows one evaluation: intervals differ, so a mean of several would depend on which ones ran."""
@@ -221,7 +213,7 @@ class Console:
     def update(self, new_lines: list[Line]) -> None:
         """Prints newly completed steps and evals, and shows what the processes do."""
         merge_lines(self.lines, [line for line in new_lines if line["step"] > self.shown and line["source"] != "eval"])
-        statuses = {name: status for name in self.processes if (status := read_status(self.run_dir.status(name)))}
+        statuses = read_statuses(self.run_dir, self.processes)
         self.max_steps = statuses.get("trainer", RoleStatus()).max_steps or self.max_steps  # with epochs only the trainer knows it
         for line in new_lines:
             if line["source"] == "eval":
@@ -234,7 +226,7 @@ class Console:
             self._show_step(step)
             self._forget()
         if self.bar:
-            self.bar.show(self.shown, self.max_steps, self._left(), statuses)
+            self.bar.show(self.shown, self.max_steps, self._left(), alike(statuses))
         elif not self.headed:
             self._say_new_phases(statuses)
 

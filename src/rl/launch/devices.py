@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.config.check import as_ids
+from rl.config.base import as_ids
 from rl.config.run import RLConfig
 from rl.system.errors import ConfigError
 from rl.system.machine import Machine
@@ -108,10 +108,11 @@ def split(config: RLConfig, box: Machine) -> Split:
     ranks = config.trainer.ranks or len(trainer_gpus) or 1
     if trainer_gpus and ranks != len(trainer_gpus):
         raise ConfigError(f"trainer.ranks = {ranks}\n    must be the number of trainer GPUs, {len(trainer_gpus)}; leave it out")
-    for key in ("dp_replicate", "context_parallel"):
-        value = getattr(config.trainer, key)
-        if ranks % value:
-            remedy = f"must divide the trainer's ranks, {ranks} (one per GPU; trainer.ranks without GPUs): change either of them"
+    for key in ("dp_replicate", "context_parallel", "expert_parallel"):
+        value, copies = getattr(config.trainer, key), config.trainer.dp_replicate if key == "expert_parallel" else 1
+        if ranks % (value * copies):
+            of = f" / trainer.dp_replicate, {ranks // copies}" if copies > 1 else f", {ranks}"
+            remedy = f"must divide the trainer's ranks{of} (one per GPU; trainer.ranks without GPUs): change either of them"
             raise ConfigError(f"trainer.{key} = {value}\n    {remedy}")
     trainer_cores = pick("trainer.cpus", config.trainer.cpus or None, box.cores, "cores") or box.cores
     inference_cores = pick("inference.cpus", config.inference.cpus or None, box.cores, "cores", from_end=True) or box.cores

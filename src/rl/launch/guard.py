@@ -1,4 +1,4 @@
-"""Keeps the guard running: the small process beside `rl` that survives when `rl` is killed by SIGKILL."""
+"""Keeps the guard running, a small process that survives when `rl` is killed by SIGKILL."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ class Guard:
             self._send(f"+ {session} {start}")
 
     def _send(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the guard is gone: `poll` starts another one and sends all sessions
+        with contextlib.suppress(OSError):  # the guard or the pipe is gone: `poll` starts another one and sends all sessions
             os.write(self.pipe, line.encode() + b"\n")
 
     def watch(self, child: Child) -> None:
@@ -56,5 +56,6 @@ class Guard:
         """Kills the guard before it sees the end of the pipe: there is nothing left for it to do."""
         self.process.kill()
         self.process.wait()
+        pipe, self.pipe = self.pipe, -1  # its number is soon that of another file
         with contextlib.suppress(OSError):  # closed already, if a second signal interrupted us here
-            os.close(self.pipe)
+            os.close(pipe)

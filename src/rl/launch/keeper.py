@@ -12,6 +12,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rl.config.run import RLConfig
@@ -19,11 +20,13 @@ from rl.launch.children import Children
 from rl.launch.role_state import Attempt, Death, RoleState, failure
 from rl.launch.roles import PREPARING, Role
 from rl.run_dir.events import Event, EventKind, append_event
-from rl.run_dir.logs import error_line, last_lines, last_words, trim_logs
+from rl.run_dir.lease import check_fence
+from rl.run_dir.logs import error_line, killed_rank, last_lines, last_words, trim_logs
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Staleness, archive_status, describe, read_status
 from rl.system.children import Child, RestartPolicy
 from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS, RunError
+from rl.system.linux import pid_scope
 
 LONGEST_POLL_S = 1.0
 """Seconds between polls count at most this much."""
@@ -32,16 +35,19 @@ SLOW_POLL_S = 2.0
 FIRST_SIGN_S = 300.0
 """A process without a status file after this time, and after inference.startup_timeout_s, is restarted: its imports come before it."""
 MAX_FAILED_STARTS = 2
-"""A role that never came up has not crashed: the same fault would end every attempt. SIGKILL, which comes from outside, does not count.
-The same holds for a server that ends with an error in every attempt before it has sampled a token: its model, settings or device."""
+"""The run ends after this many attempts of a role that ended before they came up, because the same fault would end every other one. So it
+does for a server whose attempts end with an error before they have sampled a token: its model, settings or device are at fault. A SIGKILL
+comes from outside and does not count."""
 SHOWN_DEATHS = 5
 
 
 class Keeper:
     """The processes of a run on this machine. Call `poll` several times a second; it raises RunError when one of them cannot go on."""
 
-    def __init__(self, config: RLConfig, run_dir: RunDir, children: Children, say: Callable[[str], None]):
+    def __init__(self, config: RLConfig, run_dir: RunDir, children: Children, say: Callable[[str], None], events: Path | None = None):
+        """`events`: the file of its events, by default the run's."""
         self.settings, self.run_dir, self.children, self.say = config.supervisor, run_dir, children, say
+        self.events = events or run_dir.events
         self.startup_timeout_s = config.inference.startup_timeout_s
         self.states: dict[str, RoleState] = {}
         self.clock, self.polled, self.slow_at = 0.0, time.monotonic(), 0.0
@@ -60,7 +66,7 @@ class Keeper:
     @property
     def finished(self) -> bool:
         """Whether everything has ended except inference, which never ends by itself."""
-        return all(state.done for state in self.states.values() if state.name != "inference")
+        return all(state.done for state in self.states.values() if not state.role.serves)
 
     def poll(self) -> list[Death]:
         """Checks every process, and kills or starts it if that is due. Returns those that have died."""
@@ -71,8 +77,8 @@ class Keeper:
         deaths = []
         for state in self.states.values():
             if attempt := state.attempt:
-                self._read_statuses(state, attempt)
-                ended = attempt.child.exit_code is not None
+                ended = attempt.child.exit_code is not None  # before its statuses are read, whose last ones may be of the moment before
+                self._read_statuses(state, attempt, all_ranks=bool(slow_s))
                 if death := self._ended(state, attempt) if ended else self._watch(state, attempt, slow_s):
                     deaths.append(death)
             elif not state.done and self.clock >= state.start_at:
@@ -84,8 +90,10 @@ class Keeper:
         return deaths
 
     def event(self, kind: EventKind, process: str, **fields: Any) -> None:
-        """Appends to events.jsonl."""
-        append_event(self.run_dir.events, Event(time=round(time.time(), 3), event=kind, process=process, **fields))
+        """Appends to events.jsonl. Raises RunError if another process has taken over the run: what goes with the event must not happen."""
+        with contextlib.suppress(OSError):  # as a full disk, a silent one must not end the run here
+            check_fence(self.run_dir.lock("rl"))
+        append_event(self.events, Event(time=round(time.time(), 3), event=kind, process=process, **fields))
 
     # Starts -------------------------------------------------------------------------------------------------------------
 
@@ -132,13 +140,14 @@ class Keeper:
 
     # While they run -----------------------------------------------------------------------------------------------------
 
-    def _read_statuses(self, state: RoleState, attempt: Attempt) -> None:
-        """Reads the statuses of its processes."""
-        names = [state.name]
-        if state.name == "trainer":
+    def _read_statuses(self, state: RoleState, attempt: Attempt, all_ranks: bool) -> None:
+        """Reads the statuses of its processes; those of further ranks only at every slow poll, because a cluster has hundreds."""
+        names, others = [state.name], attempt.statuses
+        if state.name == "trainer" and all_ranks:
+            others = {}
             names += sorted(path.stem for path in self.run_dir.status(state.name).parent.glob("trainer-*.json"))
         found = {name: read_status(self.run_dir.status(name)) or attempt.statuses.get(name) for name in names}
-        attempt.statuses = {name: status for name, status in found.items() if status}
+        attempt.statuses = others | {name: status for name, status in found.items() if status}
         attempt.progressed = attempt.progressed or any(status.progress for status in attempt.statuses.values())
         state.progressed = state.progressed or attempt.progressed
         state.came_up = state.came_up or attempt.works()
@@ -152,7 +161,7 @@ class Keeper:
         child = attempt.child
         if not attempt.ready and attempt.works():
             attempt.ready = True
-            for other in self.states.values() if state.name == "inference" else ():
+            for other in self.states.values() if state.role.serves else ():
                 if other.role.after_server and other.died is None:
                     other.start_at = self.clock
             seconds = round(self.clock - (attempt.began if state.died is None else state.died), 1)
@@ -162,7 +171,7 @@ class Keeper:
         if slow_s:
             # The orchestrator watches its own workers, and an environment may stop processes.
             stopped = self.children.stopped(child, whole_tree=state.name != "orchestrator")
-            attempt.stopped_s = attempt.stopped_s + slow_s if stopped else 0.0
+            attempt.stopped, attempt.stopped_s = stopped, attempt.stopped_s + slow_s if stopped else 0.0
         reason = self._silence(attempt) or self._late(state, attempt)
         if not reason:
             return None
@@ -175,20 +184,22 @@ class Keeper:
         """Returns why to kill a process that was stopped, or whose heartbeat (or that of another rank) has not changed for too long."""
         limit = self.settings.silence_s
         if attempt.stopped_s >= limit:
-            return f"was stopped by a signal for {attempt.stopped_s:.0f} s (supervisor.silence_s = {limit:g}), and killed"
+            ours = [name for name, status in attempt.statuses.items() if status.pid in attempt.stopped and status.place == pid_scope()]
+            which = "".join(f" ({rank})" for name in ours if (rank := attempt.rank(name)))
+            return f"was stopped by a signal{which} for {attempt.stopped_s:.0f} s (supervisor.silence_s = {limit:g}), and killed"
         unchanged = [(attempt.staleness.look(name, status.heartbeat), name) for name, status in attempt.statuses.items()]
         silent_s, name = max(unchanged, default=(0.0, ""))
         if silent_s < limit:
             return ""
-        rank = "" if name == attempt.child.name else f" of {name.replace('-', ' rank ')}"
-        return f"gave no heartbeat{rank} for {silent_s:.0f} s (supervisor.silence_s = {limit:g}), and was killed"
+        which = f" of {rank}" if (rank := attempt.rank(name)) else ""
+        return f"gave no heartbeat{which} for {silent_s:.0f} s (supervisor.silence_s = {limit:g}), and was killed"
 
     def _late(self, state: RoleState, attempt: Attempt) -> str:
         """Returns why to kill a process that does not come up; empty while it has time. Raises RunError for a server that never came up."""
         age, limit = self.clock - attempt.began, self.startup_timeout_s
-        if state.name not in (*PREPARING, "inference") and not attempt.statuses and age > max(FIRST_SIGN_S, limit):
+        if not (state.name in PREPARING or state.role.serves) and not attempt.statuses and age > max(FIRST_SIGN_S, limit):
             return f"gave no sign of life in its first {age:.0f} s, and was killed"
-        if state.name != "inference" or attempt.ready or age <= limit:
+        if not state.role.serves or attempt.ready or age <= limit:
             return ""
         late = f"is not ready after inference.startup_timeout_s = {limit:g} s; it was doing: {describe(attempt.status)}"
         if not state.came_up:
@@ -204,7 +215,7 @@ class Keeper:
         if state.name == "trainer" and code and code > 0:
             code = self._rank_code() or code
         self.children.kill_tree(child)
-        if code == 0 and state.name != "inference":
+        if code == 0 and not state.role.serves:
             state.attempt, state.done = None, True
             return None
         if code in (WRONG_SETTINGS, GIVE_UP) or (state.name in PREPARING and code and code > 0):
@@ -214,7 +225,7 @@ class Keeper:
                 raise failure(child, child.ending())
             lines = last_lines(child.log)  # the last line says all
             raise RunError(f"{lines[-1] if lines else f'the {state.name}: ' + child.ending()}\n  the whole log: {child.log}")
-        return self._died(state, attempt, child.ending(), code)
+        return self._died(state, attempt, child.ending() + killed_rank(child.log), code)
 
     def _rank_code(self) -> int | None:
         """Returns the exit code of the rank that failed: torchrun's agent always exits with 1."""
@@ -233,7 +244,7 @@ class Keeper:
         self._forget_attempt(state)
         said = ""
         # A server that ends with an error in every attempt before it has sampled a token will not do so in another one.
-        useless = state.name == "inference" and not state.progressed and code is not None and code > 0 and code != DAMAGED
+        useless = state.role.serves and not state.progressed and code is not None and code > 0 and code != DAMAGED
         if useless or (not state.came_up and code not in (-signal.SIGKILL, DAMAGED)):
             state.failed_starts += 1
             said = f", saying: {words.rstrip('.')}" if words else ""

@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "trainer.micro_batch_tokens",
     "trainer.dp_replicate",
     "trainer.context_parallel",
+    "trainer.expert_parallel",
     "trainer.activation_checkpointing",
     "trainer.attention",
     "trainer.compile",
@@ -51,6 +52,8 @@ MAY_CHANGE = (
     "trainer.token_log",
     "trainer.weights.keep_last",
     "trainer.weights.keep_every",
+    "trainer.weights.anchor_every",
+    "trainer.weights.transport",
     "sft.epochs",
     "sft.validation_interval",
     "orchestrator.eval",
@@ -71,6 +74,8 @@ MAY_CHANGE = (
     "orchestrator.worker_memory_gib",
     "inference",
     "supervisor",
+    "serve",
+    "cluster",
     "*_timeout_s",
 )
 """Settings and whole sections that a resume may change: how long, where and how fast, but not what is learned.
@@ -133,6 +138,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
                 theirs = f"versions {min(versions)} to {max(versions)} of another run"
                 raise RunError(f"{run_dir.weights_dir} holds {theirs}; delete them with --clean")
         write_config(run_dir.config, config)
+        run_dir.stop_request.unlink(missing_ok=True)
         forget_dead_servers(run_dir.status_dir)
         for path in {*run_dir.status_dir.glob("*.json")} - {*server_files(run_dir.status_dir)} | {run_dir.status("inference")}:
             archive_status(path, run_dir.spans)
@@ -181,7 +187,8 @@ def is_run_or_free(root: Path) -> bool:
     """
     if is_run(root):
         return True
-    if mine := sorted(path.name for path in root.iterdir() if path.name != "status" and path.name[0] != ".") if root.is_dir() else []:
+    ours = ("status", "logs") if (root / "status").is_dir() else ("status",)  # machines of a cluster log before anything is prepared
+    if mine := sorted(path.name for path in root.iterdir() if path.name not in ours and path.name[0] != ".") if root.is_dir() else []:
         raise RunError(f"{root} is not a run directory, and has {', '.join(mine[:3])}; choose another --name")
     return False
 

@@ -54,13 +54,23 @@ class Attempt:
     staleness: Staleness = field(default_factory=Staleness)
     num_warnings: int = 0
     """Number of its warnings that were printed."""
+    stopped: list[int] = field(default_factory=list)
+    """The pids below it that a signal has stopped."""
     stopped_s: float = 0.0
-    """Seconds for which a signal has kept it stopped."""
+    """Seconds for which there have been any."""
 
     @property
     def status(self) -> RoleStatus:
         """Its last status; an empty one before the first."""
         return self.statuses.get(self.child.name, RoleStatus())
+
+    def rank(self, name: str) -> str:
+        """Names one of several processes by its status, and its machine: `trainer rank 1 on host-b`; empty if there is only one."""
+        if len(self.statuses) == 1:
+            return ""
+        process, _, rank = name.partition("-")
+        host = f" on {self.statuses[name].host}" if self.statuses[name].host else ""
+        return (name if rank and not rank.isdigit() else f"{process} rank {rank or 0}") + host
 
     @property
     def doing(self) -> str:
@@ -79,10 +89,10 @@ class Attempt:
 
     def works(self) -> bool:
         """Returns whether it is past its start-up and doing its work."""
-        name, phase = self.child.name, self.status.phase
-        if name == "inference":
+        role, phase = self.child.name.partition("-")[0], self.status.phase
+        if role == "inference":
             return self.status.address is not None
-        return phase in TRAINER_STEPS if name == "trainer" else phase not in (None, Phase.STARTING, Phase.LOADING_ENVIRONMENTS)
+        return phase in TRAINER_STEPS if role == "trainer" else phase not in (None, Phase.STARTING, Phase.LOADING_ENVIRONMENTS)
 
 
 @dataclass

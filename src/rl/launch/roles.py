@@ -25,6 +25,11 @@ class Role:
     after_server: bool = False
     """Whether its first attempt waits until inference is up, or has had inference.startup_timeout_s for it."""
 
+    @property
+    def serves(self) -> bool:
+        """Whether it is an inference server: `inference`, or `inference-node3` on a machine of a cluster."""
+        return self.name.partition("-")[0] == "inference"
+
 
 PREPARING = {"model": "rl.models.folder", "data": "rl.trainer.sft.tokens"}
 """Processes that run to their end before anything else: find or download the model, make the examples of supervised fine-tuning."""
@@ -37,7 +42,9 @@ def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
     module = ["-m", f"rl.{name}.main", "@", str(run_dir.config)]
     if name == "trainer" and ranks > 1:
         # --standalone: the agent picks a free port on this host, so two runs never collide.
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *module]
+        # --shutdown-timeout: `rl` decides how long the ranks may take for their end.
+        own = ["--standalone", "--nproc-per-node", str(ranks), "--shutdown-timeout", "3600"]
+        return [sys.executable, "-m", "torch.distributed.run", *own, *module]
     return [sys.executable, *module]  # one rank needs no agent, whose import of torch takes 3 s
 
 

@@ -5,9 +5,12 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,18 +30,21 @@ from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.launch.trackers import trackers
-from rl.run_dir.lease import check_fence
+from rl.run_dir.lease import check_fence, lost_to
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, sources_dir
+from rl.run_dir.paths import RunDir
 from rl.run_dir.status import RunEnd, read_json
-from rl.system.children import Stopped
-from rl.system.errors import RunError, system_error
+from rl.system.children import STOP_DEADLINE_S, Stopped
+from rl.system.errors import GIVE_UP, RunError, system_error
 from rl.system.linux import shared_memory_fault
 from rl.system.machine import machine
 from rl.system.sandbox import fault as sandbox_fault
 from rl.system.terminal import visible
 
 POLL_S = 0.2
+EXIT_S = 2.0
+"""Seconds in which a trainer ends whose cluster.grace_s is over: it does so by itself."""
 CURVES_AFTER_S = 60.0
 """Seconds after which curves.png is kept up to date; a shorter run draws it at its end."""
 
@@ -83,16 +89,20 @@ class Watch:
         self.reader.skip()
 
     def until_finished(self, started: list[Role]) -> None:
-        """Starts processes and keeps them alive until they have ended well. Raises RunError if that is impossible."""
+        """Starts processes and keeps them alive until they have ended well. Raises RunError if they cannot, and Stopped after `rl stop`."""
         self.supervisor.begin(started)
         while not self.supervisor.keeper.finished:
+            if self.run_dir.stop_request.exists():  # here alone: `rl stop` repeats it until this process has ended
+                self.run_dir.stop_request.unlink(missing_ok=True)
+                raise Stopped(signal.SIGINT)
             self.supervisor.poll(self.show())
             time.sleep(POLL_S)
 
     def show(self) -> list[dict[str, Any]]:
-        """Merges, shows, sends and returns new metrics. Raises RunError if another `rl` has taken over the run."""
+        """Merges, shows, sends and returns new metrics. Raises RunError if another `rl` has taken over."""
         self._merge()
-        lines = self.reader.new()
+        if lines := self.reader.new():
+            check_fence(self.run_dir.lock("rl"))  # trackers, and the picture, have one writer, too
         self.console.update(lines)
         if time.monotonic() >= self.curves_at:
             self.curves_at = math.inf
@@ -158,10 +168,34 @@ class Watch:
             tracker.close(exit_code)
 
 
-def run(config: RLConfig, prepared: Prepared, division: devices.Split, children: Children, again: str, view: bool = False) -> int:
+@dataclass(frozen=True)
+class Placement:
+    """Where the processes of a run are started."""
+
+    config: RLConfig
+    """The configuration with the division of the machines written into it."""
+    roles: Callable[[RunDir], list[Role]]
+    """Returns the processes that `rl` itself starts."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the console."""
+    stop_s: float = STOP_DEADLINE_S
+    """Seconds that the processes have for their end."""
+
+
+def on_this_machine(config: RLConfig) -> Placement:
+    """Divides this machine between all processes. Raises ConfigError for settings that it cannot satisfy."""
+    box = machine()
+    warning, division = devices.check_build(config, box), devices.split(config, box)
+    config = devices.write_into(config, division)
+    stop_s = max(STOP_DEADLINE_S, config.cluster.grace_s + EXIT_S) if config.cluster else STOP_DEADLINE_S
+    return Placement(config, lambda run_dir: roles.roles(config, run_dir, division), [warning] if warning else [], stop_s)
+
+
+def run(prepared: Prepared, placement: Placement, children: Children, again: str, view: bool = False) -> int:
     """Runs everything from the prepared directory to the report. Returns the exit code."""
+    config = placement.config
     watch = Watch(config, prepared, children, view)
-    code, why = 0, ""
+    code, why, lost = 0, "", ""
     try:
         # Find or download the model before anything needs it, in a separate process, which may load torch and can be stopped.
         # The same for the data of supervised fine-tuning, so that its faults are reported before anything else starts.
@@ -170,14 +204,13 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
         watch.tell_disk(config)
         if config.sft:
             watch.tell_data()
-        watch.until_finished(roles.roles(config, prepared.run_dir, division))
+        watch.until_finished(placement.roles(prepared.run_dir))
         if fault := watch.nothing_trained():
             raise RunError(fault, resume_at=0)
         watch.tell_end()
     except Stopped as stop:
         children.stop_caught()
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
-        watch.supervisor.event("stop", "rl", reason=str(stop))
     except RunError as error:
         code, why = 1, f"rl: {error}"
         again += "" if error.resume_at is None else f" {error.resume_at}"
@@ -185,13 +218,19 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
         code, why = 1, f"rl: {system_error(error)}"
     finally:
         watch.console.close()
+    if code and (lost := lost_to(prepared.run_dir.lock("rl"))):
+        code, why = GIVE_UP, f"rl: {lost}"
+    elif code > 128:
+        watch.supervisor.event("stop", "rl", reason=signal.Signals(code - 128).name)
     if why:
         print(visible(why), file=sys.stderr, flush=True)  # it may quote logs, which may contain model output
-    stuck = children.stop()
-    if code > 1 and not stuck:
+    stuck = children.stop(placement.stop_s)
+    if code > 1 and not stuck and not lost:
         watch.supervisor.keeper.archive_statuses()
     if stuck:
         print(f"rl: these processes do not end, even after SIGKILL: {stuck}", file=sys.stderr)
+    if lost:  # the directory belongs to the other `rl`, which goes on
+        return code
     watch.close(code)
     if code == 1 and not prepared.run_dir.anything_made():
         print("nothing was made yet: a start with other settings reuses the directory", file=sys.stderr)
@@ -228,8 +267,16 @@ def home_lines(homes: Homes, told: list[str]) -> list[str]:
     return [f"environment{'s' * (len(names) > 1)} {', '.join(names)}: {text}" for text, names in by_home.items()]
 
 
-def launch(config: RLConfig, line: CommandLine, children: Children, again: str) -> int:
-    """Runs a configuration and returns the exit code. Raises RunError, OSError and Stopped."""
+def launch(
+    config: RLConfig,
+    line: CommandLine,
+    children: Children,
+    again: str,
+    place: Callable[[RLConfig], Placement] = on_this_machine,
+) -> int:
+    """Runs a configuration and returns the exit code. `place` decides what is started where. Raises RunError, OSError and Stopped."""
+    if config.serve:
+        raise RunError(f"this is the configuration of a server of the Tinker API: start it with `rl serve --name {config.name}`")
     if config.trainer.data.fake:
         raise RunError("trainer.data.fake measures the trainer alone; start it as `trainer` with the same files and flags")
     if problem := shared_memory_fault():
@@ -245,19 +292,18 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
         tell(text)
 
     homes = {} if config.sft else homes_of(config, tell_of_homes, recorded=line.resume is not None)
-    box = machine()
-    warning, division = devices.check_build(config, box), devices.split(config, box)
-    config = devices.write_into(config, division)
+    placement = place(config)
+    config = placement.config
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
     if prepared.is_done:
         prepared.lease.close()
         print(f"{prepared.run_dir.root}: all {config.max_steps} steps are done; raise --max_steps to continue", flush=True)
         return 0
     record(config, homes)
-    prepared.notes += [*([warning] if warning else []), *home_lines(homes, told)]
+    prepared.notes += [*placement.notes, *home_lines(homes, told)]
     import rl.launch.curves  # noqa: F401  now: a signal in the middle of NumPy's import would leave it broken for the final report
 
-    code = run(config, prepared, division, children, again, "view" in line.switches)
+    code = run(prepared, placement, children, again, "view" in line.switches)
     prepared.lease.close()
     if code == 0 and "quick" in line.switches:
         print(f"verdict   {reward_summary(read_state(prepared.run_dir, config))}", flush=True)

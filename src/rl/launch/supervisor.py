@@ -16,9 +16,11 @@ from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.launch.keeper import Keeper
 from rl.launch.quarantine import Quarantine
-from rl.launch.role_state import Death, failure
+from rl.launch.role_state import Attempt, Death, failure
 from rl.launch.roles import PREPARING, Role
+from rl.run_dir.logs import last_lines
 from rl.run_dir.paths import RunDir
+from rl.run_dir.status import describe
 from rl.system.errors import DAMAGED, RunError
 
 if TYPE_CHECKING:
@@ -36,8 +38,12 @@ class Supervisor:
         self.keeper = Keeper(config, run_dir, children, say)
         self.event = self.keeper.event
         self.quarantine = Quarantine(run_dir, self.settings.quarantine_after)
-        self.moved_at, self.num_lines, self.moved = 0.0, 0, None
-        """Time at which anything last moved, and the counters that show it."""
+        self.moved_at = 0.0
+        """When anything last moved, by the keeper's clock."""
+        self.num_lines = 0
+        """Number of lines of metrics so far."""
+        self.moved = None
+        """The counters, `num_lines` among them, when anything last moved: a change shows that the run goes on."""
         self.diagnosis: Thread | None = None
         self.found: SimpleQueue[Diagnosis] = SimpleQueue()
         """Diagnoses of stalls that were not reported yet."""
@@ -120,16 +126,28 @@ class Supervisor:
         now, stall_s = (counters, self.num_lines), self.settings.stall_s
         if now != self.moved:
             self.moved, self.moved_at = now, self.keeper.clock
-        elif self.keeper.clock - self.moved_at >= stall_s and not PREPARING.keys() & self.keeper.states.keys():
+        elif self.keeper.clock - self.moved_at >= stall_s:
             self.moved_at = self.keeper.clock
-            if not (self.diagnosis and self.diagnosis.is_alive()):
+            if preparing := [attempt for attempt in attempts if attempt.child.name in PREPARING]:
+                self._tell_preparing(preparing[0])
+            elif not (self.diagnosis and self.diagnosis.is_alive()):
                 self.diagnosis = Thread(target=self._diagnose, name="diagnosis", daemon=True)
                 self.diagnosis.start()
         while not self.found.empty():
             found = self.found.get()
             self.event("stall", "rl", reason=found.bottleneck, seconds=stall_s)
             text = f"warning: no token, rollout, batch or step for {stall_s:g} s (supervisor.stall_s): {found.bottleneck}"
-            self.say("\n".join([text, *(f"  {line}" for line in found.lines)]))
+            self.say("\n".join([text, *(f"  {line}" for line in found.all_lines)]))
+
+    def _tell_preparing(self, attempt: Attempt) -> None:
+        """Says what a process that prepares the run does. It has no deadline: a download may take hours."""
+        name, log = attempt.child.name, attempt.child.log
+        what = "the model is being found or downloaded" if name == "model" else f"the data are being prepared ({describe(attempt.status)})"
+        last = next(iter(last_lines(log, 1)), "nothing logged yet")
+        text = f"{what}, for {self.keeper.clock - attempt.began:.0f} s so far: {last}"
+        self.event("stall", name, reason=text, seconds=self.settings.stall_s)
+        hint = "if nothing changes, a file system may hang, or another process hold a lock on the files"
+        self.say(f"warning: {text} (log: {log}); {hint}")
 
     def _diagnose(self) -> None:
         """Finds out what everything waits for. Runs in a thread: it reads all metrics, and may watch heartbeats of other hosts for 10 s."""

@@ -1,4 +1,4 @@
-"""Curves: the metrics, their values over steps, samples, tokens or time, and the events at each step."""
+"""Curves: the metrics, their values over steps, rollouts, tokens or time, and the events at each step."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from rl.run_dir.metric_names import METRICS, OWN, SECTIONS, meaning
 from rl.run_dir.paths import numbers
 from rl.view.responses import Curves, Mark, Metric, Metrics, Series
 
-Axis = Literal["step", "samples", "tokens", "time"]
+Axis = Literal["step", "rollouts", "tokens", "time"]
 MOST_POINTS = 1500
 """Maximum number of points of a curve; a longer one is reduced to means over stretches of steps."""
 
@@ -41,13 +41,13 @@ def curves(keys: Sequence[str], runs: Sequence[Run], names: Sequence[str], axis:
 
 
 class Places:
-    """Maps steps to positions on the axis: their numbers, or the samples, tokens or seconds up to them."""
+    """Maps steps to positions on the axis: their numbers, or the rollouts, tokens or seconds up to them."""
 
     def __init__(self, run: Run, axis: Axis):
         self.steps, self.at = np.empty(0), np.empty(0)
         self.sources, self.begin = dict[str, tuple[np.ndarray, np.ndarray]](), 0.0
         """On the axis `time`: `line_times`, and the begin of the run in seconds since the epoch."""
-        if axis == "samples":
+        if axis == "rollouts":
             self.steps, counts = run.numbers.curve("rollouts/finished")
             self.at = np.cumsum(counts)
         elif axis == "tokens":

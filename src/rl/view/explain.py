@@ -30,30 +30,49 @@ REASONS = {
 
 def explanation(row: RolloutRow, group: Sequence[RolloutRow], run: Run) -> str:
     """Explains what became of a rollout and why; empty for an evaluation's rollout."""
-    rewards = [other.reward for other in group if other.reward is not None and not other.failed]
     if row.kind == "eval":
         return ""
+    rewards = [other.reward for other in compared_with(row, group) if other.reward is not None]
+    whose = f"agent {row.agent} in its group" if len({other.agent for other in group}) > 1 else "its group"
     if row.why == "no_signal":
-        return f"Not trained: {equal_rewards(rewards)}, so no answer was better than the others and there is nothing to learn from it."
+        equal = equal_rewards(rewards, whose)
+        return f"Not trained: {equal}, so no answer was better than the others and there is nothing to learn from it."
     if row.why == "trained":
         mean = sum(rewards) / len(rewards) if rewards else 0.0
         if row.advantage and row.reward is not None:
             side = "above" if row.reward > mean else "below" if row.reward < mean else "at"
             if (row.reward - mean) * row.advantage <= 0:  # another baseline, or a length penalty
-                by = f"by {credit(run)}; its group's mean is {mean:.3f}"
+                by = f"by {credit(run)}; the mean of {whose} is {mean:.3f}"
                 return f"Trained in step {row.step} with advantage {row.advantage:+.3f}, {by}."
-            return f"Trained in step {row.step} with advantage {row.advantage:+.3f}: its reward is {side} its group's mean of {mean:.3f}."
+            reward = f"its reward is {side} the mean of {whose}, {mean:.3f}"
+            return f"Trained in step {row.step} with advantage {row.advantage:+.3f}: {reward}."
         none = f"{credit(run)} gives it nothing to learn, and its tokens still count in the mean"
         return f"In the batch of step {row.step} with advantage 0: {none}."
+    if row.why == "stale" and on_policy(run):
+        return "Not trained: with max_lag = 0 a batch has tokens of the newest version only, and an older one sampled some of it."
     reason = REASONS.get(row.why, row.why)
     return f"Not trained: {reason}." if row.why else ""
 
 
-def equal_rewards(rewards: Sequence[float]) -> str:
-    """Why a group has no signal, such as `all 8 rewards of its group are 1`."""
+def compared_with(row: RolloutRow, group: Sequence[RolloutRow]) -> list[RolloutRow]:
+    """The rollouts of its group that credit compares a rollout with, including itself: those of its agent that did not fail and may be
+    trained (`compared` in orchestrator/groups/group_credit.py)."""
+    return [other for other in group if other.agent == row.agent and not other.failed and other.why != "not_trainable"]
+
+
+def equal_rewards(rewards: Sequence[float], whose: str) -> str:
+    """Why a group has no signal, such as `all 8 rewards of its group are 1`. whose: `its group`, or one agent in it."""
     if rewards and min(rewards) == max(rewards):
-        return f"all {len(rewards)} rewards of its group are {rewards[0]:g}"
-    return "all advantages of its group are 0"
+        return f"all {len(rewards)} rewards of {whose} are {rewards[0]:g}"
+    return f"all advantages of {whose} are 0"
+
+
+def on_policy(run: Run) -> bool:
+    """Whether the run's batches have tokens of the newest version only; False if its configuration cannot be read."""
+    try:
+        return run.config.max_lag == 0
+    except RunError:
+        return False
 
 
 def credit(run: Run) -> str:

@@ -23,7 +23,7 @@ from rl.view.redaction import Redaction
 from rl.view.responses import Health
 from rl.view.server import PAGE
 
-AXES: tuple[curves.Axis, ...] = ("step", "samples", "tokens", "time")
+AXES: tuple[curves.Axis, ...] = ("step", "rollouts", "tokens", "time")
 TASKS_SHARE = 0.2
 """Share of the size for tasks and their versions."""
 TOKEN_SHARE = 0.3

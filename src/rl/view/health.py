@@ -1,15 +1,19 @@
 """Problems of a run with their evidence, and the logs of its processes."""
 
 import os
+import re
+import time
 from pathlib import Path
 
+from rl.diagnosis.machines import does, facts
 from rl.diagnosis.problems import Problem
+from rl.diagnosis.state import Machine
 from rl.records.run import Run
 from rl.run_dir.status import describe
 from rl.system.credentials import redact
 from rl.system.errors import RunError
 from rl.system.terminal import visible
-from rl.view.responses import Finding, Health, Log, ProcessRow
+from rl.view.responses import Finding, Health, Log, MachineRow, ProcessRow
 
 
 def health(run: Run) -> Health:
@@ -21,13 +25,32 @@ def health(run: Run) -> Health:
             there = processes(run, live=False)
         except OSError:
             there = []
-        return Health(state="unreadable", bottleneck=visible(str(error)), lines=[], findings=[], processes=there)
+        return Health(state="unreadable", bottleneck=visible(str(error)), lines=[], findings=[], processes=there, machines=[])
     return Health(
         state=found.state,
         bottleneck=visible(found.bottleneck),
         lines=[visible(line) for line in found.lines],
         findings=[finding(problem, run.root) for problem in (*found.problems, *found.hints)],
         processes=processes(run, live=found.state == "live"),
+        machines=[machine_row(machine, run) for machine, _ in found.machines],
+    )
+
+
+def machine_row(machine: Machine, run: Run) -> MachineRow:
+    """A machine, with the processes whose names or statuses say that they are there."""
+    status, heard = machine.status, time.time() - machine.silent_s
+    there = [name for name, process in run.status.items() if machine.runs(process) and not re.fullmatch(r"trainer-\d+", name)]
+    own = rf"(.+-)?node-?{machine.index}" + ("|rl" if "leader" in machine.roles else "")
+    named = [name for name in run.logs if re.fullmatch(own, name)]
+    return MachineRow(
+        index=machine.index,
+        host=visible(status.host) if status else "",
+        does=does(machine),
+        facts=facts(machine, status) if status else "",
+        state=machine.state,
+        since=heard - (status.heartbeat - status.started) if status else None,
+        heard=heard if status else None,
+        processes=[visible(name) for name in dict.fromkeys([*there, *named])],
     )
 
 

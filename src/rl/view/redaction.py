@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.records.run import Run
+from rl.run_dir.nodes import Nodes
 
 CONVERSATION = ("messages", "prompt", "pieces")
 """Fields with texts of a model, a tool or a task: a word there may equal a host name by chance, and a path may belong to the task."""
@@ -20,8 +21,8 @@ class Redaction:
         parents = {re.escape(f"{folder}/") for folder in (run.root.parent, run.root.resolve().parent) if folder.name}
         self.parents = re.compile("|".join(parents))
         self.home = re.compile(re.escape(str(Path.home())) + r"(?![\w.-])")
-        statuses = run.status
-        hosts = {socket.gethostname(), *(status.host for status in statuses.values())} - {"", "localhost", *statuses}
+        statuses, machines = run.status, Nodes(run.run_dir).statuses().values()
+        hosts = {socket.gethostname(), *(status.host for status in (*statuses.values(), *machines))} - {"", "localhost", *statuses}
         self.hosts = re.compile(rf"(?<![^\W_])(?:{'|'.join(map(re.escape, sorted(hosts)))})(?![^\W_])")
 
     def hide(self, value: Any, said: bool = False) -> Any:

@@ -3,24 +3,13 @@
 Numbers that are not finite are null. Times are seconds since the epoch.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from rl.records.comparison import EvalPoint, SettingDiff
 
 State = Literal["live", "ended", "died", "stopped", "unreadable"]
-
-
-Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
-"""A finite number in a query."""
-Offset = Annotated[int, msgspec.Meta(ge=0)]
-Limit = Annotated[int, msgspec.Meta(ge=1, le=500)]
-"""Number of rows on a page."""
-
-
-class Query(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Base class of the parameters of a query; itself one without parameters."""
 
 
 class Answer(msgspec.Struct, kw_only=True, frozen=True):
@@ -80,7 +69,7 @@ class Runs(Answer):
 class Learned(Answer):
     """The mean rewards of several runs after the same number of rollouts; null if a run has none there."""
 
-    samples: float
+    rollouts: float
     rewards: list[float | None]
 
 
@@ -373,6 +362,20 @@ class ProcessRow(Answer):
     """The attempts that have a log."""
 
 
+class MachineRow(Answer):
+    """A machine of a run on a cluster. Times are by this server's clock, and null for one that is not there."""
+
+    index: int
+    host: str
+    does: str
+    facts: str
+    """Its devices, and its part in the training."""
+    state: Literal["live", "leaving", "lost", "absent"]
+    since: float | None
+    heard: float | None
+    processes: list[str]
+
+
 class Health(Answer):
     """The diagnosis of `rl doctor RUN`."""
 
@@ -381,6 +384,7 @@ class Health(Answer):
     lines: list[str]
     findings: list[Finding]
     processes: list[ProcessRow]
+    machines: list[MachineRow]
 
 
 class Log(Answer):

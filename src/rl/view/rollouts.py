@@ -13,7 +13,8 @@ from rl.records.run import Run
 from rl.system.errors import RunError
 from rl.system.terminal import visible
 from rl.view.explain import explanation
-from rl.view.responses import Call, Histogram, Limit, Message, Number, Offset, Query, RolloutDetail, RolloutRow
+from rl.view.queries import Limit, Number, Offset, Query
+from rl.view.responses import Call, Histogram, Message, RolloutDetail, RolloutRow
 from rl.view.responses import Rollouts as Page
 
 FACETS = ("env", "why", "outcome")

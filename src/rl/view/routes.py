@@ -10,7 +10,7 @@ import msgspec
 from rl.records.run import Run
 from rl.view import curves, health, responses, rollouts, runs, tasks, timeline, tokens
 from rl.view.library import Library
-from rl.view.responses import Limit, Number, Offset, Query
+from rl.view.queries import Limit, Number, Offset, Query
 from rl.view.rollouts import Wanted, Which
 
 
@@ -30,7 +30,7 @@ class CurveParameters(OfRuns):
     """Metrics of runs, between two positions on the axis."""
 
     name: list[str] = []
-    axis: Literal["step", "samples", "tokens", "time"] = "step"
+    axis: Literal["step", "rollouts", "tokens", "time"] = "step"
     begin: Number | None = None
     end: Number | None = None
 

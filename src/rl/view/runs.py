@@ -157,11 +157,11 @@ def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
 
 def learned(runs: Sequence[Run]) -> list[Learned]:
     """The runs' rewards after equal numbers of rollouts, each a mean over the preceding SPAN."""
-    curves = [(Places(run, "samples")(steps), values) for run in runs for steps, values in [run.numbers.curve("reward/mean")]]
+    curves = [(Places(run, "rollouts")(steps), values) for run in runs for steps, values in [run.numbers.curve("reward/mean")]]
     if not all(len(values) for _, values in curves) or not (shortest := min(float(at[-1]) for at, _ in curves)) > 0:
         return []
     return [
-        Learned(samples=share * shortest, rewards=[mean_before(*curve, share * shortest, SPAN * shortest) for curve in curves])
+        Learned(rollouts=share * shortest, rewards=[mean_before(*curve, share * shortest, SPAN * shortest) for curve in curves])
         for share in SHARES
     ]
 

@@ -168,7 +168,7 @@ function spoken(title, lines) {
 function options(now, width, height, setAt) {
   const { lines, axis } = now.current;
   const ink = colour("--faint"), grid = { stroke: colour("--grid"), width: 1 }, font = "11px system-ui, sans-serif";
-  const texts = { step: number, samples: short, tokens: short, time: duration };
+  const texts = { step: number, rollouts: short, tokens: short, time: duration };
   const format = (/** @type {any} */ _u, /** @type {number[]} */ marks) => marks.map((mark) => texts[/** @type {"step"} */ (axis)](mark));
   return {
     width, height, legend: { show: false }, padding: [8, axis === "time" ? 26 : 8, 0, 0], focus: { alpha: 1 },

@@ -11,7 +11,7 @@ import { Choice, Entry, Fault, numberIn, WrongNumbers } from "./ui.js";
 
 const USUAL = ["reward/mean", "rollouts/length_mean", "rollouts/truncated", "rollouts/zero_advantage", "entropy/mean", "mismatch_kl/mean",
   "lag/mean", "optim/grad_norm", "loss/mean", "validation/loss", "time/step", "perf/generated_tokens_per_s"];
-const AXES = /** @type {[string, string][]} */ ([["step", "step"], ["samples", "samples"], ["tokens", "tokens"], ["time", "wall time"]]);
+const AXES = /** @type {[string, string][]} */ ([["step", "step"], ["rollouts", "rollouts"], ["tokens", "tokens"], ["time", "wall time"]]);
 const ORDERS = /** @type {[string, string][]} */ ([["", "as listed"], ["fell", "fell most"], ["rose", "rose most"]]);
 const MARKS = /** @type {[string, string][]} */ ([["eval", "evaluation"], ["checkpoint", "checkpoint"], ["death", "death"], ["restart", "restart"], ["change", "changed setting"]]);
 

@@ -15,10 +15,22 @@ export function Health({ run, values, live }) {
   return html`<div class="bar"><h1>Health</h1><${State} state=${data.state} /></div>
     <p class=${`verdict ${data.findings.some((one) => one.serious) ? "bad" : "good"}`}>${data.bottleneck}</p>
     ${data.findings.length > 0 && html`<section><h2>Findings</h2><ul class="findings">${data.findings.map((finding, i) => html`<${Finding} key=${i} run=${run} finding=${finding} />`)}</ul></section>`}
+    ${data.machines.length > 0 && html`<section class="card"><h2>Machines</h2><div class="tablebox"><table class="machines"><thead><tr><th>Machine</th><th>State</th><th>Does</th><th>Host</th><th>Processes</th><th class="right">Since</th><th class="right">Last sign</th></tr></thead>
+      <tbody>${data.machines.map((one) => html`<${Machine} key=${one.index} run=${run} machine=${one} logs=${data.processes.filter((process) => process.attempts.length).map((process) => process.name)} />`)}</tbody></table></div></section>`}
     <div class="sides"><section class="card"><h2>The run</h2><ul class="lines">${data.lines.map((line, i) => html`<li key=${i}>${line}</li>`)}</ul></section>
       <section class="card"><h2>Processes</h2><table><tbody>${data.processes.map((one) => html`<tr key=${one.name} aria-current=${one.name === process ? "true" : null}><th scope="row">${one.attempts.length ? html`<a href=${link("health", { run: [run], process: one.name })}>${one.name}</a>` : one.name}</th>
         <td>${one.doing || html`<span class="faint">${data.state === "live" ? "no status" : "has ended"}</span>`}</td><td class="faint right">${one.heartbeat ? ago(one.heartbeat) : ""}</td><td class="faint right">${one.attempts.length > 1 ? `attempt ${Math.max(...one.attempts)}` : ""}</td></tr>`)}</tbody></table></section></div>
     ${process && html`<${Log} key=${process} run=${run} process=${process} attempts=${data.processes.find((one) => one.name === process)?.attempts ?? []} attempt=${values.attempt} text=${values.find ?? ""} live=${live} />`}`;
+}
+
+const STATES = { live: "there", leaving: "is leaving", lost: "lost", absent: "not there" };
+
+/** @param {{run: string, machine: import("./types").MachineRow, logs: string[]}} props */
+function Machine({ run, machine, logs }) {
+  return html`<tr><th scope="row">${machine.index}</th><td class=${`nowrap ${machine.state === "lost" ? "bad" : machine.state === "live" ? "good" : "faint"}`}>${STATES[machine.state]}</td>
+    <td>${machine.does}${machine.facts && html`<div class="faint small">${machine.facts}</div>`}</td><td>${machine.host}</td>
+    <td>${machine.processes.map((name, i) => html`${i > 0 && ", "}${logs.includes(name) ? html`<a key=${name} href=${link("health", { run: [run], process: name })}>${name}</a>` : name}`)}</td>
+    <td class="faint right nowrap">${machine.since ? ago(machine.since) : ""}</td><td class="faint right nowrap">${machine.heard ? ago(machine.heard) : ""}</td></tr>`;
 }
 
 /** @param {{run: string, finding: import("./types").Finding}} props */

@@ -1,12 +1,13 @@
-// Keys: / search, j and k through lists, ? help, 1 to 6 the pages.
+// Keys: / search, j and k through lists, ? help, digits the pages.
 
 import { html, useEffect, useRef } from "./core.js";
 import { change, go, here, link } from "./router.js";
 
-const KEYS = [
+/** The pages' titles -> [key, what it does]. @type {(pages: string[]) => string[][]} */
+const keysOf = (pages) => [
   ["/", "search"],
   ["j  k", "next and previous rollout or task"],
-  ["1 – 6", "Runs, Curves, Rollouts, Tasks, Timeline, Health"],
+  [`1 – ${pages.length}`, pages.join(", ")],
   ["Esc", "close what is open"],
   ["?", "this help"],
 ];
@@ -20,7 +21,7 @@ const CHARTS = [
   ["Home, Esc", "the whole run again"],
 ];
 
-/** Handles keys. Pages receive `j`, `k` and Escape as `move` and `leave` events. @param {string[]} pages @param {string[]} runs @param {(open: boolean) => void} setHelp */
+/** Handles keys; the first digit opens the first of `pages`. Pages receive `j`, `k` and Escape as `move` and `leave` events. @param {string[]} pages @param {string[]} runs @param {(open: boolean) => void} setHelp */
 export function useKeys(pages, runs, setHelp) {
   useEffect(() => {
     const pressed = (/** @type {KeyboardEvent} */ event) => {
@@ -97,13 +98,13 @@ function open(values) {
   requestAnimationFrame(() => document.querySelector(".list [aria-current=true]")?.scrollIntoView({ block: "nearest" }));
 }
 
-/** @param {{close: () => void}} props */
-export function Help({ close }) {
+/** `pages`: the titles of the pages that have keys. @param {{pages: string[], close: () => void}} props */
+export function Help({ pages, close }) {
   const box = useRef(/** @type {HTMLDialogElement | null} */ (null));
   useEffect(() => box.current?.showModal(), []);
   const table = (/** @type {string[][]} */ rows) => html`<dl class="keys">${rows.map(([key, what]) => html`<dt><kbd>${key}</kbd></dt><dd>${what}</dd>`)}</dl>`;
   return html`<dialog ref=${box} onClose=${close} aria-label="Help">
-    <h2>Keys</h2>${table(KEYS)}
+    <h2>Keys</h2>${table(keysOf(pages))}
     <h2>Charts</h2>${table(CHARTS)}
     <p class="faint">The address holds the current view: copy it to share what you see.</p>
     <form method="dialog"><button autofocus>Close</button></form>

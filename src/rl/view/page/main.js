@@ -14,8 +14,9 @@ import { day } from "./format.js";
 import { go, link, usePlace } from "./router.js";
 import { Fault, State } from "./ui.js";
 
-/** Name in the address -> title and component. The keys 1 to 6 open the first six (`useKeys` below; their names are in keys.js).
- * CONTRIBUTING.md lists what else a new page needs. @type {Record<string, {title: string, page: any, several?: boolean}>} */
+/** Name in the address -> title and component; `several`: it can show several runs, `least`: it needs at least this many. The pages without
+ * `least` have the keys 1, 2, ... in this order. CONTRIBUTING.md lists what else a new page needs.
+ * @type {Record<string, {title: string, page: any, several?: boolean, least?: number}>} */
 const PAGES = {
   runs: { title: "Runs", page: Runs },
   curves: { title: "Curves", page: Curves, several: true },
@@ -23,8 +24,10 @@ const PAGES = {
   tasks: { title: "Tasks", page: Tasks },
   timeline: { title: "Timeline", page: Timeline },
   health: { title: "Health", page: Health },
-  compare: { title: "Compare", page: Compare, several: true },
+  compare: { title: "Compare", page: Compare, several: true, least: 2 },
 };
+/** [name in the address, title] of the pages with keys. @type {[string, string][]} */
+const WITH_KEYS = Object.entries(PAGES).filter(([, { least }]) => !least).map(([name, { title }]) => [name, title]);
 const THEMES = ["auto", "light", "dark"];
 
 function App() {
@@ -34,7 +37,8 @@ function App() {
   const known = runs.data?.runs ?? [];
   const keys = place.run.length ? [...new Set(place.run)] : known.slice(0, 1).map((run) => run.key);
   const at = Object.hasOwn(PAGES, place.page) ? place.page : "runs", shown = PAGES[at];
-  useKeys(Object.keys(PAGES).slice(0, 6), keys, setHelp);
+  const tooFew = keys.length < (shown.least ?? 0);
+  useKeys(WITH_KEYS.map(([name]) => name), keys, setHelp);
   useEffect(() => {
     document.title = place.page === "runs" ? "rl view" : `${shown.title} · ${keys.join(", ")} · rl view`;
   }, [place.page, keys.join()]);
@@ -48,7 +52,7 @@ function App() {
       <a class="brand" href="#/runs" aria-label="rl view: all runs"><img src=${iconAddress()} alt="" width="22" height="22" /><span>rl view</span></a>
       ${at !== "runs" && html`<${RunPicker} known=${known} keys=${keys} page=${at} several=${shown.several} />`}
       <nav aria-label="Pages">
-        ${Object.entries(PAGES).map(([name, { title }]) => (name !== "compare" || keys.length > 1) && html`
+        ${Object.entries(PAGES).map(([name, { title, least }]) => keys.length >= (least ?? 0) && html`
           <a key=${name} href=${link(name, { run: name === "runs" ? [] : keys })} aria-current=${at === name ? "page" : null}>${title}</a>`)}
       </nav>
       <span class="grow"></span>
@@ -62,11 +66,11 @@ function App() {
       ${gone.length > 0 && html`<${Fault} text=${`${gone.join(", ")}: no such run here; it may have been deleted.`} />`}
       ${at !== place.page && html`<${Fault} text=${`There is no page “${place.page}”.`} />`}
       ${at === "runs" ? html`<${Guard} key="runs"><${Runs} answer=${runs} late=${!!runs.error} chosen=${place.run} values=${place.values} /></${Guard}>`
-        : at === "compare" && keys.length < 2 ? html`<${Fault} text="Select at least two runs in Runs to compare them." />`
+        : tooFew ? html`<${Fault} text="Select at least two runs in Runs to compare them." />`
         : keys.length && !gone.length ? html`<${Guard} key=${at}><${shown.page} key=${at} run=${keys[0]} runs=${keys} values=${place.values} live=${!window.recorded && chosen.some((run) => run.state === "live")} /></${Guard}>`
         : !runs.loading && html`<p class="empty">There are no runs yet.</p>`}
     </main>
-    ${help && html`<${Help} close=${() => setHelp(false)} />`}`;
+    ${help && html`<${Help} pages=${WITH_KEYS.map(([, title]) => title)} close=${() => setHelp(false)} />`}`;
 }
 
 /** Shows the error of a page that failed, in place of an empty page; another address retries. @param {any} props */

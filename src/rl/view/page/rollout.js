@@ -56,9 +56,11 @@ function Group({ data, run, kind, id }) {
   const { group } = data;
   if (group.length < 2) return null;
   const now = here();
-  const rewards = group.map((row) => row.reward).filter((value) => value !== null);
+  const compared = group.filter((row) => row.agent === data.row.agent && (row.why === "not_trainable") === (data.row.why === "not_trainable"));
+  const rewards = compared.map((row) => row.reward).filter((value) => value !== null);
   const mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1);
-  return html`<nav class="group" aria-label="The rollouts of its group"><span class="faint">${kind === "eval" ? "its task’s samples" : `group ${group[0].group}`}, mean ${reward(mean)}</span>
+  const whose = group.some((row) => row.agent !== data.row.agent) ? ` of ${data.row.agent}` : "";
+  return html`<nav class="group" aria-label="The rollouts of its group"><span class="faint">${kind === "eval" ? "its task’s samples" : `group ${group[0].group}`}, mean${whose} ${reward(mean)}</span>
     ${group.map((row) => html`<a key=${identity(row)} class="score" data-level=${level(row)} aria-current=${identity(row) === id ? "true" : null} aria-label=${`rollout ${row.rollout}, ${row.agent}: reward ${reward(row.reward)}`}
       href=${link("rollouts", { run: [run], ...now.values, token: null, at: identity(row) })} title=${`#${row.rollout} ${row.outcome}, ${row.why}`}>${row.failed ? "✕" : number(row.reward)}</a>`)}</nav>`;
 }

@@ -55,7 +55,7 @@ export interface EvalPoint {
 }
 
 export interface Learned {
-  samples: number;
+  rollouts: number;
   rewards: (number | null)[];
 }
 
@@ -246,6 +246,7 @@ export interface Health {
   lines: string[];
   findings: Finding[];
   processes: ProcessRow[];
+  machines: MachineRow[];
 }
 
 export interface Finding {
@@ -261,6 +262,17 @@ export interface ProcessRow {
   doing: string;
   heartbeat: number | null;
   attempts: number[];
+}
+
+export interface MachineRow {
+  index: number;
+  host: string;
+  does: string;
+  facts: string;
+  state: "absent" | "leaving" | "live" | "lost";
+  since: number | null;
+  heard: number | null;
+  processes: string[];
 }
 
 export interface Log {

@@ -1,0 +1,116 @@
+"""The ranks of the trainer on one machine: torchrun's agent, or the rank itself if there is only one."""
+
+import os
+import signal
+import sys
+import time
+from contextlib import closing
+from socket import create_server
+
+from rl.config.run import RLConfig
+from rl.launch.children import Children
+from rl.launch.devices import Split
+from rl.run_dir.nodes import AgentState, World
+from rl.run_dir.status import read_status
+from rl.system.children import STOP_DEADLINE_S, Child
+from rl.trainer.departure import GRACE
+
+
+class Agent:
+    """Starts the ranks of each new world that this machine belongs to, and ends them when it is over. Call `poll` twice a second."""
+
+    def __init__(self, config: RLConfig, index: int, lease: int, share: Split, children: Children, environment: dict[str, str]):
+        """`lease`: the number of this machine's lease. `environment`: further variables of the ranks."""
+        assert config.cluster is not None
+        self.run_dir, self.index, self.lease, self.share, self.children = config.run_dir, index, lease, share, children
+        self.grace_s, self.environment = config.cluster.grace_s, environment
+        self.world: World | None = None
+        """The world that its ranks belong to, or have belonged to."""
+        self.child: Child | None = None
+        self.exit_code: int | None = None
+        self.log = ""
+        self.port = free_port()
+        self.barren = 0
+        """Starts in a row without progress of the ranks."""
+        self.kill_at: float | None = None
+        """Time (time.monotonic) at which ranks are killed that were told to end."""
+
+    @property
+    def state(self) -> AgentState:
+        return "running" if self.child else "ended" if self.world else "idle"
+
+    @property
+    def generation(self) -> int:
+        return self.world.generation if self.world else 0
+
+    def poll(self, world: World | None) -> None:
+        """Starts and ends ranks so that they belong to the newest world."""
+        if self.child:
+            self._watch(self.child, world)
+        elif world and not world.stop and world.generation > self.generation and self._is_in(world):
+            self._start(world)
+
+    def _is_in(self, world: World) -> bool:
+        return (self.index, self.lease) in zip(world.nodes, world.leases, strict=True)
+
+    def _watch(self, child: Child, world: World | None) -> None:
+        if child.exit_code is not None:
+            self._ended(child, child.exit_code)
+        elif world is None or world.generation != self.generation or world.stop == "kill":
+            self.kill()
+        elif world.stop == "save":
+            self.leave()
+
+    def leave(self) -> None:
+        """Tells the ranks to end after a checkpoint, once."""
+        if self.child and self.kill_at is None:
+            self.kill_at = time.monotonic() + self.grace_s
+            os.kill(self.child.pid, signal.SIGTERM)
+        elif self.child and self.kill_at is not None and time.monotonic() >= self.kill_at + STOP_DEADLINE_S:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends the ranks at once."""
+        if self.child:
+            self._ended(self.child, -signal.SIGKILL)
+
+    def _start(self, world: World) -> None:
+        rank, size = world.nodes.index(self.index), len(world.nodes)
+        module = ["-m", "rl.trainer.main", "@", str(self.run_dir.config)]
+        env = os.environ | self.share.trainer.env | self.environment | {GRACE: f"{self.grace_s:g}"}
+        if self.share.ranks == 1:  # needs no agent, whose import of torch takes 3 s
+            env |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": world.address,
+                "MASTER_PORT": str(world.port),
+            }
+            arguments = module
+        else:
+            place = ["--nnodes", str(size), "--node-rank", str(rank), "--nproc-per-node", str(self.share.ranks)]
+            endpoint = ["--rdzv-backend", "static", "--master-addr", world.address, "--master-port", str(world.port)]
+            patience = ["--max-restarts", "0", "--shutdown-timeout", f"{self.grace_s + STOP_DEADLINE_S:.0f}"]
+            arguments = ["-m", "torch.distributed.run", *place, *endpoint, *patience, *module]
+        name, cores = f"trainer-node{self.index}", self.share.trainer.cores
+        # From a copy of its predecessor, but not twice without progress: the fault may be in the state that a copy inherits.
+        warm = (self.world is not None and self.barren <= 1) if self.share.ranks == 1 else None
+        self.child = self.children.start(name, [sys.executable, *arguments], env, self.run_dir.logs, cores, warm)
+        self.world, self.exit_code, self.kill_at, self.log = world, None, None, str(self.child.log)
+
+    def _rank_name(self) -> str:
+        """Returns the name of the first rank on this machine, as in its status."""
+        rank = sum(self.world.ranks[: self.world.nodes.index(self.index)]) if self.world else 0
+        return f"trainer-{rank}" if rank else "trainer"
+
+    def _ended(self, child: Child, code: int) -> None:
+        status = read_status(self.run_dir.status(self._rank_name()))
+        self.barren = 0 if status and status.progress else self.barren + 1
+        self.children.kill_tree(child)  # once: what it does not reap, because a thread has not ended yet, is later reaped as an orphan
+        self.child, self.exit_code, self.port = None, code, free_port()
+
+
+def free_port() -> int:
+    """Returns a port that is free now on all interfaces."""
+    with closing(create_server(("", 0))) as server:
+        return server.getsockname()[1]

@@ -1,0 +1,147 @@
+"""The leader of a run on a cluster: today's `rl` with its console, supervisor, repair, trackers and orchestrator, on one of the machines
+that train. Its trainer is the process that forms the world of all of them (cluster/world.py); servers announce themselves.
+"""
+
+import os
+import sys
+import time
+
+from rl.config.command_line import CommandLine, write_config
+from rl.config.plan import plan
+from rl.config.run import RLConfig
+from rl.launch.children import Children
+from rl.launch.roles import Role, command
+from rl.launch.run import Placement, launch, on_this_machine, resume_command
+from rl.run_dir.access_token import is_loopback
+from rl.run_dir.lease import Attempt, RoleTakenError, declare_lost
+from rl.run_dir.logs import last_words
+from rl.run_dir.nodes import Nodes
+from rl.run_dir.paths import RunDir, is_run
+from rl.run_dir.status import MACHINE_LEASE
+from rl.system.children import Child, RestartPolicy
+from rl.system.errors import ConfigError, RunError
+
+TAKEN, UNFIT = 76, 77
+"""Exit codes of a leader that finds another one; and of one whose machine lacks what it needs, before it has touched the run."""
+ALL_INTERFACES = "0.0.0.0"
+TRY_S = 1.0
+"""Seconds between looks at the role of the leader; a machine's first look comes this much later for each index before its own."""
+
+
+def with_open_hosts(config: RLConfig) -> RLConfig:
+    """Returns the configuration that all machines share: servers and orchestrator bind all interfaces unless the user chose one."""
+    config = config.model_copy(deep=True)
+    if config.cluster:
+        config.cluster.index = None  # all else is the same on all machines
+    if not plan(config).is_one_machine:
+        for section in (config.inference, config.orchestrator):
+            section.host = ALL_INTERFACES if is_loopback(section.host) else section.host
+    return config
+
+
+def on_a_cluster(config: RLConfig) -> Placement:
+    """Has the leader start the orchestrator and the trainer's launcher."""
+
+    def roles(run_dir: RunDir) -> list[Role]:
+        launcher = [sys.executable, "-m", "rl.cluster.world", "@", str(run_dir.config)]
+        trainer = Role("trainer", launcher, dict(os.environ), leaves_copy=True)
+        orchestrator = Role("orchestrator", command("orchestrator", run_dir, 1), dict(os.environ), leaves_copy=True)
+        return [trainer] if config.sft else [orchestrator, trainer]
+
+    return Placement(config, roles)
+
+
+def run_leader(config: RLConfig, line: CommandLine, children: Children) -> int:
+    """Starts or continues the run. Returns the exit code of `rl`, TAKEN or UNFIT. Raises RunError, OSError and Stopped."""
+    line.resume, fits = -1 if is_run(config.run_dir.root) else None, False
+    again = resume_command(["@", str(config.run_dir.config)])
+
+    def place(config: RLConfig) -> Placement:
+        nonlocal fits
+        fits = True  # `launch` has looked at the machine; from now on a fault is the run's
+        return on_this_machine(config) if plan(config).is_one_machine else on_a_cluster(config)
+
+    try:
+        return launch(config, line, children, again, place)
+    except RoleTakenError as error:
+        print(f"rl: {error}", file=sys.stderr)
+        return TAKEN
+    except (RunError, OSError, ImportError) as error:
+        if fits or isinstance(error, ConfigError):
+            raise
+        print(f"rl: {error}", file=sys.stderr)
+        return UNFIT
+
+
+class Leader:
+    """The leader on this machine, while no other one leads. Call `poll` several times a second."""
+
+    def __init__(self, config: RLConfig, index: int, children: Children, environment: dict[str, str]):
+        """`environment`: further variables of the leader."""
+        self.config, self.lock, self.logs, self.children = config, config.run_dir.lock("rl"), config.run_dir.logs, children
+        self.nodes, self.environment = Nodes(config.run_dir), environment
+        path = self.nodes.config_path(index)
+        write_config(path, config)  # the user's file may change while the run lasts
+        self.command = [sys.executable, "-m", "rl.main", "node", "--lead", "@", str(path), "--cluster.index", str(index)]
+        self.child: Child | None = None
+        self.attempt: Attempt | None = None
+        self.fault = ""
+        """Why no leader can run on this machine; on another one it may."""
+        self.try_at = time.monotonic() + index * TRY_S
+        settings = config.supervisor
+        self.restarts = RestartPolicy(settings.backoff_s, settings.backoff_limit_s, settings.max_restarts, settings.window_s)
+        self.deaths: list[float] = []
+
+    def poll(self, may_lead: bool = True) -> tuple[int, str] | None:
+        """Starts the leader if nobody leads. Returns exit code and last words of a leader that has ended the run.
+
+        `may_lead`: whether this machine reaches others. One that does not leaves the role to them.
+        """
+        if self.child and not may_lead:
+            print("node: this machine reaches none of the others over the network: another one is to lead the run", flush=True)
+            self.children.kill_tree(self.child)
+            self.child = None
+        if self.child:
+            code = self.child.exit_code
+            return None if code is None else self._ended(self.child, code)
+        if may_lead and not self.fault and time.monotonic() >= self.try_at:
+            self.try_at = time.monotonic() + TRY_S
+            if self._is_free(takes_over=True):
+                self.child = self.children.start("rl", self.command, os.environ | self.environment, self.logs)
+        return None
+
+    def _is_free(self, takes_over: bool = False) -> bool:
+        """Returns whether nobody holds the role `rl`; on other machines that shows after some time.
+
+        `takes_over`: in that case ends the ranks of the last leader's world. The first of them holds the role `trainer`, for which the
+        new leader would wait, and itself may wait for a machine that stands still.
+        """
+        self.lock.parent.mkdir(parents=True, exist_ok=True)
+        self.attempt = self.attempt or Attempt(self.lock)
+        if lease := self.attempt.take():
+            if takes_over and (world := self.nodes.world()):
+                self.nodes.stop_world(world, "kill")
+            lease.close()
+            before, self.attempt = self.attempt.owner, None
+            if before and before.machine and before.machine != self.environment.get(MACHINE_LEASE) and before.lives() is None:
+                declare_lost(self.lock.parent / before.machine)  # it led, and nothing has been heard of it
+        return lease is not None
+
+    def _ended(self, child: Child, code: int) -> tuple[int, str] | None:
+        self.children.kill_tree(child)
+        self.child = None
+        if code == UNFIT:
+            self.fault = last_words(child.log)
+            print(f"node: this machine cannot lead the run, another one is to: {self.fault} (log: {child.log})", flush=True)
+            return None
+        if code == TAKEN or (code and not self._is_free()):  # a leader that lost its role is not the end of the run
+            return None
+        if code >= 0:
+            return code, last_words(child.log) if code else ""
+        self.deaths.append(time.monotonic())
+        delay_s = self.restarts.delay_s(len(self.deaths), self.deaths)
+        if delay_s is None:
+            return 1, f"the leader {child.ending()}, {len(self.deaths)} times; see {child.log}"
+        print(f"node: the leader {child.ending()}; it starts again in {delay_s:g} s (log: {child.log})", flush=True)
+        self.try_at = time.monotonic() + delay_s
+        return None

@@ -1,0 +1,103 @@
+"""Which other machines this one reaches over the network. One whose network is cut may still see the run's directory, on another network or
+by a cache, and so look alive while the ranks of all others wait for it.
+"""
+
+import contextlib
+import errno
+import math
+import selectors
+import socket
+import threading
+import time
+
+from rl.run_dir.lease import LEASE_S
+from rl.run_dir.nodes import Nodes, NodeStatus
+from rl.run_dir.status import Staleness
+
+KNOCK_S = 3.0
+"""Seconds between attempts to connect, each of which has as long."""
+READ_S = 9.0
+"""Seconds between looks at the files of the other machines: all read those of all, so their cost is the square of their number."""
+CUT_S = 45.0
+"""A machine counts as cut off when nothing has reached it for this long: TCP outlives a cable that is pulled for half a minute."""
+
+
+class Reach:
+    """Lets other machines connect to this one, at `port`, and tries to connect to them, from a thread that lives as long as the process.
+
+    A machine that was never reached is not cut off: a firewall does that, which the ranks report themselves.
+    """
+
+    def __init__(self, nodes: Nodes, index: int):
+        self.nodes, self.index, self.heartbeats = nodes, index, Staleness()
+        self.door = socket.create_server(("", 0), backlog=4096)
+        self.door.setblocking(False)
+        self.port: int = self.door.getsockname()[1]
+        self.reached = {cut: -math.inf for status in nodes.statuses().values() for cut in status.cut_off}
+        """Index -> time at which a machine with it was last reached, by time.monotonic. Its successor, or its own next start, is in the
+        world once it is reached, too. So is one that was cut off, as this machine or others said, when this process started."""
+        self.refused: dict[int, NodeStatus] = {}
+        """The machines whose kernel refused the newest attempt."""
+        self.statuses, self.read_at = dict[int, NodeStatus](), -math.inf
+        """The newest statuses of the other machines, and the time (time.monotonic) at which they were read."""
+        self.others: list[int] = []
+        """The machines whose heartbeat changes."""
+        threading.Thread(target=self._knock_forever, name="reach", daemon=True).start()
+
+    def cut_off(self) -> list[int]:
+        """Returns the machines that were once reached and now are not."""
+        now = time.monotonic()
+        late = [index for index, at in self.reached.items() if now - at >= CUT_S]
+        return [index for index in late if index in self.others or self.reached[index] == -math.inf]
+
+    def ended(self) -> dict[int, NodeStatus]:
+        """Returns the machines that were once reached and now refuse it: nothing listens there any more, so their `rl node` has ended."""
+        return {index: status for index, status in self.refused.items() if self.reached.get(index, -math.inf) > -math.inf}
+
+    def is_alone(self) -> bool:
+        """Returns whether this machine is the one that is cut off: it reaches none of several others."""
+        return len(self.others) > 1 and set(self.cut_off()) >= set(self.others)
+
+    def look(self) -> None:
+        """Tries to connect to all other machines, once."""
+        if self.refused or time.monotonic() - self.read_at >= READ_S:  # one that refuses may be back at another door
+            self.statuses, self.read_at = self.nodes.statuses(), time.monotonic()
+        statuses = {index: status for index, status in self.statuses.items() if index != self.index and status.door}
+        silent_s = {index: self.heartbeats.look(str(index), status.heartbeat) for index, status in statuses.items()}
+        found = {index: status for index, status in statuses.items() if silent_s[index] < LEASE_S}
+        answers = knock(found)
+        for index in [index for index, error in answers.items() if error == 0]:
+            self.reached[index] = time.monotonic()
+        self.refused = {index: found[index] for index, error in answers.items() if error == errno.ECONNREFUSED}
+        self.others = sorted(found)
+
+    def _knock_forever(self) -> None:
+        while True:
+            began = time.monotonic()
+            with contextlib.suppress(OSError):  # the run's directory does not answer: others judge by that
+                self.look()
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    self.door.accept()[0].close()
+            time.sleep(max(0.1, began + KNOCK_S - time.monotonic()))
+
+
+def knock(machines: dict[int, NodeStatus]) -> dict[int, int]:
+    """Tries to connect to all machines at once. Returns the error of each that answers within KNOCK_S, 0 for a connection."""
+    answers, deadline = dict[int, int](), time.monotonic() + KNOCK_S
+    with contextlib.ExitStack() as stack:
+        waiting = stack.enter_context(selectors.DefaultSelector())
+        for index, status in machines.items():
+            with contextlib.suppress(OSError):
+                family, _, _, _, address = socket.getaddrinfo(status.address, status.door, type=socket.SOCK_STREAM)[0]
+                connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                connection.setblocking(False)
+                connection.connect_ex(address)
+                waiting.register(connection, selectors.EVENT_WRITE, index)
+        while waiting.get_map() and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in waiting.select(left_s):
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                answers[key.data] = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                waiting.unregister(connection)
+    return answers

@@ -1,0 +1,141 @@
+"""`rl` with [cluster]: prepares the run directory, has the engine start `rl node` on every machine, and follows the run."""
+
+import importlib
+import shlex
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol, cast
+
+from rl.cluster.lead import with_open_hosts
+from rl.config.base import Fault
+from rl.config.command_line import CommandLine, to_toml
+from rl.config.faults import raise_all, setting_text
+from rl.config.plan import cluster_of
+from rl.config.run import RLConfig
+from rl.launch.children import Children
+from rl.launch.prepare import prepare
+from rl.launch.run import launch
+from rl.launch.watch import watch
+from rl.run_dir.nodes import Jobs, Nodes
+from rl.run_dir.paths import RunDir
+from rl.system.errors import RunError
+
+
+class Engine(Protocol):
+    """A module that has machines start `rl node`: slurm, kubernetes or ray.
+
+    One that always stays has no `submit`, `active` and `cancel`; one that never does has no `run`.
+    """
+
+    def faults(self, config: RLConfig) -> Iterator[Fault]:
+        """Yields what can be known to fail before anything is queued."""
+
+    def render(self, config: RLConfig, run_dir: RunDir) -> str:
+        """Returns the text that is submitted."""
+
+    def stays(self, config: RLConfig) -> bool:
+        """Whether the run ends with this process, which calls `run` then. Otherwise it is submitted."""
+
+    def run(self, config: RLConfig, run_dir: RunDir, children: Children) -> int:
+        """Runs everything to its end. Returns the exit code. Raises RunError."""
+
+    def submit(self, config: RLConfig, run_dir: RunDir) -> list[str]:
+        """Returns the names of the jobs. Raises RunError with the engine's message and a remedy."""
+
+    def active(self, jobs: list[str], config: RLConfig) -> list[str]:
+        """Returns those of the jobs that are queued or running. Raises RunError."""
+
+    def cancel(self, jobs: list[str], config: RLConfig) -> None:
+        """Removes jobs. Does nothing for those that have ended. Raises RunError."""
+
+
+def engine_of(config: RLConfig) -> Engine | None:
+    """Returns the module of the run's engine; None if the user starts `rl node`."""
+    name = config.cluster.engine if config.cluster else "none"
+    return None if name == "none" else engine_named(name)
+
+
+def engine_named(name: str) -> Engine:
+    return cast(Engine, importlib.import_module(f"rl.cluster.{name}"))
+
+
+def dry_run(config: RLConfig) -> str:
+    """Returns what a command would submit; without an engine, the configuration."""
+    config, engine = with_open_hosts(config.with_absolute_paths()) if config.cluster else config, engine_of(config)
+    return engine.render(config, config.run_dir) if engine else to_toml(config)
+
+
+def start(config: RLConfig, line: CommandLine, children: Children, again: str) -> int:
+    """Runs a configuration on this machine or on a cluster, and returns the exit code. Raises RunError, OSError and Stopped."""
+    return submit(config, line, children) if config.cluster else launch(config, line, children, again)
+
+
+def submit(config: RLConfig, line: CommandLine, children: Children) -> int:
+    """Starts a run on its machines, and follows it. Returns the exit code. Raises RunError and OSError."""
+    config = with_open_hosts(config.with_absolute_paths())
+    run_dir, engine = config.run_dir, engine_of(config)
+    if queued := active(run_dir, config):  # others would compete with them
+        remedy = f"`rl watch {run_dir.root}` shows the run, `rl stop {run_dir.root}` ends it"
+        raise RunError(f"jobs {', '.join(queued)} of {run_dir.root} are queued or running: {remedy}")
+    raise_all([f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in (engine.faults(config) if engine else ())])
+    sees_directory = config.cluster is None or config.cluster.engine != "kubernetes" or Path(config.cluster.kubernetes.mount).is_dir()
+    if not sees_directory and (line.resume is not None or "clean" in line.switches):
+        remedy = "leave it out, and an existing run is continued; give it where the volume is mounted"
+        raise RunError(f"{config.output_dir} is not on this machine, so --resume and --clean cannot look at the run: {remedy}")
+    if sees_directory:
+        prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
+        prepared.lease.close()
+        for note in prepared.notes:
+            print(note, flush=True)
+        if prepared.is_done:
+            print(f"{run_dir.root}: all {config.max_steps} steps are done; raise --max_steps to continue", flush=True)
+            return 0
+        nodes = Nodes(run_dir)
+        for path in (nodes.jobs_path, *([] if config.cluster and config.cluster.engine == "kubernetes" else [nodes.over_path])):
+            path.unlink(missing_ok=True)  # pods tell by START whether an end concerns them: some of an earlier start may still be there
+        if "view" in line.switches:
+            print(f"--view has no effect on a cluster; see the run with: rl view {run_dir.root}", flush=True)
+    if engine and engine.stays(config):
+        threading.Thread(target=watch, args=(run_dir, config), name="watch", daemon=True).start()
+        code = engine.run(config, run_dir, children)
+        over = Nodes(run_dir).over()
+        return over.exit_code if over else code  # machines end with 0 also if the run was stopped
+    if engine:
+        jobs = engine.submit(config, run_dir)
+        print(f"submitted {', '.join(jobs)}", flush=True)
+        if not sees_directory:
+            print(f"{run_dir.root} is not on this machine; `rl stop` with the same files and flags ends the run", flush=True)
+            return 0
+        nodes = Nodes(run_dir)
+        others = nodes.jobs()  # of a command that has submitted the run at the same moment: `rl stop` ends these, too
+        nodes.write(nodes.jobs_path, Jobs(cluster_of(config).engine, [*(others.jobs if others else []), *jobs]))
+    else:
+        print("\n".join(["start on each machine, with its index:", *commands(config)]), flush=True)
+    return watch(run_dir, config, children, waits=True, is_queued=lambda: is_queued(run_dir, config))
+
+
+def commands(config: RLConfig) -> list[str]:
+    """Returns the commands for machines that no engine starts."""
+    place = shlex.quote(str(config.run_dir.config))
+    return [f"  rl node @ {place} --cluster.index {index}" for index in range(cluster_of(config).nodes)]
+
+
+def cancel(run_dir: RunDir, config: RLConfig) -> None:
+    """Removes a run's jobs from the queue of its engine. Raises RunError."""
+    if jobs := Nodes(run_dir).jobs():
+        engine_named(jobs.engine).cancel(jobs.jobs, config)
+
+
+def active(run_dir: RunDir, config: RLConfig) -> list[str]:
+    """Returns the jobs of a run that are queued or running. Raises RunError if its engine does not say."""
+    jobs = Nodes(run_dir).jobs()
+    return engine_named(jobs.engine).active(jobs.jobs, config) if jobs else []
+
+
+def is_queued(run_dir: RunDir, config: RLConfig) -> bool | None:
+    """Returns whether an engine has jobs of a run; None if none was asked for them, or if it does not answer."""
+    try:
+        return bool(active(run_dir, config)) if Nodes(run_dir).jobs() else None
+    except RunError:
+        return None

@@ -1,0 +1,295 @@
+"""The trainer of a run on a cluster, as one process of its leader: forms a world of the machines that train, and ends as it ends.
+
+    waits for the machines -> writes the World -> each machine starts its agent -> all end well (0), one fails (its exit code),
+    one is lost (1);   a machine leaves or returns -> stops the agents after a checkpoint, and forms the next world
+
+So what a death means, when to start again and when to give up is decided by the supervisor, as on one machine.
+"""
+
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import msgspec
+
+from rl.cluster.reach import CUT_S
+from rl.config.command_line import load_config_or_exit
+from rl.config.help import PROCESS_USAGE
+from rl.config.plan import plan
+from rl.config.run import RLConfig
+from rl.run_dir.lease import LEASE_S, declare_lost, lease_path
+from rl.run_dir.logs import last_lines
+from rl.run_dir.nodes import Nodes, NodeStatus, Stop, World
+from rl.run_dir.status import Phase, Staleness, Status, archive_status, is_over
+from rl.system.children import Stopped
+from rl.system.errors import RESTART, RunError, system_error
+from rl.system.linux import die_with_parent, pid_scope
+from rl.system.prefork import leave
+from rl.trainer.departure import LEFT
+
+PROCESS = "trainer-launcher"
+POLL_S = 0.5
+SETTLE_S = 10.0
+"""A machine that returns to a running world is taken in when it has been there for this long."""
+SHORT_WAIT_S = 30.0
+"""How long to wait for all machines when enough for cluster.min_trainer_nodes are there."""
+END_S = 30.0
+"""Seconds that an agent may take to end after it was told to, beyond cluster.grace_s."""
+LINES = 200
+"""Lines of a failed agent's log that are repeated in the trainer's."""
+
+
+class Launcher:
+    """Runs one world after the other until the training has ended."""
+
+    def __init__(self, config: RLConfig):
+        self.config, self.nodes, self.trainers = config, Nodes(config.run_dir), plan(config).trainers
+        assert config.cluster is not None
+        self.cluster = config.cluster
+        self.least = self.cluster.min_trainer_nodes or self.trainers
+        self.heartbeats = Staleness()
+        self.here: dict[int, tuple[float, str]] = {}
+        """The living machines outside the world: since when each could have been taken in (time.monotonic), and why it cannot."""
+        self.cut_off: list[int] = []
+        """Machines that this one does not reach, whether or not they live."""
+        self.gone: list[int] = []
+        """Machines whose `rl node` has ended without a word."""
+        self.status = Status(config.run_dir.status(PROCESS), PROCESS)
+        self.world = self.nodes.world() or World(generation=0, nodes=[], leases=[], ranks=[])
+        """The newest world; at first that of a predecessor, which may not have ended."""
+
+    def run(self) -> int:
+        """Returns the exit code of the training. Raises RunError, and Stopped after the agents have been told to save and end."""
+        began = time.monotonic()
+        self.end(self.world, "kill")
+        while True:
+            self.world = self.form(began)
+            self.write(self.world)
+            machines = ", ".join(map(str, self.world.nodes))
+            say(f"generation {self.world.generation}: machines {machines} with {self.world.ranks[0]} ranks each")
+            try:
+                code = self.watch(self.world)
+            except Stopped:
+                self.end(self.world, "save")
+                raise
+            if code is not None:
+                self.tell(self.world, "kill")  # the next launcher waits until all have ended
+                return code
+            began = time.monotonic()
+            self.end(self.world, "save")
+
+    # Machines -----------------------------------------------------------------------------------------------------------
+
+    def joined(self) -> dict[int, NodeStatus]:
+        """Reads the statuses of the machines that train. Call it once a look: it is a file of the shared disk for each machine."""
+        return self.nodes.statuses(range(self.trainers))
+
+    def living(self, found: dict[int, NodeStatus]) -> dict[int, NodeStatus]:
+        """Returns those of the machines that train whose heartbeat changes, and that this machine reaches."""
+        here = [status for status in found.values() if status.place == pid_scope()]
+        self.cut_off = [index for status in here for index in status.cut_off]
+        self.gone = [index for status in here for index in status.ended]
+        unreached = {*self.cut_off, *self.gone}
+        return {index: status for index, status in found.items() if self.alive(index, status) and index not in unreached}
+
+    def alive(self, index: int, status: NodeStatus) -> bool:
+        return self.silent_s(index, status) < LEASE_S and self.heartbeats.moved(str(index))
+
+    def is_lost(self, status: NodeStatus) -> bool:
+        """Returns whether a machine was declared lost: if it lives on, it is about to end itself, and can write nothing."""
+        return is_over(lease_path(self.nodes.lock(status.index), status.lease))
+
+    def silent_s(self, index: int, status: NodeStatus) -> float:
+        """Returns the seconds for which this process has seen no new heartbeat of a machine."""
+        return self.heartbeats.look(str(index), (status.started, status.heartbeat))
+
+    def form(self, began: float) -> World:
+        """Waits for: the machines that train, up to cluster.join_timeout_s after `began`. Returns the next world. Raises RunError."""
+        while True:
+            found = self.joined()
+            here = {index: status for index, status in self.living(found).items() if not status.leaving and not self.is_lost(status)}
+            waited_s = time.monotonic() - began
+            if len(here) == self.trainers or (len(here) >= self.least and waited_s >= SHORT_WAIT_S):
+                break
+            missing = ", ".join(named(index, found.get(index)) for index in range(self.trainers) if index not in here)
+            if waited_s >= self.cluster.join_timeout_s:
+                remedy = "do they run `rl node`, and see the same run directory? Start them, then resume"
+                raise RunError(f"machines {missing} did not come within cluster.join_timeout_s = {waited_s:.0f} s: {remedy}")
+            self.status.enter(Phase.WAITING_FOR_RANKS, detail=f"machines {missing}")
+            time.sleep(POLL_S)
+        if fault := mismatch(here):
+            raise RunError(fault)
+        self.status.enter(Phase.WAITING_FOR_RANKS)
+        order = sorted(here)
+        first = here[order[0]]
+        newest = max([self.world.generation, *(status.generation for status in here.values())])
+        ranks = [here[index].ranks for index in order]
+        leases = [here[index].lease for index in order]
+        return World(generation=newest + 1, nodes=order, leases=leases, ranks=ranks, address=first.address, port=first.port)
+
+    # A world ------------------------------------------------------------------------------------------------------------
+
+    def watch(self, world: World) -> int | None:
+        """Returns the exit code with which the training ended; None if it is to go on with other machines."""
+        while True:
+            time.sleep(POLL_S)
+            self.status.advance()
+            statuses = self.joined()
+            living = self.living(statuses)
+            members = {index: statuses[index] for index in world.nodes if index in statuses}
+            ended = {index: status for index, status in members.items() if has_ended(status, world)}
+            leaving = [index for index, status in members.items() if status.leaving]
+            for index, status in ended.items():
+                if status.exit_code and not (leaving and status.exit_code == LEFT):
+                    quote(index, status)
+                    return RESTART if status.exit_code < 0 else status.exit_code
+            if len(ended) == len(world.nodes) and not any(status.exit_code for status in ended.values()):
+                return 0
+            there = [index for index, status in living.items() if is_member(status, world)]
+            if lost := [pair for pair in zip(world.nodes, world.leases, strict=True) if pair[0] not in ended and pair[0] not in there]:
+                for index, lease in lost:
+                    self.lose(index, lease, members.get(index))
+                return RESTART
+            if leaving:
+                say(f"machine {', '.join(map(str, leaving))} leaves")
+                return None
+            if returned := self.returned(world, living):
+                say(f"machine {', '.join(map(str, returned))} joins")
+                return None
+
+    def lose(self, index: int, lease: int, status: NodeStatus | None) -> None:
+        """Says that a machine is lost. All roles that were held there are free from now on; if it lives on, it ends itself."""
+        why = f"it has given no sign of life for {LEASE_S:.0f} s"
+        if index in self.gone or status is None or status.lease != lease:
+            why = "its `rl node` has ended"
+        elif index in self.cut_off:
+            why = f"the network has not reached it for {CUT_S:.0f} s"
+        say(f"lost machine {index}{f' ({status.host})' if status else ''}: {why}")
+        declare_lost(lease_path(self.nodes.lock(index), lease))
+
+    def returned(self, world: World, living: dict[int, NodeStatus]) -> list[int]:
+        """Returns machines that are not in the world, would fit into it, and have been there for SETTLE_S."""
+        now, before, self.here = time.monotonic(), self.here, {}
+        for index, status in living.items():
+            if index in world.nodes or status.leaving or self.is_lost(status):
+                continue
+            (since, told), fault = before.get(index, (now, "")), mismatch({i: living[i] for i in {*world.nodes, index} if i in living})
+            self.here[index] = now if fault else since, fault
+            if fault not in ("", told):
+                say(f"machine {index} is not taken in: {fault}")
+        return [index for index, (since, _) in self.here.items() if now - since >= SETTLE_S]
+
+    def end(self, world: World, stop: Stop) -> None:
+        """Has the agents of a world end, and waits for them. Machines that are lost do not count: when they return, they see a newer world.
+
+        Waits up to cluster.grace_s, and END_S more. Raises RunError.
+        """
+        if not world.nodes:
+            return
+        self.tell(world, stop)
+        deadline = time.monotonic() + LEASE_S + END_S + (self.cluster.grace_s if stop == "save" else 0.0)
+        while running := self.still_running(world):
+            if time.monotonic() >= deadline:
+                raise RunError(f"the trainer's agents on machines {', '.join(map(str, running))} do not end: end `rl node` there", RESTART)
+            time.sleep(POLL_S)
+        folder = self.config.run_dir.status_dir
+        for path in [folder / "trainer.json", *folder.glob("trainer-[0-9]*.json")]:
+            archive_status(path, self.config.run_dir.spans)  # of ranks that were killed: the next world may have fewer
+
+    def tell(self, world: World, stop: Stop) -> None:
+        """Tells the agents of a world to end."""
+        self.write(msgspec.structs.replace(world, stop=stop))
+
+    def write(self, world: World) -> None:
+        """Publishes a world. Raises RunError if there is a newer one: another machine leads by now, because this one was stopped."""
+        newest = self.nodes.world()
+        if newest and newest.generation >= world.generation and msgspec.structs.replace(newest, stop=world.stop) != world:
+            raise RunError(f"another machine has formed world {newest.generation}; this one, of world {world.generation}, ends")
+        self.nodes.write(self.nodes.world_path, world)
+
+    def still_running(self, world: World) -> list[int]:
+        """Returns the machines whose agents run, or may still start because the machine has not seen that the world is over."""
+        joined = self.joined()
+        self.living(joined)
+        running = {index: status for index, status in joined.items() if index in world.nodes and status.agent == "running"}
+        running = {index: status for index, status in running.items() if not self.is_lost(status)}
+        lost = [index for index, status in running.items() if index in self.gone or self.silent_s(index, status) >= LEASE_S]
+        for index in lost:
+            self.lose(index, running[index].lease, running[index])
+        return [index for index in running if index not in lost]
+
+
+def named(index: int, status: NodeStatus | None) -> str:
+    """Returns a machine's index, and what is known to be wrong there."""
+    return f"{index} ({status.host}: {status.fault})" if status and status.fault else str(index)
+
+
+def is_member(status: NodeStatus, world: World) -> bool:
+    """Returns whether it is this machine that belongs to the world, and not its successor or its own next start."""
+    return (status.index, status.lease) in zip(world.nodes, world.leases, strict=True)
+
+
+def has_ended(status: NodeStatus, world: World) -> bool:
+    return status.generation == world.generation and status.agent == "ended"
+
+
+def mismatch(machines: dict[int, NodeStatus]) -> str:
+    """Returns how machines differ that must be equal; empty if they are."""
+    first = machines[min(machines)]
+    for index, status in machines.items():
+        pairs = (
+            (first.software, status.software, "software", "install the same versions on both"),
+            (first.config, status.config, "configuration", "start both with the same file and flags"),
+            (first.gpus, status.gpus, "number of GPUs", "use machines of one kind, or set trainer.gpus to a number that each has"),
+            (first.ranks, status.ranks, "number of ranks", "set trainer.ranks"),
+        )
+        for one, other, what, remedy in pairs:
+            if one != other:
+                return (
+                    f"machines {first.index} ({first.host}) and {index} ({status.host}) differ in their {what}, {one} and {other}: {remedy}"
+                )
+    return ""
+
+
+def quote(index: int, status: NodeStatus) -> None:
+    """Repeats the end of a failed agent's log, so that the trainer's own log says why it died."""
+    for line in last_lines(Path(status.log), LINES):
+        print(line)
+    say(f"the trainer on machine {index} ({status.host}) ended with exit code {status.exit_code}; the whole log: {status.log}")
+
+
+def say(text: str) -> None:
+    print(f"world: {text}", flush=True)
+
+
+def main() -> None:
+    """Entry point: `python -m rl.cluster.world @ outputs/x/config.toml`."""
+    leave(lambda: None)
+    die_with_parent()
+    config, _ = load_config_or_exit(sys.argv[1:], "trainer", usage=PROCESS_USAGE)
+
+    def stop(signum: int, _frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Stopped(signum)
+
+    signal.signal(signal.SIGTERM, stop)
+    launcher = Launcher(config)
+    try:
+        code = launcher.run()
+    except RunError as error:
+        print(f"trainer: {error}", file=sys.stderr, flush=True)
+        code = error.exit_code
+    except OSError as error:
+        print(f"trainer: {system_error(error)}", file=sys.stderr, flush=True)
+        code = RESTART
+    except Stopped as stopped:
+        code = 128 + stopped.signum
+    launcher.status.close()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
