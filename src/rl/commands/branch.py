@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from rl.cluster.submit import start
 from rl.commands.policy_spec import find_run, version_number
 from rl.config.command_line import CommandLine, fail, load_config_or_exit, to_toml, write_config
 from rl.config.differences import changed_keys
@@ -18,11 +19,10 @@ from rl.config.stored import run_dir_of, stored_config
 from rl.launch import devices
 from rl.launch.children import Children
 from rl.launch.prepare import REMEDY, clean_run, is_run_or_free, moved, ranges
-from rl.launch.run import launch
 from rl.orchestrator.batches.batch_selection import decode_state
 from rl.orchestrator.batches.early_stop import RewardHistory
 from rl.orchestrator.tasks.task_source import TaskState
-from rl.run_dir.checksums import verify_checkpoint
+from rl.run_dir.checksums import is_delta, verify_checkpoint
 from rl.run_dir.files import link_tree, write_directory, write_file
 from rl.run_dir.lease import hold_role
 from rl.run_dir.origin import Change, Origin, first_step
@@ -87,11 +87,12 @@ def run(spec: str, flags: list[str], children: Children) -> int:
         print(to_toml(config), end="")
         raise SystemExit(0)  # like the dry run of every command
     changes = [Change(key, repr(old), repr(new)) for key, old, new in changed]
-    config = devices.write_into(config, devices.split(config, machine()))
+    if config.cluster is None:
+        config = devices.write_into(config, devices.split(config, machine()))
     make(config, parent, Origin(str(root), step, round(time.time(), 3), changes), clean="clean" in line.switches)
     print("\n".join([f"{config.run_dir.root}: branch of {root} at step {step}", *(f"  {change}" for change in changes)]), flush=True)
     again = f"rl @ {shlex.quote(str(config.run_dir.config))} --resume"
-    return launch(config, CommandLine(resume=-1), children, again)
+    return start(config, CommandLine(resume=-1), children, again)
 
 
 def checkpoint_of(parent: RunDir, version: str, evals: list[str]) -> int:
@@ -129,6 +130,8 @@ def check_changes(stored: RLConfig, config: RLConfig, changed: list[tuple[str, A
 def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> None:
     """Creates the directory of the branch atomically, by rename. Raises RunError."""
     run_dir, step = config.run_dir, origin.step
+    weights = parent.weights(step)
+    has_weights = weights.is_dir() and not is_delta(weights)  # the trainer makes what is not there, from the checkpoint
     verify_checkpoint(parent.checkpoint(step))
     batch = None if config.sft else sound_batch(parent.batch(step))
     take_place(run_dir, clean=clean)
@@ -145,7 +148,7 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
         if parent.digests(step).exists():
             new.digests_dir.mkdir()
             link_tree(parent.digests(step), new.digests(step))
-        if parent.weights(step).is_dir() and not config.trainer.weights.dir:
+        if has_weights and not config.trainer.weights.dir:
             link_tree(parent.weights(step), new.weights(step))
         if parent.data.is_dir() and not any(fnmatch.fnmatchcase(change.key, key) for change in origin.changes for key in DATA):
             link_tree(parent.data, new.data)
@@ -155,7 +158,7 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
         write_config(new.config, config)
 
     try:
-        if config.trainer.weights.dir and parent.weights(step).is_dir():
+        if config.trainer.weights.dir and has_weights:
             write_directory(run_dir.weights(step), lambda folder: link_tree(parent.weights(step), folder))
         write_directory(run_dir.root, fill)
     except FileNotFoundError as error:

@@ -24,6 +24,8 @@ from rl.launch.role_state import failure
 from rl.models.folder import read_json, resolve_model
 from rl.orchestrator.groups.functions import metrics_function
 from rl.orchestrator.workers.setups import policy_spec, worker_setups
+from rl.run_dir.checksums import is_delta
+from rl.run_dir.deltas import readable
 from rl.run_dir.logs import last_lines
 from rl.run_dir.status import describe, read_status
 from rl.system.children import STOP_DEADLINE_S, Child, descendants, kill_descendants
@@ -147,7 +149,7 @@ def server_config(config: RLConfig, model: str, work: Path, adapter: str = "") -
     config = config.model_copy(deep=True)
     config.output_dir, config.name = str(work), "server"
     config.model.name = model
-    config.trainer.lora = None
+    config.trainer.lora, config.trainer.router_replay = None, "off"
     if adapter:  # a server needs rank and alpha before it loads the adapters
         fields = read_json(Path(adapter) / "adapter_config.json")
         config.trainer.lora = LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"])
@@ -169,6 +171,9 @@ async def prepare_server(config: RLConfig, model: str, work: Path, children: Chi
 
     Raises RunError.
     """
+    if is_delta(Path(model)):
+        with readable(Path(model)) as folder:
+            model = str(shutil.copytree(folder, work / "model", dirs_exist_ok=True))
     config = server_config(config, model, work, adapter)
     devices.check_build(config, box := machine())
     division = devices.split(config, box)

@@ -21,7 +21,7 @@ from rl.run_dir.files import LineReader
 from rl.run_dir.logs import last_lines
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbers
-from rl.run_dir.status import describe, read_status
+from rl.run_dir.status import describe, read_json, read_status
 from rl.system.children import Child
 from rl.system.errors import RunError
 from rl.system.machine import machine
@@ -49,6 +49,7 @@ CHANGES_BITS = (
     "trainer.compile",
     "trainer.dp_replicate",
     "trainer.context_parallel",
+    "trainer.expert_parallel",
     "trainer.cpus",
     "trainer.gpus",
 )
@@ -62,7 +63,7 @@ def main(args: list[str], children: Children) -> int:
     try:
         run_dir, config = open_run(rest[0])
         replay, notes = plan(run_dir, config, values["from"] or 0, values["until"])
-        division = devices.split(config, machine())
+        division = division_of(config, run_dir, replay)
     except RunError as error:
         fail("rl replay", str(error))
     for note in [*notes, *changes_within(run_dir, replay, config)]:
@@ -126,6 +127,18 @@ def plan(run_dir: RunDir, config: RLConfig, start: int, until: int | None) -> tu
             have = f"there are {ranges(numbers(run_dir.batches, '.batch'))}; orchestrator.batches sets which are kept"
             raise RunError(f"{run_dir.root}: batches {ranges(missing)} are missing ({have}): {remedy}")
     return ReplayConfig(run=str(run_dir.root), weights=str(run_dir.weights_dir), start=start, until=until), notes
+
+
+def division_of(config: RLConfig, run_dir: RunDir, replay: ReplayConfig) -> devices.Split:
+    """Returns the devices of the replay. What trained on a cluster is retrained with as many ranks and threads, all on this machine."""
+    if config.cluster is None:
+        return devices.split(config, machine())
+    recorded = (read_json(run_dir.digests(replay.start + 1), dict[str, Any]) or {}).get("made_by", {})
+    ranks = recorded.get("ranks", 1)
+    config.trainer.ranks, config.trainer.gpus = ranks, ranks if machine().gpus and config.trainer.gpus != 0 else 0
+    division = devices.split(config, machine())
+    division.trainer.env["OMP_NUM_THREADS"] = str(recorded.get("threads", 1))
+    return division
 
 
 def oldest_complete(run_dir: RunDir, first: int, until: int) -> int | None:

@@ -2,10 +2,11 @@
 
 import os
 
+from rl.cluster.submit import dry_run, start
 from rl.config.command_line import load_config_or_exit
 from rl.config.help import RESUME, SETTINGS, VIEW
 from rl.launch.children import Children
-from rl.launch.run import launch, resume_command
+from rl.launch.run import resume_command
 
 HELP = (
     "Trains on examples: JSONL or a Hugging Face data set with prompts and completions or with conversations, or the best\n"
@@ -15,5 +16,6 @@ HELP = (
 
 
 def main(args: list[str], children: Children) -> int:
-    config, line = load_config_or_exit(args, "rl sft", variables=os.environ, usage=HELP, given={"sft": (True, "rl sft")})
-    return launch(config, line, children, resume_command(args, "rl sft"))
+    given = {"sft": (True, "rl sft")}
+    config, line = load_config_or_exit(args, "rl sft", variables=os.environ, usage=HELP, given=given, dry_run=dry_run)
+    return start(config, line, children, resume_command(args, "rl sft"))

@@ -78,10 +78,10 @@ def run(name: str, *, verify: bool, as_json: bool) -> int:
 
         problems += [problem for problem in damaged_files(run_dir) if problem not in problems]
     if as_json:
-        content = {"fine": not problems, "bottleneck": found.bottleneck, "problems": problems, "lines": found.lines}
+        content = {"fine": not problems, "bottleneck": found.bottleneck, "problems": problems, "lines": found.all_lines}
         print(json.dumps(content, indent=1))
     else:
-        print("\n".join([f"run {root}", *(f"  {line}" for line in found.lines)]))
+        print("\n".join([f"run {root}", *(f"  {line}" for line in found.all_lines)]))
         end = read_json(run_dir.run_end, RunEnd)
         level = "warn" if found.state == "ended" and end and end.kind == "doubtful" else "ok"
         print("\n".join(f"FAIL  {problem}" for problem in problems) if problems else f"{level:<5} {found.bottleneck}")

@@ -1,0 +1,105 @@
+"""`rl serve`: the Tinker API over a model, with our trainer and our inference."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from rl.commands.serve_process import NAME, bind
+from rl.config.command_line import load_config_or_exit
+from rl.config.help import SETTINGS
+from rl.config.run import RLConfig
+from rl.config.stored import as_written
+from rl.launch import devices, roles
+from rl.launch.children import Children
+from rl.launch.keeper import Keeper
+from rl.launch.prepare import prepare, refusals
+from rl.launch.roles import Role
+from rl.run_dir.access_token import run_token
+from rl.run_dir.paths import RunDir
+from rl.run_dir.status import read_status
+from rl.system.errors import RunError
+from rl.system.machine import machine
+from rl.system.terminal import visible
+from rl.tinker.gate import KEY_PREFIX
+
+HELP = (
+    "Serves the Tinker API over a model: programs that use the tinker SDK train LoRA adapters on this machine and sample from\n"
+    "them. Prints the address and the key to give them. What clients make is kept in the run directory, and the next start\n"
+    "with the same name goes on with it. See docs/tinker.md.\n\n"
+    "usage: rl serve [@ FILE] [--serve.alias NAME] [--KEY VALUE] ...\n\n"
+    f"{SETTINGS}  --clean                     delete what clients have made, and start over\n"
+)
+POLL_S = 0.2
+
+
+def say(text: str) -> None:
+    print(visible(text), file=sys.stderr, flush=True)
+
+
+def main(args: list[str], children: Children) -> int:
+    given = {"serve": (True, "rl serve")}
+    config, line = load_config_or_exit(args, "rl serve", variables=os.environ, usage=HELP, given=given)
+    assert config.serve
+    config = config.with_absolute_paths()
+    box = machine()
+    warning, division = devices.check_build(config, box), devices.split(config, box)
+    config = devices.write_into(config, division)
+    check_same(config, clean="clean" in line.switches)
+    assert config.serve
+    sock = bind(config.serve.host, config.serve.port)
+    config.serve.port = sock.getsockname()[1]  # a process that is started again must be found where it was
+    sock.close()
+    prepared = prepare(config, resume=None, clean="clean" in line.switches)
+    run_dir = prepared.run_dir
+    for note in [warning, *(note for note in prepared.notes if "clean" in line.switches)]:
+        if note:
+            say(note)
+    keeper = Keeper(config, run_dir, children, say)
+    try:
+        keeper.begin([Role("model", roles.command("model", run_dir, 1), dict(os.environ))])
+        while not keeper.finished:
+            poll(keeper)
+        inference = [role for role in roles.roles(config, run_dir, division) if role.serves]
+        command = [sys.executable, "-m", "rl.commands.serve_process", "@", str(run_dir.config)]
+        trainer = Role(NAME, command, {**os.environ, **division.trainer.env}, division.trainer.cores)
+        say(f"starting {Path(config.model.name).name} (logs: {run_dir.logs})")
+        keeper.begin([*inference, trainer])
+        watch(keeper, config, run_dir)
+    finally:
+        children.stop()
+        keeper.archive_statuses()
+        prepared.lease.close()
+    return 0
+
+
+def check_same(config: RLConfig, clean: bool) -> None:
+    """Raises RunError if clients have made something here with settings that what they make depends on."""
+    run_dir = config.run_dir
+    if clean or not (run_dir.root / "models").is_dir():
+        return
+    if refused := refusals(as_written(run_dir.root), config):
+        remedy = "  choose another --name, or delete what clients have made with --clean"
+        raise RunError("\n".join([f"{run_dir.root} was made with other settings:", *refused, remedy]))
+
+
+def poll(keeper: Keeper) -> None:
+    """Checks the processes, and says which have died. Raises RunError if one cannot go on."""
+    for death in keeper.poll():
+        if death.verdict:
+            raise death.verdict
+        say(f"  {death.role} {death.reason}, {death.again}")
+    time.sleep(POLL_S)
+
+
+def watch(keeper: Keeper, config: RLConfig, run_dir: RunDir) -> None:
+    """Keeps the processes alive until `rl stop`; prints address and key when both are ready."""
+    told = False
+    while not run_dir.stop_request.exists():
+        poll(keeper)
+        statuses = [read_status(run_dir.status(name)) for name in ("inference", NAME)]
+        addresses = [status.address for status in statuses if status and status.address]
+        if not told and len(addresses) == len(statuses):
+            told = True
+            print(f"export TINKER_BASE_URL={addresses[1]}\nexport TINKER_API_KEY={KEY_PREFIX}{run_token(run_dir.status_dir)}", flush=True)
+    run_dir.stop_request.unlink(missing_ok=True)

@@ -1,0 +1,78 @@
+"""The process of `rl serve` that answers clients and trains their adapters: `python -m rl.commands.serve_process @ config.toml`."""
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from rl.config.command_line import load_config_or_exit
+from rl.config.help import PROCESS_USAGE
+from rl.config.run import RLConfig
+from rl.models.folder import resolve_model
+from rl.run_dir import spans
+from rl.run_dir.lease import ROLE_WAIT_S, hold_role
+from rl.run_dir.status import Phase, Status
+from rl.system.errors import GIVE_UP, LASTING, RunError
+from rl.system.linux import die_with_parent
+
+NAME = "tinker"
+
+
+def main() -> None:
+    """Exit code 0 after SIGTERM, otherwise that of the error."""
+    config, _ = load_config_or_exit(sys.argv[1:], "rl serve", usage=PROCESS_USAGE)
+    code = 0
+    try:
+        run(config)
+    except RunError as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
+        code = error.exit_code
+    except OSError as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
+        code = GIVE_UP if error.errno in LASTING else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # everything is written; threads of libraries may abort at the end of the interpreter
+
+
+def run(config: RLConfig) -> None:
+    """Loads the model and serves it."""
+    die_with_parent()
+    assert config.serve
+    run_dir = config.run_dir
+    lease = hold_role(run_dir.lock(NAME), ROLE_WAIT_S)
+    spans.start(run_dir.spans, NAME)
+    status = Status(run_dir.status(NAME), NAME)
+    status.enter(Phase.LOADING_MODEL)
+    sock = bind(config.serve.host, config.serve.port)
+    base = resolve_model(config.model, needs_template=False)
+    from transformers.utils.logging import disable_progress_bar
+
+    from rl.tinker.main import serve
+    from rl.trainer.adapters.learner import AdapterLearner
+    from rl.trainer.main import uses_gpus
+    from rl.trainer.measure.memory import keep_to_share
+    from rl.trainer.parallel.world import start_world
+
+    disable_progress_bar()
+    world = start_world(uses_gpus(config), config.trainer.patience_s)
+    keep_to_share(config, world.device)
+    serve(config, AdapterLearner(config, Path(base), world), status, sock)
+    status.close()
+    lease.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a bound socket. Raises RunError that names the setting."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise RunError(f"serve.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one") from None
+    return sock
+
+
+if __name__ == "__main__":
+    main()

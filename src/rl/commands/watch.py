@@ -1,0 +1,28 @@
+"""`rl watch`: follows a run from any machine that sees its directory."""
+
+from rl.cluster.submit import is_queued
+from rl.commands.policy_spec import named_run
+from rl.config.command_line import fail
+from rl.config.options import take
+from rl.config.stored import run_dir_of, stored_config
+from rl.launch.children import Children
+from rl.launch.watch import watch
+
+HELP = """usage: rl watch RUN
+
+Shows a run as `rl` does while it runs: steps, evaluations, deaths, warnings and, if nothing moves, what everything waits
+for. It only reads, so it works on any machine that sees the run's directory, any number of times; Ctrl-C ends it and not
+the run. A run on a cluster that has no machines is waited for while it can come back: while its engine has jobs of it,
+or, where no engine tells that, for cluster.join_timeout_s after the last sign of a machine. RUN is the directory of a run,
+or its name under outputs/. The exit code is that of the run.
+"""
+
+
+def main(args: list[str], children: Children) -> int:
+    _, rest = take("rl watch", args, (), HELP)
+    if len(rest) != 1 or rest[0].startswith(("-", "@")):
+        fail("rl watch", "which run? Give only its directory: rl watch outputs/NAME")
+    root = named_run(rest[0]).resolve()
+    config = stored_config(root)
+    run_dir = run_dir_of(root, config)
+    return watch(run_dir, config, children, is_queued=lambda: is_queued(run_dir, config))

@@ -1,0 +1,75 @@
+"""The server of the Tinker API: what its process runs once it has a trainer."""
+
+import asyncio
+import signal
+import socket
+
+import uvicorn
+
+from rl.config.run import RLConfig
+from rl.run_dir.access_token import is_loopback, run_token
+from rl.run_dir.paths import RunDir
+from rl.run_dir.status import Phase, Status
+from rl.tinker.app import Api, make_app
+from rl.tinker.gate import Gate
+from rl.tinker.listing import Listing
+from rl.tinker.places import Places
+from rl.tinker.sampling import Sampling
+from rl.tinker.training import Training
+from rl.wire.inference_client import InferenceServers
+from rl.wire.training_calls import Learner
+
+LISTEN = 1024
+KEEP_ALIVE_S = 600
+"""Idle connections stay open longer than the SDK keeps them."""
+INFERENCE_S = 900.0
+"""How long a request waits for inference to be started again."""
+BASE = "base"
+
+
+def prepare_base(places: Places, learner: Learner) -> None:
+    """Writes the adapter that changes nothing, by which inference serves the base model again."""
+    if not places.base.exists():
+        learner.create(BASE, 1, 0)
+        learner.publish(BASE, places.base, places.base.with_suffix(".json"))
+        learner.forget(BASE)
+
+
+def serve(config: RLConfig, learner: Learner, status: Status, sock: socket.socket) -> None:
+    """Serves until SIGTERM or SIGINT. Raises OSError and RunError of the trainer."""
+    asyncio.run(run(config, learner, status, sock))
+
+
+async def run(config: RLConfig, learner: Learner, status: Status, sock: socket.socket) -> None:
+    assert config.serve
+    run_dir: RunDir = config.run_dir
+    places = Places(run_dir)
+    prepare_base(places, learner)
+    servers = InferenceServers([], run_dir.status("inference"), INFERENCE_S)
+    training = Training(config, places, learner)
+    sampling = Sampling(config, places, servers, training.name, learner.vocab_size)
+    training.sampled = sampling.versions
+    host = config.serve.host
+    app = Gate(
+        make_app(Api(training, sampling, places), Listing(training, sampling, places)),
+        run_token(run_dir.status_dir),
+        loopback=is_loopback(host),
+    )
+    parser = "auto" if is_loopback(host) else "h11"
+    settings = uvicorn.Config(app, http=parser, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)
+    server = uvicorn.Server(settings)
+    sampling.begin()
+    work = asyncio.create_task(training.run())
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    sock.listen(LISTEN)
+    serving = asyncio.create_task(server._serve(sockets=[sock]))
+    port = sock.getsockname()[1]
+    status.enter(Phase.SERVING, address=f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    await asyncio.wait([work, serving, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = server.force_exit = True
+    if work.done():
+        work.result()
+    work.cancel()
+    await servers.close()

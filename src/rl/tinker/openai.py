@@ -1,0 +1,71 @@
+"""`/v1/chat/completions` and `/v1/completions` of the base model or of a version that a client has made, for OpenAI's clients."""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rl.tinker.places import MODEL_ID, SAMPLER
+from rl.tinker.replies import reply
+from rl.tinker.sampling import Sampling, Target
+from rl.wire.http import RETRY_S, AwayError
+from rl.wire.inference_client import HeldVersion, read
+from rl.wire.training_calls import CallError
+
+
+class OpenAi:
+    """The endpoints. `model` of a request is the name of the base model, the path of something named, or the id of a model: its newest
+    sampled version."""
+
+    def __init__(self, sampling: Sampling):
+        self.sampling = sampling
+
+    def _target(self, model: str) -> Target:
+        """Returns what a request's `model` means. Raises CallError."""
+        sampling = self.sampling
+        if model in (sampling.name, sampling.config.model.name):
+            return sampling.base
+        if MODEL_ID.fullmatch(model):
+            newest = sampling.places.model(model).newest_weights()
+            return sampling.target(model, newest[0] if newest else 0)
+        model_id, _, _, saved = sampling.places.find(model, SAMPLER)
+        return sampling.target(model_id, saved.policy_version)
+
+    async def models(self, request: Request) -> Response:
+        names = [self.sampling.name, *self.sampling.places.model_ids()]
+        return reply({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "rl"} for name in names]})
+
+    async def complete(self, request: Request) -> Response:
+        body: Any = msgspec.json.decode(await request.body())
+        name = body.get("model") if isinstance(body, dict) else None
+        if not isinstance(name, str):
+            raise CallError("give the name of a model")
+        if body.get("stream"):
+            raise CallError("stream: this server answers in one piece")
+        target = self._target(name)
+        status, content = await self._ask(target, request.url.path, body | {"model": self.sampling.config.model.name})
+        if status != 200:
+            return Response(content, status, media_type="application/json")
+        answer = msgspec.json.decode(content)
+        return reply(answer | {"model": name, "policy_version": target.policy_version})
+
+    async def _ask(self, target: Target, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        """Returns the answer of inference by exactly the target. A server that is started again holds the base model, so one that holds the
+        target afterwards has answered with it."""
+        servers, since = self.sampling.servers, time.monotonic()
+        while time.monotonic() - since < servers.timeout_s:
+            async with self.sampling.turns.of(target):
+                try:
+                    url = next(iter(await servers.wait_for_any()))
+                    answer = await servers.send("POST", url, path, body)
+                    held = read((await servers.send("GET", url, "/status"))[1], HeldVersion)
+                    if held.policy_version == target.policy_version:
+                        return answer
+                except (AwayError, OSError):
+                    pass
+                self.sampling.turns.lost(target)
+            await asyncio.sleep(RETRY_S)
+        return 503, b'{"detail": "inference does not answer"}'

@@ -1,0 +1,180 @@
+"""The JSON requests of the Tinker API (tinker 0.38), as far as this server reads them. Fields that it does not know are ignored, except
+those that would change a result: they are here to be refused."""
+
+import math
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from rl.wire.training_calls import CallError, Step
+
+Number = Annotated[int, Meta(ge=0)]
+Name = Annotated[str, Meta(pattern=r"^[\w.-][\w.-]{0,199}$")]
+"""A checkpoint's name, which is that of a folder."""
+Ttl = Annotated[int, Meta(ge=1)] | None
+
+
+class CreateSession(Struct):
+    """A client that begins; its models and sampling sessions belong to it."""
+
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    display_name: str | None = None
+    project_id: str | None = None
+
+
+class LoraConfig(Struct):
+    """The adapters of a new model."""
+
+    rank: int = 32
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Optimizer(Struct):
+    """The kind of a model's optimizer."""
+
+    type: str = "adamw"
+
+
+class CreateModel(Struct):
+    """A new model with new adapters."""
+
+    session_id: str
+    model_seq_id: Number
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: Optimizer = msgspec.field(default_factory=Optimizer)
+
+
+class LoadWeights(Struct):
+    """Into a model (`model_id`, `seq_id`), or into a new one (`session_id`, `model_seq_id`)."""
+
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: Number | None = None
+    session_id: str | None = None
+    model_seq_id: Number | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: Optimizer | None = None
+
+
+class AdamParams(Struct):
+    """Settings of one AdamW step."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+    def step(self) -> Step:
+        """Returns our settings of the step. Raises CallError for a number that AdamW does not take."""
+        bounds = {"learning_rate": 1.0, "beta1": 1 - 1e-9, "beta2": 1 - 1e-9}
+        for name in self.__struct_fields__:
+            value, most = getattr(self, name), bounds.get(name, math.inf)
+            if not (math.isfinite(value) and 0 <= value <= most):
+                raise CallError(f"adam_params.{name} = {value}: give a number from 0" + (f" to {most:g}" if most < math.inf else ""))
+        return Step(self.learning_rate, (self.beta1, self.beta2), self.eps, self.weight_decay, self.grad_clip_norm)
+
+
+class OptimStep(Struct):
+    """Applies and clears the gradient."""
+
+    model_id: str
+    seq_id: Number
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class SaveWeights(Struct):
+    """Names the state of a model."""
+
+    model_id: str
+    seq_id: Number
+    path: Name
+    ttl_seconds: Ttl = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeightsForSampler(Struct):
+    """Makes a version to sample from: named, or for a sampling session."""
+
+    model_id: str
+    seq_id: Number
+    path: Name | None = None
+    sampling_session_seq_id: Number | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: Ttl = None
+    user_metadata: dict[str, str] | None = None
+
+
+class CreateSamplingSession(Struct):
+    """A session that samples from named weights, or from the base model."""
+
+    session_id: str
+    sampling_session_seq_id: Number
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Chunk(Struct):
+    """A part of a prompt."""
+
+    type: str
+    tokens: list[Annotated[int, Meta(ge=0)]] = []
+
+
+class ModelInput(Struct):
+    """A prompt."""
+
+    chunks: list[Chunk]
+
+
+class SamplingParams(Struct):
+    """How to sample; -1 and None stand for no limit."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Sample(Struct):
+    """Asks for answers to one prompt."""
+
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    sampling_session_id: str
+    seq_id: Number
+    num_samples: Annotated[int, Meta(ge=1, le=4096)] = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+
+
+class Retrieve(Struct):
+    """Asks for the answer to a call."""
+
+    request_id: str
+
+
+class WithSeq(Struct):
+    """What of a training call says where it belongs."""
+
+    model_id: str
+    seq_id: Number

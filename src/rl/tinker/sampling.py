@@ -1,0 +1,298 @@
+"""Sampling sessions: each asks one policy version, exactly. Inference holds one version at a time, so the sessions of others wait for it.
+
+Requests of the version that inference holds run together. If others wait, no more are let in; when the last one has its answer, the version
+that was asked for first is loaded. Every answer carries the version that sampled each token: where inference was started again meanwhile,
+and has the base model, the version is loaded once more and the request repeated.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from rl.config.run import RLConfig
+from rl.run_dir.checksums import content_id
+from rl.system.errors import RunError
+from rl.tinker.codec import sample_message
+from rl.tinker.log import Answer, Call, Log
+from rl.tinker.places import SAMPLER, Places
+from rl.tinker.requests import CreateSamplingSession, Sample
+from rl.wire.http import RETRY_S, AwayError
+from rl.wire.inference_client import Generation, InferenceLostError, InferenceServers, PromptTooLongError
+from rl.wire.messages import WeightVersion
+from rl.wire.training_calls import CallError
+
+EXPIRES_S = 24 * 3600.0
+"""Seconds without a request after which a sampling session is deleted."""
+NOT_GIVEN = ("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+"""Fields of a request for what inference does not compute here."""
+MOST_OPEN = 64
+"""Sessions whose files are open."""
+IN_USE_S = 3600.0
+"""Seconds after a session's last request for which its version is kept."""
+MOST_WAITING = 4096
+"""Requests that may wait or run; a client is asked to slow down beyond that."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a session samples from."""
+
+    model_id: str
+    """Empty for the base model."""
+    policy_version: int
+    path: str
+    content: str
+
+
+class Turns:
+    """Which version inference holds, and whose turn it is."""
+
+    def __init__(self, servers: InferenceServers):
+        self.servers = servers
+        self.held: Target | None = None
+        self.running = 0
+        self.waiting: dict[Target, list[asyncio.Future[None]]] = {}
+        self.loading: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def of(self, target: Target) -> AsyncIterator[None]:
+        """Context in which inference holds the target. Raises RunError if it cannot load it."""
+        if target == self.held and not self.waiting and not self.loading:
+            self.running += 1
+        else:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.waiting.setdefault(target, []).append(turn)
+            self._advance()
+            await turn
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._advance()
+
+    def lost(self, target: Target) -> None:
+        """Notes that inference has answered with another version than the target, which it held."""
+        if self.held == target:
+            self.held = None
+
+    def _advance(self) -> None:
+        if self.running or self.loading or not self.waiting:
+            return
+        self.loading = asyncio.create_task(self._load(next(iter(self.waiting))))
+
+    async def _load(self, target: Target) -> None:
+        error: RunError | None = None
+        try:
+            if target != self.held:
+                self.held = None
+                await self._order(target)
+                self.held = target
+        except RunError as found:
+            error = found
+        for turn in self.waiting.pop(target):
+            if turn.cancelled():
+                continue
+            if error:
+                turn.set_exception(error)
+            else:
+                self.running += 1
+                turn.set_result(None)
+        self.loading = None
+        self._advance()
+
+    async def _order(self, target: Target) -> None:
+        """Makes every server load the target. Waits for servers that are started again, until the servers' deadline. Raises RunError."""
+        version, since = WeightVersion(target.policy_version, target.path, content=target.content), time.monotonic()
+        while True:
+            try:
+                for url in await self.servers.wait_for_any():
+                    await self.servers.load(url, version)
+                return
+            except (AwayError, OSError) as error:
+                if time.monotonic() - since > self.servers.timeout_s:
+                    raise InferenceLostError(f"waited {self.servers.timeout_s:.0f} s for inference to load a version: {error}") from None
+            await asyncio.sleep(RETRY_S)
+
+
+class Session:
+    """A sampling session: its target, and its requests."""
+
+    def __init__(self, sampling_id: str, log: Log, target: Target):
+        self.id, self.log, self.target = sampling_id, log, target
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+
+
+class Sampling:
+    """The sampling sessions of a server."""
+
+    def __init__(self, config: RLConfig, places: Places, servers: InferenceServers, name: str, vocab_size: int):
+        self.config, self.places, self.servers, self.name, self.vocab_size = config, places, servers, name, vocab_size
+        self.turns = Turns(servers)
+        self.sessions: dict[str, Session] = {}
+        self.used: dict[Target, float] = {}
+        """When each target was last asked for."""
+        self.base = Target("", 0, str(places.base), "")
+
+    def versions(self, model_id: str) -> set[int]:
+        """Returns the versions of a model that were lately sampled from."""
+        now = time.time()
+        return {target.policy_version for target, used in list(self.used.items()) if target.model_id == model_id and now - used < IN_USE_S}
+
+    @property
+    def waiting(self) -> int:
+        return sum(len(session.tasks) for session in self.sessions.values())
+
+    def begin(self) -> None:
+        """Goes on with the requests that have no answer, of sessions that were used lately; deletes the others."""
+        for path in self.places.sampling.glob("*.log"):
+            if time.time() - path.stat().st_mtime > EXPIRES_S:
+                path.unlink()
+                continue
+            session = self.find(":sample:".join(path.stem.rsplit("-", 1)))
+            for number in session.log.calls.keys() - session.log.answers.keys() - {0}:
+                self._start(session, number)
+
+    def find(self, sampling_id: str) -> Session:
+        """Returns a session. Raises KeyError if there is none."""
+        if found := self.sessions.pop(sampling_id, None):
+            self.sessions[sampling_id] = found  # the newest is last
+            self.used[found.target] = time.time()
+            return found
+        path = self.places.sampling_log(sampling_id)
+        if not path.is_file():
+            raise KeyError(f"sampling session {sampling_id} does not exist on this server, or has expired")
+        log = Log(path)
+        if 0 not in log.calls:
+            log.close()
+            raise KeyError(f"sampling session {sampling_id} was never completely made")
+        return self._open(sampling_id, log, msgspec.json.decode(log.call_of(0).body, type=Target))
+
+    def _open(self, sampling_id: str, log: Log, target: Target) -> Session:
+        """Keeps a session in memory, and closes the files of the oldest that nobody waits for."""
+        self.used[target] = time.time()
+        idle = [session for session in self.sessions.values() if not session.tasks]
+        for old in idle[: max(0, len(self.sessions) - MOST_OPEN)]:
+            self.sessions.pop(old.id).log.close()
+        return self.sessions.setdefault(sampling_id, Session(sampling_id, log, target))
+
+    async def create(self, sampling_id: str, target: Target) -> None:
+        """Makes a session, unless it exists."""
+        with suppress(KeyError):
+            self.find(sampling_id)
+            return
+        log = Log(self.places.sampling_log(sampling_id))
+        await log.add(Call(0, "create_sampling_session", msgspec.json.encode(target)))
+        self._open(sampling_id, log, target)
+
+    def target(self, model_id: str, policy_version: int) -> Target:
+        """Returns a version of a model; its version 0, which no step has changed, is the base model. Raises CallError."""
+        if not policy_version:
+            return self.base
+        run_dir = self.places.model(model_id)
+        if not run_dir.weights(policy_version).is_dir():
+            raise CallError(f"version {policy_version} of {model_id} does not exist on this server")
+        return Target(model_id, policy_version, str(run_dir.weights(policy_version)), content_id(run_dir.digests(policy_version)))
+
+    def asked(self, request: CreateSamplingSession) -> Target:
+        """Returns what a new session is to sample from. Raises CallError."""
+        if request.model_path:
+            model_id, _, _, saved = self.places.find(request.model_path, SAMPLER)
+            return self.target(model_id, saved.policy_version)
+        if request.base_model not in (self.name, self.config.model.name):
+            raise CallError(
+                f"base_model {request.base_model!r}: this server has {self.name}; start it with --serve.alias {request.base_model}"
+            )
+        return self.base
+
+    async def add(self, request: Sample, body: bytes) -> None:
+        """Writes a request and begins to answer it, unless that has been done. Raises KeyError and CallError."""
+        session, number = self.find(request.sampling_session_id), request.seq_id + 1
+        self._check(request)
+        await session.log.add(Call(number, "asample", body))
+        if number not in session.log.answers and number not in session.tasks:
+            self._start(session, number)
+
+    def _check(self, request: Sample) -> None:
+        params, prompt = request.sampling_params, prompt_ids(request)
+        if any(getattr(request, name) for name in NOT_GIVEN):
+            raise CallError(f"this server gives the log-probabilities of sampled tokens alone: leave {', '.join(NOT_GIVEN)} out")
+        if not prompt or max(prompt) >= self.vocab_size:
+            raise CallError(
+                f"the prompt has {len(prompt)} tokens, the largest id is {max(prompt, default=0)}; the vocabulary has {self.vocab_size}"
+            )
+        room = self.config.model.max_model_len - len(prompt)
+        if room < 1:
+            raise CallError(f"the prompt has {len(prompt)} tokens; model.max_model_len of the server is {self.config.model.max_model_len}")
+        if params.max_tokens is not None and params.max_tokens < 1:
+            raise CallError(f"max_tokens = {params.max_tokens}: give at least 1")
+        if not (0 <= params.temperature < 100 and 0 < params.top_p <= 1):
+            raise CallError(f"temperature = {params.temperature}, top_p = {params.top_p}: give a temperature from 0 and a top_p of 0 to 1")
+
+    def _start(self, session: Session, number: int) -> None:
+        session.tasks[number] = asyncio.create_task(self._answer(session, number))
+
+    async def _answer(self, session: Session, number: int) -> None:
+        try:
+            request = msgspec.json.decode(session.log.call_of(number).body, type=Sample)
+            answer = Answer(number, await self._sample(session, request), is_json=False)
+        except (CallError, PromptTooLongError, ValueError) as error:
+            answer = Answer(number, json.dumps({"error": str(error), "category": "user"}).encode())
+        except RunError as error:
+            answer = Answer(number, json.dumps({"error": str(error), "category": "server"}).encode())
+        session.log.answer(answer)
+        del session.tasks[number]
+
+    async def _sample(self, session: Session, request: Sample) -> bytes:
+        prompt = prompt_ids(request)
+        room = self.config.model.max_model_len - len(prompt)
+        params = request.sampling_params
+        sampling: dict[str, Any] = {
+            "max_tokens": min(params.max_tokens or room, room), "temperature": params.temperature, "top_p": params.top_p,
+            "top_k": max(params.top_k, 0),
+        } | stopping(params.stop)  # fmt: skip
+        affinity = hash((session.id, request.seq_id)) % 2**31
+
+        async def one(index: int) -> Generation:
+            seed = {} if params.seed is None else {"seed": (params.seed + index) % 2**63}  # or all samples of a request would be the same
+            while True:
+                async with self.turns.of(session.target):
+                    answer = await self.servers.generate(affinity, prompt, sampling | seed)
+                    if all(span.policy_version == session.target.policy_version for span in answer.policy_versions):
+                        return answer
+                    self.turns.lost(session.target)
+
+        answers = await asyncio.gather(*(one(index) for index in range(request.num_samples)))
+        return sample_message([(one.token_ids, one.logprobs, one.finish_reason) for one in answers])
+
+    async def answer(self, sampling_id: str, number: int, wait_s: float) -> Answer | None:
+        """Returns the answer to a request; None if it does not come in time. Raises KeyError for an unknown one."""
+        session = self.find(sampling_id)
+        if number not in session.log.calls:
+            raise KeyError(f"sampling session {sampling_id} has no request {number - 1}")
+        if task := session.tasks.get(number):
+            await asyncio.wait([task], timeout=wait_s)
+        return session.log.answer_of(number) if number in session.log.answers else None
+
+
+def prompt_ids(request: Sample) -> list[int]:
+    """Returns the tokens of a prompt. Raises CallError for other chunks."""
+    if other := [chunk.type for chunk in request.prompt.chunks if chunk.type != "encoded_text"]:
+        raise CallError(f"the prompt has a chunk of {other[0]}; this server takes text alone")
+    return [token for chunk in request.prompt.chunks for token in chunk.tokens]
+
+
+def stopping(stop: str | list[str | int] | None) -> dict[str, Any]:
+    """Returns our settings for where an answer ends: the end-of-text token, and texts or tokens; with an empty list nowhere."""
+    if stop is None:
+        return {}
+    if isinstance(stop, str):
+        return {"stop": [stop]}
+    if not stop:
+        return {"ignore_eos": True}
+    return {"stop_token_ids": stop} if isinstance(stop[0], int) else {"stop": stop}

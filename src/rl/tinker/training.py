@@ -1,0 +1,325 @@
+"""Models that clients train: each is a log of calls, and adapters in the trainer that have seen a part of it.
+
+Calls of a model are executed in the order of their numbers, which its client gives; calls of different models take turns. After a restart
+a model is loaded from the newest copy of its state, and the calls after that are executed again: with the same data, seeds and software
+they give the same bits. Answers that were written before are not written again.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from rl.config.command_line import write_config
+from rl.config.run import RLConfig
+from rl.config.trainer import LoraConfig as LoraSettings
+from rl.run_dir.files import CorruptFileError, remove_directory
+from rl.run_dir.metrics import Merger, MetricsLog
+from rl.run_dir.paths import numbered
+from rl.system import faults
+from rl.system.errors import RESTART, RunError
+from rl.tinker import codec
+from rl.tinker.log import Answer, Call, Log
+from rl.tinker.places import SAMPLER, TRAINING, Places, new_saved, tinker_path
+from rl.tinker.requests import CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler
+from rl.wire.training_calls import CallError, Learner
+
+T = TypeVar("T")
+KEPT_STATES = 2
+IDLE_S = 3600.0
+"""Seconds without a call after which a model leaves the trainer's memory when another one is made."""
+CHANGING = {"create_model", "load_weights", "optim_step"}
+"""Calls after which a model has no gradient, so that its state may be copied."""
+MAKING = {"create_model", "load_weights"}
+FAILED = b'{"error"'
+"""How the answer to a call begins that has failed."""
+
+
+class Model:
+    """A client's model. `applied` is the number of the newest call that its adapters in the trainer have seen; -1: they are not there."""
+
+    def __init__(self, model_id: str, places: Places):
+        self.id, self.places, self.run_dir = model_id, places, places.model(model_id)
+        self.log = Log(self.run_dir.root / "calls.log")
+        self.applied, self.version, self.saved_at, self.used = -1, 0, 0.0, time.time()
+        self.loss = (0.0, 0)
+        """Sum of the losses since the last step, and their number of targets."""
+        self.changed = asyncio.Event()
+        """Set, and replaced, when a call is answered."""
+        self.queued = False
+
+    @property
+    def next(self) -> int | None:
+        """The first call without an answer, if it has come; those before it are all there."""
+        number = len(self.log.answers)
+        return number if number in self.log.calls else None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the model was made with: base_model, lora_rank, user_metadata."""
+        return json.loads(self.log.answer_of(0).body).get("made", {}) if 0 in self.log.answers else {}
+
+
+class Training:
+    """The models, and the one thread in which the trainer computes."""
+
+    def __init__(self, config: RLConfig, places: Places, learner: Learner):
+        assert config.serve
+        self.config, self.settings, self.places, self.learner = config, config.serve, places, learner
+        self.name = self.settings.alias or config.model.name
+        self.models: dict[str, Model] = {model_id: Model(model_id, places) for model_id in places.model_ids()}
+        self.ready: asyncio.Queue[Model] = asyncio.Queue()
+        self.thread = ThreadPoolExecutor(1, "trainer")
+        self.actions = {
+            "create_model": self._create, "load_weights": self._load, "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step, "save_weights": self._save, "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
+        }  # fmt: skip
+        self.steps: dict[str, tuple[MetricsLog, Merger]] = {}
+        self.sampled: Callable[[str], set[int]] = lambda model_id: set()
+        """Returns the versions of a model that sessions sample from."""
+        for model in self.models.values():
+            self._queue(model)
+
+    # What clients ask -----------------------------------------------------------------------------------------------------
+
+    def find(self, model_id: str) -> Model:
+        if model_id not in self.models:
+            raise KeyError(f"model {model_id} does not exist on this server")
+        return self.models[model_id]
+
+    async def add(self, model_id: str, number: int, kind: str, body: bytes) -> None:
+        """Writes a call and has it executed after those before it."""
+        if number == 0 and model_id not in self.models:
+            await self.unload("", IDLE_S)
+            if model_id not in self.models:  # the same request may have come again meanwhile
+                self.models[model_id] = Model(model_id, self.places)
+        model = self.find(model_id)
+        model.used = time.time()
+        await model.log.add(Call(number, kind, body))
+        self._queue(model)
+
+    async def answer(self, model_id: str, number: int, wait_s: float) -> Answer | None:
+        """Returns the answer to a call; None if it does not come in time. Raises KeyError for an unknown call."""
+        model = self.find(model_id)
+        if number not in model.log.calls:
+            raise KeyError(f"model {model_id} has no call {number}")
+        deadline = time.monotonic() + wait_s
+        while number not in model.log.answers:
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await model.changed.wait()
+            except TimeoutError:
+                return None
+        return model.log.answer_of(number)
+
+    async def unload(self, prefix: str, idle_s: float = 0.0) -> None:
+        """Takes models whose id begins so, and that nobody has asked for lately, out of the trainer's memory."""
+        for model in [model for model in self.models.values() if model.id.startswith(prefix)]:
+            if time.time() - model.used >= idle_s:
+                await asyncio.get_running_loop().run_in_executor(self.thread, self._forget, model)
+
+    def _forget(self, model: Model) -> None:
+        self.learner.forget(model.id)
+        model.applied, model.loss = -1, (0.0, 0)
+
+    # The thread ---------------------------------------------------------------------------------------------------------
+
+    def _queue(self, model: Model) -> None:
+        if not model.queued and model.next is not None:
+            model.queued = True
+            self.ready.put_nowait(model)
+
+    async def run(self) -> None:
+        """Executes calls until it is cancelled. Raises OSError and RunError of the trainer, which end the process."""
+        loop = asyncio.get_running_loop()
+        while True:
+            model = await self.ready.get()
+            await loop.run_in_executor(self.thread, self._execute_next, model)
+            model.changed.set()
+            model.changed = asyncio.Event()
+            model.queued = False
+            self._queue(model)
+
+    def _execute_next(self, model: Model) -> None:
+        number = model.next
+        assert number is not None
+        self._catch_up(model, number)
+        call, succeeded = model.log.call_of(number), True
+        try:
+            answer = Answer(number, *self.actions[call.kind](model, call, True))
+        except CallError as error:
+            answer, succeeded = Answer(number, json.dumps({"error": str(error), "category": "user"}).encode()), False
+        model.applied = number
+        faults.point("calls.executed")
+        model.log.answer(answer)
+        if succeeded and call.kind in CHANGING and time.monotonic() - model.saved_at > self.settings.checkpoint_s:
+            self._save_state(model)
+
+    def _catch_up(self, model: Model, number: int) -> None:
+        """Brings a model's adapters to where they were before call `number`: from its newest sound state, by the calls after that."""
+        if model.applied < 0 < number:
+            for step, folder in reversed(numbered(model.run_dir.root / "state").items()):
+                try:
+                    notes = self.learner.notes(folder)
+                except CorruptFileError:
+                    remove_directory(folder)
+                    continue
+                self.learner.load(model.id, folder, optimizer=True)
+                model.applied, model.version = step, notes["policy_version"]
+                break
+        for old in range(model.applied + 1, number):
+            call, had_failed = model.log.call_of(old), model.log.answer_of(old).body.startswith(FAILED)
+            try:
+                if not (had_failed and call.kind in MAKING):  # there may have been no memory then, or no such path
+                    self.actions[call.kind](model, call, False)
+            except CallError as error:
+                if not had_failed:
+                    raise RunError(f"call {old} of {model.id} cannot be executed again: {error}", RESTART) from None
+            model.applied = old
+
+    def _save_state(self, model: Model) -> None:
+        """Copies a model's state, after which its older calls need not be executed again."""
+        model.log.sync()
+        folder = model.run_dir.root / "state" / f"{model.applied:06d}"
+        self.learner.save(model.id, folder, {"policy_version": model.version})
+        for old in list(numbered(folder.parent).values())[:-KEPT_STATES]:
+            remove_directory(old)
+        model.saved_at = time.monotonic()
+
+    # The calls: each returns the body of its answer, and whether that is JSON. `first`: not executed before ------------------
+
+    def _create(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+        request = decode(call.body, CreateModel)
+        lora = request.lora_config
+        self._check_base(request.base_model, request.optimizer_config.type)
+        if lora is None:
+            raise CallError("this server trains LoRA adapters: send lora_config")
+        if not (lora.train_mlp and lora.train_attn):
+            raise CallError("this server trains adapters of all linear layers: leave train_mlp and train_attn true")
+        seed = request.model_seq_id if lora.seed is None else lora.seed
+        self.learner.create(model.id, lora.rank, seed % 2**63)
+        return self._made(model, lora.rank, request.user_metadata, {"model_id": model.id, "type": "create_model"})
+
+    def _load(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+        request = decode(call.body, LoadWeights)
+        source, kind, name, _ = self.places.find(request.path, TRAINING)
+        if call.number == 0:
+            self._check_base(request.base_model or self.name, request.optimizer_config.type if request.optimizer_config else "adamw")
+        folder = self.places.saved(source, kind, name)
+        rank = self.learner.notes(folder)["rank"]
+        if call.number and rank != model.settings.get("lora_rank"):
+            raise CallError(f"{request.path} has rank {rank}, this model {model.settings.get('lora_rank')}")
+        self.learner.load(model.id, folder, request.optimizer)
+        model.version += 1
+        model.saved_at = -1e9  # its source may be deleted: the next copy of the state must not wait
+        answer = {"path": request.path, "model_id": model.id, "type": "load_weights"}
+        return self._made(model, rank, request.user_metadata, answer) if call.number == 0 else (json.dumps(answer).encode(), True)
+
+    def _check_base(self, base_model: str, optimizer: str) -> None:
+        if base_model not in (self.name, self.config.model.name):
+            raise CallError(f"base_model {base_model!r}: this server has {self.name}; start it with --serve.alias {base_model}")
+        if optimizer != "adamw":
+            raise CallError(f"optimizer {optimizer!r}: this server has adamw")
+
+    def _made(self, model: Model, rank: int, metadata: dict[str, Any] | None, answer: dict[str, Any]) -> tuple[bytes, bool]:
+        """Makes the model's run directory, and returns the answer with what the model was made with."""
+        config = self.config.model_copy(deep=True)
+        lora = config.trainer.lora or LoraSettings()
+        config.trainer.lora = lora.model_copy(update={"rank": rank})
+        config.output_dir, config.name, config.trainer.weights.dir = str(model.run_dir.root.parent), model.run_dir.root.name, None
+        write_config(model.run_dir.config, config)
+        model.run_dir.status_dir.mkdir(exist_ok=True)
+        made = {"base_model": self.name, "lora_rank": rank, "user_metadata": metadata, "time": time.time()}
+        return json.dumps({**answer, "made": made}).encode(), True
+
+    def _forward_backward(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+        request = codec.parse_call(call.body)
+        loss = codec.loss_call(request)
+        examples = codec.examples(request, self.learner.vocab_size, self.config.model.max_model_len)
+        if not first and request.forward_only:
+            return b"", True
+        scored = self.learner.forward_backward(model.id, examples, loss, not request.forward_only)
+        if not request.forward_only:
+            total, count = model.loss
+            targets = sum(int((example.advantages != 0).sum()) for example in examples)
+            model.loss = total + float(sum(losses.sum() for losses in scored.losses)), count + targets
+        return codec.scored_message(request, scored), False
+
+    def _optim_step(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+        request = decode(call.body, OptimStep)
+        if request.adam_params is None:
+            raise CallError("optim_step needs adam_params: this server has AdamW alone")
+        step = request.adam_params.step()
+        norm = self.learner.optimizer_step(model.id, step)
+        model.version += 1
+        total, count = model.loss
+        model.loss = (0.0, 0)
+        if first:
+            self._note_step(model, {"loss/mean": total / max(1, count), "optim/grad_norm": norm, "optim/lr": step.lr})
+        return json.dumps({"metrics": {"unclipped_grad_l2:mean": norm, "policy_version:max": model.version}}).encode(), True
+
+    def _note_step(self, model: Model, metrics: dict[str, float]) -> None:
+        if model.id not in self.steps:
+            self.steps[model.id] = MetricsLog(model.run_dir.metrics, "trainer"), Merger(model.run_dir.metrics)
+        log, merger = self.steps[model.id]
+        log.write(model.version, metrics)
+        merger.merge()
+
+    def _save(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+        request = decode(call.body, SaveWeights)
+        path = tinker_path(model.id, TRAINING, request.path)
+        if first:
+            there = self.places.read_saved(model.id, TRAINING, request.path)
+            folder = self.places.saved(model.id, TRAINING, request.path)
+            if there and not request.overwrite and self.learner.notes(folder).get("number") != call.number:
+                raise CallError(f"{path} exists: choose another name, or overwrite=True")
+            self.learner.save(model.id, folder, {"policy_version": model.version, "number": call.number})
+            self.places.write_saved(model.id, TRAINING, request.path, new_saved(model.version, request.ttl_seconds, request.user_metadata))
+        return json.dumps({"path": path, "type": "save_weights"}).encode(), True
+
+    def _save_for_sampler(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+        request = decode(call.body, SaveWeightsForSampler)
+        folder = model.run_dir.weights(model.version)
+        if first and model.version and not folder.exists():
+            self.learner.publish(model.id, folder, model.run_dir.digests(model.version))
+            self._delete_old(model)
+        answer: dict[str, Any] = {"type": "save_weights_for_sampler", "policy_version": model.version}
+        if request.path is None:
+            if request.kind == "inflight":
+                raise CallError('kind "inflight": this server samples from fixed versions; leave it at "snapshot"')
+            if request.sampling_session_seq_id is None:
+                raise CallError("give a path, or sampling_session_seq_id")
+            session = model.id.partition(":train:")[0]
+            answer["sampling_session_id"] = f"{session}:sample:{request.sampling_session_seq_id}"
+        else:
+            saved = new_saved(model.version, request.ttl_seconds, request.user_metadata)
+            answer["path"] = self.places.write_saved(model.id, SAMPLER, request.path, saved) if first else ""
+        return json.dumps(answer).encode(), True
+
+    def _save_external(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+        raise CallError(f"this server exports by `rl export {model.run_dir.root} --to DIR`")
+
+    def _delete_old(self, model: Model) -> None:
+        """Deletes versions that are neither among the newest, nor named, nor sampled from."""
+        named = {saved.policy_version for kind, _, saved in self.places.all_saved(model.id) if kind == SAMPLER}
+        versions = numbered(model.run_dir.weights_dir)
+        newest = sorted(versions)[-self.config.trainer.weights.keep_last :]
+        for version in versions.keys() - named - self.sampled(model.id) - {*newest}:
+            remove_directory(versions[version])
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Returns a JSON request, in which Python's NaN and Infinity may be numbers: they are refused where they are used. Raises CallError."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError:
+        pass
+    try:
+        return msgspec.convert(json.loads(body), type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CallError(f"not a {getattr(kind, '__name__', kind)}: {error}") from None
