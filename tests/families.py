@@ -96,6 +96,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "mamba_chunk_size": 16,
     },
+    # projections that files join
+    "hrm_text": {"model_type": "hrm_text", **SIZES},
     # no attention at all
     "xlstm": {"model_type": "xlstm", "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "qk_dim_factor": 0.5},
 }

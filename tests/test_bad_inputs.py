@@ -178,6 +178,7 @@ COMBINATIONS = [
     args("--orchestrator.sampling.max_tokens 2048", "leaves no room for a prompt in model.max_model_len = 2048"),
     args("--trainer.optim.lr 1e30", "trainer.optim.lr = 1e+30\n    would destroy the model in the first step; usual values are"),
     args("--trainer.optim.offload --trainer.gpus 0", "trainer.gpus = 0 already trains on the CPU: leave it out"),
+    args("--trainer.weights.anchor_every 5 --trainer.lora.rank 4", "trainer.lora publishes adapters, which are small: leave it out"),
     args("--trainer.loss.token_mask '[2, 8]'", "trainer.loss.token_mask = [2.0, 8.0]\n    excludes r = 1"),
     args("--trainer-gpus 0,1 --inference-gpus 1,2", "inference.gpus = [1, 2]\n    shares [1] with trainer.gpus"),
     args("--trainer.lora.targets '[]'", 'trainer.lora.targets = []\n    names no layer; give some ("q_proj", "v_proj"), or all-linear'),

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from rl.config.command_line import build, from_toml, parse_args, to_toml
+from rl.config.plan import Plan, plan
 from rl.launch import devices
 from rl.system.machine import Machine
 
-CONFIGS = sorted(Path("configs").glob("*.toml"))
+CLUSTERS = ("slurm", "kubernetes", "ray")
+CONFIGS = [path for path in sorted(Path("configs").glob("*.toml")) if path.stem not in CLUSTERS]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -21,6 +23,12 @@ def test_dry_run_prints_a_configuration_that_resolves_to_itself(path, tmp_path):
     (tmp_path / "config.toml").write_text(done.stdout)
     config = from_toml(tmp_path / "config.toml")
     assert config == build(parse_args(["@", str(path)])) and to_toml(config) == done.stdout
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_cluster_is_divided_as_its_file_says(name):
+    config = build(parse_args(["@", f"configs/{name}.toml"]))
+    assert config.cluster and config.cluster.engine == name and plan(config) == Plan(trainers=2, servers=2)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,8 @@ from rl.commands.policy_spec import named_run
 from rl.config.command_line import SHORT_FLAGS, SWITCHES, build, load_config_or_exit, parse_args, to_toml
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
-from rl.config.hints import ALIASES
 from rl.config.options import take
-from rl.config.run import RLConfig
+from rl.config.run import ALIASES, RLConfig
 from rl.launch.children import Children
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +132,7 @@ def program(words: list[str], command: str) -> None:
         dry_run(args[args.index("@") :], "trainer")
     elif name == "pytest":
         assert all(Path(word).exists() for word in args if "/" in word), command
-        assert [word for word in args if "/" not in word] in ([], ["-m", "proof"]), command
+        assert [word for word in args if "/" not in word] in ([], ["-m", "proof"], ["-m", "cluster"]), command
     elif name.startswith("scripts/"):
         script(Path(name), args)
     elif name == "-m":
@@ -146,7 +145,10 @@ def program(words: list[str], command: str) -> None:
 
 def dry_run(args: list[str], name: str) -> None:
     """What `load_config_or_exit` makes of the arguments: the end of a dry run."""
-    args = ["run.toml" if word == "/shared/run.toml" else word for word in args]
+    args = [
+        "run.toml" if word in ("/shared/run.toml", "~/ourcluster.toml", str(Path("~/ourcluster.toml").expanduser())) else word
+        for word in args
+    ]
     with pytest.raises(SystemExit) as end:
         load_config_or_exit(args if "--help" in args else [*args, "--dry-run"], name)
     assert end.value.code == 0, args
@@ -168,6 +170,11 @@ def rl(args: list[str]) -> None:
     elif command == "view":
         _, places = take("rl view", rest, module.OPTIONS)
         assert all(place.startswith("outputs/") for place in places)
+    elif command in ("watch", "stop", "logs"):
+        _, places = take(
+            f"rl {command}", [{"-f": "--follow", "-n": "--lines"}.get(word, word) for word in rest], getattr(module, "OPTIONS", ())
+        )
+        assert places[0].startswith("outputs/") and len(places) <= 1 + (command == "logs")
     elif command in ("show", "compare"):
         _, runs = take(f"rl {command}", rest, getattr(module, "OPTIONS", ()))
         assert len(runs) == (2 if command == "compare" else 1)

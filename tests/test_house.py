@@ -16,7 +16,8 @@ FLOORS = [
     ["run_dir"],
     ["config", "wire"],
     ["models", "diagnosis", "homes"],
-    ["launch", "inference", "envs", "orchestrator", "trainer", "records"],
+    ["launch", "inference", "envs", "orchestrator", "trainer", "records", "tinker"],
+    ["cluster"],
     ["commands", "view"],
     ["main", "api"],
 ]

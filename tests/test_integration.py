@@ -92,7 +92,7 @@ def test_reward_rises_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert "--resume" in output
     assert ours(tmp_path) == []
     newest = max(numbered(run / "weights"))
-    assert 8 <= newest < STEPS and list(numbered(run / "checkpoints")) == [5], output
+    assert 8 <= newest < STEPS and {*numbered(run / "checkpoints")} in ({5}, {10}, {5, 10}), output
 
     code, output = finish(start_rl(tmp_path))
     assert code != 0 and "--resume" in output and "--clean" in output

@@ -97,7 +97,7 @@ def train(config) -> None:
         assert decode_batch(answer, "wire").batch.step == step
         if not config.run_dir.weights(step).exists():
             write_directory(config.run_dir.weights(step), lambda folder: (folder / "x").write_text(""))
-        client.coming(WeightVersion(step, str(config.run_dir.weights(step))))
+        client.hint_prepare(WeightVersion(step, str(config.run_dir.weights(step))))
         with wait:
             client.published(WeightVersion(step, str(config.run_dir.weights(step))), wait)
 

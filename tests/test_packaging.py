@@ -26,6 +26,7 @@ LOCAL = {DISTRIBUTION}
 
 def test_everything_that_is_installed_has_the_version_that_the_constraints_say():
     lines = [Requirement(line) for line in PROJECT["tool"]["uv"]["constraint-dependencies"]]
+    lines += [Requirement(line) for line in PROJECT["project"]["optional-dependencies"]["nixl"]]
     here = {line.name: line.specifier for line in lines if line.marker is None or line.marker.evaluate()}
     installed = {
         canonicalize_name(found.name): Version(found.version).public
@@ -40,6 +41,7 @@ def test_the_distribution_is_called_as_the_command_says_and_its_switches_are_all
     assert PROJECT["project"]["name"] == DISTRIBUTION and metadata.version(DISTRIBUTION) == PROJECT["project"]["version"]
     extras, groups = dict(PROJECT["project"]["optional-dependencies"]), PROJECT["dependency-groups"]
     assert extras.pop("tensorboard")[0] in groups["dev"]
+    assert extras.pop("ray") and extras.pop("nixl"), "large packages, which their own tests do without"
     assert extras == {name: groups[name] for name in ("cpu", "gpu")}
     pages = [Path("README.md"), *Path("docs").glob("*.md")]
     assert not [page for page in pages if re.search(r"pip install ['\"]?rl\b", page.read_text())]  # that package is somebody else's

@@ -99,8 +99,8 @@ class Zygote:
         order = {"role": role, "argv": [role, *arguments], "log": str(log), "env": self.environment | dict(env), "setup": setup}
         self.process.stdin.write(json.dumps(order | {"fifo": fifo, "fault": fault, "trace": trace}) + "\n")
         self.process.stdin.flush()
-        if not readable(answers, 120):
-            raise TimeoutError(f"the zygote of {role} did not fork within 120 s")
+        if not readable(answers, 240):
+            raise TimeoutError(f"the zygote of {role} did not fork within 240 s")
         return Forked(int(os.read(answers, NUMBER)), answers, log)
 
     def live(self, role: str, config: Path, log: Path, fault: str = "", trace: str = "") -> int:

@@ -59,7 +59,7 @@ def run(tmp_path, monkeypatch):
 def launched(monkeypatch):
     """What would be started: configuration and resume of each."""
     found = []
-    monkeypatch.setattr(rl.commands.branch, "launch", lambda config, line, children, again: found.append((config, line.resume, again)) or 0)
+    monkeypatch.setattr(rl.commands.branch, "start", lambda config, line, children, again: found.append((config, line.resume, again)) or 0)
     return found
 
 
@@ -104,6 +104,13 @@ def test_a_branch_ends_what_a_resume_refuses_and_says(run, launched):
     (run.root / "status").mkdir(exist_ok=True)
     with pytest.raises(RunError, match=f"1e-05 -> 3e-06\n  continue with them in a new run: rl branch {run.root} --name NEW and the same"):
         prepare(config, resume=-1, clean=False)
+
+
+def test_a_branch_on_a_cluster_is_not_divided_as_this_machine_would_be(run, launched):
+    """Regression: it ran on this machine alone."""
+    branch(f"{run.root}@2", "--name", "y", "--cluster.nodes", "3", "--cluster.engine", "slurm")
+    ((config, resume, _),) = launched
+    assert (config.cluster.nodes, config.trainer.ranks, config.trainer.gpus, resume) == (3, None, None, -1)
 
 
 def test_a_branch_of_a_run_that_was_moved_lies_beside_it(run, launched, tmp_path, capsys):

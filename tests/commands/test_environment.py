@@ -40,7 +40,7 @@ def test_an_interrupt_ends_it_at_once_and_leaves_nothing(tmp_path, during):
     (tmp_path / "slow-uv").chmod(0o755)
     (tmp_path / "tmp").mkdir()
     more = {} if made else {"RL_ENVIRONMENTS": str(tmp_path / "homes"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    with serving(Endpoint("good", delay_s=2.0)) as server:
+    with serving(Endpoint("good", delay_s=60.0)) as server:
         flags = ("--rollouts", "1", "--policy", server.url, "--split", "train")
         code = CODE if made else SLOW_UV + CODE
         process = start(tmp_path, "env", "say-digit", *flags, code=code, TMPDIR=str(tmp_path / "tmp"), **more)
@@ -51,7 +51,7 @@ def test_an_interrupt_ends_it_at_once_and_leaves_nothing(tmp_path, during):
         process.send_signal(signal.SIGINT)
         began = time.monotonic()
         process.communicate(timeout=60)
-    assert process.returncode == 130 and time.monotonic() - began < 20
+    assert process.returncode == 130 and time.monotonic() - began < 50
     assert list((tmp_path / "tmp").glob("rl-env-*")) == [] and not list(tmp_path.glob("homes/.home*"))
 
 

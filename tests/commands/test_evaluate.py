@@ -223,6 +223,6 @@ def test_ctrl_c_leaves_nobody(tmp_path, model):
     logs = until(lambda: list(tmp_path.glob("outputs/*/*/logs/worker-*")), 60)
     below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "SIGINT: stopping" in err, err
     assert logs and below and not any(one.is_running() for one in below)

@@ -1,6 +1,7 @@
 """The commands' own flags, the choice of the command, and --quick."""
 
 import re
+import subprocess
 from importlib import metadata
 
 import pytest
@@ -13,8 +14,18 @@ from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
 from rl.config.options import take
 from rl.config.run import RLConfig
+from rl.main import commit
 from tests.bounds import children_cpu_s, imports_s
 from tests.commands.driver import rl
+
+
+def test_a_git_that_does_not_answer_leaves_the_version_without_a_commit(monkeypatch):
+    def hang(command, **_):
+        raise subprocess.TimeoutExpired(command, 10)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert commit() == ""
+
 
 HELP_CODE = """
 import sys, atexit
@@ -85,9 +96,9 @@ def test_help_is_quick(tmp_path, command):
     assert (code, err) == (0, "") and f"usage: rl {command} " in out
     assert len(out.splitlines()) < 56 and max(map(len, out.splitlines())) <= 120
     assert ("trainer.optim" in out) == (command in ("sft", "doctor"))
-    of_a_run = ("replay", "show", "compare", "branch", "view")  # which has its settings
-    assert ("orchestrator" in out) == (command not in ("sft", "export", *of_a_run))
-    assert ("--max_steps int" in out) == (command == "sft") and ("--model.name" in out) == (command not in ("doctor", *of_a_run))
+    of_a_run = ("replay", "show", "compare", "branch", "view", "watch", "stop", "node")  # which has its settings
+    assert ("orchestrator" in out) == (command not in ("sft", "serve", "export", *of_a_run))
+    assert ("--max_steps int" in out) == (command == "sft") and ("--model.name" in out) == (command not in ("doctor", "logs", *of_a_run))
     assert ("--policy SPEC" in out) == (command in ("eval", "collect", "env"))
     assert out.endswith("heavy: []\n")
     assert took_s < 7 * imports_s()  # 3.5 seen; torch alone would be 10 more

@@ -22,6 +22,7 @@ from rl.run_dir.files import write_file
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
+from tests.families import CONFIGS
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
 
@@ -30,12 +31,13 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run of three steps on two ranks, of whose versions only the last two are kept."""
+    """A run of three steps on two ranks that divide the experts between them; only the last two versions are kept."""
     root = tmp_path_factory.mktemp("run")
-    model = make_tiny_model(root / "model")
+    model = make_tiny_model(root / "model", CONFIGS["qwen3_moe"])
     settings = {"name": "run", "output_dir": str(root), "max_steps": STEPS, "model": {"name": str(model), "dtype": "float32"}}
     settings |= {"orchestrator": {"environment": [{"id": "test"}]}}
     trainer = {"gpus": 0, "ranks": 2, "checkpoint": {"interval": 2}, "weights": {"keep_last": 2}, "optim": {"lr": 1e-3}}
+    trainer["expert_parallel"] = 2
     trainer["strict_parity"] = False  # the stub's log-probabilities are no model's
     config = RLConfig.model_validate(settings | {"trainer": trainer})
     write_file(config.run_dir.config, to_toml(config).encode())

@@ -31,6 +31,7 @@ def place(tmp_path_factory):
 SETTINGS = (
     *("--model.name", "tiny", "--model.dtype", "float32", "--model.max_model_len", "128", "--name", "warm"),
     *("--sft.dataset", "outputs/x", "--sft.min_reward", "1", "--sft.batch_size", "4", "--sft.validation_fraction", "0.2"),
+    *("--trainer.checkpoint.keep_every", "2"),  # --resume 2 starts there, however many steps were done before the signal came
     *("--sft.validation_interval", "2", "--learning_rate", "3e-3", "--trainer.checkpoint.interval", "1"),
 )
 

@@ -4,8 +4,8 @@ import pytest
 
 from rl.config.fields import field_tree
 from rl.config.foreign import BY_NAME, FOREIGN
-from rl.config.hints import ALIASES, hint
-from rl.config.run import RLConfig
+from rl.config.hints import hint
+from rl.config.run import ALIASES, RLConfig
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ from rl.config.run import RLConfig
         ("inference.parallel.tp", "is called inference.vllm.tensor_parallel_size here"),
         ("ppo_epochs", "is called trainer.epochs here: passes over a batch"),
         ("max_async_level", "is called max_lag here: 0 is on-policy"),
-        ("deployment.gpus_per_node", "deployment is called trainer.gpus and inference.gpus here: for several nodes see docs/multi_node.md"),
+        ("deployment.gpus_per_node", "deployment is called trainer.gpus and inference.gpus here: for several nodes see docs/clusters.md"),
         (
             "critic.optim.lr",
             "there is no critic, value loss or discount here; credit comes from groups of rollouts (orchestrator.credit)",

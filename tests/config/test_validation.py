@@ -2,7 +2,10 @@
 
 import pytest
 
+from rl.config.check import check_loss
 from rl.config.command_line import build, from_toml, parse_args, to_toml
+from rl.config.loss import ClippedSettings
+from rl.config.outside import outside_faults
 from rl.system.errors import ConfigError
 
 ENV = ["--orchestrator.environment.id", "e"]
@@ -36,6 +39,12 @@ def test_what_cannot_be_read_hides_nothing_that_is_there():
     assert "trainer.optim.lrr = 1" in said and "orchestrator.environment" not in said  # which may be in the file
 
 
+def test_a_package_that_a_setting_needs_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = list(outside_faults(build(parse_args([*ENV, "--trainer.weights.transport", "nixl"]))))
+    assert [(key, "uv sync --extra nixl" in text) for key, _, text in found] == [("trainer.weights.transport", True)]
+
+
 @pytest.mark.parametrize(
     ("faulty", "flags", "hidden"),
     [
@@ -59,6 +68,15 @@ def test_what_depends_on_a_key_under_another_name_is_not_known():
     said = faults("--orchestrator.env.id", "e", "--kl_coef", "0.1", "--trainer.loss.kl_reference", "m", "--max_lag", "9")
     assert said.startswith("3 faults") and "env.id" in said and "kl_coef = 0.1" in said and "max_lag = 9" in said
     assert faults("--orchestrator.environment.idd", "e").startswith("1 fault in")
+
+
+def test_a_new_clipped_loss_has_its_clip_checked():
+    """Regression: the losses that are checked were a list, which a new one was not in."""
+
+    class OwnConfig(ClippedSettings):
+        type: str = "own"
+
+    assert [key for key, *_ in check_loss(OwnConfig(clip_low=0, clip_high=0))] == ["trainer.loss.clip_high"]  # ty: ignore
 
 
 def test_of_an_unknown_type_what_no_class_has_is_known():

@@ -495,7 +495,7 @@ def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_
     run.event("start", "rl", 500)
     reason = "environment bad: 4 of 4 rollouts failed (reward): ValueError: no"
     run.event("warning", "orchestrator", 400, env="bad", reason=reason)
-    run.event("warning", "orchestrator", 300, env="lost", reason="environment lost is left out until the next start: its workers died")
+    run.event("warning", "orchestrator", 300, env="lost", reason="environment lost is lost until the next start: its workers died")
     run.end("100 steps done")
     run.checkpoint(100)
     found = run.diagnosis()
@@ -503,7 +503,7 @@ def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_
     assert [problem.text for problem in found.problems] == [
         "environment bad: no rollout was trained on, 16 of 16 rollouts failed (reward 12, worker 4); at first: 4 of 4 rollouts failed "
         f"(reward): ValueError: no; `rl show {run.dir.root} --env bad --why error` shows them",
-        "environment lost: it is left out; environment lost is left out until the next start: its workers died",
+        "environment lost: it is lost; environment lost is lost until the next start: its workers died",
     ]
     assert found.lines[-1].startswith("environment doubtful: 4 of 16 rollouts failed (timeout 4); `rl show ")
 
@@ -602,6 +602,16 @@ def test_no_figure_says_why(run):
     )
 
 
+def test_that_trainer_and_inference_were_not_compared_is_told_until_they_are(run):
+    """It was in no diagnosis, and in the console only after three checkpoints."""
+    name, text = "parity/unjudged", "trainer and inference were not compared before the last 2 checkpoints"
+    run.working(idle=2.0)
+    run.metrics([3, 4], **{name: [1.0, 2.0]})
+    assert [line for line in run.diagnosis().lines if text in line and "a lower max_lag" in line]
+    run.metrics([5], **{"parity/agrees": [1.0]})
+    assert not [line for line in run.diagnosis().lines if name in line]
+
+
 # For whoever waited in vain ---------------------------------------------------------------------------------------------
 
 
@@ -683,3 +693,11 @@ def test_a_pid_of_another_container_is_not_looked_at_here():
     for changes, alive in (({"place": "0123abcd-4026531836"}, None), ({}, True), ({"start_ticks": other}, False)):
         changed = msgspec.structs.replace(there, **{"place": pid_scope()} | changes)
         assert inspect_process("trainer", changed, time.time()).alive is alive
+
+
+def test_a_model_of_the_tinker_server_is_continued_by_its_server(tmp_path):
+    """`rl` was named, which refuses such a configuration."""
+    run = Run(tmp_path / "serve-tiny" / "models", name="session-0", serve={"alias": "someone/else"})
+    run.metrics([1, 2, 3])
+    again = tmp_path / "serve-tiny" / "config.toml"
+    assert run.bottleneck() == f"clients of `rl serve` trained 3 steps; they can go on after `rl serve @ {again}`"

@@ -13,6 +13,7 @@ from rl.models.chat import Answer, Message, RendererError, Tool, ToolCall
 from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
 from rl.wire.worker_messages import Endpoint, PlayGroup, PolicySpec
+from tests import steady
 
 END = "\x03"
 CALL = re.compile(r"<call>(.*?)</call>", re.DOTALL)
@@ -96,7 +97,9 @@ class StubServers:
         ids = [ord(char) for char in said + END]
         kept = ids[: sampling["max_tokens"]]
         finish = "stop" if len(kept) == len(ids) else "length"
-        return Generation(kept, [-0.5] * len(kept), [VersionSpan(7, len(kept))], finish)
+        since = sampling.get("routes_from")
+        routes = None if since is None else bytes(2 * (len(token_ids) + len(kept) - 1 - since))
+        return Generation(kept, [-0.5] * len(kept), [VersionSpan(7, len(kept))], finish, routes)
 
 
 class StubPolicy(Policy):
@@ -118,7 +121,7 @@ class StubPolicy(Policy):
 
 def order(task: int = 0, num_episodes: int = 1, split: Any = "train", **sampling: Any) -> PlayGroup:
     sampling = {"max_tokens": 64, "temperature": 1.0, "top_p": None} | sampling
-    return PlayGroup(play_id=0, split=split, task=task, num_episodes=num_episodes, sampling=sampling, server=3)
+    return PlayGroup(play_id=0, split=split, task=task, num_episodes=num_episodes, sampling=sampling, session=3)
 
 
 def played(env: Any, task: int = 0, num_episodes: int = 1, **sampling: Any) -> list[Any]:
@@ -133,4 +136,4 @@ def played(env: Any, task: int = 0, num_episodes: int = 1, **sampling: Any) -> l
             episodes = [episode for episodes in each for episode in episodes]
         return [rollout for episode in episodes for rollout in episode]
 
-    return asyncio.run(play())
+    return steady.run(play())

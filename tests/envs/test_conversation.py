@@ -40,6 +40,26 @@ def test_a_long_chat_is_kept_once():
     assert len(msgspec.msgpack.encode(chat.turns)) < 12 * chat.turns.chains[0].num_tokens + 30 * 200
 
 
+def test_routes_are_asked_for_once_for_each_token():
+    policy = StubPolicy(lambda prompt: "answer")
+    chats = [Conversation(policy, 0, SAMPLING) for _ in range(2)]
+
+    async def talk():
+        messages = [{"role": "user", "content": "question"}]
+        await chats[0].answer(messages, None, {})
+        policy.spec.routes = True
+        for _ in range(3):
+            _, answer = await chats[1].answer(messages, None, {})
+            messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "next"}]
+
+    asyncio.run(talk())
+    asked = [call["sampling"].get("routes_from") for call in policy.servers.asked]
+    assert asked == [None, 0, *(len(turn.token_ids) - 1 for turn in [*chats[1].turns][:2])]
+    assert chats[0].turns[0].routes is None
+    (tokens,) = (chain.num_tokens for chain in chats[1].turns.chains)
+    assert sum(len(answer.routes) for answer in chats[1].turns.answers) == 2 * (tokens - 1)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_branches_continue_the_turn_that_they_leave(seed):
     """Two chats with common turns: each prompt is that of the newest conversation that it extends."""

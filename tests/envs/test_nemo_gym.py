@@ -116,7 +116,7 @@ def write_rows(path: Path, *agents: str | None) -> str:
 
 def order(task: int = 0, **sampling) -> PlayGroup:
     asked = {"temperature": 1.0, "max_tokens": 16} | sampling
-    return PlayGroup(play_id=0, split="train", task=task, num_episodes=1, sampling=asked, server=0)
+    return PlayGroup(play_id=0, split="train", task=task, num_episodes=1, sampling=asked, session=0)
 
 
 def play(tmp_path, gym: NemoGym, *, task=0, agents=("adder",), with_policy=None, sampling=None, **spec):

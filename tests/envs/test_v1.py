@@ -113,7 +113,7 @@ def with_tools():
             policy.servers.reply = (lambda prompt: next(malformed)) if name == "malformed" else add_up
             since = time.monotonic()
             [[played[name]]] = await env.play(order(task, max_tokens=99), 1)
-            assert time.monotonic() - since < 20, name
+            assert time.monotonic() - since < 60, name
         await env.close()
         return played
 

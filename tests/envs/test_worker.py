@@ -15,7 +15,7 @@ from rl.wire.rollouts import Group, Rollout, Turn
 from rl.wire.streams import MAX_MESSAGE_BYTES, MessageServer
 from rl.wire.worker_messages import FromWorker, PlayGroup
 
-ORDER = PlayGroup(play_id=7, split="train", task=0, num_episodes=2, sampling={}, server=0)
+ORDER = PlayGroup(play_id=7, split="train", task=0, num_episodes=2, sampling={}, session=0)
 
 
 def sent(rollouts, unfinished=0):

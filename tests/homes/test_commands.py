@@ -28,7 +28,7 @@ from tests.waiting import until
 def test_a_home_that_another_machine_plays_in_is_not_deleted(index, said, tmp_path, monkeypatch, capsys, locks):
     """Where the file system's locks tell nothing of other machines, too. Once that machine is dead the home goes."""
     monkeypatch.setattr(lease, "RENEW_S", 0.1)
-    monkeypatch.setattr(lease, "LEASE_S", 1.0)
+    monkeypatch.setattr(lease, "LEASE_S", 4.0)
     home = ensure(Request("rows", None), said.append)
     next(home.place.glob("lib/python3*/site-packages/helper.py")).unlink()
     if not locks:
@@ -48,6 +48,7 @@ def test_a_home_that_another_machine_plays_in_is_not_deleted(index, said, tmp_pa
             ensure(Request("rows", None), said.append, fresh=True)
         assert home.interpreter.exists()
     until(lambda: not psutil.pid_exists(player.pid))  # with all its threads
+    monkeypatch.setattr(lease, "LEASE_S", 0.5)
     assert called(capsys, "env", "remove", home.digest) == (0, "removed classic\n", "") and not home.place.exists()
 
 

@@ -18,11 +18,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rl.run_dir.checksums import DIGESTS
-from rl.run_dir.digests import HASH
+from rl.run_dir.digests import HASH, digest_of_file
 from rl.run_dir.in_memory import InMemory
+from rl.run_dir.over_network import Memory
 from rl.run_dir.safetensors import tensor_digests
-from rl.trainer.store.version_buffer import VersionBuffer
+from rl.run_dir.version_files import DELTA, DIGESTS
+from rl.trainer.store.deltas import LastVersion
+from rl.trainer.store.image import Image
+from tests.trainer.store.images import fill, image_like
 from tests.zygote import Forked, inference_zygote
 
 MAX_MODEL_LEN = 960
@@ -48,11 +51,11 @@ class Server:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def load(self, policy_version: int, path: Path | None = None, memory: InMemory | None = None, content: str = "") -> httpx.Response:
+    def load(self, policy_version: int, path: Path | None = None, memory: Memory | None = None, content: str = "") -> httpx.Response:
         where = {"path": str(path or self.weights[policy_version]), "memory": msgspec.to_builtins(memory), "content": content}
         return self.post("/load_weights", policy_version=policy_version, **where)
 
-    def prepare(self, policy_version: int, memory: InMemory) -> httpx.Response:
+    def prepare(self, policy_version: int, memory: Memory) -> httpx.Response:
         return self.post("/prepare_weights", policy_version=policy_version, path="", memory=msgspec.to_builtins(memory))
 
     def status(self) -> dict:
@@ -88,25 +91,36 @@ class Server:
 @contextmanager
 def in_memory(version: Path) -> Iterator[InMemory]:
     """The weights of a version as its trainer has them in memory."""
-    buffer, file = buffer_of(version)
-    yield file
-    del buffer
+    image = image_of(version)
+    assert image.file
+    yield image.file
+    del image
 
 
-def buffer_of(version: Path) -> tuple[VersionBuffer, InMemory]:
+def image_of(version: Path) -> Image:
     """The memory of a trainer that has cast a version into it."""
     tensors = load_file(version / "model.safetensors")
-    buffer = VersionBuffer({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
-    for name, tensor in tensors.items():
-        buffer.tensors[name].copy_(tensor)
-    file = buffer.write_header(buffer.tensors)
-    assert file
-    return buffer, file
+    return fill(image_like(tensors), tensors)
 
 
 def write_digests(folder: Path) -> None:
     """As the trainer does beside a version's weights."""
     (folder / DIGESTS).write_text(json.dumps({"hash": HASH, "tensors": tensor_digests(folder / "model.safetensors")}))
+
+
+def as_deltas(versions: list[Path], folder: Path) -> list[Path]:
+    """The same versions as a trainer publishes them with deltas: the first is whole, the others hold what differs from the one before."""
+    published, last = [shutil.copytree(versions[0], folder / "000001")], LastVersion()
+    write_digests(published[0])
+    last.keep(1, image_of(versions[0]))
+    for number, version in enumerate(versions[1:], 2):
+        published.append(folder / f"{number:06d}")
+        published[-1].mkdir()
+        (published[-1] / DELTA).write_text(json.dumps(dict([last.write(image_of(version), published[-1])])))
+        files = {file.name: digest_of_file(file) for file in published[-1].iterdir()}
+        content = {"hash": HASH, "tensors": tensor_digests(version / "model.safetensors"), "files": files}
+        (published[-1] / DIGESTS).write_text(json.dumps(content))
+    return published
 
 
 def damaged_copy(version: Path, folder: Path) -> Path:

@@ -1,29 +1,39 @@
 """What is checked before a server runs or a weight is touched: engine arguments and weight files. No server."""
 
+import asyncio
 import json
+import math
 import shutil
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import msgspec
+import numpy as np
 import pytest
 import torch
+from fastapi import FastAPI
 from vllm import SamplingParams
 
+from rl.config.run import RLConfig
 from rl.inference.draw import carried_seed
 from rl.inference.engine import VersionedEngine
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.main import newest_sound_version
-from rl.inference.server import bind
-from rl.inference.weight_files import check_weights
+from rl.inference.routes import make_router
+from rl.inference.server import bind, vllm_arguments
+from rl.inference.weight_files import WeightsGoneError, check_weights
 from rl.inference.worker import count_uncompiled
+from rl.run_dir.deltas import Mirror
 from rl.run_dir.digests import HASH, digest
+from rl.run_dir.files import temporary_name
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import TensorEntry
 from rl.system.errors import LASTING, ConfigError, RunError
 from rl.wire.messages import WeightVersion
+from tests import steady
 
 
 def test_engine_args_take_numbers_bools_lists_and_tables():
@@ -40,6 +50,36 @@ def test_engine_args_take_numbers_bools_lists_and_tables():
     assert (args.kv_cache_memory_bytes, args.tool_call_parser) == (2**30, "hermes")
     assert int(args.compilation_config.mode) == 0
     assert (args.dtype, args.enforce_eager) == ("float32", True)
+
+
+def test_routes_are_asked_of_vllm_on_gpus_alone(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    config = RLConfig.model_validate({"trainer": {"router_replay": "engine"}})
+    assert vllm_arguments(config, "m", on_cpu=False).enable_return_routed_experts
+    config.trainer.router_replay = "trainer"
+    assert not vllm_arguments(config, "m", on_cpu=True).enable_return_routed_experts
+    config.trainer.router_replay = "engine"
+    with pytest.raises(ConfigError, match="vLLM gives no routes on CPUs; set it to trainer or off"):
+        vllm_arguments(config, "m", on_cpu=True)
+
+
+@pytest.mark.parametrize(("given", "said"), [((5, 3, 2), ""), ((4, 3, 2), "gave those of 4 of 5 tokens' routes"), (None, "gave none of 5")])
+def test_an_answer_has_the_routes_of_the_tokens_that_were_asked_for(given, said):
+    """As vLLM's own engine returns them: of prompt and answer, from the token that was named, without the last."""
+    routes = None if given is None else np.arange(math.prod(given), dtype=np.uint16).reshape(given)
+    flat = SimpleNamespace(logprobs=[-1.0, -2.0])
+    answer = SimpleNamespace(token_ids=[7, 8], logprobs=flat, finish_reason="stop", routed_experts=routes)
+
+    async def once(*_, **__):
+        return SimpleNamespace(outputs=[answer], finished=True, version_starts=[(0, 3)], get=once)
+
+    engine = SimpleNamespace(sampling=nullcontext, ranks=SimpleNamespace(use=lambda _: nullcontext(0)), add_request=once)
+    work = VersionedEngine.sample(engine, [1, 2, 3, 4, 5, 6], SamplingParams(), routes_from=2)
+    if said:
+        with pytest.raises(ValueError, match=said):
+            asyncio.run(work)
+    else:
+        assert np.frombuffer(asyncio.run(work).routes, dtype=np.uint16).tolist() == list(range(30))
 
 
 def test_engine_args_report_every_fault_with_its_remedy():
@@ -101,7 +141,7 @@ def test_weights_must_fit_the_model(tmp_path, tensors, tied, fault):
 def test_the_newest_sound_version_is_served(tmp_path, capfd):
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     claimed = []
-    assert newest_sound_version(run_dir, claimed.append) is None
+    assert newest_sound_version(run_dir, Mirror(), claimed.append) is None
     for version in (1, 2, 3, 4):
         file = run_dir.weights(version) / "model.safetensors"
         write_safetensors(file, {"a.weight": ("F32", [2, 3]), "b.weight": ("F32", [1])}, cut=5 if version == 4 else 0)
@@ -110,13 +150,13 @@ def test_the_newest_sound_version_is_served(tmp_path, capfd):
             (file.parent / "digests.json").write_text(
                 json.dumps({"hash": HASH, "tensors": zeros | ({"b.weight": "0"} if version == 3 else {})})
             )
-    assert newest_sound_version(run_dir, claimed.append) == WeightVersion(2, str(run_dir.weights(2)))
+    assert newest_sound_version(run_dir, Mirror(), claimed.append) == WeightVersion(2, str(run_dir.weights(2)))
     assert claimed == [4, 3, 2]  # each before it is read
     said = capfd.readouterr().err.splitlines()
     assert [line.partition(": /")[0] for line in said] == [f"inference: WARNING: skipping policy version {v}" for v in (4, 3)]
     assert "bytes, its header says" in said[0] and "tensor b.weight is not what was written" in said[1]
     shutil.rmtree(run_dir.weights(2))
-    assert newest_sound_version(run_dir, claimed.append) == WeightVersion(1, str(run_dir.weights(1)))  # without checksums
+    assert newest_sound_version(run_dir, Mirror(), claimed.append) == WeightVersion(1, str(run_dir.weights(1)))  # without checksums
 
 
 def test_likelier_tokens_are_counted_without_a_compilation(monkeypatch):
@@ -158,4 +198,62 @@ def test_a_port_in_use_is_waited_for_and_then_said(monkeypatch):
         began = time.monotonic()
         with pytest.raises(OSError, match=f"inference.port = {port} on 127.0.0.1: Address already in use; choose another") as error:
             bind("127.0.0.1", port)
-        assert error.value.errno in LASTING and 0.5 < time.monotonic() - began < 2
+        assert error.value.errno in LASTING and 0.5 < time.monotonic() - began < 8
+
+
+def test_a_file_system_that_hangs_ends_the_server_instead_of_the_run(tmp_path):
+    """The workers never finish reading. 503: the weights are not refused, so the orchestrator asks again once the server is back."""
+    folder = tmp_path / "000001"
+    folder.mkdir()
+    engine = VersionedEngine.__new__(VersionedEngine)
+    engine.policy_version, engine.content, engine.read_timeout_s = 0, "", 0.3
+    engine.load_lock, engine.image, engine.mirror = asyncio.Lock(), ExitStack(), Mirror()
+    engine.check_fit = lambda folder: None
+    engine.model_config = SimpleNamespace(max_model_len=9)
+
+    asked = []
+
+    async def hang(method, *args):  # after a second of progress
+        asked.append(time.monotonic())
+        return [(False, "", min(len(asked), 1 + int(5 * (asked[-1] - asked[0])), 5))]
+
+    engine.on_every_worker = hang
+    app = FastAPI()
+    app.include_router(make_router(engine, "m"))
+    body = {"policy_version": 1, "path": str(folder)}
+
+    async def ask():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.post("/load_weights", json=body)
+
+    answer, engine.engine_core = steady.run(ask()), None  # its destructor asks
+    assert answer.status_code == 503 and engine.broken == answer.json()["error"]["message"]  # `engine_death` ends a broken one
+    assert "was read for 0 s (ten times inference.engine_timeout_s): does the file system" in engine.broken
+    waited_s = asked[-1] - asked[0]
+    assert waited_s > 0.8 + 0.3, "progress counts"
+    assert len(asked) < 3 + 20 * (1 + math.log(waited_s / 0.2)), "every 10 ms at first, and less often the longer it takes"
+
+
+def test_a_version_is_waited_for_as_long_as_its_trainer_writes(tmp_path):
+    """It takes three times as long as nothing may happen. Of the next one nothing more comes."""
+    engine = VersionedEngine.__new__(VersionedEngine)
+    engine.engine_core, engine.read_timeout_s, engine.mirror = None, 60.0, Mirror()
+    temporary = temporary_name(folder := tmp_path / "000001")
+    temporary.mkdir()
+
+    async def write() -> None:
+        for _ in range(15):
+            with (temporary / "model.safetensors").open("ab") as file:
+                file.write(b"x" * (1 << 16))
+            await asyncio.sleep(0.1)
+        temporary.rename(folder)
+
+    async def both() -> None:
+        await asyncio.gather(engine.in_time(engine.until_there(folder, 0.5)), write())
+
+    steady.run(both())
+    stuck = temporary_name(tmp_path / "000002")
+    stuck.mkdir()
+    (stuck / "model.safetensors").write_bytes(b"x" * (1 << 16))
+    with pytest.raises(WeightsGoneError, match=r"000002: announced, but missing: 65,536 bytes of it are written, none in the last 0 s"):
+        steady.run(engine.in_time(engine.until_there(tmp_path / "000002", 0.5)))

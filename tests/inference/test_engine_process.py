@@ -9,6 +9,7 @@ import time
 from types import SimpleNamespace
 
 from rl.inference.engine_process import engine_death, stopped_processes
+from tests import steady
 
 
 def death(answers: list[float | Exception], *, limit_s: float, **engine) -> tuple[str | None, float]:
@@ -31,8 +32,11 @@ def death(answers: list[float | Exception], *, limit_s: float, **engine) -> tupl
         except TimeoutError:
             return None
 
-    began = time.monotonic()
-    return asyncio.run(watch()), time.monotonic() - began
+    async def timed() -> tuple[str | None, float]:
+        began = time.monotonic()
+        return await watch(), time.monotonic() - began
+
+    return steady.run(timed())
 
 
 def test_silence_is_noticed_after_its_time_and_answers_are_not():

@@ -14,12 +14,23 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from rl.config.run import ModelConfig, RLConfig
+from rl.config.trainer import TrainerConfig
 from rl.envs.policy import Conversation, Policy
 from rl.models.chat import assistant_message
 from rl.models.tiny import make_tiny_model
 from rl.orchestrator.batches.samples import group_samples
+from rl.run_dir.in_memory import make_again
+from rl.trainer.measure.parity import compare
+from rl.trainer.model import lora
+from rl.trainer.model.policy import load_policy
+from rl.trainer.optim import local
+from rl.trainer.store.versions import snapshot
+from rl.wire.messages import TrainBatch
+from rl.wire.parity import parity_of
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.worker_messages import PolicySpec
 from tests.families import CONFIGS, UNTIED, WIDE
@@ -29,15 +40,17 @@ from tests.inference.servers import (
     TOKEN,
     TOLERANCE,
     Server,
+    as_deltas,
     assert_logprobs,
-    buffer_of,
     damaged_copy,
+    image_of,
     in_memory,
     rescore,
     start_server,
     until_ended,
     write_digests,
 )
+from tests.trainer.samples import make_sample
 from tests.waiting import alive, until
 
 KINDS = {"tied": None, "untied": UNTIED, "moe": CONFIGS["qwen3_moe"] | {"tie_word_embeddings": False}}
@@ -84,6 +97,29 @@ def test_sampled_logprobs_and_stops(servers):
     assert (stopped["token_ids"], stopped["finish_reason"]) == (long["token_ids"][: index + 1], "stop")
 
 
+def test_adapters_of_experts_answer_with_the_trainers_log_probabilities(servers, world, tmp_path):
+    """The server merges them into experts that vLLM packs; the trainer computes with the factors, and publishes them."""
+    server = servers["moe"]
+    base = server.weights[0]
+    settings = TrainerConfig(lora={"rank": 4, "targets": ["all-linear", "experts"]})
+    config = RLConfig(model=ModelConfig(name=str(base), dtype="float32", max_model_len=MAX_MODEL_LEN), trainer=settings)
+    policy = load_policy(str(base), config.model, config.trainer, world)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in lora.trainable(policy).values():
+        local(parameter.data).copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    snapshot(policy, base, torch.float32, {}).write(tmp_path / "000001")
+    before = server.generate(PROMPT, max_tokens=1)
+    assert server.load(1, tmp_path / "000001").status_code == 200
+    answer = server.generate(PROMPT, max_tokens=40, temperature=1.0, stop_token_ids=[])
+    assert answer["policy_versions"] == [[1, 40]] and before["policy_versions"] == [[0, 1]]
+    sample = make_sample(PROMPT, answer["token_ids"], logprobs=[0.0] * len(PROMPT) + answer["logprobs"])
+    found = parity_of([difference for _, _, difference in compare(policy, config, TrainBatch(step=1, samples=[sample]), world)])
+    assert found.tokens == 40 and found.kl < 1e-9 and found.largest < 1e-4, found
+    without = rescore(base, PROMPT, answer["token_ids"])
+    assert (without - torch.tensor(answer["logprobs"])).abs().max() > 0.1, "the adapters change what is said"
+    assert server.load(0).status_code == 200  # the other tests begin with it
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_to_equal_prompts_at_the_same_time_are_each_the_models_own(servers, kind):
     server, prompt = servers[kind], list(range(5, 80))  # two blocks and a part of one, which all share
@@ -99,15 +135,19 @@ def test_a_seed_draws_the_same_tokens_whoever_is_beside_it(servers):
     server = servers["tied"]
     wanted = {"max_tokens": 16, "temperature": 1.0, "seed": 7, "stop_token_ids": []}
     alone, model = server.generate(PROMPT, **wanted)["token_ids"], str(server.weights[0])
-    beside = {"model": model, "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "return_token_ids": True}
+    beside = {"model": model, "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "return_token_ids": True}
     for other in ({"temperature": 0.0}, {"logprobs": 3}):
-        with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(server.post, "/v1/completions", **beside, **other)
-            while not server.status()["num_running"]:
-                time.sleep(0.01)
-            assert server.generate(PROMPT, **wanted)["token_ids"] == alone, other
-            assert not running.done()
-            assert running.result().status_code == 200
+        was_beside = False
+        for _ in range(5):  # on a busy machine one may end before the other has begun
+            with ThreadPoolExecutor(1) as pool:
+                running = pool.submit(server.post, "/v1/completions", **beside, **other)
+                until(lambda running=running: running.done() or server.status()["num_running"])
+                assert server.generate(PROMPT, **wanted)["token_ids"] == alone, other
+                was_beside = not running.done()
+                assert running.result().status_code == 200
+            if was_beside:
+                break
+        assert was_beside
 
 
 def test_a_cut_distribution_is_the_one_whose_logprobs_are_told(servers):
@@ -168,15 +208,22 @@ def test_disconnect_aborts_the_request(servers):
     with ThreadPoolExecutor(12) as pool:  # a seed whose answer is long
         answers = list(pool.map(lambda seed: server.generate(PROMPT, max_tokens=400, temperature=1.0, seed=seed), range(12)))
     seed = max(range(12), key=lambda seed: len(answers[seed]["token_ids"]))
-    began = time.monotonic()
-    server.generate(PROMPT, max_tokens=400, temperature=1.0, seed=seed)
-    whole_s, began = time.monotonic() - began, time.monotonic()
-    with pytest.raises(httpx.ReadTimeout):
-        body = {"token_ids": PROMPT, "sampling": {"max_tokens": 400, "temperature": 1.0, "seed": seed}}
-        httpx.post(server.url + "/generate", json=body, headers=server.headers, timeout=min(0.15, whole_s / 4))
-    while server.status()["num_running"] and time.monotonic() < began + whole_s:
-        time.sleep(0.01)
-    assert time.monotonic() - began < 0.7 * whole_s
+    body = {"token_ids": PROMPT, "sampling": {"max_tokens": 400, "temperature": 1.0, "seed": seed}}
+
+    def part() -> float:
+        """For how much of the time of the whole answer a request runs whose client leaves in its first quarter."""
+        began = time.monotonic()
+        server.post("/generate", **body)
+        whole_s, began = time.monotonic() - began, time.monotonic()
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(server.url + "/generate", json=body, headers=server.headers, timeout=min(0.15, whole_s / 4))
+        until(lambda: not server.status()["num_running"])
+        return (time.monotonic() - began) / whole_s
+
+    parts = [part()]
+    while parts[-1] >= 0.7 and len(parts) < 5:  # others use the machine, too
+        parts.append(part())
+    assert min(parts) < 0.7, parts
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,7 +232,7 @@ def test_every_token_has_its_version_while_weights_are_loaded(servers, kind, tmp
     server, version_2 = servers[kind], tmp_path / "000002"
     prompts = [[10 + i, *range(40, 40 + 5 * i)] for i in range(10)]
     written = shutil.copytree(server.weights[2], tmp_path / "written")
-    for _ in range(3):  # on a busy machine all answers may end before a version is loaded
+    for _ in range(5):  # on a busy machine all answers may end before a version is loaded
         with ThreadPoolExecutor(len(prompts)) as pool:
             with in_memory(server.weights[1]) as memory:
                 asked = {"max_tokens": 850, "temperature": 1.0, "stop_token_ids": []}
@@ -214,21 +261,25 @@ def test_a_version_is_prepared_in_advance_and_not_used_before_it_is_loaded(serve
     """Its trainer dies before it has announced it, and makes another one: that is loaded, whatever was prepared."""
     server = servers[kind]
     assert server.status()["policy_version"] == 2
-    (dead, dead_memory), (buffer, memory) = buffer_of(server.weights[3]), buffer_of(server.weights[1])
-    assert server.prepare(1, dead_memory).json() == {"prepared": True}
-    assert not dead.claim(dead.like), "its memory was given away under a server that reads it"
+    dead, image = image_of(server.weights[3]), image_of(server.weights[1])
+    memory = image.file
+    assert server.prepare(1, dead.file).json() == {"prepared": True}
+    assert not make_again(dead.file), "its memory was given away under a server that reads it"
     assert_version(server, 2)
     assert server.prepare(1, memory).json() == {"prepared": True}
-    assert dead.claim(dead.like), "nobody wants the other one any more"
-    assert server.prepare(1, dead_memory).json() == {"prepared": False}, "it is not what it was"
+    assert make_again(dead.file), "nobody wants the other one any more"
+    assert server.prepare(1, dead.file).json() == {"prepared": False}, "it is not what it was"
     assert server.prepare(1, memory).json() == {"prepared": True}
     loaded = server.load(1, tmp_path, memory).json()
-    assert loaded["policy_version"] == 1 and loaded["stage_s"] == 0 < loaded["pause_s"] and buffer.claim(buffer.like)
+    assert loaded["policy_version"] == 1 and loaded["stage_s"] == 0 < loaded["pause_s"]
+    image.file = make_again(memory)
+    assert image.file, "it is still read"
+    image.write_header()
     assert_version(server, 1)
     assert server.prepare(1, memory).json() == {"prepared": False}, "it is loaded"
-    assert server.prepare(3, buffer.write_header(buffer.tensors)).json() == {"prepared": True}
+    assert server.prepare(3, image.file).json() == {"prepared": True}
     assert server.load(2).json()["stage_s"] > 0, "another version was prepared"
-    assert buffer.claim(buffer.like)
+    assert make_again(image.file)
     assert_version(server, 2)
 
 
@@ -238,13 +289,10 @@ def assert_version(server: Server, version: int, prompt: list[int] = PROMPT) -> 
     assert_logprobs(server, prompt, answer)
 
 
-def test_ready_and_loading_twice(servers):
+def test_loading_twice(servers):
     server = servers["tied"]
-    assert server.load(2).json() == {"policy_version": 2, "verify_s": 0.0, "stage_s": 0.0, "drain_s": 0.0, "pause_s": 0.0}
-    ready = httpx.get(server.url + "/ready", params={"policy_version": 2}, headers=server.headers)
-    assert (ready.status_code, ready.json()) == (200, {"policy_version": 2})
-    not_yet = httpx.get(server.url + "/ready", params={"policy_version": 3}, headers=server.headers)
-    assert (not_yet.status_code, not_yet.json()) == (503, {"policy_version": 2})
+    assert server.load(2).json() == {"policy_version": 2, "verify_s": 0.0, "stage_s": 0.0, "drain_s": 0.0, "pause_s": 0.0, "bytes_read": 0}
+    assert server.status()["policy_version"] == 2
     with ThreadPoolExecutor(3) as pool:
         codes = list(pool.map(lambda version: server.load(version).status_code, (3, 1, 2)))
     assert codes == [200, 200, 200]
@@ -277,6 +325,33 @@ def test_bad_weights_are_refused_and_the_old_version_goes_on(servers, tmp_path):
     assert server.post("/load_weights", policy_version="x", path="y").status_code == 400
     assert server.status()["policy_version"] == 2
     assert_version(server, 2)
+
+
+def test_deltas_are_applied_or_refused_until_a_whole_version_comes(servers, tmp_path):
+    """The server joins late, at a delta. A damaged one, and those after it, are refused; the next whole version is loaded, and deltas on
+    it."""
+    server = servers["tied"]
+    _, two, three, four = as_deltas([server.weights[version] for version in (3, 1, 2, 3)], tmp_path)
+    assert server.load(1, two).status_code == 200
+    assert_version(server, 1)
+    file = three / "delta-00001-of-00001.zst"
+    sound = file.read_bytes()
+    file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    for version, path in ((2, three), (3, four)):
+        refused = server.load(version, path)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (422, "bad_weights")
+        assert f"{file}: damaged" in refused.json()["error"]["message"]
+    shutil.move(three, tmp_path / "lost")
+    refused = server.load(3, four)
+    assert refused.status_code == 422 and f"changes since {three}, which is missing" in refused.json()["error"]["message"]
+    assert_version(server, 1)
+    assert server.load(3).status_code == 200  # without checksums, in its folder
+    write_digests(shutil.copytree(server.weights[2], three))
+    assert server.load(2, three).status_code == 200  # whole, by way of the mirror
+    assert_version(server, 2)
+    assert server.load(3, four).status_code == 200
+    assert_version(server, 3)
+    assert server.load(2).status_code == 200
 
 
 def in_flight(server: Server) -> threading.Thread:
@@ -331,7 +406,7 @@ def test_a_seed_gives_the_same_tokens_however_its_prompt_is_cut(servers):
 
 def test_the_token_guards_every_path(servers):
     server = servers["untied"]
-    routes = ["/", "/health", "/metrics", "/docs", "/openapi.json", "/version", "/ping", "/status", "/ready?policy_version=0", "/v1/models"]
+    routes = ["/", "/health", "/metrics", "/docs", "/openapi.json", "/version", "/ping", "/status", "/v1/models"]
     routes += ["/generate", "/load_weights", "/pause", "/collective_rpc", "/v1/completions", "/tokenize", "/invocations"]
     for route in routes:
         for ask in (httpx.get, httpx.post, httpx.options):
@@ -350,8 +425,8 @@ def test_sampled_tokens_show_in_the_status(servers):
     server = servers["tied"]
 
     def progress() -> int:
-        time.sleep(2.5)  # longer than between two heartbeats
-        return server.reported()["progress"]
+        now = time.time()
+        return until(lambda: (reported := server.reported())["heartbeat"] > now and reported)["progress"]
 
     before = progress()
     tokens = len(server.generate(PROMPT, max_tokens=40, temperature=1.0, seed=3)["token_ids"])

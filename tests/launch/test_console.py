@@ -12,6 +12,7 @@ import pytest
 from rl.config.command_line import build, parse_args
 from rl.diagnosis.rollouts import short_messages_text
 from rl.launch.console import Console
+from rl.launch.phases import alike, phase_text
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.run_dir.status import Phase, RoleStatus, write_status
 
@@ -217,7 +218,7 @@ def test_failed_rollouts_are_said_on_the_line_of_their_step(tmp_path):
         screen.write(step, "trainer", TRAINER)
     lines = screen.look().splitlines()
     assert lines[1].endswith("4.1 wait_for_batch  25% failed")
-    assert lines[2].endswith("4.1 wait_for_batch  e 0.50, 25% failed  f -, 100% failed, none trained  g -, left out")
+    assert lines[2].endswith("4.1 wait_for_batch  e 0.50, 25% failed  f -, 100% failed, none trained  g -, lost")
     screen.write(2, "eval", {"eval/e/reward_mean": 0.25, "eval/e/errored": 0.5})
     assert screen.look() == "  eval at version 2: e 0.250, 50% failed\n"
 
@@ -371,3 +372,21 @@ def test_a_full_disk_behind_the_output_costs_lines_and_not_the_run(tmp_path):
         "(2 lines could not be written here; is the disk full?)",
         "back",
     ]
+
+
+def test_each_server_of_a_cluster_and_the_machines_that_a_trainer_waits_for_are_shown(tmp_path):
+    screen = Screen(tmp_path, "--cluster.nodes", "4", "--cluster.trainer_nodes", "1")
+    now = time.time()
+    phases = {1: Phase.SERVING, 2: Phase.LOADING_MODEL, 3: Phase.SERVING}
+    statuses = {f"inference-node{index}": RoleStatus(phase=phase, since=now - 10 * index) for index, phase in phases.items()}
+    statuses["trainer-launcher"] = RoleStatus(phase=Phase.WAITING_FOR_RANKS, detail="machines 0")
+    for name, status in statuses.items():
+        write_status(screen.run_dir.status(name), status)
+    assert screen.look().splitlines() == [
+        "  inference-node1: serving",
+        "  inference-node2: loading the model",
+        "  inference-node3: serving",
+        "  trainer: waiting for the other ranks of the trainer: machines 0",
+    ]
+    shown = [phase_text(name, status, now) for name, status in alike(statuses).items()]
+    assert shown[:2] == ["inference-node1, 3: serving (10 s)", "inference-node2: loading the model (20 s)"]

@@ -56,7 +56,7 @@ def test_the_report_says_what_failed_and_of_which_environment_nothing_was_traine
         "          -   all: no rollout was trained on, 8 of 8 rollouts failed (worker 8)",
         "          1.000 -> 1.000   dropped: no rollout was trained on, 4 of 16 rollouts failed (reward 4)",
         "          -   good",
-        "          -   late: no rollout was finished, it is left out",
+        "          -   late: no rollout was finished, it is lost",
     ]
     alone = {(1, "orchestrator"): {"reward/e/mean": 0.5, "rollouts/e/finished": 8, "rollouts/e/trained": 4, "rollouts/e/failed_reward": 1}}
     assert report_lines(Numbers.of(alone), run_dir)[1] == "          0.500   e: 1 of 8 rollouts failed (reward 1)"

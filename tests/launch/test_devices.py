@@ -64,6 +64,15 @@ def test_gpus(num_gpus, args, trainer, inference, ranks, vllm):
         (8, ["--trainer-gpus", "4", "--trainer.ranks", "2"], "trainer.ranks = 2\n    must be the number of trainer GPUs, 4"),
         (8, ["--trainer-gpus", "4", "--trainer.dp-replicate", "3"], "trainer.dp_replicate = 3\n    must divide the trainer's ranks, 4"),
         (0, ["--trainer.ranks", "2", "--trainer.context-parallel", "4"], "trainer.context_parallel = 4\n    must divide the"),
+        (
+            0,
+            ["--trainer.ranks", "3", "--trainer.expert-parallel", "2"],
+            "trainer.expert_parallel = 2\n    must divide the trainer's ranks, 3",
+        ),
+        (
+            *(0, ["--trainer.ranks", "4", "--trainer.expert-parallel", "4", "--trainer.dp-replicate", "2"]),
+            "trainer.expert_parallel = 4\n    must divide the trainer's ranks / trainer.dp_replicate, 2",
+        ),
         (4, ["--inference.vllm.tensor_parallel_size", "4"], "needs 4 GPUs, inference has 3"),
         (4, ["--inference.vllm.tensor_parallel_size", "2"], "of 2, the GPUs of one replica (inference.vllm): set it, or trainer.gpus"),
         (0, ["--trainer-cpus", "9"], "trainer.cpus = 9\n    there are 4 cores here"),

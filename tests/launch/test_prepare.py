@@ -4,8 +4,8 @@ import json
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -18,7 +18,7 @@ from rl.run_dir import lease
 from rl.run_dir.lease import LockOwner, hold_role
 from rl.run_dir.metrics import Merger, MetricsLog
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import RunEnd
+from rl.run_dir.status import RunEnd, Staleness
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
@@ -414,16 +414,22 @@ def test_survivors_of_a_dead_rl_are_waited_for(place, monkeypatch):
 
 
 def test_dead_roles_on_another_host_are_watched_together(place, monkeypatch):
-    monkeypatch.setattr(lease, "LEASE_S", 0.5)
+    monkeypatch.setattr(lease, "LEASE_S", 30.0)
     place()
     far = msgspec.json.encode(LockOwner(1, "far", "0123abcd-4026531836", "1"))
     for role in ("orchestrator", "trainer", "inference", "trainer-1"):
         lock = place.run_dir.lock(role)
         lock.touch()
         lease.lease_path(lock, 3).write_bytes(far)
-    began = time.monotonic()
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(lease, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
+    monkeypatch.setattr(Staleness.__init__, "__defaults__", (lambda: now[0],))
     place(resume=-1)
-    assert 0.5 <= time.monotonic() - began < 3 * 0.5  # four, one after another, take 2 s
+    assert 30.0 <= now[0] < 2 * 30.0  # four, one after another, take 120 s
 
 
 def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_clean(place, monkeypatch):

@@ -12,11 +12,14 @@ import pytest
 
 from rl.config.run import RLConfig
 from rl.launch.children import Children, user_name
+from rl.launch.keeper import SLOW_POLL_S
 from rl.launch.role_state import failure
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.run_dir.metrics import MetricsReader
+from rl.run_dir.status import HEARTBEAT_S, read_status
 from rl.system.errors import DAMAGED, GIVE_UP, RunError
+from rl.system.linux import pid_scope
 from rl.system.process_table import entry, markers
 
 PRELUDE = """
@@ -34,9 +37,11 @@ def beat(phase, step=None, seconds=60, **more):
     while time.monotonic() < until and not os.path.exists(root + "/enough"):
         status(phase, step, **more)
         time.sleep(0.05)
-def come_up(phase, step):
-    while f'"event":"ready","process":"{name}","attempt":{attempt},' not in open(root + "/events.jsonl").read():
-        status(phase, step)
+def come_up(phase, step=None, **more):
+    until_event(f'"event":"ready","process":"{name}","attempt":{attempt},', phase, step, **more)
+def until_event(event, phase, step=None, **more):
+    while event not in open(root + "/events.jsonl").read():
+        status(phase, step, **more)
         time.sleep(0.05)
 """
 LEAVE = """
@@ -54,7 +59,7 @@ class Run:
     """A supervisor of scripts, in its own run directory."""
 
     def __init__(self, tmp_path, **settings):
-        config = {"max_restarts": 5, "backoff_s": 0.05, "silence_s": 5.0} | settings
+        config = {"max_restarts": 5, "backoff_s": 0.05, "silence_s": 60.0} | settings
         self.config = RLConfig(name="r", output_dir=str(tmp_path), supervisor=config, orchestrator={"environment": [{"id": "e"}]})
         self.run_dir, self.said = self.config.run_dir, list[str]()
         self.root = self.run_dir.root
@@ -76,7 +81,7 @@ class Run:
         command = [sys.executable, "-c", LEAVE + PRELUDE + code, name, str(self.root)]
         self.supervisor.begin([Role(name, command, dict(os.environ), leaves_copy=True)])
 
-    def until(self, condition, timeout_s=10.0):
+    def until(self, condition, timeout_s=30.0):
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, (self.said, self.events())
@@ -92,6 +97,13 @@ class Run:
 
     def ready(self, name, times=1):
         self.until(lambda: len(self.events("ready", name)) >= times)
+
+    def silent(self, name, after_s=0.6):
+        """The event of a process that gives no sign of life; until then, for as long as it does, none counts as silent."""
+        self.supervisor.keeper.settings.silence_s = after_s
+        self.until(lambda: self.events("silent", name))
+        self.supervisor.keeper.settings.silence_s = 60.0
+        return self.events("silent", name)
 
     def child(self, name):
         attempt = self.supervisor.keeper.states[name].attempt
@@ -192,10 +204,12 @@ def test_who_made_progress_starts_again_at_once(make):
 
 def test_a_server_that_ends_well_is_dead_all_the_same_and_one_that_was_ready_may_be_late(make):
     run = make()
-    run.supervisor.keeper.startup_timeout_s = 0.5
-    run.begin(
-        inference="status('loading_model')\nif attempt == 2: time.sleep(60)\nbeat('serving', None, 0.3 if attempt == 1 else 60, address='http://x')"
-    )
+    keeper, code = run.supervisor.keeper, "if attempt == 1: sys.exit(come_up('serving', address='http://x'))\n"
+    run.begin(inference=f"{code}status('loading_model')\nif attempt == 2: time.sleep(60)\nbeat('serving', address='http://x')")
+    run.until(lambda: (attempt := keeper.states["inference"].attempt) and attempt.child.attempt == 2 and attempt.statuses)
+    keeper.startup_timeout_s = 0.5
+    run.until(lambda: len(run.events("death")) == 2)
+    keeper.startup_timeout_s = 60.0
     run.ready("inference", 2)
     reasons = [death["reason"] for death in run.events("death")]
     assert reasons == [
@@ -370,32 +384,73 @@ def test_temporary_files_go_with_their_process_and_all_with_the_run(make):
 
 @pytest.mark.parametrize("victim", ["leader", "below"])
 def test_a_stopped_process_is_noticed_like_a_dead_one(make, victim):
-    run = make(silence_s=0.6)
+    run = make()
     below = "note(subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], start_new_session=True).pid)\n"
     run.begin(inference=below + WORK["inference"])
     (grandchild,) = run.pids(1)
     run.ready("inference")
     leader = run.child("inference").pid
     os.kill(leader if victim == "leader" else grandchild, signal.SIGSTOP)
+    (silent,) = run.silent("inference")
     run.ready("inference", 2)
     assert gone(leader) and gone(grandchild)
-    (silent,) = run.events("silent")
-    assert silent["process"] == "inference" and "supervisor.silence_s = 0.6" in silent["reason"]
-    assert run.events("death")[0]["reason"] == silent["reason"]
+    assert "supervisor.silence_s = 0.6" in silent["reason"]
+    assert run.events("death", "inference")[0]["reason"] == silent["reason"]
 
 
 def test_every_rank_of_the_trainer_must_have_a_heartbeat(make):
-    run = make(silence_s=0.6)
+    run = make()
     run.begin(trainer="status('training', file='trainer-1') if attempt == 1 else None\n" + WORK["trainer"])
+    run.ready("trainer")
+    assert run.silent("trainer")[0]["reason"].startswith("gave no heartbeat of trainer rank 1 for ")
     run.ready("trainer", 2)
-    assert run.events("silent")[0]["reason"].startswith("gave no heartbeat of trainer rank 1 for ")
     assert not list(run.root.glob("status/trainer-*.json"))
+
+
+RANK = """
+if attempt == 1 and os.fork() == 0:
+    note(os.getpid())
+    while True:
+        status("training", file="trainer-1", host="b", place=PLACE)
+        time.sleep(0.05)
+"""
+
+
+def test_a_rank_that_stands_still_is_named_with_its_machine_within_a_minute(make):
+    run = make()
+    run.begin(trainer=RANK.replace("PLACE", repr(pid_scope())) + WORK["trainer"])
+    (rank,) = run.pids(1)
+    run.until(lambda: len(run.supervisor.keeper.states["trainer"].attempt.statuses) == 2)
+    os.kill(rank, signal.SIGSTOP)
+    assert "trainer rank 1 on b" in run.silent("trainer")[0]["reason"] and gone(rank)
+    run.ready("trainer", 2)
+    assert RLConfig().supervisor.silence_s + SLOW_POLL_S + HEARTBEAT_S < 60
+
+
+def test_the_statuses_of_hundreds_of_ranks_are_read_every_two_seconds_only(make, monkeypatch):
+    """Each is a file on the shared disk of a cluster. One that is gone, because its rank is no longer needed, counts no more."""
+    reads = []
+    monkeypatch.setattr("rl.launch.keeper.read_status", lambda path: reads.append(path.stem) or read_status(path))
+    run = make()
+    run.begin(trainer="[status('training', file=f'trainer-{i}') for i in range(1, 101)]\n" + WORK["trainer"])
+    keeper = run.supervisor.keeper
+    run.until(lambda: len(keeper.states["trainer"].attempt.statuses) == 101)
+    monkeypatch.setattr("rl.launch.keeper.SLOW_POLL_S", 60.0)
+    reads.clear()
+    for _ in range(10):
+        keeper.poll()
+    assert reads.count("trainer") == 10 and "trainer-7" not in reads
+    assert len(keeper.states["trainer"].attempt.statuses) == 101
+    (run.root / "status" / "trainer-7.json").unlink()
+    monkeypatch.setattr("rl.launch.keeper.SLOW_POLL_S", 0.0)
+    keeper.poll()
+    assert reads.count("trainer-8") == 1 and len(keeper.states["trainer"].attempt.statuses) == 100
 
 
 def test_a_pause_of_rl_itself_makes_nobody_silent(make, monkeypatch):
     """Its children were stopped with it, as on a sleeping machine: their heartbeats are as old as its last poll."""
     monkeypatch.setattr("rl.launch.keeper.LONGEST_POLL_S", 0.1)
-    run = make(silence_s=0.5)
+    run = make(silence_s=0.9)
     run.begin()
     run.ready("inference")
     pids = [run.child(name).pid for name in WORK]
@@ -496,19 +551,23 @@ def test_damage_is_repaired_while_nobody_works_with_it(make, monkeypatch):
     assert "  moved batches/000003.batch away" in run.said and len(run.events("death")) == 1
 
 
-@pytest.mark.parametrize(("backoff_s", "ends_s", "dies_s"), [(0.05, 0.0, 0.5), (1.5, 0.7, 0.3)])
-def test_an_orchestrator_that_has_ended_well_comes_back_for_a_trainer_that_has_not(make, backoff_s, ends_s, dies_s):
+@pytest.mark.parametrize("first", ["orchestrator", "trainer"])
+def test_an_orchestrator_that_has_ended_well_comes_back_for_a_trainer_that_has_not(make, first):
     """Also if it ended while the trainer was dead, which it took for finished: the next attempt would wait for a missing process."""
-    run = make(backoff_s=backoff_s)
-    work = f"beat('waiting_for_trainer_end', None, {ends_s})\nstatus('waiting_for_trainer_end')"
-    run.begin(orchestrator=work, trainer=f"beat('training', 9, {dies_s})\nsys.exit(attempt == 1)")
+    run, ends = make(backoff_s=1.5 if first == "trainer" else 0.05), "status('waiting_for_trainer_end')\n"
+    after_death = """until_event('"event":"death","process":"trainer"', 'waiting_for_trainer_end')\n""" if first == "trainer" else ""
+    after_end = "while not os.path.exists(root + '/ended'): beat('training', 9, 0.05)\n" if first == "orchestrator" else ""
+    run.begin(
+        orchestrator=f"{after_death}{ends}open(root + '/ended', 'w')",
+        trainer=f"{after_end}beat('training', 9, 0.3)\nsys.exit(attempt == 1)",
+    )
     run.finish()
     assert (run.run_dir.logs / "orchestrator-2.log").exists()
     assert [event["process"] for event in run.events("death")] == ["trainer"]
 
 
 def test_a_stall_is_told_with_what_everything_waits_for(make, monkeypatch):
-    found = types.SimpleNamespace(bottleneck="the trainer waits for batch 2", lines=["orchestrator: filling"])
+    found = types.SimpleNamespace(bottleneck="the trainer waits for batch 2", all_lines=["orchestrator: filling"])
     monkeypatch.setattr("rl.diagnosis.waits.diagnose", lambda run_dir, config: time.sleep(1.0) or found, raising=False)
     run = make(stall_s=0.5)
     poll, polls = run.supervisor.poll, []
@@ -531,6 +590,15 @@ def test_a_stall_is_told_with_what_everything_waits_for(make, monkeypatch):
     )
     assert run.said == [text, text]
     assert sorted(polls)[-2] < 0.9  # the diagnosis does not run within a poll
+
+
+def test_a_search_for_the_model_that_hangs_is_told_again_and_again(make):
+    run = make(stall_s=0.3)
+    code = PRELUDE + "print('Fetching 12 files:  33%', flush=True); time.sleep(60)"
+    run.supervisor.begin([Role("model", [sys.executable, "-S", "-c", code, "model", str(run.root)], dict(os.environ))])
+    run.until(lambda: len(run.said) == 2)
+    for text in run.said:
+        assert text.startswith("warning: the model is being found or downloaded, for ") and "so far: Fetching 12 files:  33% (log: " in text
 
 
 def test_a_model_that_cannot_be_found_ends_the_run_with_its_last_line_and_a_killed_search_is_repeated(make):

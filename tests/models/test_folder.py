@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import re
@@ -7,12 +8,12 @@ import pytest
 
 from rl.config.run import ModelConfig, RLConfig
 from rl.models import folder as model_folder
-from rl.models.folder import cache_root, longest_sequence, resolve_model, sound_model
+from rl.models.folder import cache_root, longest_sequence, make_once, resolve_model, sound_model
 from rl.models.gguf import gguf_of_package
 from rl.models.renderer import load_renderer
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.digests import HASH
-from rl.run_dir.safetensors import tensor_digests, weights_file
+from rl.run_dir.safetensors import tensor_digests, weights_files
 from rl.system.errors import RunError
 
 SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -42,7 +43,7 @@ def test_a_complete_folder_is_itself(model, monkeypatch):
 
 def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder):
     """One of another run, whose digests lie in it; a model without any is taken as it is."""
-    digests = {"hash": HASH, "tensors": tensor_digests(weights_file(folder))}
+    digests = {"hash": HASH, "tensors": tensor_digests(weights_files(folder)[0])}
     config = RLConfig(name="r", model={"name": str(folder), "max_model_len": 1024}, orchestrator={"environment": [{"id": "e"}]})
     assert sound_model(config) == str(folder)
     (folder / "digests.json").write_text(json.dumps(digests))
@@ -100,6 +101,14 @@ def test_a_damaged_tokenizer_is_told_before_anything_starts(folder, text, fault)
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(RunError, match=f"{folder}/tokenizer.json: {fault}"):
+        resolve_model(ModelConfig(name=str(folder)))
+
+
+def test_a_delta_version_is_no_model(folder):
+    (folder / "delta.json").touch()
+    with pytest.raises(
+        RunError, match=rf"only what differs from the version before; `rl export RUN@{folder.name} --to DIR` makes it whole"
+    ):
         resolve_model(ModelConfig(name=str(folder)))
 
 
@@ -171,6 +180,16 @@ def test_the_converted_model_is_made_once_and_found_without_the_hub(cache, monke
     assert len(made) == 1
     with pytest.raises(RunError, match="the hub is out of reach"):
         resolve_model(ModelConfig(name="some/other"))
+
+
+def test_who_waits_for_another_process_that_makes_a_folder_says_so(tmp_path, monkeypatch, capsys):
+    def flock(_file, how):
+        if how & fcntl.LOCK_NB:
+            raise BlockingIOError
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    made = make_once(tmp_path / "made", lambda folder: (folder / "file").touch())
+    assert (made / "file").exists() and capsys.readouterr().err == f"waiting for another process that is making {made}\n"
 
 
 def test_the_gguf_is_found_without_importing_its_package():

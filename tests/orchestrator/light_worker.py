@@ -34,8 +34,8 @@ def run(tmp_path: Path, monkeypatch, work: Callable[[WorkerPool], Awaitable[T]],
         pool = WorkerPool(tmp_path / "logs")
         try:
             start(pool, monkeypatch, **args)
-            async with asyncio.timeout(100):
-                await pool.sizes(30.0)
+            async with asyncio.timeout(250):
+                await pool.sizes(120.0)
                 return await work(pool)
         finally:
             await pool.close()
@@ -44,8 +44,8 @@ def run(tmp_path: Path, monkeypatch, work: Callable[[WorkerPool], Awaitable[T]],
 
 
 async def work(setup: WorkerSetup) -> None:
-    """Plays each episode for the seconds given by the order's sampling, or by `args.seconds` for each of a group, and sends it at once;
-    with `args.lies` it reports -1 unfinished episodes.
+    """Plays each episode for the seconds given by the order's sampling, and sends it at once; those from number `args.held` on take as long
+    as the file `args.hold` is there. With `args.lies` it reports -1 unfinished episodes.
 
     It dies when asked for a description, or with `args.deaf` never answers. `args.log` gets a line `task episode` for each finished
     episode; the file `args.busy` has its busy share. With `args.address` the reward is the answer of that address, 0 for none, and the
@@ -61,7 +61,9 @@ async def work(setup: WorkerSetup) -> None:
         left = [i for i in range(order.num_episodes) if i not in order.done]
 
         async def episode(i: int) -> None:
-            await asyncio.sleep(args["seconds"][i] if "seconds" in args else order.sampling.get("seconds", 0.0))
+            await asyncio.sleep(order.sampling.get("seconds", 0.0))
+            while i >= args.get("held", i + 1) and Path(args["hold"]).exists():
+                await asyncio.sleep(0.02)
             if order.sampling.get("kills"):
                 os.abort()
             if "log" in args:

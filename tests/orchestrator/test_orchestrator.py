@@ -95,7 +95,7 @@ def test_three_steps_on_policy(tmp_path, model, monkeypatch):
 
     def write_after_batch(builder, step, metrics):
         """Files derived from a batch are written later, when the trainer already has the batch."""
-        had_it.append(answered.wait(2))
+        had_it.append(answered.wait(30))
         answered.clear()
         write(builder, step, metrics)
 
@@ -165,7 +165,7 @@ def test_multi_turn_samples_keep_sampled_ids(tmp_path, model):
 
 
 def test_inference_dies_in_every_phase_and_comes_back_with_any_version(tmp_path, model, monkeypatch):
-    monkeypatch.setattr("rl.orchestrator.orchestrator.SETTLE_EVERY_S", 0.1)
+    monkeypatch.setattr("rl.orchestrator.orchestrator.RECONCILE_EVERY_S", 0.1)
     flags = ["--max_steps", "5", "--max_lag", "1", "--orchestrator.max_off_policy_steps", "2"]
     config = make_config(tmp_path, *flags, "--orchestrator.eval.interval", "2", "--orchestrator.eval.samples", "4")
 

@@ -4,7 +4,8 @@
 
 The kills fall at random times and on random processes, by the seed. A dead `rl` is started again with --resume, all else is its to bring
 back; but a further inference server (`server`, of `--servers N`), which is started again as by hand. With the targets host-train and
-host-serve the run is started by hand on two hosts, which die as a whole (chaos_hosts.py). At the end: exactly once, equal to `rl replay`
+host-serve the run is started by hand on two hosts, which die as a whole (chaos_hosts.py); with machine-0, machine-1, ... and [cluster] it
+is a run on a cluster, whose machines die as a whole and are replaced (chaos_machines.py). At the end: exactly once, equal to `rl replay`
 bit for bit, no orphan, nothing left behind, lag bounds; and a table. Exit code 1 if any of it is broken.
 """
 
@@ -30,6 +31,7 @@ from rl.run_dir.metrics import MetricsReader
 from rl.run_dir.paths import numbered
 from tests.proofs import promises
 from tests.proofs.chaos_hosts import HOSTS, HostRun
+from tests.proofs.chaos_machines import MachinesRun
 from tests.proofs.chaos_run import UP_S, EndedError, Run
 
 TARGETS = ("trainer", "rank", "orchestrator", "worker", "inference", "engine", "server", "rl", "guard", *HOSTS)
@@ -298,7 +300,8 @@ def options_of(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, rest = parser.parse_known_args(args)
     options.targets, options.signals = options.targets.split(","), options.signals.split(",")
     targets = {target.partition(":")[0] for target in options.targets}
-    if unknown := targets - set(TARGETS):
+    options.by_machines = all(target.startswith("machine-") for target in targets)
+    if unknown := targets - set(TARGETS) if not options.by_machines else ():
         parser.error(f"--targets: {', '.join(sorted(unknown))} is none of {', '.join(TARGETS)}")
     options.by_hosts = not targets.isdisjoint(HOSTS)
     if options.by_hosts and (not targets <= set(HOSTS) or options.signals != ["KILL"] or options.servers):
@@ -313,7 +316,10 @@ def main() -> int:
     flags = ["--output_dir", str(folder), "--name", "run"]
     if not any(word in ("--max_steps", "--steps") or word.startswith(("--max_steps=", "--steps=")) for word in rest):
         flags += ["--max_steps", "999999"]  # the schedule ends the run
-    run = HostRun([*rest, *flags], folder) if options.by_hosts else Run([*rest, *flags], folder, options.servers)
+    if options.by_machines:
+        run = MachinesRun([*rest, *flags], folder)
+    else:
+        run = HostRun([*rest, *flags], folder) if options.by_hosts else Run([*rest, *flags], folder, options.servers)
     if (run.config.trainer.ranks or 1) == 1:
         options.targets = [target for target in options.targets if not target.startswith("rank")]
     chaos = Chaos(run, options)

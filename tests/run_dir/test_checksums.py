@@ -68,7 +68,7 @@ FILES = (["a"], "config.json", {"a": 1}, {"..": "00"}, {"": "00"}, {"a/b": "00"}
     [
         *({"iash": HASH, "tensors": {}}, {"hash": 9, "tensors": {}}, {"hash": HASH}, [1], 1),
         *({"hash": HASH, "tensors": {}, "files": files} for files in FILES),
-        *({"hash": HASH, "tensors": tensors} for tensors in (["a"], {"a": 1})),
+        *({"hash": HASH, "tensors": tensors} for tensors in (["a"], {"a": 1}, {"a": ["0"]}, {"a": [[0, 1]]}, {"a": [[0, "1", "00"]]})),
     ],
 )
 def test_what_no_rl_writes_is_damage(tmp_path, content):

@@ -1,4 +1,4 @@
-"""A log keeps its beginning and its end, whatever its process writes."""
+"""A log keeps its beginning and its end, whatever its process writes; and what is read from it."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from rl.run_dir import logs
-from rl.run_dir.logs import last_lines, trim, trim_logs
+from rl.run_dir.logs import killed_rank, last_lines, last_words, trim, trim_logs
 from tests.waiting import until
 
 WRITER = "import itertools, sys\nfor i in itertools.count():\n    print(f'line {i:09d}', flush=True)"
@@ -67,3 +67,29 @@ def test_its_process_goes_on(tmp_path):
     assert numbers[:500] == list(range(500)) and numbers[-1] > 4_000
     assert sum(after < before for before, after in pairwise(numbers)) <= len(cuts)  # lines written at the moment of a cut
     assert b"bytes were cut out here" in log.read_bytes() and b"\0" not in log.read_bytes()
+
+
+REPORT = """
+trainer: rank 0 on a has lost rank 1 on a, training step 3
+W1125 23:19:10.4 26570 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 26575 closing signal SIGTERM
+E1125 23:19:10.5 26570 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 26576)
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 143 (pid: 26575)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 26576)  (SIGKILL)
+"""
+
+
+def test_torchruns_report_names_the_rank_that_a_signal_has_ended_and_is_not_the_last_word(tmp_path):
+    log = tmp_path / "trainer-1.log"
+    log.write_text(REPORT)
+    assert killed_rank(log) == " because SIGKILL ended rank 1"
+    assert last_words(log) == "trainer: rank 0 on a has lost rank 1 on a, training step 3"
+    log.write_text(REPORT.replace("-9 (pid: 26576)  (SIGKILL)", "1 (pid: 26576)"))
+    assert killed_rank(log) == killed_rank(tmp_path / "none") == ""

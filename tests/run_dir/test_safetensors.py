@@ -4,7 +4,7 @@ import pytest
 
 from rl.run_dir.digests import digest
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.safetensors import TensorEntry, read_header, tensor_digests, weights_file
+from rl.run_dir.safetensors import INDEX, TensorEntry, read_header, tensor_digests, weights_files
 
 
 def content(header: object, data: bytes = b"") -> bytes:
@@ -22,12 +22,27 @@ def test_header_and_tensors(tmp_path):
     start = path.stat().st_size - 4
     assert read_header(path) == {"b": TensorEntry("U8", (2,), start + 2, start + 4), "a": TensorEntry("U8", (2,), start, start + 2)}
     assert list(tensor_digests(path).items()) == [("b", digest(b"34")), ("a", digest(b"12"))]
-    assert weights_file(tmp_path) == path
+    assert weights_files(tmp_path) == [path]
     path.write_bytes(content({}))
     assert read_header(path) == {}
     (tmp_path / "y.safetensors").touch()
-    with pytest.raises(CorruptFileError, match=r"has 2 \*\.safetensors files instead of one"):
-        weights_file(tmp_path)
+    with pytest.raises(CorruptFileError, match=r"has 2 \*\.safetensors files instead of one, and no index of them"):
+        weights_files(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}))
+    assert weights_files(tmp_path) == [path, tmp_path / "y.safetensors"]
+    for names, fault in ((["x", "y", "z"], "z.safetensors: missing"), (["x"], "y.safetensors: not in the index")):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {name: f"{name}.safetensors" for name in names}}))
+        with pytest.raises(CorruptFileError, match=fault):
+            weights_files(tmp_path)
+
+
+def test_digests_have_the_slices_of_others(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content({"a": entry(0, 4, (4,))}, b"1234"))
+    cut = [[0, 1, digest(b"1")], [1, 4, digest(b"234")]]
+    assert tensor_digests(path, {"a": cut, "b": cut}) == {"a": cut}
+    for other in ([[0, 1, "x"], [2, 4, "x"]], [[0, 5, "x"]], [[1, 4, "x"]], [], "x"):  # no cuts of four bytes
+        assert tensor_digests(path, {"a": other}) == {"a": digest(b"1234")}
 
 
 @pytest.mark.parametrize(

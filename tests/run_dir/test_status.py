@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from rl.run_dir.lease import LockOwner, hold_role, this_process
+from rl.run_dir import spans
+from rl.run_dir.lease import LockOwner, declare_lost, hold_role, this_process
 from rl.run_dir.status import Phase, RoleStatus, Status, describe, read_json, read_status, write_status
 from rl.system import process_table
 from rl.system.errors import RESTART, RunError
@@ -113,6 +114,34 @@ def test_closing_is_final(tmp_path, monkeypatch):
         status.close()
     time.sleep(0.05)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_process_of_a_machine_that_was_declared_lost_writes_nothing(tmp_path, monkeypatch):
+    """Regression: the heartbeat of one that was frozen replaced the status, so the address, of its successor, and its end deleted it."""
+    monkeypatch.setattr("rl.run_dir.status.HEARTBEAT_S", 0.05)
+    machine, path = tmp_path / "status" / "nodes" / "1.000001.lease", tmp_path / "status" / "x.json"
+    machine.parent.mkdir(parents=True)
+    machine.write_bytes(b"held")
+    monkeypatch.setenv("RL_MACHINE_LEASE", "nodes/1.000001.lease")
+    spans.start(tmp_path / "spans", "x")
+    status = Status(path, "x")
+    status.gauges["requests"] = lambda: 123
+
+    def own_lines():
+        """Statuses that earlier tests have left add their gauges, which are other numbers."""
+        lines = (tmp_path / "spans" / "x.jsonl").read_bytes().splitlines()
+        return [line for line in lines if b'"gauges"' not in line or b'"requests":123' in line]
+
+    until((tmp_path / "spans" / "x.jsonl").exists)
+    declare_lost(machine)
+    time.sleep(0.2)
+    write_status(path, RoleStatus(process="x", address="of its successor"))
+    before = own_lines()
+    status.enter(Phase.TRAINING, 4)
+    time.sleep(0.2)
+    status.close()
+    assert read_status(path).address == "of its successor" and own_lines() == before
+    spans.recorder = None
 
 
 def test_half_a_file_is_no_status(tmp_path):

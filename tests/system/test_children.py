@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.launch.children import FORWARDED_S
+from rl.launch.children import Children
 from rl.launch.guard import Guard
 from rl.run_dir.logs import last_lines, next_log
 from rl.system import process_table
-from rl.system.children import RestartPolicy, start
+from rl.system.children import Child, RestartPolicy, start
 from tests.waiting import alive, until
 
 SLEEP = "import time; time.sleep(60)"
@@ -90,7 +90,7 @@ def test_waiting_has_a_deadline(tmp_path):
     child = start("x", python(SLEEP), dict(os.environ), tmp_path / "x-1.log")
     began = time.monotonic()
     assert (child.wait(0.1), asyncio.run(child.wait_async(0.1))) == (None, None)
-    assert 0.2 <= time.monotonic() - began < 5
+    assert 0.2 <= time.monotonic() - began < 30
     child.signal_group(signal.SIGKILL)
     assert asyncio.run(child.wait_async(20.0)) == -signal.SIGKILL
     assert child.ending() == "was ended by SIGKILL (the kernel does that when memory runs out: see `dmesg`)"
@@ -131,7 +131,8 @@ def driver(tmp_path):
         prelude = (
             f"import os, sys, time, signal\nfrom pathlib import Path\nfrom rl.launch.children import *\ntmp = Path({str(tmp_path)!r})\n"
         )
-        process = subprocess.Popen(python(prelude + code), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(python(prelude + code), stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
         started.append(process)
         return process
 
@@ -156,10 +157,10 @@ nested = "import subprocess as s, sys; s.Popen([sys.executable, '-c', " + repr({
 children.start("a", [sys.executable, "-c", nested], dict(os.environ), tmp)
 while not (tmp / "pids").exists() or len((tmp / "pids").read_text().split()) < 2: time.sleep(0.02)
 began = time.monotonic()
-print(children.stop(deadline_s=0.5), time.monotonic() - began < 3)
+print(children.stop(deadline_s=0.5), time.monotonic() - began < 30)
 """
     parent = driver(code)
-    assert parent.communicate(timeout=20)[0] == "[] True\n"
+    assert parent.communicate(timeout=60)[0] == "[] True\n"
     assert not any(alive(pid) for pid in pids_in(pids, 2))
 
 
@@ -176,7 +177,7 @@ children.stop(deadline_s=0.5)
 print(helper.poll(), [p.pid for p in psutil.Process().children(recursive=True)] == [helper.pid])
 helper.kill()
 """
-    assert driver(code).communicate(timeout=20)[0] == "None True\n"
+    assert driver(code).communicate(timeout=60)[0] == "None True\n"
 
 
 def test_sigkill_of_the_parent_ends_children_and_their_workers(driver, tmp_path):
@@ -195,7 +196,7 @@ time.sleep(60)
     found = pids_in(pids, 3)
     assert all(alive(pid) for pid in found)
     parent.send_signal(signal.SIGKILL)
-    until(lambda: not any(alive(pid) for pid in found), timeout_s=5)
+    until(lambda: not any(alive(pid) for pid in found))
 
 
 def test_a_guard_that_the_system_refuses_is_started_by_a_later_poll(tmp_path, monkeypatch):
@@ -214,6 +215,46 @@ def test_a_guard_that_the_system_refuses_is_started_by_a_later_poll(tmp_path, mo
     guard.poll()
     assert guard.process.poll() is None
     guard.close()
+
+
+def test_a_guard_without_a_pipe_writes_to_no_file_of_others(tmp_path, monkeypatch):
+    """The pipe's number is reused when the next pipe is refused: no descriptor is left."""
+    guard, begin = Guard("none", tmp_path / "none", 1.0), os.pipe
+    guard.process.kill()
+    guard.process.wait()
+
+    def refuse():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", refuse)
+    number = guard.pipe
+    guard.poll()
+    with (tmp_path / "file").open("wb") as opened:
+        file = os.dup2(opened.fileno(), number)
+    guard.watch(Child("one", os.getpid(), tmp_path / "one-1.log"))
+    guard.close()
+    assert os.fstat(file).st_size == 0
+    os.close(file)
+    monkeypatch.setattr(os, "pipe", begin)
+    guard.poll()
+    assert guard.process.poll() is None
+    guard.close()
+
+
+def test_a_start_that_the_system_refuses_leaves_no_descriptor_open(tmp_path, monkeypatch):
+    children = Children()
+
+    def refuse(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("rl.launch.children.start", refuse)
+    counts = []
+    for _ in range(3):
+        with pytest.raises(BlockingIOError):
+            children.start("trainer", ["true"], dict(os.environ), tmp_path, warm=False)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    children.stop()
+    assert counts[1] == counts[2]
 
 
 @pytest.mark.parametrize("phase", ["alone", "second guard"])
@@ -241,7 +282,7 @@ time.sleep(60)
     found = pids_in(pids, 3)
     assert all(alive(pid) for pid in found) and Path(directory).is_dir()
     parent.send_signal(signal.SIGKILL)
-    until(lambda: not any(alive(pid) for pid in [*found, int(guard)]), timeout_s=8)
+    until(lambda: not any(alive(pid) for pid in [*found, int(guard)]))
     assert not Path(directory).exists()
 
 
@@ -261,7 +302,7 @@ names = child.log.read_text().splitlines()[0].split()
 print(len(names), [os.path.exists("/dev/shm/" + name) for name in names])
 children.stop()
 """
-    assert driver(code).communicate(timeout=20)[0] == "2 [False, False]\n"
+    assert driver(code).communicate(timeout=60)[0] == "2 [False, False]\n"
 
 
 def test_markers_tell_runs_and_attempts_apart():
@@ -291,7 +332,14 @@ def test_die_with_parent_ends_a_process_whose_launcher_is_gone_already():
 def test_first_signal_stops_second_kills_at_once(driver, tmp_path):
     pids = tmp_path / "pids"
     code = f"""
+import threading
 children = Children()
+children.forwarded_s = 3600.0
+def end_it():
+    sys.stdin.readline()
+    children.forwarded_s = 0.0
+    print("over", flush=True)
+threading.Thread(target=end_it, daemon=True).start()
 children.stop_on_signals()
 children.start("a", [sys.executable, "-c", {STUBBORN.format(path=str(pids))!r}], dict(os.environ), tmp)
 print(children.directory, children.guard.process.pid, flush=True)
@@ -307,13 +355,40 @@ except Stopped as stop:
     parent.send_signal(signal.SIGINT)
     assert parent.stdout.readline() == "stopping by SIGINT\n"
     parent.send_signal(signal.SIGINT)  # the same one, from `uv run`: see FORWARDED_S
-    time.sleep(FORWARDED_S + 0.1)
+    time.sleep(0.3)
     assert alive(pid) and parent.poll() is None
-    began = time.monotonic()
+    parent.stdin.write("\n")
+    parent.stdin.flush()
+    assert parent.stdout.readline() == "over\n"
     parent.send_signal(signal.SIGINT)
-    assert parent.wait(timeout=10) == 130
-    assert time.monotonic() - began < 5 and not alive(pid)
+    assert parent.wait(timeout=30) == 130  # not after its deadline of 60 s
+    assert not alive(pid)
     assert not Path(directory).exists() and not alive(int(guard))
+
+
+def test_a_signal_while_a_child_is_started_waits_until_the_child_is_known(driver):
+    """Regression: the child that had just been forked was not told to end, and `rl` waited for it until the deadline."""
+    code = """
+from rl.launch import children as launch
+
+children, start = Children(), launch.start
+children.stop_on_signals()
+
+def interrupted(*arguments, **more):
+    child = start(*arguments, **more)
+    signal.raise_signal(signal.SIGTERM)
+    return child
+
+launch.start = interrupted
+try:
+    children.start("a", [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), tmp)
+except Stopped as stop:
+    children.stop_caught()
+    began = time.monotonic()
+    left = children.stop(deadline_s=30)
+    print("stopping by", stop, left, time.monotonic() - began < 15, flush=True)
+"""
+    assert driver(code).stdout.readline() == "stopping by SIGTERM [] True\n"
 
 
 def test_a_signal_that_arrives_in_a_finalizer_is_not_lost(driver):
@@ -344,4 +419,4 @@ time.sleep(1.5)
     assert parent.stdout.readline() == "in\n"
     parent.send_signal(signal.SIGINT)
     printed = parent.stdout.read()  # with Python's report of the exception that it ignored
-    assert printed.endswith("goes on\ncleaned up\nstopping by SIGINT\n") and parent.wait(timeout=10) == 0
+    assert printed.endswith("goes on\ncleaned up\nstopping by SIGINT\n") and parent.wait(timeout=30) == 0

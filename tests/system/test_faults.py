@@ -109,7 +109,7 @@ def test_only_the_named_process_dies_and_only_once(tmp_path):
 
     def run(fault):
         settings = {"RL_FAULT": fault, "RL_FAULT_MARK": str(tmp_path / "mark"), "RL_FAULT_TRACE": str(tmp_path / "trace")}
-        return subprocess.run([sys.executable, tmp_path / "trainer"], env=os.environ | settings, capture_output=True, timeout=30).returncode
+        return subprocess.run([sys.executable, tmp_path / "trainer"], env=os.environ | settings, capture_output=True, timeout=60).returncode
 
     assert run("orchestrator:config.rename:1") == 0
     assert run("trainer:config.rename:2") == 0

@@ -6,28 +6,34 @@ FOLDER holds `plan.json` with a model folder and free ports; the results are wri
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from rl.config.run import RLConfig
+from rl.run_dir import version_files
 from rl.system.errors import RunError
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer
+from rl.trainer.model import policy
 from rl.trainer.model.policy import load_policy, score
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel import world as world_module
 from rl.trainer.parallel.sharding import RowGather
 from rl.trainer.parallel.world import World, check_nodes, start_world
-from rl.trainer.start import TrainContext
 from rl.trainer.store import checkpoint
 from rl.trainer.train import train_step
+from rl.trainer.trainer import TrainContext
 from rl.wire.messages import TrainBatch, VersionSpan
 from tests.trainer.samples import make_batch, make_sample, save_checkpoint
 
@@ -41,6 +47,7 @@ class Layout:
     ranks: int = 1
     dp_replicate: int = 1
     context_parallel: int = 1
+    expert_parallel: int = 1
     micro_batch_tokens: int = 4096
     alone: bool = False
     """Each sample is packed by itself."""
@@ -49,7 +56,9 @@ class Layout:
     checkpointing: str = "none"
     minibatches: int = 1
     epochs: int = 1
-    lora: bool = False
+    replay: str = "off"
+    lora: bool | list[str] = False
+    """Whether adapters are trained; or their targets."""
 
     @property
     def reference(self) -> str:
@@ -57,9 +66,9 @@ class Layout:
         return next(name for name, other in LAYOUTS.items() if other.task == self.task)
 
     @property
-    def task(self) -> tuple[str, str, bool]:
+    def task(self) -> tuple[str, str, bool | list[str], str]:
         """What is trained, however it is divided."""
-        return self.model, self.loss, self.lora
+        return self.model, self.loss, self.lora, self.replay
 
 
 LAYOUTS = {
@@ -76,7 +85,7 @@ LAYOUTS = {
     "context 2, recomputed": Layout(2, context_parallel=2, checkpointing="full"),
 }
 """All against the first."""
-LAYOUTS |= {"one lora": Layout(lora=True), "two lora": Layout(2, micro_batch_tokens=64, lora=True)}
+LAYOUTS |= {"one lora": Layout(lora=True), "hsdp lora": Layout(4, dp_replicate=2, micro_batch_tokens=64, lora=True)}
 for kind in ("gpt2", "gemma3"):  # learned positions; sliding windows shorter than the samples
     LAYOUTS |= {f"one {kind}": Layout(model=kind), f"context 4 {kind}": Layout(4, context_parallel=4, micro_batch_tokens=40, model=kind)}
 several = {"loss": "clip", "minibatches": 3, "epochs": 2}
@@ -100,6 +109,15 @@ def make_batches(alone: bool) -> list[TrainBatch]:
     return batches
 
 
+def give_routes(batch: TrainBatch, layers: int, experts: int) -> None:
+    """Two experts for each token and layer, which depend on the token and its position alone, so that prefixes are shared as before."""
+    for sample in batch.samples:
+        ids = np.array(sample.token_ids)[: np.flatnonzero(sample.loss_mask)[-1]]
+        first = (ids[:, None] + np.arange(len(ids))[:, None] + np.arange(layers)) % experts
+        second = (first + 1 + ids[:, None] % (experts - 1)) % experts
+        sample.routes = np.stack([first, second], axis=-1).astype(np.uint8).tobytes()
+
+
 def make_config(layout: Layout, folder: str) -> RLConfig:
     return RLConfig.model_validate(
         {
@@ -110,12 +128,14 @@ def make_config(layout: Layout, folder: str) -> RLConfig:
                 "micro_batch_tokens": layout.micro_batch_tokens,
                 "minibatches": layout.minibatches,
                 "epochs": layout.epochs,
+                "router_replay": layout.replay,
                 "dp_replicate": layout.dp_replicate,
                 "context_parallel": layout.context_parallel,
+                "expert_parallel": layout.expert_parallel,
                 "loss": {"type": layout.loss},
                 "activation_checkpointing": layout.checkpointing,
                 "optim": {"lr": 1e-3},
-                "lora": layout.lora,
+                "lora": {"targets": layout.lora} if isinstance(layout.lora, list) else layout.lora,
             },
         }
     )
@@ -144,20 +164,22 @@ class Kept:
             self.tensors[f"tokens.{step}.{name}"] = torch.from_numpy(columns[name]).float()
 
 
-def train(layout: Layout, config: RLConfig, world: World) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Metrics of each step; the weights after the last, and the first step's gradient (AdamW's moment is a tenth of it, clipped)."""
+def train(layout: Layout, config: RLConfig, world: World) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], PreTrainedModel]:
+    """Metrics of each step; the weights after the last, and the first step's gradient (AdamW's moment is a tenth of it, clipped); the
+    model."""
     torch.manual_seed(0)
     model = load_policy(config.model.name, config.model, config.trainer, world)
     optimizer = make_optimizer(model, config.trainer.optim)
     metrics, first, kept = [], {}, Kept()
     for batch in make_batches(layout.alone):
+        if layout.replay == "engine":
+            give_routes(batch, layers=2, experts=8)
         packed = prepare(batch, config, world, model.config.get_text_config().hidden_size, layout.minibatches)
         metrics.append(train_step(TrainContext(model, optimizer, config.trainer, world, token_files=kept), packed, 1e-3, Timer()))
         first = first or state(model, optimizer)
     gradients = {name: value for name, value in first.items() if name.startswith("moment.")}
-    return metrics, kept.tensors | gradients | {
-        name: value for name, value in state(model, optimizer).items() if name.startswith("weight.")
-    }
+    weights = {name: value for name, value in state(model, optimizer).items() if name.startswith("weight.")}
+    return metrics, kept.tensors | gradients | weights, model
 
 
 def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -> dict[str, torch.Tensor]:
@@ -165,13 +187,45 @@ def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -
     model = load_policy(config.model.name, config.model, config.trainer, world)
     optimizer = make_optimizer(model, config.trainer.optim)
     if source:
+        read, right = [], version_files.digest_of_file
+        version_files.digest_of_file = lambda path: read.append(path.name) or right(path)
         assert checkpoint.load(*checkpoint.newest_sound(source, world), model, optimizer, world) == 1
+        version_files.digest_of_file = right
+        (target.parent / f"read-{target.name}-{world.rank}.json").write_text(json.dumps(read))
     else:
         batch = make_batches(False)[0]
         packed = prepare(batch, config, world, 64)
         train_step(TrainContext(model, optimizer, config.trainer, world), packed, 1e-3, Timer())
     save_checkpoint(target / "000001", 1, model, optimizer, world)
     return state(model, optimizer)
+
+
+def damaged(source: Path, world: World) -> tuple[int, dict[int, str]]:
+    """What this rank finds where the file of rank 1 is damaged in the newest of two checkpoints."""
+    if world.is_main:
+        shutil.copytree(source / "000001", source / "000002")
+        with (source / "000002" / "__1_0.distcp").open("r+b") as file:
+            file.write(b"no")
+    world.barrier()
+    return checkpoint.find_sound(source, world)
+
+
+def refusal(config: RLConfig, world: World) -> str:
+    """What this rank says where only rank 1 puts other frequencies into the policy."""
+
+    def wrong(model: PreTrainedModel, *_: object) -> None:
+        model.model.rotary_emb.inv_freq *= 1.0 + 0.1 * world.rank
+
+    right, policy.freeze_rope = policy.freeze_rope, wrong
+    os.environ["XDG_CACHE_HOME"] = f"/nowhere/{os.getpid()}"
+    try:
+        load_policy(config.model.name, config.model, config.trainer, world)
+    except RunError as error:
+        return str(error)
+    finally:
+        policy.freeze_rope = right
+        del os.environ["XDG_CACHE_HOME"]
+    return ""
 
 
 def node_faults(world: World, shared: Path) -> list[str]:
@@ -215,26 +269,36 @@ def bytes_kept(config: RLConfig, world: World) -> list[int]:
     return kept
 
 
+def deadlines() -> list[float]:
+    """The deadline of the collectives of each process group that this rank has."""
+    backends = [group._get_backend(torch.device("cpu")) for group in torch.distributed.distributed_c10d._world.pg_map]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+@contextmanager
+def joined(rank: int, ports: Iterator[int], layout: Layout) -> Iterator[World | None]:
+    """The world of a layout's ranks, with one deadline for all of its groups; None for a rank that the layout has no use for."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(layout.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(ports))}
+    if rank >= layout.ranks:
+        yield None
+        return
+    divided = (layout.dp_replicate, layout.context_parallel, layout.expert_parallel)
+    world = start_world(False, 60.0, *divided, start_timeout_s=240.0)  # other ranks may be busy with the layouts before
+    world.set_timeout(61.0)
+    assert all(seconds == 61.0 for seconds in deadlines()), deadlines()
+    yield world
+    torch.distributed.destroy_process_group()
+
+
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     plan = json.loads((folder / "plan.json").read_text())
     torch.set_num_threads(1)
-    ports = iter(plan["ports"])
-
-    @contextmanager
-    def world_of(layout: Layout) -> Iterator[World | None]:
-        """None for a rank that the layout has no use for."""
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(layout.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(ports))}
-        if rank >= layout.ranks:
-            yield None
-            return
-        yield start_world(False, 60.0, layout.dp_replicate, layout.context_parallel, start_timeout_s=60.0)
-        torch.distributed.destroy_process_group()
-
+    world_of = partial(joined, rank, iter(plan["ports"]))
     for name, layout in LAYOUTS.items():
         with world_of(layout) as world:
             if world:
-                metrics, tensors = train(layout, make_config(layout, plan["models"][layout.model]), world)
+                metrics, tensors, _ = train(layout, make_config(layout, plan["models"][layout.model]), world)
                 if world.is_main:
                     (folder / f"{name}.json").write_text(json.dumps(metrics))
                     save_file(tensors, folder / f"{name}.safetensors")
@@ -244,6 +308,7 @@ def main() -> None:
     with world_of(Layout(2)) as world:
         if world:
             (folder / f"nodes-{rank}.json").write_text(json.dumps(node_faults(world, folder / "run")))
+            (folder / f"refusal-{rank}.txt").write_text(refusal(make_config(Layout(2), plan["models"]["llama"]), world))
     source = None
     for name in ("two", "hsdp", "one"):
         layout, target = LAYOUTS[name], folder / "checkpoints" / name
@@ -252,4 +317,6 @@ def main() -> None:
                 tensors = pass_on(make_config(layout, plan["models"]["llama"]), world, source, target)
                 if world.is_main:
                     save_file(tensors, folder / f"passed-{name}.safetensors")
+                if name == "hsdp":
+                    (folder / f"damaged-{rank}.json").write_text(json.dumps(damaged(folder / "checkpoints" / "two", world)))
         source = target

@@ -74,6 +74,11 @@ def dppo(s: Sequence, low: float, high: float, delta: float, tau: float) -> Resu
     return surrogate + tau * log_r**2, np.where(beyond, 0.0, surrogate) + 2 * tau * log_r
 
 
+def dro(s: Sequence, beta: float) -> Result:
+    log_r = s.trainer - s.sampler
+    return beta / 2 * log_r**2 - s.advantages * s.trainer, beta * log_r - s.advantages
+
+
 def decoupled(s: Sequence, loss: Callable[[Sequence], Result], truncate: float, geometric: bool = False) -> Result:
     """https://arxiv.org/abs/2110.00641 with a truncated weight: the loss as if the old policy had sampled, times old / sampler."""
     weight = np.exp(s.old) / np.exp(s.sampler)

@@ -39,7 +39,7 @@ def make_run(root, model_folder, world, dtype="bfloat16", **trainer):
         if step in (2, 4):
             save_checkpoint(config.run_dir.checkpoint(step), step, model, optimizer, world)
         if step in (2, 3):
-            version = versions.snapshot(model, model_folder, DTYPES[dtype], {}, world)
+            version = versions.snapshot(model, model_folder, DTYPES[dtype], {})
             version.write_record(config.run_dir.digests(step))
             version.write(config.run_dir.weights(step))
     return config.run_dir, model

@@ -4,10 +4,9 @@ import errno
 import os
 import re
 import shutil
-import socket
+import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -18,22 +17,33 @@ from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.config.trainer import OptimConfig
 from rl.records.run import Run
+from rl.run_dir.checksums import verify_version
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, read_status
-from rl.system.errors import DAMAGED, GIVE_UP
+from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
+from tests.ports import free_ports
 from tests.trainer.samples import assert_alike, make_batch, run_config
 from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.zygote import Forked, trainer_zygote
 
 STEPS = 5
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rl.trainer.main"]
+
+
+def test_a_gpu_that_is_not_there_ends_it_without_another_start(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        rl.trainer.main.uses_gpus(RLConfig(name="r", trainer={"gpus": 1}, orchestrator={"environment": [{"id": "e"}]}))
+    assert ended.value.code == WRONG_SETTINGS
 
 
 @pytest.mark.parametrize("given", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -84,13 +94,8 @@ def wait_for(processes: list[Forked], code: int) -> str:
 
 def ranks_of(count: int) -> list[dict[str, str]]:
     """What torchrun puts into the environment of each rank; nothing for one that is alone."""
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": str(count)}
     return [world | {"RANK": str(rank)} for rank in range(count)] if count > 1 else [{}]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +182,27 @@ def test_two_ranks_equal_one(straight, tied_folder, world, tmp_path):
     assert all((weight.full_tensor() == ours[name]).all() for name, weight in model.named_parameters())
 
 
+def test_a_rank_that_is_killed_while_it_writes_leaves_no_version(straight, tied_folder, tmp_path):
+    """The other one ends at once, and the next start makes the version that was begun."""
+    config = make_config(tmp_path, tied_folder)
+    command, faults = f"@{config.run_dir.config}", ("", "trainer:weights.saved:2")
+    with StubOrchestrator(config.run_dir, batches()):
+        ranks = [
+            trainer_zygote().fork("trainer", command, log=tmp_path / f"log-{fault}", env=os.environ | env, fault=fault)
+            for env, fault in zip(ranks_of(2), faults, strict=True)
+        ]
+        try:
+            assert ranks[1].wait(120) == -signal.SIGKILL and ranks[0].wait(60) not in (None, 0)
+        finally:
+            ranks[0].kill()
+        assert list(numbered(config.run_dir.weights_dir)) == [1]
+        run_trainer(config, ranks=2)
+    assert_alike(config.run_dir, straight[0], STEPS)
+    for version in range(1, STEPS + 1):
+        verify_version(config.run_dir.weights(version))
+    assert not [path for path in config.run_dir.weights_dir.iterdir() if path.name.startswith(".")]
+
+
 def test_nothing_waits_for_itself_when_each_batch_needs_the_version_before(straight, tied_folder, tmp_path):
     config = make_config(tmp_path, tied_folder)
     orchestrator = StubOrchestrator(config.run_dir, batches(3))
@@ -254,7 +280,7 @@ def test_a_disk_that_fails_ends_it_without_another_start(tied_folder, tmp_path, 
     def fail(_, *said):
         raise SystemExit(said)
 
-    for name, stub in {"run": run, "fail": fail, "leave": id, "exit_on_sigterm": list}.items():
+    for name, stub in {"run": run, "fail": fail, "leave": id, "start_to_watch": list}.items():
         monkeypatch.setattr(rl.trainer.main, name, stub)
     monkeypatch.setattr(sys, "argv", ["trainer", "@", str(config.run_dir.config)])
     with pytest.raises(SystemExit) as end:
@@ -298,15 +324,6 @@ def test_faults_end_it_at_once_with_a_remedy(tmp_path, tied_folder):
     lock = hold_role(config.run_dir.lock("trainer"))
     assert "trainer of this run is already running" in run_trainer(config, 1, "tests.trainer.test_main:wait_briefly")
     lock.close()
-
-
-def test_sigterm_ends_it_with_143(tmp_path, tied_folder):
-    config = make_config(tmp_path, tied_folder)
-    process = start_trainer(config)
-    while not config.run_dir.status("trainer").exists():
-        time.sleep(0.05)
-    process.terminate()
-    assert process.wait(timeout=30) == 143
 
 
 def test_fake_data_measures_the_trainer_alone(tied_folder, tmp_path):

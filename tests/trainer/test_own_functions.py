@@ -12,8 +12,8 @@ from rl.trainer.data.minibatches import sample_weights
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
-from rl.trainer.start import TrainContext
 from rl.trainer.train import train_step
+from rl.trainer.trainer import TrainContext
 from tests.orchestrator.test_orchestrator import lines, play
 from tests.trainer.samples import pack_alone
 

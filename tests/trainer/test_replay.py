@@ -22,6 +22,7 @@ from rl.system.errors import RunError
 from rl.trainer.determinism import ARITHMETIC, differing_conditions
 from rl.trainer.replay import FOUND, compare, open_log
 from rl.trainer.start import start
+from rl.trainer.store.ranks import Ranks
 from rl.trainer.train import train
 from rl.wire.batch_file import decode_batch, write_batch
 from tests.trainer.samples import make_batch, run_config
@@ -179,13 +180,13 @@ def test_damage_is_told_from_difference(recorded, world, tmp_path):
     """A flipped bit of the weights, of their digests, and of the record."""
     config, *_ = recorded
     digests = read_digests(config.run_dir.digests(STEPS))["tensors"]
-    version = SimpleNamespace(named={}, made_by={}, digests=digests)
+    version = SimpleNamespace(image=SimpleNamespace(tensors=[]), made_by={}, digests_like=lambda _: digests)
     first = next(iter(digests))
 
     def found(name, change):
         run_dir = copy_of(config.run_dir, tmp_path / name)
         change(run_dir)
-        return compare(run_dir, STEPS, version)
+        return compare(run_dir, STEPS, version, Ranks())
 
     def flip(run_dir):
         path = next(run_dir.weights(STEPS).glob("*.safetensors"))

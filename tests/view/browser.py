@@ -30,7 +30,7 @@ class Tab:
         """Requests that are on their way."""
         self.context.on("page", self.watch)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(30_000)
         self.page.goto(links[-1])
         self.page.wait_for_selector(".runs tbody tr")
         self.base = self.page.url.partition("#")[0].rstrip("/")
@@ -46,21 +46,21 @@ class Tab:
     def go(self, where: str) -> None:
         self.page.goto(f"{self.base}/{where}")
 
-    def until(self, expression: str, seconds: float = 10.0) -> None:
+    def until(self, expression: str, seconds: float = 30.0) -> None:
         """Waits until an expression is true. Playwright's own way to do so is forbidden by the page's policy."""
         deadline = time.monotonic() + seconds
         while not self.page.evaluate(expression):
             assert time.monotonic() < deadline, f"{expression} is not true at {self.page.url}: {self.page.inner_text('main')[:500]}"
             self.page.wait_for_timeout(20)
 
-    def until_answered(self, part: str, seconds: float = 10.0) -> None:
+    def until_answered(self, part: str, seconds: float = 30.0) -> None:
         """Waits until no request whose address contains this is on its way."""
         deadline = time.monotonic() + seconds
         while [asked.url for asked in self.asked if part in asked.url]:
             assert time.monotonic() < deadline, f"requests of {part} are not answered"
             self.page.wait_for_timeout(20)
 
-    def text(self, selector: str, seconds: float = 5.0) -> str:
+    def text(self, selector: str, seconds: float = 30.0) -> str:
         """The text of the first such element, as soon as it has any: an element is there before its data."""
         self.page.wait_for_selector(selector)
         deadline = time.monotonic() + seconds

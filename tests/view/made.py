@@ -11,6 +11,7 @@ from tokenizers.models import WordLevel
 
 from rl.run_dir.events import Event, append_event
 from rl.run_dir.metrics import MetricsLog
+from rl.run_dir.nodes import Nodes, NodeStatus, World
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Span, Start
 from rl.run_dir.token_log import CLIPPED, write_token_log
@@ -39,6 +40,23 @@ def make_runs(place: Path) -> Path:
     write_numbers(second, [0.1, 0.2, 0.25, 0.3])
     (second.status_dir).mkdir(exist_ok=True)
     return place
+
+
+def make_cluster_run(root: Path) -> RunDir:
+    """A run whose machines are lost, two of three: their names are markup."""
+    run_dir = make_run(root, cluster={"nodes": 3})
+    write_numbers(run_dir, [0.1, 0.2])
+    nodes, now = Nodes(run_dir), time.time()
+    about = {"address": "", "port": 0, "gpus": 8, "software": "", "config": "", "lease": 1, "pid": 1, "started": now - 7200}
+    for index, roles in ((0, ["trainer", "leader"]), (1, ["inference"])):
+        place, ranks = f"elsewhere-{index}", 8 if index == 0 else 0
+        status = NodeStatus(index=index, host=f"<b>host{index}", roles=roles, ranks=ranks, place=place, heartbeat=now - 600, **about)
+        nodes.write(nodes.status_path(index), status)
+    nodes.write(nodes.world_path, World(generation=0, nodes=[0], leases=[1], ranks=[8]))
+    run_dir.logs.mkdir(exist_ok=True)
+    for name in ("rl-1", "trainer-node0-1", "trainer-node1-1"):
+        (run_dir.logs / f"{name}.log").write_text(f"of {name}\n")
+    return run_dir
 
 
 def write_numbers(run_dir: RunDir, rewards: list[float]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from rl.launch.children import Children
 from rl.run_dir.events import Event, append_event
+from rl.run_dir.nodes import Nodes, NodeStatus
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, write_status
 from rl.system.errors import RunError
@@ -71,11 +72,14 @@ def test_no_place_and_no_name_of_a_machine_leaves_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(socket, "gethostname", lambda: "lab-pc")
     run_dir = RunDir(make_runs(output_dir) / "first", output_dir / "first" / "weights")
-    elsewhere = f"{output_dir}/first/a.py {home}/b.py /scratch/bob/env/c.py on lab-pc and node17, see https://example.org/a/b/c, 3/4/5"
+    elsewhere = f"{output_dir}/first/a.py {home}/b.py /scratch/bob/env/c.py on lab-pc, c23 and node17, see https://example.org/a/b/c, 3/4/5"
     elsewhere += ", file:///scratch/bob/d.py, PATH=/opt/e:/scratch/bob/f http://[::1]:80/a/b"
     (run_dir.logs / "inference-node17-8000-1.log").write_text(f"{elsewhere}\n")
     status = RoleStatus(process="inference-node17-8000", pid=1, host="node17", heartbeat=time.time(), phase=Phase.SERVING)
     write_status(run_dir.status("inference-node17-8000"), status)
+    about = {"address": "", "port": 1, "roles": [], "ranks": 1, "gpus": 0, "software": "", "config": "", "lease": 1, "pid": 1, "place": ""}
+    machine = NodeStatus(index=0, host="c23", started=0.0, heartbeat=0.0, **about)
+    Nodes(run_dir).write(Nodes(run_dir).status_path(0), machine)
     append_event(run_dir.events, Event(time=time.time(), event="death", process="trainer", step=3, reason=f"in {elsewhere}"))
     said = group(99, [0.0, 1.0], text=f"node17 is a word, /usr/lib/x.so a file, {home}/x is not")
     said.rollouts[0].error = f"OSError: {elsewhere}"
@@ -83,9 +87,9 @@ def test_no_place_and_no_name_of_a_machine_leaves_it(tmp_path, monkeypatch):
     for name in ("x.html", "x.json"):
         assert view([str(run_dir.root), "--export", str(tmp_path / name)], Children()) == 0
         text = (tmp_path / name).read_text().replace("node17 is a word", "")
-        for place in (str(tmp_path), "lovelace", "/scratch", "bob", "lab-pc", "node17"):
+        for place in (str(tmp_path), "lovelace", "/scratch", "bob", "lab-pc", "c23", "node17"):
             assert place not in text, (name, place)
-        assert "first/a.py ~/b.py .../c.py on HOST and HOST, see https://example.org/a/b/c, 3/4/5" in text
+        assert "first/a.py ~/b.py .../c.py on HOST, HOST and HOST, see https://example.org/a/b/c, 3/4/5" in text
         assert "3/4/5, file://.../d.py, PATH=.../e:.../f http://[::1]:80/a/b" in text
     content = recorded(tmp_path / "x.html")
     assert "first/logs/trainer-1.log" in content["health"]["bottleneck"] + str(content["health"]["findings"])

@@ -13,7 +13,8 @@ from rl.run_dir.events import Event, append_event
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Span, Start
 from rl.view.library import Library
-from rl.view.responses import Query, RunRow
+from rl.view.queries import Query
+from rl.view.responses import RunRow
 from rl.view.rollouts import Wanted
 from rl.view.routes import CurveParameters, Handlers, OfRun, OfRuns, TimelineParameters
 from rl.view.tokens import piece

@@ -24,7 +24,7 @@ from rl.wire.rollouts import Group
 from tests.records import made
 from tests.view.browser import Tab
 from tests.view.browser import browser as browser
-from tests.view.made import HOSTILE, STEPS, make_runs, write_numbers
+from tests.view.made import HOSTILE, STEPS, make_cluster_run, make_runs, write_numbers
 from tests.view.serving import serving
 
 PAGES = {
@@ -328,6 +328,7 @@ def test_rollouts_are_filtered_walked_through_and_opened_in_another_window(tab):
     assert "why=no_signal" in other.url and "at=41" in other.url
     tab.page.keyboard.press("?")
     assert "next and previous rollout" in tab.text("dialog")
+    assert "1 \u2013 6\nRuns, Curves, Rollouts, Tasks, Timeline, Health\n" in tab.text("dialog")
     tab.page.keyboard.press("Escape")
     tab.page.keyboard.press("5")
     assert "trainer" in tab.text(".lanes")
@@ -356,6 +357,25 @@ def test_hostile_text_is_shown_as_it_is(tab):
     assert "<img src=x onerror=window.hacked=1>" in tab.text(".chart .title")
     tab.go("#/health?run=first&process=trainer")
     assert "<script>window.hacked = 1</script>" in tab.text(".log pre span")
+
+
+def test_a_table_shows_the_machines_of_a_cluster(tab, place):
+    make_cluster_run(place / "third")
+    try:
+        tab.go("#/health?run=third")
+        rows = [text.split() for text in tab.page.locator("table.machines tr").all_inner_texts()] if tab.text("table.machines td") else []
+        assert (
+            rows[1][:3] == ["0", "lost", "trains"]
+            and "<b>host0" in rows[1]
+            and "10" in rows[1]
+            and rows[3] == ["2", "not", "there", "serves"]
+        )
+        tab.page.locator("table.machines a", has_text="trainer-node0").click()
+        assert tab.text(".log pre span") == "of trainer-node0-1"
+        assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    finally:
+        shutil.rmtree(place / "third")
+        tab.go("#/runs")
 
 
 def test_dots_stay_at_their_version_and_are_chosen_by_keys(tab, place):
@@ -439,6 +459,21 @@ def test_a_live_run_moves_by_itself(tab, place):
     tab.until("[...document.querySelectorAll('.runs tr')].some((row) => row.innerText.includes('second') && row.innerText.includes('5/9'))")
 
 
+def test_the_mean_beside_a_group_is_of_the_agent_that_is_shown(browser, tmp_path):
+    """Regression: it was over all agents, whose rewards credit does not compare."""
+    files = made.make_run(tmp_path / "x")
+    files.status_dir.mkdir()
+    rollouts = [made.rollout(reward, episode=i // 2, agent=("solver", "rival")[i % 2]) for i, reward in enumerate((0.0, 6.0, 1.0, 8.0))]
+    some = credit_group(Group(group_id=10, env="sums", task=0, rollouts=rollouts), made.RULES["sums"])
+    made.write_step(files, 1, [some])
+    with serving(tmp_path) as links:
+        tab = Tab(browser, links)
+        for at, mean in (("10/0", "solver 0.500"), ("10/1", "rival 7.000")):
+            tab.go(f"#/rollouts?run=x&at={at}")
+            assert tab.text("nav.group span") == f"group 10, mean of {mean}"
+        tab.close()
+
+
 def test_an_exported_list_has_the_order_of_the_servers(tab, tmp_path):
     """By every sort, in both directions, page by page: equal ones and those without a value included."""
     files = made.make_run(tmp_path / "x")
@@ -490,7 +525,7 @@ def test_an_exported_task_has_the_means_of_the_whole_run(browser, place, tmp_pat
         made.write_step(RunDir(place / "first", place / "first/weights"), version + 1, [group])
     write_page(library, file, 475_000)
     page = browser.new_context(offline=True).new_page()
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(30_000)
     page.goto(f"{file.as_uri()}#/tasks?run=first&env=sums&task=7&step={STEPS}")
     page.wait_for_selector(".dots")
     said = page.locator(".detail").inner_text()
@@ -507,7 +542,7 @@ def test_an_exported_page_needs_neither_server_nor_network(browser, place, tmp_p
     assert view([str(place / "first"), "--export", str(file)], Children()) == 0
     context, faults = browser.new_context(offline=True), list[str]()
     page = context.new_page()
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(30_000)
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda said: said.type in ("error", "warning") and faults.append(said.text))
     page.on("request", lambda request: not request.url.startswith(("file:", "data:")) and faults.append(request.url))

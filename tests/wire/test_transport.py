@@ -4,7 +4,7 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class Server:
         self.up = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()))
         self.thread.start()
-        assert self.up.wait(10)
+        assert self.up.wait(30)
 
     async def serve(self) -> None:
         self.server = server = TrainerServer("127.0.0.1", 0, self.token)
@@ -92,22 +92,30 @@ def serve(tmp_path):
 class Client(OrchestratorClient):
     """A client that blocks from its first request on, and records the waits it reports: (phase, step, detail)."""
 
-    def __init__(self, status: Path, timeout_s: float):
+    def __init__(self, status: Path, timeout_s: float, enough: Callable[[list[tuple]], object] | None):
         super().__init__(RunDir(status.parent.parent, status.parent.parent / "weights"))
-        self.timeout_s, self.waits = timeout_s, []
+        self.timeout_s, self.waits, self.enough = timeout_s, [], enough
 
     def get_batch(self, step: int) -> bytes | RunEnded:
         with Wait(self.timeout_s, lambda *what: self.waits.append(what)) as wait:
+            if self.enough:
+                wait.left_s = lambda: 0.0 if self.enough(self.waits) else 60.0
             return super().get_batch(step, wait)
 
 
-def client(tmp_path, timeout_s: float = 10.0) -> tuple[Client, list[tuple]]:
-    trainer = Client(tmp_path / "status" / "orchestrator.json", timeout_s)
+def client(tmp_path, timeout_s: float = 60.0, enough: Callable[[list[tuple]], object] | None = None) -> tuple[Client, list[tuple]]:
+    """`enough`: whether it has waited until the deadline, given its waits; by default by the clock."""
+    trainer = Client(tmp_path / "status" / "orchestrator.json", timeout_s, enough)
     return trainer, trainer.waits
 
 
+def said(text: str) -> Callable[[list[tuple]], bool]:
+    """Whether the client has said that as what it waits for."""
+    return lambda waits: any(text in detail for _, _, detail in waits)
+
+
 @contextmanager
-def impostor(tmp_path: Path, answers: list[list[bytes]]) -> Iterator[None]:
+def impostor(tmp_path: Path, answers: Iterable[list[bytes]]) -> Iterator[None]:
     """Something with the run's token answers in place of the orchestrator, each request with the next of `answers`, a list of frames."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.linger, socket.curve_server = 0, True
@@ -115,15 +123,22 @@ def impostor(tmp_path: Path, answers: list[list[bytes]]) -> Iterator[None]:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=f"curve://127.0.0.1:{port}"))
 
+        over = threading.Event()
+
         def answer() -> None:
-            for frames in answers:
-                peer, _request = socket.recv_multipart()
-                socket.send_multipart([peer, *frames])
+            left = iter(answers)
+            while not over.is_set():
+                if socket.poll(50):
+                    peer, _request = socket.recv_multipart()
+                    socket.send_multipart([peer, *next(left)])
 
         answering = threading.Thread(target=answer)
         answering.start()
-        yield
-        answering.join()
+        try:
+            yield
+        finally:
+            over.set()
+            answering.join()
 
 
 BATCH = encode_record(b"a batch")
@@ -144,11 +159,11 @@ def filling(step: int) -> NotReady:
 def test_not_ready_then_the_batch(serve, tmp_path):
     replies = iter([NotReady(RoleStatus(phase=Phase.LOADING_ENVIRONMENTS)), filling(5), ready(tmp_path, 5)])
     server = serve(lambda _request: next(replies))
-    trainer, said = client(tmp_path)
+    trainer, waits = client(tmp_path)
     assert trainer.get_batch(5) == BATCH
     assert server.seen == [GetBatch(5)] * 3
     details = ("the orchestrator to come up", "loading environments", "filling batch 5")
-    assert said == [(Phase.WAITING_FOR_BATCH, 5, detail) for detail in details]
+    assert waits == [(Phase.WAITING_FOR_BATCH, 5, detail) for detail in details]
 
 
 @pytest.fixture
@@ -176,19 +191,25 @@ def test_a_file_that_is_not_seen_is_a_deadline_that_names_the_remedy(serve, tmp_
     if there is not None:
         (tmp_path / "batches" / "000001.batch").write_bytes(there)
     server = serve(lambda _request: batch_head(written))
-    trainer, said = client(tmp_path, timeout_s=1.0)
+    trainer, waits = client(tmp_path, 1.0, lambda waits: len(server.seen) >= 2 and waits[-1][2].endswith("visible"))
     with pytest.raises(RunError, match=r"waited 1 s for .*000001\.batch, .* become visible: output_dir must be on .* all nodes share"):
         trainer.get_batch(1)
-    assert len(server.seen) >= 2 and said[-1][2] == f"{tmp_path}/batches/000001.batch to become visible"
+    assert waits[-1][2] == f"{tmp_path}/batches/000001.batch to become visible"
 
 
 def test_a_file_that_comes_into_view_later_is_read(serve, tmp_path, written):
     (tmp_path / "batches").mkdir()
     serve(lambda _request: batch_head(written))
-    trainer, said = client(tmp_path)
-    threading.Timer(0.3, lambda: (tmp_path / "batches" / "000001.batch").write_bytes(written.read_bytes())).start()
+    trainer, waits = client(tmp_path)
+
+    def write_late() -> None:
+        until(lambda: waits and waits[-1][2].endswith("000001.batch to become visible"))
+        (tmp_path / "batches" / "000001.batch").write_bytes(written.read_bytes())
+
+    writing = threading.Thread(target=write_late)
+    writing.start()
     assert trainer.get_batch(1) == written.read_bytes()
-    assert said[-1][2].endswith("000001.batch to become visible")
+    writing.join()
 
 
 def test_a_batch_that_is_damaged_is_named(serve, tmp_path, monkeypatch):
@@ -206,12 +227,11 @@ def test_a_batch_that_is_damaged_is_named(serve, tmp_path, monkeypatch):
         batch_head(path)
 
 
-def test_an_orchestrator_of_an_older_version_is_named(tmp_path, monkeypatch):
+def test_an_orchestrator_of_an_older_version_is_named(tmp_path):
     """It sends the batch itself."""
-    monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.2)
-    trainer, _ = client(tmp_path, timeout_s=0.5)
+    trainer, _ = client(tmp_path, enough=said("BatchBytes"))
     with (
-        impostor(tmp_path, [[msgspec.msgpack.encode({"type": "BatchBytes", "data": b"x"})]]),
+        impostor(tmp_path, [[msgspec.msgpack.encode({"type": "BatchBytes", "data": b"x"})]] * 2),
         pytest.raises(RunError, match=r"BatchBytes.*is it this run's orchestrator, of the same version of rl\?"),
     ):
         trainer.get_batch(1)
@@ -237,7 +257,7 @@ def test_a_server_that_comes_back_on_another_port(serve, tmp_path, monkeypatch):
         time.sleep(0.01)
     first.stop()
     second = serve(lambda _request: ready(tmp_path))
-    asking.join(10)
+    asking.join(60)
     assert second.address != first.address and result == [BATCH]
 
 
@@ -246,12 +266,12 @@ def test_the_deadline_says_who_waited_for_what(serve, tmp_path):
     (tmp_path / "logs").mkdir()
     for attempt in (9, 10):
         (tmp_path / "logs" / f"orchestrator-{attempt}.log").write_text(f"attempt {attempt}\nits last line\n")
-    trainer, _ = client(tmp_path, timeout_s=0.5)
+    trainer, _ = client(tmp_path, 0.5, said("filling batch 7"))
     with pytest.raises(RunError) as error:
         trainer.get_batch(7)
     assert error.value.exit_code == RESTART
-    said = re.sub(r"\d\d:\d\d:\d\d", "TIME", str(error.value)).replace("1 s ago", "0 s ago")
-    assert said.splitlines() == [
+    text = re.sub(r"\d+ s ago", "0 s ago", re.sub(r"\d\d:\d\d:\d\d", "TIME", str(error.value)))
+    assert text.splitlines() == [
         "waited 0 s for batch 7 (filling batch 7), first asked at TIME. The orchestrator: last heartbeat 0 s ago: filling batch 1; "
         f"the end of {tmp_path}/logs/orchestrator-10.log:",
         "  | attempt 10",
@@ -267,8 +287,8 @@ def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_
 
     server = serve(answer)
     trainer = OrchestratorClient(RunDir(tmp_path, tmp_path / "weights"))
-    said: list[tuple] = []
-    wait, failed = Wait(0.3, lambda *what: said.append(what)), threading.Event()
+    waits: list[tuple] = []
+    wait, failed = Wait(0.3, lambda *what: waits.append(what)), threading.Event()
 
     def ask() -> None:
         with pytest.raises(RunError, match=r"waited 0 s for batch 7 \(filling batch 7\)"):
@@ -276,20 +296,40 @@ def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_
         failed.set()
 
     threading.Thread(target=ask).start()
-    assert not failed.wait(1.0) and said == [] and len(server.seen) > 1
+    until(lambda: len(server.seen) > 1)
+    assert not failed.wait(0.6) and waits == []
     with wait:
-        assert said[0] == (Phase.WAITING_FOR_BATCH, 7, "filling batch 7")
+        assert waits[0] == (Phase.WAITING_FOR_BATCH, 7, "filling batch 7")
         began = time.monotonic()
-        assert failed.wait(10) and time.monotonic() - began > 0.2
+        assert failed.wait(30) and time.monotonic() - began > 0.2
+
+
+def test_who_gives_up_waits_for_no_answer(serve, tmp_path):
+    server = serve(lambda _request: None)  # never answers
+    leaves = threading.Event()
+    trainer = OrchestratorClient(RunDir(tmp_path, tmp_path / "weights"), leaves.is_set)
+    wait, given_up = Wait(60, lambda *_: None), []
+    version = WeightVersion(3, "/weights/000003")
+    for ask in (lambda: trainer.get_batch(7, wait), lambda: trainer.published(version, wait), lambda: trainer.probe(3, 60) or None):
+        threading.Thread(target=lambda ask=ask: given_up.append(ask())).start()
+    while len(server.seen) < 3:
+        time.sleep(0.01)
+    assert not given_up
+    leaves.set()
+    began = time.monotonic()
+    while len(given_up) < 3:
+        assert time.monotonic() - began < 30, "0.7 s, or more on a machine that is busy"
+        time.sleep(0.01)
+    assert given_up == [None, None, None]
 
 
 def test_an_orchestrator_that_never_was(tmp_path):
-    trainer, said = client(tmp_path, timeout_s=0.3)
+    trainer, waits = client(tmp_path, timeout_s=0.3)
     with pytest.raises(
         RunError, match=r"waited 0 s for batch 1 \(the orchestrator to come up\), .*The orchestrator: it has no status file"
     ):
         trainer.get_batch(1)
-    assert set(said) == {(Phase.WAITING_FOR_BATCH, 1, "the orchestrator to come up")}
+    assert set(waits) == {(Phase.WAITING_FOR_BATCH, 1, "the orchestrator to come up")}
 
 
 def test_garbage_is_dropped_and_counted(serve, tmp_path, caplog):
@@ -319,16 +359,22 @@ def test_garbage_is_dropped_and_counted(serve, tmp_path, caplog):
 
 def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
     """Whatever answers in place of the orchestrator, the trainer keeps asking."""
-    monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.5)
     acknowledged = msgspec.msgpack.encode(Acknowledged(1))
     answers = [[b"garbage"], [b""], [b"a", b"b"], [b"\x91" * 100_000], [acknowledged], [acknowledged, b""], [b"x" * 2000]]
     answers.append([msgspec.msgpack.encode(ready(tmp_path))])
     monkeypatch.setattr("rl.wire.transport.MAX_REPLY_BYTES", 1000)  # the last reply but one closes the connection
-    trainer, said = client(tmp_path)
-    with impostor(tmp_path, answers):
+    trainer, waits = client(tmp_path)
+
+    def one_by_one() -> Iterator[list[bytes]]:
+        """Only those that do not arrive are not waited for. What is set before an answer is sent applies to the next request."""
+        for answer, following in zip(answers, [*answers[1:], [b""]], strict=True):
+            monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.5 if len(following[0]) > 1000 else 60.0)
+            yield answer
+
+    with impostor(tmp_path, one_by_one()):
         assert trainer.get_batch(1) == BATCH
     assert trainer.rejected.count == 5  # 100000 bytes and 2000 were too many
-    assert all(any(text in detail for _, _, detail in said) for text in ("a Acknowledged in reply to a GetBatch", "2 frames"))
+    assert all(any(text in detail for _, _, detail in waits) for text in ("a Acknowledged in reply to a GetBatch", "2 frames"))
 
 
 @pytest.mark.parametrize(
@@ -338,7 +384,7 @@ def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
 def test_a_status_file_with_an_address_that_is_none(tmp_path, address, why):
     write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=address))
     run_token(tmp_path / "status")
-    trainer, _ = client(tmp_path, timeout_s=0.3)
+    trainer, _ = client(tmp_path, enough=said(why))
     with pytest.raises(RunError, match=why):
         trainer.get_batch(1)
 
@@ -350,12 +396,14 @@ def test_with_a_token_only_who_has_it_is_answered(serve, tmp_path, monkeypatch):
     monkeypatch.delenv("RL_TOKEN", raising=False)
     server = serve(lambda _request: ready(tmp_path), TOKEN)
     assert server.address.startswith("curve://127.0.0.1:")
-    trainer, _ = client(tmp_path, timeout_s=0.6)
+    trainer, waits = client(tmp_path, enough=said("RL_TOKEN"))
     with pytest.raises(RunError, match=r"curve://\S+ requires the run's token, but this process has none: set RL_TOKEN to the same"):
         trainer.get_batch(1)
+    waits.clear()
     monkeypatch.setenv("RL_TOKEN", TOKEN.upper())
     with pytest.raises(RunError, match=r"curve://\S+ rejects this process's token: set RL_TOKEN to the same value"):
         trainer.get_batch(1)
+    waits.clear()
     monkeypatch.setenv("RL_TOKEN", "too short")
     with pytest.raises(RunError, match="RL_TOKEN must be 16 to 256 printable characters"):
         trainer.get_batch(1)

@@ -193,6 +193,12 @@ def test_an_environment_that_is_too_slow_for_its_batches_is_named_once_a_minute(
     assert said.startswith("environment e: 2 of its groups were stale for this batch, 2 were used. Its rollouts take longer than orch")
 
 
+def test_on_policy_the_warning_does_not_blame_a_setting_that_is_not_used(caplog):
+    GroupWarnings([].append).stale(Counter(e=2), Counter(e=1), 0)
+    (said,) = caplog.messages
+    assert "With max_lag = 0 a batch has tokens of the newest version only" in said and "max_off_policy_steps" not in said
+
+
 def test_a_length_penalty_gives_equal_rewards_a_signal_and_leaves_the_reward_alone():
     rules = Rules(RlooConfig(length_penalty=0.5))
     rollouts = [rollout(1.0, tokens=tokens, episode=i) for i, tokens in enumerate((4, 2, 0))]
@@ -247,6 +253,21 @@ def test_without_a_group_baseline_rewards_that_stay_the_same_are_silent():
     assert history.without_signal == [("e", 1.0)] * 6 and history.is_solved()
     history.add(group(3, 0.0, 0.0, rules=rules))  # equal to each other, but not to earlier rewards
     assert history.without_signal == []
+
+
+def test_patience_is_counted_in_episodes_like_the_batch():
+    """Regression: rollouts were counted, so that with two trained agents a run ended after half of the batches that it should wait for."""
+    agents = [rollout(1.0, episode=i // 2, agent=agent) for i, agent in enumerate(("solver", "rival") * 2)]
+    history = RewardHistory()
+    history.add(credit_group(Group(group_id=0, env="e", task=0, rollouts=agents), Rules()))
+    assert (len(history.without_signal), history.episodes) == (4, 2)
+    history = msgspec.msgpack.decode(msgspec.msgpack.encode(history), type=RewardHistory)
+    history.add(group(1, 1.0, 1.0, 1.0))
+    assert (len(history.without_signal), history.episodes) == (7, 5)
+    history.add(group(2, 0.0, 1.0))
+    assert (history.without_signal, history.episodes) == ([], 0)
+    older = {"silent": [["e", 1.0]] * 3, "ranges": {"e": [1.0, 1.0]}}  # written before episodes were counted
+    assert msgspec.convert(older, RewardHistory).episodes == 3
 
 
 @pytest.mark.parametrize("reward", [1.0, 1.8])

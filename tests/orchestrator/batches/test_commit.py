@@ -53,7 +53,7 @@ def no_threads(monkeypatch):
         return function(*args)
 
     monkeypatch.setattr("asyncio.to_thread", at_once)
-    monkeypatch.setattr("rl.orchestrator.batches.batch_builder.beside", at_once)
+    monkeypatch.setattr("rl.orchestrator.batches.batch_builder.in_thread", at_once)
 
 
 def now(work):
@@ -188,15 +188,15 @@ def test_the_first_failures_and_the_loss_of_an_environment_are_for_the_user(tmp_
     now(one.builder.restore())
     bad = Group(group_id=0, env="a", task=0, rollouts=[Rollout(episode=i, error=f"no {i}\nmore", cause="reward") for i in range(2)])
     now(one.builder.add([bad, msgspec.structs.replace(bad, group_id=1)]))
-    one.quarantine("only evaluated", "it died")
-    one.quarantine("b", "its workers died")
+    one.lose_env("only evaluated", "it died")
+    one.lose_env("b", "its workers died")
     assert one.status.warned == {
         ("failed", "a"): "environment a: 2 of 2 rollouts of a group failed for good (reward): no 0",
-        ("lost", "only evaluated"): "environment only evaluated is left out until the next start: it died",
-        ("lost", "b"): "environment b is left out until the next start, its share goes to the others: its workers died",
+        ("lost", "only evaluated"): "environment only evaluated is lost until the next start: it died",
+        ("lost", "b"): "environment b is lost until the next start, its share goes to the others: its workers died",
     }
     with pytest.raises(RunError, match="environment a cannot be played: it died, too"):
-        one.quarantine("a", "it died, too")
+        one.lose_env("a", "it died, too")
 
 
 def test_a_batch_that_waited_for_a_lost_environment_is_made_without_it(tmp_path):
@@ -214,7 +214,7 @@ def test_a_batch_that_waited_for_a_lost_environment_is_made_without_it(tmp_path)
     async def loop() -> None:
         taking = asyncio.create_task(one.take_in())
         one.played += groups
-        for told in (lambda: None, lambda: one.quarantine("b", "it died")):
+        for told in (lambda: None, lambda: one.lose_env("b", "it died")):
             told()
             await one.progress.notify()
             for _ in range(9):

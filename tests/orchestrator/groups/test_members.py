@@ -18,12 +18,12 @@ from rl.run_dir.status import Status
 from rl.wire.batch_file import decode_batch
 from rl.wire.rollouts import Group, Members, Rollout
 from rl.wire.worker_messages import FromWorker, PlayGroup
+from tests import steady
 from tests.orchestrator import light_worker
 from tests.orchestrator.made import turn
 from tests.orchestrator.stub_inference import StubInference
 from tests.orchestrator.test_loop_lag import builder
-
-SECONDS = [0.0, 0.0, 3.0, 3.0]
+from tests.waiting import alive
 
 
 class SlowLast:
@@ -51,7 +51,7 @@ def sent(env, order):
     worker = SimpleNamespace(setup=SimpleNamespace(retries=0), env=env, plays={})
     worker.play_once = lambda *args: Worker.play_once(worker, *args)
     worker.play_with_retries = lambda *args: Worker.play_with_retries(worker, *args)
-    asyncio.run(Worker.play(worker, order, SimpleNamespace(send=send)))
+    steady.run(Worker.play(worker, order, SimpleNamespace(send=send)))
     return messages
 
 
@@ -73,10 +73,14 @@ def test_a_worker_that_dies_leaves_its_finished_members(tmp_path, monkeypatch):
         playing = asyncio.create_task(pool.play("light", "train", 7, 4, {}, 0, [Rollout(episode=1, reward=9.0)], kept.append))
         while not kept:
             await asyncio.sleep(0.02)
-        os.kill(pool.workers["light-0"].child.pid, signal.SIGKILL)
+        os.kill(pid := pool.workers["light-0"].child.pid, signal.SIGKILL)
+        while alive(pid):
+            await asyncio.sleep(0.02)
+        hold.unlink()
         return await playing, kept, pool.num_started
 
-    args = {"seconds": [0.0, 0.0, 1.0, 1.0], "log": str(tmp_path / "log")}
+    (hold := tmp_path / "hold").touch()
+    args = {"held": 2, "hold": str(hold), "log": str(tmp_path / "log")}
     rollouts, kept, started = light_worker.run(tmp_path, monkeypatch, work, **args)
     assert started == 2 and [(rollout.episode, rollout.reward) for rollout in rollouts] == [(0, 7.0), (1, 9.0), (2, 9.0), (3, 10.0)]
     assert sorted((tmp_path / "log").read_text().split("\n")[:-1]) == ["7 0", "7 2", "7 3"]
@@ -85,8 +89,9 @@ def test_a_worker_that_dies_leaves_its_finished_members(tmp_path, monkeypatch):
 
 def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(tmp_path, model, monkeypatch):
     monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", light_worker.BOOTSTRAP)
-    log = tmp_path / "log"
-    env = f'{{id = "say-digit", python = "{sys.executable}", args = {{seconds = {SECONDS}, log = "{log}"}}}}'
+    log, hold = tmp_path / "log", tmp_path / "hold"
+    hold.touch()
+    env = f'{{id = "say-digit", python = "{sys.executable}", args = {{held = 2, hold = "{hold}", log = "{log}"}}}}'
     flags = ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment", env, "--max_steps", "1", "--max_lag", "0"]
     flags += ["--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8"]  # the stub server takes no more
     config = build(parse_args([*flags, "--orchestrator.batch_size", "8", "--orchestrator.group_size", "4"]))
@@ -96,7 +101,7 @@ def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(tmp_path,
         async with StubInference(model, config.run_dir.status("inference")):
             runner = asyncio.create_task(run(config, status, str(model), {}))
             try:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(120):
                     while not until():
                         await asyncio.sleep(0.02)
                         assert not runner.done() or runner.result()
@@ -114,6 +119,7 @@ def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(tmp_path,
     asyncio.run(life(lambda: len(members()) == 4))
     before = log.read_text().split("\n")[:-1]
     assert len(before) == 4 and {line.split()[1] for line in before} == {"0", "1"}
+    hold.unlink()
     asyncio.run(life(lambda: config.run_dir.newest_batch() == 1))
     played = log.read_text().split("\n")[:-1]
     tasks = {line.split()[0] for line in before}

@@ -1,6 +1,7 @@
 """A run's policy on several servers: a slow, dead, late or wrong one delays no other, and gets no request that it may not answer."""
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -18,6 +19,7 @@ from rl.wire import inference_client
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import Expected, InferenceLostError, InferenceServers
 from rl.wire.worker_messages import ServerSet
+from tests import steady
 from tests.stub_server import StubServer
 
 
@@ -68,7 +70,7 @@ def in_world(folder, work):
             stack.push_async_callback(world.servers.close)
             return await work(world)
 
-    return asyncio.run(main())
+    return steady.run(main())
 
 
 def test_a_slow_or_dead_server_delays_no_load_and_joins_when_it_has_caught_up(tmp_path):
@@ -228,6 +230,8 @@ def test_the_version_that_a_killed_server_was_reading_is_kept_for_a_minute_by_ou
     monkeypatch.setattr(served_policy, "CLAIM_S", 0.2)
 
     async def work(world):
+        world.policy.staleness.clock = time.monotonic
+
         def beat(time_there):
             status = RoleStatus(phase=Phase.LOADING_MODEL, policy_version=2, heartbeat=time_there)
             write_status(world.run_dir.status("inference-c-1"), status)
@@ -269,6 +273,30 @@ def test_a_late_load_of_an_older_version_that_fails_is_no_refusal_of_the_newer_o
             await world.policy.reconcile()
             await asyncio.sleep(0.05)
         assert not any("left out" in line for line in caplog.messages) and quick.loads == [3, 4]
+
+    in_world(tmp_path, work)
+
+
+def test_a_server_that_does_not_see_the_folder_yet_is_asked_again_until_the_deadline(tmp_path, monkeypatch):
+    """A stale listing of a network file system: the folder exists here."""
+
+    async def work(world):
+        await world.add("inference")
+        await world.policy.start()
+        monkeypatch.setattr(served_policy, "RETRY_S", 0.01)
+        load, refusals = world.servers.load, iter(range(3))
+
+        async def load_unseen(url, version):
+            if next(refusals, None) is not None:
+                raise RefusedError(404, "weights_gone: no such directory")
+            return await load(url, version)
+
+        world.servers.load = load_unseen
+        await world.load(4)
+        assert world.policy.loaded == 4 and next(refusals, None) is None
+        refusals, world.servers.timeout_s = itertools.repeat(0), 0.2
+        with pytest.raises(InferenceLostError, match=r"no such directory; .*000005 exists on this host: share output_dir"):
+            await world.load(5)
 
     in_world(tmp_path, work)
 

@@ -42,7 +42,7 @@ def test_a_trainer_on_a_host_with_another_clock_lives_as_long_as_its_heart_beats
     until(requests.trainer_has_ended)
 
 
-def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path):
+def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeypatch):
     """A batch of millions of tokens is not decoded whole: that would block the event loop from any thread."""
     progress, asked = Progress(9), []
     run_dir = RunDir(tmp_path, tmp_path / "weights")
@@ -62,3 +62,11 @@ def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path):
     asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
     assert asked == [([group], {"max_tokens": 32, "temperature": 1.0}) for group in (7, 3, 8, 5)]
     assert [sample.token_ids for sample in answers[0].samples] == [[group, 6] for group in (7, 3, 8, 5)]
+
+    async def hang(*_):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(trainer_requests, "PROBE_S", 0.1)
+    policy.servers.generate = hang
+    asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
+    assert answers[1].samples == []

@@ -97,8 +97,8 @@ def test_a_lost_environment_leaves_the_groups_that_are_played_to_their_batch():
     """Issuing one again would train it twice."""
     parked = []
     admission = Admission.__new__(Admission)
-    admission.source = SimpleNamespace(quarantine=lambda env, refs: parked.extend(refs))
+    admission.source = SimpleNamespace(lose_env=lambda env, refs: parked.extend(refs))
     refs = [TaskRef(group_id, env, 3) for group_id, env in enumerate("aab")]
     admission.in_flight = {ref.group_id: InFlight(ref, 4, 0, 0.0, None) for ref in refs}
-    admission.quarantine("a", [SimpleNamespace(group_id=0)])
+    admission.lose_env("a", [SimpleNamespace(group_id=0)])
     assert parked == [refs[1]] and list(admission.in_flight) == [0, 2]

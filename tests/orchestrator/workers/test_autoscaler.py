@@ -57,7 +57,8 @@ def test_workers_come_and_go_with_the_load(tmp_path, monkeypatch):
 
         await until(3)
         plays = [asyncio.create_task(workers.play("light", "train", task, 1, {"seconds": 0.6}, 0)) for task in range(9)]
-        await asyncio.sleep(0.2)
+        while sum(one.num_plays for one in workers.workers.values()) < len(plays):
+            await asyncio.sleep(0)
         spread = sorted(one.num_plays for one in workers.workers.values())
         busy.write_text("0.1")
         rewards = [(await play)[0].reward for play in plays]

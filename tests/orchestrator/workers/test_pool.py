@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -13,9 +14,10 @@ import psutil
 import pytest
 
 from rl.orchestrator.workers.pool import EnvLostError, WorkerPool
+from rl.orchestrator.workers.worker_launcher import WorkerLauncher
 from rl.run_dir.spans import DECODER, Span
 from rl.system import process_table
-from rl.system.errors import RunError
+from rl.system.errors import RESTART, RunError
 from rl.wire.worker_messages import PolicySpec
 from tests.interpreters import worker_python
 from tests.orchestrator.made import worker_setup
@@ -79,7 +81,7 @@ def test_only_the_guilty_task_is_lost(tmp_path, model, monkeypatch):
                 assert {rollout.cause for rollout in group} == {"worker"} and "died 2 times" in group[0].error
             else:
                 assert [(rollout.error, rollout.reward) for rollout in group] == [(None, float(task))] * 2
-        assert deadly or seconds < 12  # the others did not wait for those that died
+        assert deadly or seconds < results["sleep"][1]  # the others did not wait for those that died, here of two silences of 8 s
     assert "blocked the event loop" in results["sleep"][0][1][0].error
     assert "GiB (orchestrator.worker_memory_gib = 1.5)" in results["memory"][0][1][0].error
     assert deaths == 3 * 2
@@ -188,6 +190,16 @@ def test_a_virtual_environment_of_its_own(tmp_path, model):
     (rollout,), description = run(tmp_path, model, work, ("own", {}, str(venv / "bin" / "python")))
     assert (rollout.error, rollout.reward, rollout.metrics["in_own_venv"]) == (None, 3.0, 1.0)
     assert len(description.tasks) == 2 and "SingleTurnEnv" in description.about["kind"]
+
+
+def test_a_refused_start_of_a_worker_is_tried_again_and_does_not_blame_its_interpreter(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.start", refuse)
+    with pytest.raises(RunError, match="cannot be started now: Resource temporarily unavailable; make room") as caught:
+        WorkerLauncher().start(worker_setup(), tmp_path / "setup", tmp_path / "log", "", warm=False)
+    assert caught.value.exit_code == RESTART
 
 
 def test_an_interpreter_that_is_not_there_or_lacks_packages(tmp_path, model):

@@ -28,8 +28,12 @@ def packed(batch, *, ranks=1, rank=0, max_tokens=4096):
 def test_literal_tree_of_the_docstring():
     (row,) = packed(batch_of(make_sample([A], [B, C]), make_sample([A], [B, D, E]))).micro_batches
     assert row.input_ids.tolist() == [A, B, D] and row.position_ids.tolist() == [0, 1, 2] and row.subtree_ends.tolist() == [3, 3, 3]
-    assert row.predictors.tolist() == [0, 1, 2] and row.rows.tolist() == [0, 0, 1, 1, 2] and row.targets.tolist() == [B, B, C, D, E]
-    assert row.sequences.tolist() == [0, 1, 0, 1, 1] and row.places.tolist() == [0, 2, 1, 3, 4] and row.weights.tolist() == [1, 2, 1, 2, 2]
+    assert row.predictors.tolist() == [0, 1, 2] and row.predictor_of.tolist() == [0, 0, 1, 1, 2] and row.targets.tolist() == [B, B, C, D, E]
+    assert (
+        row.sequences.tolist() == [0, 1, 0, 1, 1]
+        and row.token_index.tolist() == [0, 2, 1, 3, 4]
+        and row.weights.tolist() == [1, 2, 1, 2, 2]
+    )
 
 
 def test_branches_of_multi_turn_rollouts_share_their_history():
@@ -95,12 +99,12 @@ def packed_tokens(row) -> list[tuple]:
     """The same out of a micro batch: what comes before a token is what its predictor sees."""
     found = []
     for n in range(len(row.targets)):
-        predictor = int(row.predictors[row.rows[n]])
+        predictor = int(row.predictors[row.predictor_of[n]])
         seen = [j for j in range(predictor + 1) if predictor < row.subtree_ends[j]]
         assert [int(row.position_ids[j]) for j in seen] == list(range(len(seen)))
         place = int(row.sequences[n])
         teacher = None if row.teacher_logprobs is None or row.teacher_logprobs[n].isnan() else row.teacher_logprobs[n].numpy()[()]
-        values = [x.numpy()[()] for x in (row.logprobs[n], row.advantages[n], row.weights[n], row.temperatures[row.rows[n]])]
+        values = [x.numpy()[()] for x in (row.logprobs[n], row.advantages[n], row.weights[n], row.temperatures[row.predictor_of[n]])]
         context = tuple(row.input_ids[seen].tolist())
         found.append((place, context, int(row.targets[n]), *values, int(row.envs[n]), bool(row.fresh[n]), teacher))
     return found
@@ -118,7 +122,9 @@ def test_every_loss_token_is_there_once_behind_its_own_tokens(rng, ranks, max_to
     longest = max(len(s.token_ids) for s in batch.samples)
     for row in rows:
         assert len(row.input_ids) <= max(max_tokens, longest)
-        assert row.predictors.tolist() == sorted(set(row.predictors.tolist())) and row.rows.tolist() == sorted(row.rows.tolist())
+        assert row.predictors.tolist() == sorted(set(row.predictors.tolist())) and row.predictor_of.tolist() == sorted(
+            row.predictor_of.tolist()
+        )
         assert len(row.predictors) == len(row.temperatures) >= 1
     assert sum(len(result.micro_batches[0].targets) > 0 for result in results) == min(ranks, len(sort_samples(batch).items))
 

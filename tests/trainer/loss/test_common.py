@@ -63,7 +63,7 @@ def run(inputs, config):
 
 def literals(config, trainer, sampler, advantages):
     terms, gradient = run(inputs_of(trainer, sampler, advantages), config)
-    return terms.loss.tolist(), gradient.tolist(), terms.masked.tolist()
+    return terms.loss.tolist(), gradient.tolist(), terms.without_gradient.tolist()
 
 
 # Literal numbers. The sampler's log-probability is -2 throughout, so that -2 + x is a ratio of e^x. ---------------------------
@@ -75,7 +75,7 @@ def test_policy_gradient_literals():
     terms, gradient = run(inputs_of(trainer, sampler, advantages), loss_config())
     assert terms.loss.tolist() == pytest.approx([1.0, 1.6487213 * 1.5, -2.0, 0, 0])
     assert gradient.tolist() == pytest.approx([-0.5, -1.6487213, 2.0, 0, 0])
-    assert terms.masked.tolist() == [False, False, False, True, True]
+    assert terms.without_gradient.tolist() == [False, False, False, True, True]
     assert terms.ratio.tolist() == pytest.approx([1, E**0.5, E, E**3, E**-3])
     assert terms.kl.tolist() == pytest.approx([0, E**0.5 - 1.5, E - 2, E**3 - 4, E**-3 + 2], rel=1e-6)  # r - 1 - log r
 
@@ -95,14 +95,14 @@ def test_decoupled_literals():
     inputs = inputs_of(trainer, [-2.0] * 3, [1, 1, -1], old_logprobs=old)
     terms, gradient = run(inputs, loss_config("clip"))
     assert terms.loss.tolist() == pytest.approx([-weights[0] * E**0.1, -weights[1] * 1.28, 2 * E])
-    assert gradient.tolist() == pytest.approx([-weights[0] * E**0.1, 0, 2 * E]) and terms.masked.tolist() == [False, True, False]
+    assert gradient.tolist() == pytest.approx([-weights[0] * E**0.1, 0, 2 * E]) and terms.without_gradient.tolist() == [False, True, False]
     assert terms.ratio.tolist() == pytest.approx([E**0.6, 1, E**2]) and terms.kl.tolist() == pytest.approx(
         [E**0.5 - 1.5, 1 / E, E - 2], rel=1e-5
     )
     assert terms.update_kl.tolist() == pytest.approx([E**0.1 - 1.1, E - 2, E - 2], rel=1e-4)
     # masks act on o / q: here on the second token alone, whose r is 1
     terms, gradient = run(inputs_of(trainer, [-2.0] * 3, [1, 1, -1], old_logprobs=old), loss_config("clip", token_mask=[0.5, 5]))
-    assert terms.masked.tolist() == [False, True, False] and terms.loss.tolist()[1] == 0
+    assert terms.without_gradient.tolist() == [False, True, False] and terms.loss.tolist()[1] == 0
 
 
 def test_dppo_literals():
@@ -129,10 +129,10 @@ def test_masked_tokens_have_no_term_and_clipped_ones_keep_kl_and_entropy():
     more = {"reference_logprobs": [-1.0], "entropies": [0.5]}
     extra = {"kl_coefficient": 1.0, "entropy_coefficient": 1.0}
     terms, gradient = run(inputs_of([-1.0], [-2.0], [1.0], **more), loss_config(**extra, token_mask=[0.5, 2.0]))
-    assert terms.loss.tolist() == [0] == gradient.tolist() and terms.masked.all()
+    assert terms.loss.tolist() == [0] == gradient.tolist() and terms.without_gradient.all()
     terms, gradient = run(inputs_of([-1.5], [-2.0], [1.0], **more), loss_config("clip", **extra))
     assert terms.loss.tolist() == pytest.approx([-1.28 + E**0.5 - 1.5 - 0.5]) and gradient.tolist() == pytest.approx([1 - E**0.5])
-    assert terms.masked.all()
+    assert terms.without_gradient.all()
 
 
 # The papers' formulas -------------------------------------------------------------------------------------------------------
@@ -167,6 +167,7 @@ OWN = {
     "cispo": (loss_config("cispo", clip_low=0.9, clip_high=1.5), lambda s: formulas.cispo(s, 0.9, 1.5)),
     "gspo": (loss_config("gspo", clip_low=0.1, clip_high=0.2), lambda s: formulas.gspo(s, 0.1, 0.2, 3.0)),
     "dppo": (loss_config("dppo", mask_high=0.1, kl_tau=1e-3), lambda s: formulas.dppo(s, 0.2, 0.1, 20.0, 1e-3)),
+    "dro": (loss_config("dro", beta=0.3), lambda s: formulas.dro(s, 0.3)),
     "cross_entropy": (loss_config("cross_entropy"), lambda s: formulas.cross_entropy(s)),
 }
 
@@ -183,8 +184,8 @@ def test_losses_equal_the_papers(name, spread):
         values, slopes = zip(*map(formula, sequences), strict=True)
         np.testing.assert_allclose(terms.loss.detach().numpy(), np.concatenate(values), rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-9, atol=1e-12)
-        if name != "dppo":  # whose squared log ratio has a gradient where the rest has none
-            assert np.array_equal(terms.masked.numpy(), (np.concatenate(slopes) == 0) & (advantages != 0))
+        if name not in ("dppo", "dro"):  # whose squared log ratio has a gradient where the rest has none
+            assert np.array_equal(terms.without_gradient.numpy(), (np.concatenate(slopes) == 0) & (advantages != 0))
         single = inputs_of(*(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS)
         assert torch.allclose(compute_loss(single, config, loss_function(config)).loss.double(), terms.loss, rtol=3e-5, atol=1e-5)
 
@@ -285,7 +286,7 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name):
     advantages = [0.5, 0.5, -2.0]
     terms, gradient = run(inputs_of([-1.0, -2.0, -0.5], [-1.0, -2.0, -0.5], advantages, [2, 1]), replace_config(EVERY[name], kl_tau=0.0))
     assert gradient.tolist() == pytest.approx([-a for a in advantages]) and terms.ratio.tolist() == [1.0] * 3
-    assert not terms.masked.any() and terms.kl.tolist() == [0.0] * 3
+    assert not terms.without_gradient.any() and terms.kl.tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -293,7 +294,7 @@ def test_bounds_belong_to_what_is_kept(name):
     """A ratio of exactly 1 under a mask that keeps 1 alone."""
     config = replace_config(EVERY[name], token_mask=(1.0, 1.0), sequence_mask=(1.0, 1.0), geometric_mask=(1.0, 1.0))
     terms, gradient = run(inputs_of([-1.0, -2.0], [-1.0, -2.0], [1.0, 1.0]), config)
-    assert not terms.masked.any() and gradient.tolist() == [-1.0, -1.0]
+    assert not terms.without_gradient.any() and gradient.tolist() == [-1.0, -1.0]
 
 
 @pytest.mark.parametrize("kind", ["clip", "gspo"])
@@ -302,7 +303,7 @@ def test_a_ratio_on_the_bound_of_a_clip_has_its_gradient(kind):
     for trainer, sampler, advantage, ratio in ((half, 0.0, -1.0, 0.5), (0.0, half, 1.0, 2.0)):
         inputs = inputs_of([trainer], [sampler], [advantage], dtype=torch.float64)
         terms, gradient = run(inputs, loss_config(kind, clip_low=0.5, clip_high=1.0))
-        assert terms.ratio.item() == ratio and gradient.item() == -advantage * ratio and not terms.masked.any()
+        assert terms.ratio.item() == ratio and gradient.item() == -advantage * ratio and not terms.without_gradient.any()
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -325,7 +326,7 @@ def test_tokens_of_a_sequence_on_two_ranks(name, several):
         totals = iter([a + b for a, b in zip(*sent, strict=True)])
         mine, slope = run(replace(part, sequence_sum=lambda _, totals=totals: next(totals)), EVERY[name])
         assert torch.allclose(mine.loss, terms.loss[rank::2], rtol=1e-12) and torch.allclose(slope, gradient[rank::2], rtol=1e-12)
-        assert torch.equal(mine.masked, terms.masked[rank::2])
+        assert torch.equal(mine.without_gradient, terms.without_gradient[rank::2])
 
 
 def sums_of(part, config):

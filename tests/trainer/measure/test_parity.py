@@ -55,10 +55,11 @@ class FakeClient:
     """Answers a probe with samples whose log-probabilities are the model's own, off by `error`."""
 
     def __init__(self, samples):
-        self.samples, self.asked = samples, []
+        self.samples, self.asked, self.waits = samples, [], []
 
     def probe(self, version, timeout_s):
         self.asked.append(version)
+        self.waits.append(timeout_s)
         return self.samples
 
 
@@ -82,7 +83,7 @@ def watch_of(error, tied_folder, world, strict):
     config = RLConfig(model=ModelConfig(name=str(tied_folder), dtype="float32"), trainer=TrainerConfig())
     model = load_policy(str(tied_folder), config.model, config.trainer, world)
     watch = ParityWatch(LIMITS["float32"], strict, FakeClient(probe_samples(model, config, world, error)))
-    return watch, lambda: watch.at_checkpoint(4, model, pack_alone, world)
+    return watch, lambda *asks: watch.at_checkpoint(4, model, pack_alone, world, *asks)
 
 
 def test_a_probe_is_asked_only_where_no_batch_had_fresh_tokens(tied_folder, world):
@@ -95,8 +96,10 @@ def test_a_probe_is_asked_only_where_no_batch_had_fresh_tokens(tied_folder, worl
     assert found["parity/max"] < 1e-5
     samples, watch.client.samples = watch.client.samples, []
     assert [at_checkpoint() for _ in range(2)] == [{"parity/unjudged": 1.0}, {"parity/unjudged": 2.0}]  # nothing said so
+    assert at_checkpoint(False) == {"parity/unjudged": 3.0} and len(watch.client.asked) == 3, "of the last version nothing is asked"
     watch.client.samples = samples
     assert at_checkpoint()["parity/agrees"] == 1.0 and "parity/unjudged" not in at_checkpoint()
+    assert watch.client.waits == [15, 15, 30, 60, 60], "models that take longer to load are compared at a later checkpoint"
 
 
 def test_a_disagreement_is_told_or_ends_the_run(tied_folder, world):

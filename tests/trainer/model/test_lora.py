@@ -14,6 +14,7 @@ from rl.config.run import ModelConfig
 from rl.config.trainer import LoraConfig, OptimConfig, TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import ConfigError, RunError
+from rl.trainer.export import Origin, load
 from rl.trainer.model import lora
 from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
@@ -49,7 +50,7 @@ def logits_of(model):
 
 
 def publish(model, path, base, world, dtype="float32"):
-    version = versions.snapshot(model, base, DTYPES[dtype], {}, world)
+    version = versions.snapshot(model, base, DTYPES[dtype], {})
     assert version.in_memory is None
     version.write(path)
     return path
@@ -139,12 +140,41 @@ def test_fused_experts_are_refused_or_left_out_loudly(capsys):
     sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 50, "num_experts_per_tok": 2}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
     with pytest.raises(
-        RunError, match=r"gate_up_proj holds all experts.*choose from k_proj, o_proj, q_proj, v_proj, or train the whole model"
+        RunError, match=r"gate_up_proj holds all experts.*choose from experts, k_proj, o_proj, q_proj, v_proj, or train the whole model"
     ):
         lora.add_adapters(model, LoraConfig(targets=["gate_up_proj"]))
     lora.add_adapters(model, LoraConfig())
-    assert "down_proj, gate_up_proj hold all experts of a layer in one parameter and stay frozen" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "down_proj, gate_up_proj hold all experts of a layer in one parameter and stay frozen" in said
+    assert said.endswith('; "experts" in trainer.lora.targets trains them\n')
     assert {name.split(".")[4] for name in lora.trainable(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_with_adapters_are_peft_s(family, tmp_path, world):
+    """Matrices that are stored either way round, with biases and without: values, gradients, what is merged and what is served."""
+    base = make_tiny_model(tmp_path / "base", CONFIGS[family] | {"initializer_range": 0.05, "output_router_logits": False})
+    model, optimizer = adapted(base, world, targets=["experts"])
+    for _ in range(3):
+        toy_step(model, optimizer)
+    assert {name.rpartition(".lora_")[0].partition(".mlp.")[2] for name in lora.trainable(model)} == {"experts", "experts.base_layer"}
+    folder = publish(model, tmp_path / "000003", base, world)
+    theirs = PeftModel.from_pretrained(plain(base), folder, is_trainable=True)
+    ours, logits = logits_of(model), logits_of(theirs)
+    assert torch.allclose(ours, logits, rtol=0, atol=1e-5) and (ours - logits_of(plain(base))).abs().max() > 0.1
+    for each in (model, theirs):
+        each(input_ids=IDS).logits.square().mean().backward()
+    expected = {lora.name_in_file(name): p.grad for name, p in theirs.base_model.model.named_parameters() if p.grad is not None}
+    for name, parameter in lora.trainable(model).items():
+        wanted = expected.pop(lora.name_in_file(name))
+        assert (whole(parameter.grad) - wanted).norm() <= 1e-5 * wanted.norm(), name
+    assert not expected
+    with lora.without_adapters(model):
+        assert torch.equal(logits_of(model), logits_of(plain(base)))
+    exported = load(Origin(base, LoraConfig(rank=RANK, targets=["experts"]), version=folder), torch.float32)
+    lora.merge_adapters(exported)
+    assert torch.allclose(logits_of(exported), logits, rtol=0, atol=1e-5)
+    assert exported.state_dict().keys() == plain(base).state_dict().keys()
 
 
 def test_routers_that_do_more_than_their_product_have_no_adapter(tmp_path, world):

@@ -17,9 +17,9 @@ from rl.trainer.measure.performance import Timer
 from rl.trainer.model.modes import layer_windows
 from rl.trainer.model.policy import change_layers, load_policy, score
 from rl.trainer.optim import make_optimizer
-from rl.trainer.start import TrainContext
 from rl.trainer.store import versions
 from rl.trainer.train import train_step
+from rl.trainer.trainer import TrainContext
 from rl.wire.messages import TrainBatch
 from tests.bounds import OPERATIONS, rounding
 from tests.families import CONFIGS
@@ -45,7 +45,7 @@ def backward(model, world, batch, max_tokens=4096):
         scores = score(model, row, world, entropy_gradient=True)
         (row.advantages * scores.logprobs + ENTROPY * scores.entropies).sum().backward()
         for n, place in enumerate(row.sequences.tolist()):
-            depth = int(row.position_ids[row.predictors[row.rows[n]]])
+            depth = int(row.position_ids[row.predictors[row.predictor_of[n]]])
             scored[place, depth + 1] = (scores.logprobs[n].item(), scores.entropies[n].item())
     gradients = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -164,7 +164,7 @@ def test_own_logprobs_give_ratio_one(model_folder, world):
 
 def test_published_weights_load_in_transformers(model_folder, world, tmp_path):
     model = policy(model_folder, world)
-    version = versions.snapshot(model, model_folder, torch.float32, {}, world)
+    version = versions.snapshot(model, model_folder, torch.float32, {})
     version.write(tmp_path / "000001")
     with opened(version.in_memory) as image:  # what servers of this host read before the folder is there
         assert tensor_digests(image) == tensor_digests(tmp_path / "000001" / "model.safetensors") == version.digests

@@ -12,8 +12,8 @@ from rl.trainer.measure.performance import Timer
 from rl.trainer.model.policy import load_policy, score
 from rl.trainer.model.reference import load_reference, reference_logprobs
 from rl.trainer.optim import make_optimizer
-from rl.trainer.start import TrainContext
 from rl.trainer.train import train_step
+from rl.trainer.trainer import TrainContext
 from tests.trainer.samples import make_batch, pack_alone
 
 

@@ -1,6 +1,9 @@
 """The test at the start: what it chooses for models of every kind, what it refuses, and that what it chooses is exact."""
 
 import functools
+import gc
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.measure.performance import work_of
-from rl.trainer.model import head, selftest
-from rl.trainer.model.policy import mode_of
-from rl.trainer.model.selftest import choose_mode, examine, keep_layers
+from rl.trainer.model import alone, head, rope, selftest
+from rl.trainer.model import policy as policy_module
+from rl.trainer.model.alone import keep_layers
+from rl.trainer.model.policy import assemble, mode_of, score
+from rl.trainer.model.selftest import Candidate, Test, choose_mode
 from tests.families import CONFIGS, UNTIED
 from tests.trainer.model.test_policy import assert_same, backward, policy, reference
 from tests.trainer.samples import branching_batch
@@ -22,10 +27,23 @@ CPU = torch.device("cpu")
 MODES = ["blocks", "eager", "unpacked"]
 
 
+def candidate(folder, world, config=None, **settings):
+    config = config or ModelConfig(name=str(folder))
+    return Candidate(str(folder), config, TrainerConfig(**settings), world, False, assemble, score)
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "rl" / "attention"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    """As in a trainer that was forked from a copy: what is imported is not looked at."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +75,89 @@ def test_each_kind_of_model_is_trained_with_the_numbers_that_it_has_alone(family
     assert_same(found, reference(folder(family), branching_batch()))
 
 
+REFUSED = r"cannot be trained: no mode matches each sample computed alone \(.*unpacked: [\d.]+ nats off"
+
+
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
 def test_the_head_that_training_puts_in_is_tested(family, folder, world, monkeypatch):
     """The test was of the model's own head, and passed whatever ours computed."""
     right = head.head_logprobs
     monkeypatch.setattr(head, "head_logprobs", lambda *args: tuple(1.01 * found for found in right(*args)))
-    with pytest.raises(RunError, match=r"cannot be trained: no mode matches each sample computed alone \(.*unpacked: 0\.0\d+ nats off"):
-        choose_mode(str(folder(family)), ModelConfig(name=str(folder(family))), TrainerConfig(), world)
+    with pytest.raises(RunError, match=REFUSED):
+        choose_mode(candidate(folder(family), world))
+
+
+def scaled(forward, *_, **__):
+    """Returns a layer's or a norm's forward pass whose result is a tenth too large."""
+
+    def call(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        return (1.1 * out[0], *out[1:]) if isinstance(out, tuple) else 1.1 * out
+
+    return call
+
+
+def other_frequencies(model):
+    model.model.rotary_emb.inv_freq *= 1.1
+
+
+def other_norms(model):
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = scaled(module.forward)
+
+
+def other_weights(model):
+    for weight in model.parameters():
+        weight.detach().mul_(1.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "planted", "settings"),
+    [
+        ("compiled", scaled, {"compile": True}),
+        ("freeze_rope", other_frequencies, {}),
+        ("turn_off_randomness", other_norms, {}),
+        ("shard_model", other_weights, {}),
+    ],
+)
+def test_what_is_put_in_for_training_is_tested(name, planted, settings, folder, world, monkeypatch):
+    """Layers were compiled, norms, frequencies and shards put in after the test, which passed whatever these computed."""
+    right = getattr(policy_module, name)
+    if name == "compiled":
+        monkeypatch.setattr(policy_module, name, planted)
+    else:
+        monkeypatch.setattr(policy_module, name, lambda model, *args: (planted(model), right(model, *args)))
+    with pytest.raises(RunError, match=REFUSED) as refused:
+        policy(folder("llama"), world, **settings)
+    assert ("set trainer.compile = false, or choose" in str(refused.value)) == (name == "compiled")
+
+
+def test_frozen_frequencies_are_tested_against_those_that_transformers_has_for_the_longest_sequence(folder, world, monkeypatch):
+    """Both sides had the frozen ones, so any were right."""
+    config, right = ModelConfig(name="it", dtype="float32", max_model_len=512), rope.longrope
+    assert choose_mode(candidate(folder("phi3"), world, config)).mode == "blocks"
+    monkeypatch.setattr(rope, "longrope", lambda *args: (1.1 * right(*args)[0], right(*args)[1]))
+    config.max_model_len = 500  # another entry of the cache
+    with pytest.raises(RunError, match=REFUSED):
+        choose_mode(candidate(folder("phi3"), world, config))
+
+
+def test_no_rank_holds_two_models(folder, world, monkeypatch):
+    """What computes the samples alone is gone when the policy is made, and one mode's policy when the next one's is."""
+    made, plain = [], alone.load_plain
+
+    def kept(make, *args):
+        assert not [model for model in made if model()]
+        made.append(weakref.ref(model := make(*args)))
+        return model
+
+    monkeypatch.setattr(alone, "load_plain", lambda *args: kept(plain, *args))
+    monkeypatch.setattr(head, "head_logprobs", lambda *args: [torch.zeros(1)] * 2)
+    wrong = replace(candidate(folder("llama"), world), assemble=lambda *args: kept(assemble, *args))
+    with pytest.raises(RunError, match="cannot be trained"):
+        choose_mode(wrong)
+    assert len(made) == 1 + len(MODES)
 
 
 def test_a_mode_that_is_set_is_tested_too(folder, world):
@@ -77,9 +171,7 @@ def test_a_mode_that_is_set_is_tested_too(folder, world):
 
 
 def test_models_that_are_not_causal_or_not_whole_are_refused(folder, world, monkeypatch):
-    config = ModelConfig(name="it")
-    eager = selftest.load_part(str(folder("llama")), config, CPU)
-    monkeypatch.setattr(selftest, "load_part", lambda *_: eager)
+    it, load = candidate(folder("llama"), world), alone.load_plain
     forward = LlamaForCausalLM.forward
 
     def looks_ahead(self, input_ids=None, **kwargs):
@@ -89,12 +181,20 @@ def test_models_that_are_not_causal_or_not_whole_are_refused(folder, world, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(LlamaForCausalLM, "forward", looks_ahead)
-        assert "choose a causal language model" in examine(str(folder("llama")), config, MODES, CPU).fault
-    eager.lm_head.weight.data[0] = float("nan")
-    assert "not finite" in examine(str(folder("llama")), config, MODES, CPU).fault
+        with pytest.raises(RunError, match="choose a causal language model"):
+            choose_mode(it)
+
+    def broken(*args):
+        model = load(*args)
+        model.lm_head.weight[0] = float("nan")
+        return model
+
+    monkeypatch.setattr(alone, "load_plain", broken)
+    with pytest.raises(RunError, match="not finite"):
+        choose_mode(it)
 
 
-def test_state_that_stays_from_call_to_call_is_refused(folder, monkeypatch):
+def test_state_that_stays_from_call_to_call_is_refused(folder, world, monkeypatch):
     forward, calls = LlamaForCausalLM.forward, []
 
     def remembers(self, input_ids=None, **kwargs):
@@ -104,53 +204,52 @@ def test_state_that_stays_from_call_to_call_is_refused(folder, monkeypatch):
         return out
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", remembers)
-    choice = examine(str(folder("llama")), ModelConfig(name="it"), MODES, CPU)
-    assert "cannot be trained" in choice.fault and all(f"{mode}: " in choice.fault for mode in MODES)
+    with pytest.raises(RunError, match="cannot be trained.*" + ".*".join(f"{mode}: " for mode in MODES)):
+        choose_mode(candidate(folder("llama"), world))
 
 
-def test_windows_longer_than_the_probes_are_seen(tmp_path):
+def test_windows_longer_than_the_probes_are_seen(tmp_path, world):
     """A window of 300 tokens that the attention function is not told of makes no difference to samples of 30."""
     folder = make_tiny_model(tmp_path / "mistral", CONFIGS["llama"])
     config = ModelConfig(name="it", max_model_len=512)
-    test = selftest.Test(selftest.load_part(str(folder), config, CPU), config)
-    assert test.why_not("blocks") == ""
+    assert Test(candidate(folder, world, config)).why_not("blocks") == ""
     folder = make_tiny_model(tmp_path / "gemma3", CONFIGS["gemma3"] | {"sliding_window": 300})
-    model = selftest.load_part(str(folder), config, CPU)
-    assert model.config.sliding_window == selftest.NARROW
+    assert alone.part_of(str(folder), config, world).sliding_window == alone.NARROW
     assert AutoModelForCausalLM.from_pretrained(folder).config.sliding_window == 300
 
 
 def test_the_result_is_cached_by_model_and_settings(folder, world, cache, monkeypatch):
     config, tried = ModelConfig(name="it", dtype="float32"), []
+    examine = selftest.examine
     monkeypatch.setattr(selftest, "examine", lambda *args: tried.append(args) or examine(*args))
-    first = choose_mode(str(folder("llama")), config, TrainerConfig(), world)
-    assert choose_mode(str(folder("llama")), config, TrainerConfig(), world) == first and len(tried) == 1
+    first = choose_mode(candidate(folder("llama"), world, config))
+    assert choose_mode(candidate(folder("llama"), world, config)) == first and len(tried) == 1
     (file,) = cache.iterdir()
     file.write_bytes(b"{")  # a damaged cache is none
-    choose_mode(str(folder("llama")), config, TrainerConfig(attention="eager"), world)
-    assert choose_mode(str(folder("llama")), config, TrainerConfig(), world) == first and len(tried) == 3
-    choose_mode(str(folder("gemma3")), config, TrainerConfig(), world)
-    assert len(tried) == 4
+    choose_mode(candidate(folder("llama"), world, config, attention="eager"))
+    assert choose_mode(candidate(folder("llama"), world, config)) == first and len(tried) == 3
+    choose_mode(candidate(folder("gemma3"), world, config))
+    assert choose_mode(candidate(folder("llama"), world, config, activation_checkpointing="full")) == first and len(tried) == 5
 
 
-@pytest.mark.parametrize("place", ["load_part", "LossHead", "ReferenceLogprobs"])
+@pytest.mark.parametrize("place", [(alone, "load_plain"), (alone, "measure"), (policy_module, "load_rows"), (policy_module, "LossHead")])
 def test_out_of_memory_is_no_fault_of_the_model(folder, world, cache, monkeypatch, place):
     """A mode for which there was no memory was "not exact", a slower one was taken and cached, or another model recommended."""
 
-    def raising(*_):
+    def raising(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    monkeypatch.setattr(selftest, place, raising)
+    monkeypatch.setattr(*place, raising)
     with pytest.raises(RunError, match=r"too little memory to test how to train it.*\(CUDA out of memory. Tried .*\); free memory"):
-        choose_mode(str(folder("llama")), ModelConfig(name="it"), TrainerConfig(), world)
+        choose_mode(candidate(folder("llama"), world))
     assert not list(cache.glob("*"))
 
 
 def test_as_many_layers_are_tested_as_a_gpu_has_memory_for(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (48 << 30, 80 << 30))
     gib, gpu = 2.0**30, torch.device("cuda", 0)
-    assert [selftest.fitting_layers(size * gib, gpu) for size in (0.5, 1, 2, 4, 40)] == [8, 8, 4, 2, 1]
-    assert selftest.fitting_layers(40 * gib, CPU) == 8
+    assert [alone.fitting_layers(size * gib, gpu) for size in (0.5, 1, 2, 4, 40)] == [8, 8, 6, 3, 1]
+    assert alone.fitting_layers(40 * gib, CPU) == 8
 
 
 def test_a_large_model_is_tested_on_its_first_layers_of_every_kind():
@@ -160,4 +259,4 @@ def test_a_large_model_is_tested_on_its_first_layers_of_every_kind():
     assert config.num_hidden_layers == len(config.layer_types) == 12
     config = AutoConfig.for_model(**CONFIGS["llama"] | {"num_hidden_layers": 40})
     keep_layers(config)
-    assert config.num_hidden_layers == selftest.LEAST_LAYERS
+    assert config.num_hidden_layers == alone.LEAST_LAYERS

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from rl.models.tiny import make_tiny_model
 from tests.families import CONFIGS, UNTIED
+from tests.ports import free_ports
 from tests.trainer.parallel.loads import RANKS
-from tests.trainer.parallel.test_sharding import free_ports, run_ranks
+from tests.trainer.parallel.test_sharding import run_ranks
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM

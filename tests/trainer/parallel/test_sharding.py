@@ -1,9 +1,7 @@
 """The same numbers on any number of ranks, however they are divided and a batch is cut: one start of four processes for all layouts."""
 
-import contextlib
+import itertools
 import json
-import random
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from rl.models.tiny import make_tiny_model
 from rl.trainer.parallel.sharding import parts_of_row, slots_of_row
 from tests.bounds import OPERATIONS, rounding
 from tests.families import SIZES
+from tests.ports import free_ports
 from tests.trainer.layouts import LAYOUTS
 from tests.zygote import trainer_zygote
 
@@ -31,16 +30,6 @@ MODELS: dict[str, dict[str, Any] | None] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }  # fmt: skip
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports below those that the kernel gives out, or another test might get one of them before it is used here."""
-    first_given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ports: list[int] = []
-    for port in random.sample(range(10_000, first_given_out), 10 * count):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            ports.append(port)
-    return ports[:count]
 
 
 def run_ranks(module: str, folder: Path, count: int) -> None:
@@ -94,6 +83,21 @@ def test_a_checkpoint_passes_from_layout_to_layout(results):
     for name in ("hsdp", "one"):
         passed = load_file(results / f"passed-{name}.safetensors")
         assert passed.keys() == first.keys() and all(passed[key].equal(first[key]) for key in first), name
+
+
+def test_ranks_share_the_reading_of_a_checkpoint_and_what_they_find(results):
+    """Rank 0 read all files, the others waited for it."""
+    read = [json.loads((results / "checkpoints" / f"read-hsdp-{rank}.json").read_text()) for rank in range(4)]
+    assert sorted(itertools.chain(*read)) == [".metadata", "__0_0.distcp", "__1_0.distcp"] and max(map(len, read)) == 1
+    fault = results / "checkpoints" / "two" / "000002" / "__1_0.distcp"
+    found = [json.loads((results / f"damaged-{rank}.json").read_text()) for rank in range(4)]
+    assert found == [[1, {"2": f"{fault}: damaged"}]] * 4
+
+
+def test_every_rank_refuses_a_policy_that_is_wrong_on_one(results):
+    """Rank 0 tested a model of its own, and the others none."""
+    said = {(results / f"refusal-{rank}.txt").read_text() for rank in range(2)}
+    assert len(said) == 1 and "cannot be trained: no mode matches each sample computed alone (blocks: " in said.pop()
 
 
 def test_every_rank_says_how_the_nodes_differ(results):

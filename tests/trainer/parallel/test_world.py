@@ -13,6 +13,7 @@ from rl.system.errors import RunError
 from rl.trainer.parallel import rendezvous
 from rl.trainer.parallel.rendezvous import check_neighbour, exchange, join_store, network, own_address
 from rl.trainer.parallel.world import check_division, start_world
+from tests.ports import free_ports
 
 
 @pytest.mark.parametrize(("settings", "divisors"), [((3, 1), "1, 2, 4"), ((1, 8), "1, 2, 4")])
@@ -25,9 +26,7 @@ def test_settings_that_do_not_divide_the_ranks(settings, divisors):
 @pytest.fixture
 def environment(monkeypatch):
     """That of rank 0 of 2, with a free port, and no interface chosen."""
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
@@ -38,7 +37,7 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(environment):
         RunError, match=r"rank 0 on .* waited 2 s for the other 1; ranks \[1\] did not appear. Is torchrun running on every"
     ):
         start_world(use_gpus=False, timeout_s=600, start_timeout_s=2)
-    assert time.monotonic() - since < 10
+    assert time.monotonic() - since < 60
 
 
 def test_a_meeting_point_that_nobody_reaches(environment, monkeypatch):
@@ -73,8 +72,7 @@ def test_a_closed_network_is_said_within_seconds(monkeypatch):
     deadline = time.monotonic() + 20
 
     def neighbour() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as closed:
-            port = closed.getsockname()[1]
+        (port,) = free_ports(1)
         exchange(store, "port", 1, 2, f'["127.0.0.1", {port}]', deadline)
         exchange(store, "error", 1, 2, "", deadline)
 

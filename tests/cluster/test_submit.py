@@ -1,0 +1,105 @@
+"""Starting a run on a cluster, with an engine that only notes what it is told."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from rl.cluster import submit as module
+from rl.cluster.submit import cancel, dry_run, start, submit
+from rl.config.command_line import CommandLine, to_toml
+from rl.config.run import RLConfig
+from rl.run_dir.nodes import Nodes, RunOver
+from rl.system.errors import ConfigError, RunError
+
+
+def make(tmp_path, **cluster: object) -> RLConfig:
+    place = {"name": "x", "output_dir": str(tmp_path), "orchestrator": {"environment": [{"id": "first-half"}]}}
+    return RLConfig.model_validate(place | {"cluster": {"nodes": 3} | cluster})
+
+
+@pytest.fixture
+def engine(monkeypatch) -> SimpleNamespace:
+    found = SimpleNamespace(told=[], wrong=[])
+    found.faults = lambda config: iter(found.wrong)
+    found.render = lambda config, run_dir: f"script of {run_dir.root.name}, {config.orchestrator.host}"
+    found.stays = lambda config: False
+    found.submit = lambda config, run_dir: ["12", "13"]
+    found.active = lambda jobs, config: found.queued
+    found.queued = []
+    found.cancel = lambda jobs, config: found.told.append(jobs)
+    monkeypatch.setattr(module, "engine_of", lambda config: found)
+    monkeypatch.setattr(module, "watch", lambda *_, **__: 7)
+    monkeypatch.setattr(module, "engine_named", lambda name: found)
+    return found
+
+
+def test_a_run_is_submitted_recorded_and_followed(engine, tmp_path, capsys):
+    config = make(tmp_path, engine="slurm")
+    nodes = Nodes(config.run_dir)
+    nodes.write(nodes.over_path, RunOver(exit_code=1, text="", time=1.0))
+    assert start(config, CommandLine(), None, "again") == 7
+    assert "submitted 12, 13" in capsys.readouterr().out
+    assert json.loads(nodes.jobs_path.read_bytes()) == {"engine": "slurm", "jobs": ["12", "13"]}
+    assert config.run_dir.config.exists() and not nodes.over_path.exists(), "the end of an earlier start"
+    assert not list(config.run_dir.status_dir.glob("rl.*.lease")) or all(
+        not path.read_bytes() for path in config.run_dir.status_dir.glob("rl.*.lease")
+    )
+    cancel(config.run_dir, config)
+    assert engine.told == [["12", "13"]]
+
+
+def test_what_is_known_to_fail_is_said_before_anything_is_made(engine, tmp_path):
+    engine.wrong = [("cluster.slurm.partition", "no", "is not a partition"), ("cluster.nodes", 9, "is too many")]
+    config = make(tmp_path, engine="slurm")
+    with pytest.raises(ConfigError, match="2 faults") as error:
+        submit(config, CommandLine(), None)
+    assert "cluster.slurm.partition = 'no'\n    is not a partition" in str(error.value) and not config.run_dir.root.exists()
+
+
+def test_a_run_that_exists_is_not_submitted_twice(engine, tmp_path):
+    config = make(tmp_path, engine="slurm", index=2)
+    submit(config, CommandLine(), None)
+    assert "index = 2" not in config.run_dir.config.read_text(), "all machines would have this index"
+    engine.queued = ["13"]
+    with pytest.raises(RunError, match=r"jobs 13 of .*x are queued or running: `rl watch"):
+        submit(config, CommandLine(), None)
+    engine.queued = []
+    config.run_dir.batch(1).parent.mkdir(exist_ok=True)
+    config.run_dir.batch(1).touch()
+    with pytest.raises(RunError, match="exists: continue that run with --resume"):
+        submit(config, CommandLine(), None)
+
+
+def test_a_machine_without_the_volume_only_submits(engine, tmp_path, capsys):
+    config = make(tmp_path, engine="kubernetes", kubernetes={"mount": "/nowhere"})
+    assert submit(config, CommandLine(), None) == 0
+    assert "submitted" in capsys.readouterr().out and not config.run_dir.root.exists()
+    with pytest.raises(RunError, match="where the volume is mounted"):
+        submit(config, CommandLine(resume=3), None)
+
+
+def test_without_an_engine_it_says_what_to_start(engine, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(module, "engine_of", lambda config: None)
+    assert submit(make(tmp_path), CommandLine(), None) == 7
+    assert f"rl node @ {tmp_path}/x/config.toml --cluster.index 2" in capsys.readouterr().out
+
+
+def test_dry_run_prints_what_would_be_submitted(engine, monkeypatch, tmp_path):
+    assert dry_run(make(tmp_path, engine="slurm")) == "script of x, 0.0.0.0"
+    monkeypatch.setattr(module, "engine_of", lambda config: None)
+    alone = RLConfig.model_validate({"orchestrator": {"environment": [{"id": "first-half"}]}})
+    assert dry_run(alone) == to_toml(alone)
+
+
+def test_the_exit_code_is_that_of_the_run(engine, tmp_path):
+    """Regression: after `rl stop` it was 0, and `rl ... && next` went on."""
+    config = make(tmp_path, engine="ray")
+    nodes = Nodes(config.run_dir)
+
+    def run(*_: object) -> int:
+        nodes.write(nodes.over_path, RunOver(exit_code=130, text="stopped", time=1.0))
+        return 0
+
+    engine.stays, engine.run = lambda config: True, run
+    assert submit(config, CommandLine(), None) == 130

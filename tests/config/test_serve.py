@@ -1,0 +1,29 @@
+"""Settings of `rl serve`: their defaults, and what makes no sense together."""
+
+import pytest
+
+from rl.config.check import check
+from rl.config.run import RLConfig
+
+
+def test_a_server_has_adapters_of_rank_32_and_needs_no_environment():
+    config = RLConfig.model_validate({"serve": True, "model": {"name": "a/b"}})
+    assert config.trainer.lora and config.trainer.lora.rank == 32 and config.name == "serve-b" and not [*check(config)]
+    assert RLConfig.model_validate({"serve": {}}).trainer.lora  # as after an unknown key: the lack of adapters was a second fault
+    given = RLConfig.model_validate({"serve": {"port": 0}, "trainer": {"lora": {"alpha": 8}}})
+    assert given.trainer.lora and (given.trainer.lora.rank, given.trainer.lora.alpha) == (32, 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"trainer": {"lora": {"targets": ["experts"]}}}, "trainer.lora.targets"),
+        ({"trainer": {"ranks": 2}}, "trainer.ranks"),
+        ({"trainer": {"optim": {"lr": 1e-3}}}, "trainer.optim"),
+        ({"orchestrator": {"inference_urls": ["http://a:1"]}}, "orchestrator.inference_urls"),
+        ({"serve": {"host": "a b"}}, "serve.host"),
+    ],
+)
+def test_what_a_server_cannot_do(settings, key):
+    config = RLConfig.model_validate({"serve": {}} | settings)
+    assert key in [fault[0] for fault in check(config)]

@@ -1,0 +1,268 @@
+"""The server of the Tinker API with a trainer and an inference that only count. What the SDK itself sees: test_sdk.py."""
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from rl.config.run import RLConfig
+from rl.tinker.app import Api, make_app
+from rl.tinker.gate import Gate
+from rl.tinker.listing import Listing
+from rl.tinker.places import Places
+from rl.tinker.proto import FLOAT32, INT64, MESSAGE
+from rl.tinker.sampling import Sampling
+from rl.tinker.training import Training
+from rl.wire.inference_client import Generation
+from rl.wire.messages import VersionSpan
+from rl.wire.training_calls import CallError, Scored
+
+KEY = "k" * 32
+
+
+class CountingLearner:
+    """Adapters are a number: the steps that they have made. `done` is what it was asked, in order."""
+
+    vocab_size, max_rank = 100, 8
+
+    def __init__(self) -> None:
+        self.steps: dict[str, int] = {}
+        self.done: list[tuple] = []
+
+    def create(self, name, rank, seed):
+        if rank > self.max_rank:
+            raise CallError(f"rank {rank}: at most {self.max_rank}")
+        self.steps[name] = 0
+        self.done.append(("create", rank))
+
+    def forget(self, name):
+        self.steps.pop(name, None)
+
+    def forward_backward(self, name, examples, loss, backward):
+        self.done.append(("forward_backward", loss.type, self.steps[name]))
+        return Scored([example.targets / -100 for example in examples], [example.advantages for example in examples])
+
+    def optimizer_step(self, name, step):
+        self.steps[name] += 1
+        self.done.append(("optim_step", step.lr))
+        return 1.0
+
+    def save(self, name, folder, notes):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "state.json").write_text(json.dumps({**notes, "rank": 4, "steps": self.steps[name]}))
+
+    def notes(self, folder):
+        return json.loads((folder / "state.json").read_text())
+
+    def load(self, name, folder, optimizer):
+        self.steps[name] = self.notes(folder)["steps"]
+        self.done.append(("load", self.steps[name]))
+
+    def publish(self, name, folder, record):
+        folder.mkdir(parents=True)
+
+
+class Servers:
+    """Inference: answers with the version it holds. `loads` are the versions that it was given."""
+
+    timeout_s = 5.0
+
+    def __init__(self) -> None:
+        self.held, self.loads = 0, list[int]()
+
+    async def wait_for_any(self):
+        return {"http://one": self.held}
+
+    async def load(self, url, version):
+        self.loads.append(version.policy_version)
+        self.held = version.policy_version
+
+    async def generate(self, session, token_ids, sampling):
+        held = self.held
+        await asyncio.sleep(0.01)
+        return Generation([7, 8], [-0.5, -0.25], [VersionSpan(held, 2)], "stop")
+
+
+class Client:
+    """A server in a folder, and requests to it."""
+
+    def __init__(self, root: Path):
+        model = {"name": "tiny", "max_model_len": 64}
+        config = RLConfig.model_validate({"name": "s", "output_dir": str(root), "model": model, "serve": {"alias": "meta/x"}})
+        places = Places(config.run_dir)
+        self.learner, self.servers = CountingLearner(), Servers()
+        self.training = Training(config, places, self.learner)
+        self.sampling = Sampling(config, places, self.servers, self.training.name, self.learner.vocab_size)
+        app = Gate(make_app(Api(self.training, self.sampling, places), Listing(self.training, self.sampling, places)), KEY, loopback=True)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", headers={"x-api-key": f"tml-{KEY}"})
+
+    async def __aenter__(self):
+        self.sampling.begin()
+        self.work = asyncio.create_task(self.training.run())
+        return self
+
+    async def __aexit__(self, *_):
+        self.work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.work
+        await self.http.aclose()
+
+    async def post(self, path, body, status=200):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        response = await self.http.post(f"/api/v1/{path}", content=data)
+        assert response.status_code == status, response.text
+        return response.json() if response.headers["content-type"] == "application/json" else response.content
+
+    async def result(self, promise):
+        return await self.post("retrieve_future", {"request_id": promise["request_id"]})
+
+    async def call(self, path, body):
+        return await self.result(await self.post(path, body))
+
+
+def forward_backward(model_id, number, loss="cross_entropy", **inputs):
+    """The request for one datum of three tokens."""
+    message = MESSAGE["ForwardBackwardRequest"](model_id=model_id, seq_id=number, loss_fn=loss)
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([5, 6, 7], np.int32).tobytes()
+    given = {"target_tokens": np.array([6, 7, 8]), "weights": np.array([0, 1, 1], np.float32)} | inputs
+    for key, value in given.items():
+        if value is not None:
+            kind = INT64 if value.dtype.kind == "i" else FLOAT32
+            tensor = MESSAGE["Tensor"](dense=value.tobytes(), dtype=kind, shape=value.shape)
+            datum.loss_fn_inputs.add(key=key, value=tensor)
+    return message.SerializeToString()
+
+
+async def new_model(client, number=0, rank=4):
+    session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))["session_id"]
+    made = {"session_id": session, "model_seq_id": number, "base_model": "meta/x", "lora_config": {"rank": rank}}
+    return (await client.call("create_model", made)).get("model_id")
+
+
+def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(tmp_path):
+    async def first():
+        async with Client(tmp_path) as client:
+            model = await new_model(client)
+            assert model.endswith(":train:0")
+            step = await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.5}})
+            assert len(client.learner.done) == 1  # waits for call 1, which comes later, as the SDK's first chunk does
+            body = forward_backward(model, 1)
+            promises = [await client.post("forward_backward", body) for _ in range(2)]
+            output = MESSAGE["ForwardBackwardOutput"].FromString(await client.result(promises[0]))
+            assert promises[0] == promises[1]
+            fields = {entry.key: np.frombuffer(entry.value.data, np.float32).tolist() for entry in output.loss_fn_outputs[0].fields}
+            assert fields == {"logprobs": pytest.approx([-0.06, -0.07, -0.08]), "elementwise_loss": [0, 1, 1]}
+            assert (await client.result(step))["metrics"]["policy_version:max"] == 1
+            assert client.learner.done == [("create", 4), ("forward_backward", "cross_entropy", 0), ("optim_step", 0.5)]
+            saved = await client.call("save_weights", {"model_id": model, "seq_id": 3, "path": "a"})
+            assert saved["path"] == f"tinker://{model}/weights/a"
+            await client.post("forward_backward", forward_backward(model, 4))
+            listed = (await client.http.get("/api/v1/checkpoints?limit=5")).json()
+            assert [one["tinker_path"] for one in listed["checkpoints"]] == [saved["path"]] and listed["cursor"]["total_count"] == 1
+            run = (await client.http.get(f"/api/v1/training_runs/{model}")).json()
+            assert run["lora_rank"] == 4 and run["last_checkpoint"]["checkpoint_id"] == "weights/a"
+            named = f"/api/v1/training_runs/{model}/checkpoints/weights"
+            assert (await client.http.put(f"{named}/a/ttl", json={"ttl_seconds": 3600})).status_code == 200
+            assert (await client.http.get(f"{named[:-8]}")).json()["checkpoints"][0]["expires_at"]
+            assert (await client.http.delete(f"{named}/b")).status_code == 404
+            return model, promises[0], step
+
+    async def again(model, promise, step):
+        async with Client(tmp_path) as client:
+            assert (await client.result(step))["metrics"]["policy_version:max"] == 1  # as it was answered
+            assert await client.result(promise) and (await client.post("optim_step", {"model_id": model, "seq_id": 2})) == step
+            await client.result(await client.post("forward_backward", forward_backward(model, 4)))
+            # from the state after call 0 (the first is copied at once), the calls after it; the save is not repeated
+            once = [("forward_backward", "cross_entropy", 0), ("optim_step", 0.5), ("forward_backward", "cross_entropy", 1)]
+            assert client.learner.done == [("load", 0), *once]
+            session = model.partition(":")[0]
+            load = {"session_id": session, "model_seq_id": 1, "path": f"tinker://{model}/weights/a", "optimizer": True}
+            other = (await client.call("load_weights", load))["model_id"]
+            assert client.learner.steps == {model: 1, other: 1}
+
+    asyncio.run(again(*asyncio.run(first())))
+
+
+def test_sessions_sample_their_own_versions_and_the_base(tmp_path):
+    async def scenario():
+        async with Client(tmp_path) as client:
+            model = await new_model(client)
+            session = model.partition(":")[0]
+            targets = []
+            for number in (1, 2):
+                await client.post("optim_step", {"model_id": model, "seq_id": 2 * number - 1, "adam_params": {}})
+                save = {"model_id": model, "seq_id": 2 * number, "sampling_session_seq_id": number}
+                targets.append((await client.call("save_weights_for_sampler", save))["sampling_session_id"])
+            base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "meta/x"}
+            targets.append((await client.post("create_sampling_session", base))["sampling_session_id"])
+            sample = {
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+                "sampling_params": {"max_tokens": 4},
+                "num_samples": 3,
+            }
+            promises = [
+                await client.post("asample", {**sample, "sampling_session_id": target, "seq_id": number})
+                for number in range(2)
+                for target in targets
+            ]
+            assert len(promises[0]["sample_sequence_ids"]) == 3
+            for promise in promises:
+                answer = MESSAGE["SampleResponse"].FromString(await client.result(promise))
+                assert [np.frombuffer(one.tokens, np.int32).tolist() for one in answer.sequences] == [[7, 8]] * 3
+            assert {*client.servers.loads} == {0, 1, 2}
+            client.servers.loads.clear()
+            client.servers.held = 0  # started again
+            client.sampling.turns.held = client.sampling.find(targets[1]).target
+            await client.call("asample", {**sample, "sampling_session_id": targets[1], "seq_id": 5})
+            assert client.servers.loads == [2]
+        async with Client(tmp_path) as client:
+            repeated = await client.post("asample", {**sample, "sampling_session_id": targets[0], "seq_id": 0})
+            assert repeated == promises[0] and await client.result(repeated) and not client.servers.loads
+            await client.post("retrieve_future", {"request_id": "s:sample:9/1"}, 410)
+
+    asyncio.run(scenario())
+
+
+BAD = {
+    "unknown loss": (("ppo2",), {}, "known are"),
+    "no formula": (("stable_reinforce",), {}, "importance_sampling"),
+    "missing": (("ppo",), {"weights": None}, "lack logprobs, advantages"),
+    "length": ((), {"weights": np.ones(2, np.float32)}, "one row for each input token"),
+    "dtype": ((), {"target_tokens": np.ones(3, np.float32)}, "must be int64"),
+    "nan": ((), {"weights": np.array([0, np.nan, 1], np.float32)}, "not finite at position 1"),
+    "vocabulary": ((), {"target_tokens": np.array([6, 7, 100])}, "token id 100; the vocabulary has 100"),
+    "extra": ((), {"mask": np.ones(3, np.float32)}, "mask, which cross_entropy does not take"),
+}
+
+
+def test_what_is_wrong_fails_alone_and_says_why(tmp_path):
+    async def scenario():
+        async with Client(tmp_path) as client:
+            model = await new_model(client)
+            for number, (name, (loss, inputs, said)) in enumerate(BAD.items(), 1):
+                answer = await client.call("forward_backward", forward_backward(model, number, *loss, **inputs))
+                assert answer["category"] == "user" and said in answer["error"], name
+            for offset, (key, value) in enumerate((("learning_rate", "NaN"), ("beta1", "1.5"))):
+                body = f'{{"model_id": "{model}", "seq_id": {len(BAD) + 1 + offset}, "adam_params": {{"{key}": {value}}}}}'.encode()
+                assert (await client.call("optim_step", body))["category"] == "user"
+            external = {"model_id": model, "seq_id": len(BAD) + 3, "path": "e"}
+            assert "rl export" in (await client.call("save_weights_external", external))["error"]
+            assert client.learner.done == [("create", 4)]
+            assert await new_model(client, rank=9) is None
+            other = {"session_id": model.partition(":")[0], "model_seq_id": 5, "base_model": "no/such", "lora_config": {}}
+            assert "--serve.alias no/such" in (await client.call("create_model", other))["error"]
+            await client.post("optim_step", {"model_id": "x:train:0", "seq_id": 1}, 404)
+            await client.post("create_model", {**other, "session_id": "nobody"}, 404)
+            path = {"session_id": "s", "sampling_session_seq_id": 0, "model_path": "tinker://x:train:0/sampler_weights/a"}
+            await client.post("create_sampling_session", path, 400)
+            await client.post("create_session", b"[", 400)
+            await client.post("copy_weights", {}, 403)
+            client.http.headers["x-api-key"] = "tml-wrong"
+            await client.post("create_session", {}, 401)
+
+    asyncio.run(scenario())

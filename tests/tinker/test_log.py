@@ -1,0 +1,28 @@
+"""A log of calls: durable before it is acknowledged, readable after a kill."""
+
+import asyncio
+
+import pytest
+
+from rl.run_dir.files import CorruptFileError
+from rl.tinker.log import Answer, Call, Log
+
+
+def test_calls_and_answers_are_there_again_and_a_torn_record_is_not(tmp_path):
+    async def fill(log):
+        await asyncio.gather(*(log.add(Call(number, "x", bytes([number]) * 9)) for number in (2, 1, 1, 3)))
+        log.answer(Answer(2, b"two"))
+        log.answer(Answer(2, b"again"))
+
+    path = tmp_path / "calls.log"
+    log = Log(path)
+    asyncio.run(fill(log))
+    log.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:30])
+    again = Log(path)
+    assert sorted(again.calls) == [1, 2, 3] and again.answer_of(2).body == b"two" and again.call_of(3).body == b"\3" * 9
+    assert path.read_bytes() == whole
+    path.write_bytes(whole[:40] + b"?" + whole[41:])
+    with pytest.raises(CorruptFileError, match="damaged"):
+        Log(path)

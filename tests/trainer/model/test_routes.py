@@ -1,0 +1,266 @@
+"""Router replay against plain transformers, whose routers are replaced by the formula of each family."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM
+
+from rl.config.check import check_router_replay
+from rl.config.run import RLConfig
+from rl.models.tiny import make_tiny_model
+from rl.system.errors import RunError
+from rl.trainer.data.micro_batch import fill_blocks
+from rl.trainer.model.policy import keep_old, score
+from rl.trainer.model.routes import Routers
+from rl.trainer.parallel.experts import experts_of
+from rl.wire.messages import TrainBatch
+from rl.wire.parity import parity_of
+from tests.families import CONFIGS
+from tests.trainer.layouts import give_routes, whole
+from tests.trainer.parallel.loads import load
+from tests.trainer.parallel.test_experts import GEMMA4, MODELS
+from tests.trainer.samples import branching_batch, make_batch, pack_alone, plain_scores
+from tests.trainer.test_replay import STEPS, make_config, record, replay
+
+CHECKED = MODELS | {
+    "qwen3_moe": MODELS["qwen3_moe"] | {"output_router_logits": False},  # their loss wants plain masks
+    "gemma4": GEMMA4 | {"initializer_range": 0.05},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a tiny model by family and seed."""
+    root = tmp_path_factory.mktemp("routes")
+    return lambda kind, seed=0: str(make_tiny_model(root / f"{kind} {seed}", CHECKED[kind], seed))
+
+
+def routers_of(model) -> Routers:
+    return model.get_output_embeddings().forward.routers
+
+
+def scored(model, batch, world):
+    """Log-probabilities, the gradient of their weighted sum, and the routes that were taken."""
+    model.zero_grad()
+    logprobs = score(model, batch, world).logprobs
+    (logprobs * batch.advantages).sum().backward()
+    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return logprobs.detach(), gradients, routers_of(model).taken()
+
+
+def route_plain(model, routes: torch.Tensor, kind: str) -> None:
+    """Replaces the routers of plain transformers: each layer's experts are `routes` [T, layers, 2], weighted by the family's formula."""
+
+    def qwen3_moe(gate, hidden, route):
+        weights = linear(hidden, gate.weight).softmax(-1).gather(1, route)
+        return None, weights / weights.sum(-1, keepdim=True), route
+
+    def gpt_oss(gate, hidden, route):
+        return None, linear(hidden, gate.weight, gate.bias).gather(1, route).softmax(-1), route
+
+    def deepseek_v3(gate, hidden, route):
+        weights = linear(hidden.view(-1, hidden.shape[-1]), gate.weight).sigmoid().gather(1, route)
+        return None, weights / weights.sum(-1, keepdim=True) * gate.routed_scaling_factor, route
+
+    def gemma4(gate, hidden, route):
+        normed = gate.norm(hidden) * gate.scale * gate.scalar_root_size
+        weights = gate.proj(normed).softmax(-1).gather(1, route)
+        return None, weights / weights.sum(-1, keepdim=True) * gate.per_expert_scale[route], route
+
+    formula = locals()[kind]
+    for number, layer in enumerate(model.model.layers):
+        block = getattr(layer, "mlp", layer) if kind != "gemma4" else layer
+        if gate := getattr(block, "gate", None) or getattr(block, "router", None):
+            gate.forward = lambda hidden, gate=gate, number=number: formula(gate, hidden, routes[:, number].long())
+
+
+@torch.no_grad()
+def chosen_by_plain(folder: str, ids: list[int]) -> torch.Tensor:
+    """The experts that plain transformers sends each token to, ascending: [T, layers with experts, 2]."""
+    model, chosen = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), []
+    for experts in experts_of(model).values():
+        experts.register_forward_pre_hook(lambda _, inputs: chosen.append(inputs[1]))
+    model(torch.tensor([ids]), use_cache=False)
+    return torch.stack(chosen, 1).sort().values.to(torch.uint8)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3", pytest.param("gemma4", marks=pytest.mark.proof)])
+def test_routes_of_another_model_give_what_plain_transformers_gives_with_them(folder, world, kind):
+    sample = make_batch(1, groups=1, group_size=1).samples[0]
+    (batch,) = pack_alone(TrainBatch(step=1, samples=[sample])).micro_batches
+    other, model = (load(folder(kind, seed), world, router_replay="engine") for seed in (1, 0))
+    routes = scored(other, batch, world)[2]
+    assert chosen_by_plain(folder(kind, 1), sample.token_ids[:-1]).equal(
+        routes.view(len(routes), -1, 2)[:, routers_of(other).numbers].sort().values
+    )
+    free, found = scored(model, batch, world), scored(model, replace(batch, routes=routes), world)
+    assert found[2].equal(routes) and not free[2].equal(routes)
+    plain = AutoModelForCausalLM.from_pretrained(folder(kind), attn_implementation="eager", experts_implementation="eager")
+    logprobs = []
+    for given in (free, found):
+        plain.zero_grad()
+        width = len(sample.token_ids), *given[2].view(len(given[2]), routers_of(model).layers, -1).shape[1:]
+        padded = torch.arange(2, dtype=torch.uint8).expand(width).clone()  # the last token is no input of ours
+        padded[: len(given[2])] = given[2].view(len(given[2]), *width[1:])
+        route_plain(plain, padded, kind)
+        logprobs.append(plain_scores(plain, sample)[0])
+        (logprobs[-1] * batch.advantages).sum().backward()
+        torch.testing.assert_close(given[0], logprobs[-1].detach(), rtol=1e-6, atol=1e-5)
+        for name, parameter in plain.named_parameters():
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            ours = given[1].get(name, torch.zeros_like(expected))
+            assert (ours - expected).norm() <= 1e-5 * expected.norm().clamp(min=1e-4), name
+    assert (logprobs[0] - logprobs[1]).abs().max() > 0.01  # the routes matter
+
+
+@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}])
+def test_own_routes_give_the_same_bits(folder, world, settings):
+    """As the routers choose freely, with and without replay; and routes that are given are also those of recomputed layers."""
+    (batch,) = pack_alone(branching_batch()).micro_batches
+    model = load(folder("qwen3_moe"), world, router_replay="trainer", **settings)
+    off = load(folder("qwen3_moe"), world, **settings)
+    free = scored(model, batch, world)
+    with torch.no_grad():
+        keep_old(model, batch, score(model, batch, world))
+    again = scored(model, batch, world)
+    off.zero_grad()
+    logprobs = score(off, batch, world).logprobs
+    (logprobs * batch.advantages).sum().backward()
+    assert free[0].equal(again[0]) and free[0].equal(logprobs.detach()) and batch.routes.equal(again[2])
+    gradients = {name: whole(parameter.grad) for name, parameter in off.named_parameters()}
+    assert all(free[1][name].equal(again[1][name]) and free[1][name].equal(gradient) for name, gradient in gradients.items())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.proof
+def test_compiled_layers_take_the_routes(folder, world):
+    """In one graph, which recomputation uses, too."""
+    plain, ours = (load(folder("qwen3_moe"), world, router_replay="engine", **more)
+                   for more in ({}, {"compile": True, "activation_checkpointing": "full"}))  # fmt: skip
+    batch = branching_batch()
+    give_routes(batch, layers=2, experts=8)
+    for samples in (batch.samples, batch.samples[:9]):
+        for rows in (pack_alone(TrainBatch(step=5, samples=samples)), pack_alone(TrainBatch(step=5, samples=make_batch(2).samples))):
+            found, expected = (scored(model, rows.micro_batches[0], world) for model in (ours, plain))
+            torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+            assert found[2].equal(expected[2])
+            for name, gradient in expected[1].items():
+                assert (found[1][name] - gradient).norm() <= 1e-5 * gradient.norm().clamp(min=1e-4), name
+
+
+def test_rounding_changes_no_route_of_replay(folder, world):
+    """float32 is the sampler, bfloat16 the trainer: what is left of their mismatch KL is the rounding of the same experts."""
+    (batch,) = pack_alone(
+        TrainBatch(step=1, samples=[*branching_batch().samples, *make_batch(2, groups=16, answer=24).samples])
+    ).micro_batches
+    sampler, trainer = (load(folder("qwen3_moe"), world, dtype, router_replay="engine") for dtype in ("float32", "bfloat16"))
+    with torch.no_grad():
+        sampled = score(sampler, batch, world).logprobs
+        routes = routers_of(sampler).taken()
+        kls = [parity_of((score(trainer, replace(batch, routes=given), world).logprobs - sampled).tolist()).kl for given in (None, routes)]
+        flipped = (score(trainer, batch, world), routers_of(trainer).taken())[1].ne(routes).any(1).float().mean()
+    print(f"routes changed at {flipped:.1%} of the tokens; mismatch KL {kls[0]:.2e} without replay, {kls[1]:.2e} with it")
+    assert flipped > 0 and kls[1] < kls[0]
+
+
+def test_samples_share_a_prefix_only_where_they_share_its_routes(folder, world):
+    model = load(folder("qwen3_moe"), world, router_replay="engine")
+    batch = branching_batch()
+    give_routes(batch, layers=2, experts=8)
+    plain, shared = (pack_alone(TrainBatch(step=5, samples=samples)) for samples in (branching_batch().samples, batch.samples))
+    assert len(shared.micro_batches[0].input_ids) == len(plain.micro_batches[0].input_ids)
+    changed = msgspec.convert(msgspec.to_builtins(batch), TrainBatch)
+    sample = next(sample for sample in changed.samples if sample.group_id == 11)
+    sample.routes = bytes([*((expert + 1) % 8 for expert in sample.routes[:4]), *sample.routes[4:]])  # of its first token
+    apart = pack_alone(changed)
+    assert len(apart.micro_batches[0].input_ids) == len(shared.micro_batches[0].input_ids) + 41
+    rows = [*apart.micro_batches, *shared.micro_batches]
+    found = [scores.new_zeros(changed.num_loss_tokens).index_copy(0, row.token_index, scores)
+             for row in rows for scores in [score(model, row, world).logprobs.detach()]]  # fmt: skip
+    alone = torch.cat([score(model, row, world).logprobs.detach() for one in changed.samples
+                       for row in pack_alone(TrainBatch(step=5, samples=[one])).micro_batches])  # fmt: skip
+    torch.testing.assert_close(found[0], alone, rtol=1e-5, atol=1e-5)
+    assert (found[0] - found[1]).abs().max() > 1e-3
+    padded = fill_blocks(shared.micro_batches[0], 1)
+    assert len(padded.routes) == len(padded.input_ids) and padded.routes[: -padded.padding].equal(shared.micro_batches[0].routes)
+
+
+def test_a_token_costs_a_byte_for_each_layer_and_chosen_expert(folder, world):
+    """Two with more than 256 experts; in the batch file there is nothing else, and a wrong number of bytes is refused."""
+    model = load(folder("qwen3_moe"), world, router_replay="engine")
+    assert routers_of(model).width == 2 * 2
+    batch, without = make_batch(1), make_batch(1)
+    give_routes(batch, layers=2, experts=8)
+    tokens = sum(len(sample.token_ids) - 1 for sample in batch.samples)
+    size = len(msgspec.msgpack.encode(batch)) - len(msgspec.msgpack.encode(without))
+    assert 4 * tokens <= size <= 4 * tokens + 2 * len(batch.samples)  # a length of up to three bytes in place of None
+    wide = Routers(AutoModelForCausalLM.from_config(model.config.__class__(**CONFIGS["qwen3_moe"] | {"num_experts": 300})))
+    assert wide.width == 2 * 2 * 2
+    with pytest.raises(ValueError, match="routes do not cover"):
+        msgspec.structs.replace(batch.samples[0], routes=batch.samples[0].routes[:-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda routes: routes[:, :2], "gave routes of 2 bytes a token, but .* has 2 layers and 2 of 8 experts a token, 4 bytes"),
+        (lambda routes: routes.clone().fill_(3), "not 2 different ones of 8 experts"),
+        (lambda routes: routes + 8, "not 2 different ones of 8 experts"),
+    ],
+)
+def test_routes_of_another_model_are_refused(folder, world, change, said):
+    routers = routers_of(load(folder("qwen3_moe"), world, router_replay="engine"))
+    batch = make_batch(1)
+    give_routes(batch, layers=2, experts=8)
+    routes = pack_alone(batch).micro_batches[0].routes
+    routers.check(routes)
+    with pytest.raises(RunError, match=said):
+        routers.check(change(routes))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (CONFIGS["llama"], "LlamaForCausalLM has no experts whose choice could be replayed; set it to off"),
+        (CONFIGS["phimoe"], "PhimoeForCausalLM chooses experts in a way of its own, which cannot be replayed"),
+    ],
+)
+def test_models_whose_choice_cannot_be_replayed_are_refused(tmp_path, world, config, said):
+    (batch,) = pack_alone(make_batch(1)).micro_batches
+    with pytest.raises(RunError, match=said):
+        score(load(str(make_tiny_model(tmp_path, config)), world, router_replay="trainer"), batch, world)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "more", "said"),
+    [
+        ({"router_replay": "trainer"}, {}, "set trainer.epochs or minibatches"),
+        ({"router_replay": "engine"}, {"inference": {"gpus": 0}}, "vLLM gives none on CPUs"),
+        ({"router_replay": "engine", "data": {"fake": {}}}, {}, "nothing is sampled here"),
+        ({"router_replay": "trainer", "epochs": 2, "loss": {"type": "clip"}}, {}, ""),
+    ],
+)
+def test_settings_without_effect_are_refused(trainer, more, said):
+    config = RLConfig.model_validate({"trainer": trainer, "orchestrator": {"environment": [{"id": "test"}]}} | more)
+    assert said in "".join(remedy for _, _, remedy in check_router_replay(config)) and bool(said) == any(check_router_replay(config))
+
+
+@pytest.mark.parametrize("given", ["engine", "trainer"])
+def test_a_run_with_routes_is_replayed_bit_for_bit(folder, world, tmp_path, given):
+    batches = [make_batch(step) for step in range(1, STEPS + 1)]
+    for batch in batches:
+        give_routes(batch, layers=2, experts=8)
+    config = make_config(tmp_path / "run", folder("qwen3_moe"), router_replay=given, epochs=2, loss={"type": "clip"})
+    record(config, world, batches)
+    _, versions, checkpoints = replay(config.run_dir, config, tmp_path / "again", world)
+    assert [line["version"] for line in versions] == [*range(1, STEPS + 1)] and checkpoints
+    assert not any(line["tensor"] or line["fault"] for line in [*versions, *checkpoints])
+
+
+def test_a_batch_without_routes_ends_a_run_that_replays_them(folder, world, tmp_path):
+    config = make_config(tmp_path, folder("qwen3_moe"), router_replay="engine")
+    with pytest.raises(RunError, match="batch 1 has tokens without routes"):
+        record(config, world, [make_batch(1)])
