@@ -5,11 +5,14 @@ part runs in a process of its own with a limit, the most telling first. A part w
 call with --only runs it, and adds it to the results, which go into one JSON file as soon as a part ends, and as a table to the console.
 What a case raises is said, and its part goes on. --tiny runs all of it on a CPU, to see that it works.
 
-On a machine that has compiled nothing yet all parts take three calls of at most nine minutes:
+On a machine that has compiled nothing yet all parts take four calls of at most nine minutes:
 
   python scripts/gpu_check.py --only gradients --only attention --only offload --only memory
   python scripts/gpu_check.py --only tests --only replay
   python scripts/gpu_check.py --only train_0.6B --only tree --only bare --only train_4B --only head --only storage
+  python scripts/gpu_check.py --only routes
+
+The part routes needs vLLM, too, and says so without it.
 """
 
 import argparse
@@ -37,6 +40,7 @@ LIMITS = {
     "train_4B": 150,
     "head": 40,
     "storage": 50,
+    "routes": 200,
 }
 """The parts in their order, first whether all is right, then how fast it is, and the most seconds of each: enough for a machine that has
 everything yet to compile."""

@@ -37,9 +37,10 @@ from rl.system.errors import RunError
 from rl.trainer.data.balance import Layout
 from rl.trainer.data.fake import make_sample
 from rl.trainer.data.packing import pack
+from rl.trainer.model.alone import MODEL_ERRORS, describe
 from rl.trainer.model.lora import target_layers
-from rl.trainer.model.policy import load_policy, mode_of, score
-from rl.trainer.model.selftest import MODEL_ERRORS, choose_mode, describe
+from rl.trainer.model.policy import assemble, load_policy, mode_of, score
+from rl.trainer.model.selftest import Candidate, choose_mode
 from rl.trainer.parallel.world import World, start_world
 from rl.wire.messages import TrainBatch
 
@@ -149,7 +150,7 @@ def trained(model: PreTrainedModel, batch: TrainBatch, world: World) -> tuple[li
     for row in pack(batch, [1.0] * len(batch.samples), layout).micro_batches:
         logprobs = score(model, row, world).logprobs
         (logprobs * row.advantages).sum().backward()
-        depths = row.position_ids[row.predictors][row.rows].tolist()
+        depths = row.position_ids[row.predictors][row.predictor_of].tolist()
         for sample, depth, value in zip(row.sequences.tolist(), depths, logprobs.tolist(), strict=True):
             found[sample].append((depth, value))
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
@@ -161,7 +162,7 @@ def differences(folder: str, config: ModelConfig, world: World) -> tuple[float, 
     batch = samples()
     logprobs, gradients = plain(folder, batch)
     model = load_policy(folder, config, TrainerConfig(), world)
-    targets = sorted({name.rpartition(".")[2] for name in target_layers(model, "all-linear")})
+    targets = sorted({name.rpartition(".")[2] for name in target_layers(model, "all-linear")[0]})
     own_logprobs, own = trained(model, batch, world)
     worst = max(float((a - b).abs().max()) for a, b in zip(logprobs, own_logprobs, strict=True))
     whole = torch.stack([g.norm() for g in gradients.values()]).norm()
@@ -179,7 +180,7 @@ def measure(family: str, world: World) -> Row:
             return Row(family, "-", reason=describe(error))
         config = ModelConfig(name=family, dtype="float32", max_model_len=MAX_LEN)
         try:
-            choice = choose_mode(folder, config, TrainerConfig(), world)
+            choice = choose_mode(Candidate(folder, config, TrainerConfig(), world, False, assemble, score))
         except RunError as error:
             return Row(family, "-" if "cannot be computed alone" in str(error) else "refused", reason=str(error))
         because = choice.note.partition("because of ")[2].rpartition("; differs")[0]
@@ -256,7 +257,7 @@ def page(found: "Found") -> str:
         numbers = ["" if value is None else f"{value:.0e}" for value in (row.logprobs, row.gradient)]
         lines.append("| " + " | ".join([row.family, row.mode, *numbers, against_vllm(row), row.targets, brief(row.reason, 160)]) + " |\n")
     summary = ", ".join(f"{name} {count}" for name, count in counts.most_common() if name != "-")
-    text = f"{len(rows) - counts['-']} families measured: {summary}; {counts['-']} not measured; trained wrong without a word: none."
+    text = f"{len(rows) - counts['-']} families measured: {summary}; {counts['-']} not measured; silently trained wrong: none."
     of, by = (Counter(filter(None, versions)).most_common() for versions in ([r.versions for r in rows], [r.vllm_version for r in rows]))
     compared = [row for row in rows if row.vllm is not None]
     apart = [f"{row.family} ({APART[row.family]})" for row in compared if row.is_apart]
@@ -348,7 +349,7 @@ def main() -> None:
     if not arguments.only_page:
         measure_all(found, arguments.families)
     if found.wrong:
-        raise SystemExit(f"trained wrong without a word: {', '.join(found.wrong)}")
+        raise SystemExit(f"silently trained wrong: {', '.join(found.wrong)}")
     PAGE.write_text(page(found))
 
 

@@ -20,6 +20,7 @@ import msgspec
 import torch
 from benchmarks.gpu_attention import attention
 from benchmarks.gpu_bench import Bench, apart, case, compilations, in_process, passed_on, say
+from benchmarks.gpu_routes import routes
 from benchmarks.trainer import measure
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -39,9 +40,9 @@ from rl.trainer.model import logprobs
 from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel.world import World
-from rl.trainer.start import TrainContext
 from rl.trainer.store import checkpoint, versions
 from rl.trainer.train import train_step
+from rl.trainer.trainer import TrainContext
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = 4096
@@ -287,7 +288,7 @@ def storage(bench: Bench) -> None:
 
     base, dtype = bench.model("0.6B"), DTYPES[config.model.dtype]
     size = sum(p.numel() for p in context.model.parameters())
-    timed("publish: copy", 2 * size, lambda: versions.snapshot(context.model, base, dtype, {}, world))
+    timed("publish: copy", 2 * size, lambda: versions.snapshot(context.model, base, dtype, {}))
     timed("publish: digests", 2 * size, lambda: made["publish: copy"].digests)
     timed("publish: write", 2 * size, lambda: made["publish: copy"].write(bench.folder / "weights" / "000001"))
     timed("checkpoint: copy", 12 * size, lambda: checkpoint.snapshot(context.model, context.optimizer, world))
@@ -349,4 +350,5 @@ PARTS: dict[str, Callable[..., None]] = {
     "train_4B": partial(training, name="4B"),
     "head": head,
     "storage": storage,
+    "routes": routes,
 }

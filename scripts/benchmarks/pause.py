@@ -112,6 +112,8 @@ class Server:
             "gap_s": gap,
             "first_token_s": max(0.0, gap - times["pause_s"]),
             "lost_s": (end - start) - self.tokens(start, end) / rate,
+            "lost_tokens": (end - start) * rate - self.tokens(start, end),
+            "read_mib": response.json().get("bytes_read", 0) / 2**20,
             "tokens_per_s": rate,
         }
 
@@ -134,10 +136,11 @@ async def measure(url: str, process: subprocess.Popen, model: str, paths: list[P
     return results[1:]
 
 
-def start_server(checkout: Path, model: Path, work: Path, dtype: str) -> tuple[subprocess.Popen, str]:
-    """The server of a checkout, ready; its address."""
+def start_server(checkout: Path, model: Path, work: Path, dtype: str, workers: int) -> tuple[subprocess.Popen, str]:
+    """The server of a checkout with this many workers, ready; its address."""
     flags = {"name": "run", "output_dir": work, "model.name": model, "model.dtype": dtype, "model.max_model_len": 512}
     flags |= {"orchestrator.environment.id": "none", "orchestrator.sampling.max_tokens": ANSWER_TOKENS}
+    flags |= {"inference.vllm": f"{{tensor_parallel_size = {workers}}}"} if workers > 1 else {}
     command = [sys.executable, "-m", "rl.inference.main", *(part for key, value in flags.items() for part in (f"--{key}", str(value)))]
     work.mkdir(parents=True)
     with (work / "log").open("wb") as log:
@@ -156,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder, or a name that rl resolves; default: rl's default model")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--workers", type=int, default=1, help="of a server, each with its part of the weights")
     parser.add_argument("--requests", type=int, default=16, help="in flight all the time")
     parser.add_argument("--versions", type=int, default=4, help="updates a round; the first is left out")
     parser.add_argument("--rounds", type=int, default=1, help="servers started, of each checkout in turn")
@@ -172,7 +176,7 @@ def main() -> None:
         paths, publish_s = make_versions(model, Path(folder), args.versions)
         for turn in range(args.rounds):
             for name, checkout in checkouts.items():
-                process, url = start_server(checkout, model, Path(folder) / f"{name}-{turn}", args.dtype)
+                process, url = start_server(checkout, model, Path(folder) / f"{name}-{turn}", args.dtype, args.workers)
                 try:
                     found[name] += asyncio.run(measure(url, process, str(model), paths, args.requests))
                 finally:

@@ -36,9 +36,9 @@ from rl.trainer.measure.tokens import TokenColumns
 from rl.trainer.model.policy import load_policy, score
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel.world import World, start_world
-from rl.trainer.start import TrainContext
 from rl.trainer.store.token_files import TokenFiles
 from rl.trainer.train import train_step
+from rl.trainer.trainer import TrainContext
 
 Step = Callable[[Packed], dict[str, float]]
 """Trains a batch; returns seconds by part."""
