@@ -89,6 +89,9 @@ def test_sampled_logprobs_and_stops(servers):
     for temperature in (1.0, 0.7):
         answer = server.generate(PROMPT, max_tokens=40, temperature=temperature, seed=1)
         assert_logprobs(server, PROMPT, answer, temperature)
+    of_prompt = server.generate(PROMPT, max_tokens=1, temperature=0.7, prompt_logprobs=True)["prompt_logprobs"]
+    assert of_prompt[0] is None and answer["prompt_logprobs"] is None
+    assert (rescore(server.weights[0], PROMPT[:1], PROMPT[1:]) - torch.tensor(of_prompt[1:])).abs().max() < TOLERANCE
     long = server.generate(PROMPT, max_tokens=5, temperature=1.0, seed=1, stop_token_ids=[])
     assert (len(long["token_ids"]), long["finish_reason"]) == (5, "length")
     stop = long["token_ids"][2]

@@ -119,7 +119,14 @@ class VersionedEngine(LoadingEngine):
                 got = "none" if found is None else f"those of {len(found)}"
                 raise ValueError(f"vLLM gave {got} of {count} tokens' routes; set trainer.router_replay to trainer or off")
             routes = found.tobytes()  # [tokens, layers, experts of a token] uint8 or uint16
-        return Generation(sampled, logprobs, versions, answer.finish_reason, routes)
+        return Generation(sampled, logprobs, versions, answer.finish_reason, routes, of_prompt(output.prompt_logprobs, token_ids))
+
+
+def of_prompt(found: Any, token_ids: list[int]) -> list[float | None] | None:
+    """Returns the log-probability of each token of a prompt, None for the first; None if vLLM was not asked for them."""
+    if found is None:
+        return None
+    return [None, *(entry[token].logprob for entry, token in zip(list(found)[1:], token_ids[1:], strict=True))]
 
 
 def version_spans(starts: list[tuple[int, int]], num_tokens: int) -> list[VersionSpan]:

@@ -34,6 +34,7 @@ class Sampling(Struct, forbid_unknown_fields=True):
     ignore_eos: bool = False
     routes_from: Annotated[int, Meta(ge=0)] | None = None
     """Return the routes of all tokens from here on; None: return none."""
+    prompt_logprobs: bool = False
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):
@@ -61,11 +62,12 @@ def reply(status: int, content: Any) -> Response:
 
 
 def to_sampling_params(sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters: one final output, only the logprob of the sampled token, and text only if stop strings need it."""
+    """vLLM's parameters: one final output, only the logprobs of sampled (and given) tokens, and text only if stop strings need it."""
     fields = msgspec.structs.asdict(sampling)
-    routes_from = fields.pop("routes_from")
+    routes_from, of_prompt = fields.pop("routes_from"), fields.pop("prompt_logprobs")
     return SamplingParams(
         **fields,
+        prompt_logprobs=0 if of_prompt else None,
         **({} if routes_from is None else {"routed_experts_prompt_start": routes_from}),
         logprobs=0,
         flat_logprobs=True,

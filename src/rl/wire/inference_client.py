@@ -62,6 +62,8 @@ class Generation(msgspec.Struct):
     finish_reason: str
     routes: bytes | None = None
     """See Turn, if `routes_from` was among the sampling parameters."""
+    prompt_logprobs: list[float | None] | None = None
+    """One per token of the prompt, nats, of the model itself at temperature 1; None for the first. If they were asked for."""
 
     def __post_init__(self) -> None:
         self.logprobs = [math.nan if logprob is None else logprob for logprob in self.logprobs]
