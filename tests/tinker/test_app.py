@@ -12,6 +12,7 @@ import pytest
 from rl.config.run import RLConfig
 from rl.run_dir.digests import HASH
 from rl.run_dir.files import write_file
+from rl.system.errors import RunError
 from rl.tinker.app import Api, make_app
 from rl.tinker.gate import Gate
 from rl.tinker.listing import Listing
@@ -190,6 +191,37 @@ def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(
             assert client.learner.steps == {model: 1, other: 1}
 
     asyncio.run(again(*asyncio.run(first())))
+
+
+def test_a_call_that_ends_the_trainer_each_time_fails_alone(tmp_path):
+    async def dies(start):
+        async with Client(tmp_path) as client:
+            client.learner.forward_backward = lambda *_: (_ for _ in ()).throw(RunError("no memory"))
+            started = await start(client)
+            with pytest.raises(RunError, match="no memory"):
+                await client.work
+            client.work.exception()
+            client.work = asyncio.create_task(asyncio.Event().wait())  # what leaving the client ends
+            return started
+
+    async def begin(client):
+        model = await new_model(client)
+        step = {"model_id": model, "seq_id": 2, "adam_params": {}}
+        return await client.post("forward_backward", forward_backward(model, 1)), await client.post("optim_step", step), model
+
+    async def nothing(client):
+        pass
+
+    async def scenario():
+        promise, step, model = await dies(begin)
+        for _ in range(2):
+            await dies(nothing)
+        async with Client(tmp_path) as client:
+            assert "has died 3 times during this call" in (await client.result(promise))["error"]
+            assert (await client.result(step))["metrics"]["policy_version:max"] == 1  # the counting learner needs no gradient
+            assert not (client.training.models[model].run_dir.root / "attempts").exists()
+
+    asyncio.run(scenario())
 
 
 def test_sessions_sample_their_own_versions_and_the_base(tmp_path):
