@@ -9,7 +9,7 @@ import pytest
 import yaml
 from aiohttp import web
 
-from rl.envs.nemo_gym import environment
+from rl.envs.nemo_gym import head
 from rl.envs.nemo_gym.environment import NemoGymEnvironment
 from rl.envs.policy import RolloutError
 from rl.system.errors import RunError
@@ -143,7 +143,7 @@ def make(tmp_path, gym, agents=("adder",), with_policy=None, **spec) -> NemoGymE
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(environment, "PAUSES_S", (0.01, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(head, "PAUSES_S", (0.01, 0.01, 0.01, 0.01, 0.01))
 
 
 def fails(cause: str, text: str, *args, **kwargs) -> None:

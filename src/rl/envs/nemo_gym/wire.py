@@ -3,18 +3,21 @@
 import json
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 from rl.envs.policy import RolloutError
 from rl.models.chat import Message, Tool
 from rl.wire.messages import VersionSpan
-from rl.wire.rollouts import Rollout, Turn
+from rl.wire.rollouts import Cause, Rollout, Turn
 
 TOKEN_KEYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 SAMPLING_PARAMS = ("temperature", "top_p", "max_output_tokens")
 """The sampling settings under their names in the Responses API."""
 EXTRA_SAMPLING = ("top_k", "min_p", "stop", "seed")
 """Sampling settings without a field in the Responses API; NeMo Gym's vLLM client takes them from the metadata."""
+
+FAILURE = "_ng_failure_class"
+"""The key of a result that NeMo Gym counts as failed: it is stored apart, and asked for again."""
 
 
 def no_tokens(server: str) -> str:
@@ -39,12 +42,15 @@ def request_body(row: dict[str, Any], args: dict[str, Any], sampling: dict[str, 
 
 
 def decode_reply(text: str) -> dict[str, Any]:
-    """Decodes a reply of `/run`. Raises RolloutError if it has no valid `response.output`."""
+    """Decodes a reply of `/run`. Raises RolloutError if the agent reports a failure, or there is no valid `response.output`."""
     try:
         reply = json.loads(text)
+        if kind := reply.get(FAILURE):
+            cause: Any = kind if kind in get_args(Cause) else "environment"
+            raise RolloutError(cause, str(reply.get("error") or f"the agent reports the failure {kind}"))
         if all(isinstance(item, dict) for item in reply["response"]["output"]):
             return reply
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         pass
     raise RolloutError("environment", f"/run answered without response.output: {text[:500]}")
 
