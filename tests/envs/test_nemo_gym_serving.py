@@ -100,7 +100,7 @@ def test_several_turns_of_either_api_become_a_result(kind, monkeypatch):
     assert [item["generation_token_ids"] for item in answered] == [[n + 2] for n in range(len(server.asked))]
     # What it becomes in a run of ours on the other side of NeMo Gym:
     again = to_rollout(
-        decode_reply(json.dumps(result)), {"responses_create_params": row["responses_create_params"] | {"temperature": None}}, 3
+        decode_reply(json.dumps(result)), {"responses_create_params": row["responses_create_params"] | {"temperature": None}}, 3, {}
     )
     assert (again.reward, again.messages, again.num_prompt_messages) == (rollout.reward, rollout.messages, rollout.num_prompt_messages)
     assert [turn.token_ids for turn in again.turns] == [turn.token_ids for turn in rollout.turns]

@@ -182,12 +182,13 @@ async def build_app(engine: Any, args: Namespace) -> Any:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
 
+    from rl.inference.chat import serve_tokens
     from rl.inference.routes import make_router
 
     tasks = await engine.get_supported_tasks()
     app = build_vllm_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
-    app.include_router(make_router(engine, args.served_model_name[0]))
+    app.include_router(make_router(engine, args.served_model_name[0], serve_tokens(app)))
     return app
 
 

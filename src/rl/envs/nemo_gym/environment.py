@@ -1,10 +1,10 @@
 """Environments of a NeMo Gym deployment, over HTTP: one `POST {agent}/run` generates and scores an episode.
 
 NeMo Gym runs in its own virtual environment (docs/nemo_gym.md) and queries our inference servers itself, so two things differ from
-the other kinds. First, a token's policy version is the oldest one that the agent's servers held when the episode began: a lower bound,
-as weights may be swapped during an episode; the logprobs are always those of the weights that sampled. Second, the server's chat
-template renders later turns from text: their ids are exactly what the policy saw, but may not continue the turn before; then they
-begin a new sample.
+the other kinds. First, a token's policy version is what the server that sampled it remembers of the answer; if none does (it was started
+again), the oldest one that the agent's servers held when the episode began: a lower bound, as weights may be swapped during an episode.
+Second, the server continues the ids of earlier turns if the agent sends them back unchanged (rl.inference.chat); other turns begin a new
+sample.
 """
 
 import json
@@ -20,6 +20,7 @@ from rl.envs.nemo_gym.wire import (
     chat_prompt,
     check_append_only,
     decode_reply,
+    digest_of,
     input_items,
     no_tokens,
     request_body,
@@ -28,6 +29,7 @@ from rl.envs.nemo_gym.wire import (
 from rl.envs.policy import Policy, RolloutError
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
+from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Episode, Split
 from rl.wire.worker_messages import EnvSpec, PlayGroup
 
@@ -79,9 +81,9 @@ class NemoGymEnvironment:
             "timeout_s": self.spec.timeout_s,
         }
 
-    def prompt_ids(self, split: Split, index: int) -> list[int]:
+    def prompt_ids(self, split: Split, index: int) -> list[int] | None:
         messages, tools = chat_prompt(json.loads(self.rows[split][index].line)["responses_create_params"])
-        return self.policy.renderer.prompt_ids(messages, tools or None)
+        return self.policy.renderer.prompt_ids(messages, tools or None) if messages else None  # a v1 user may open the conversation
 
     async def start(self) -> None:
         """Finds the agents. Raises RunError if the head server is down or lacks the agent of a row."""
@@ -107,7 +109,8 @@ class NemoGymEnvironment:
             self._check_policy_urls(agent)
             version = await self._policy_version(agent)
             reply = decode_reply(await self.head.post(lambda: f"{self.head.agents[agent].url}/run", body, "environment"))
-        rollout = to_rollout(reply, body, version)
+            exact = await self._exact_versions(agent, reply)
+        rollout = to_rollout(reply, body, version, exact)
         if self.policy.spec.enforce_monotonicity:
             check_append_only(rollout)
         return [rollout]
@@ -118,6 +121,16 @@ class NemoGymEnvironment:
             return None
         try:
             return await self.policy.servers.loaded_version(self._own_servers(agent))
+        except InferenceLostError as error:
+            raise RolloutError("inference", str(error)) from error
+
+    async def _exact_versions(self, agent: str, reply: dict[str, Any]) -> dict[str, list[VersionSpan]]:
+        """The versions of a reply's answers, by answer_digest, as far as our servers remember them."""
+        digests = [digest for item in reply["response"]["output"] if (digest := digest_of(item))]
+        if self.policy.endpoint is not None or not digests:
+            return {}
+        try:
+            return await self.policy.servers.versions(digests, self._own_servers(agent))
         except InferenceLostError as error:
             raise RolloutError("inference", str(error)) from error
 
