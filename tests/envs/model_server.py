@@ -26,7 +26,12 @@ class ModelServer(WebServer):
         number, said = len(self.asked), self.says(body)
         if said is None:  # so NeMo Gym's vllm_model says that the prompt is too long
             return web.json_response({"choices": [{"message": {"role": "assistant", "content": None}, "finish_reason": "length"}]})
-        tokens = {"prompt_token_ids": [1, *range(2, number + 1)], "generation_token_ids": [number + 1], "generation_log_probs": [-0.5]}
+        tokens = {
+            "prompt_token_ids": [1, *range(2, number + 1)],
+            "generation_token_ids": [number + 1],
+            "generation_log_probs": [-0.5],
+            "routed_experts": None,
+        }
         message = {"role": "assistant", "content": None, **said, **(tokens if self.tokens else {})}
         answer = web.json_response({"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"total_tokens": 2}})
         answer.set_cookie("session", request.cookies.get("session") or f"s{number}")

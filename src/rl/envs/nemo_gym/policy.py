@@ -84,7 +84,8 @@ class GymConversation(Conversation):
         choice = await self.policy.ask(body, self.cookies)
         turn, answer = as_turn(choice), as_answer(choice["message"])
         index = len(self.turns)
-        self.came[index] = choice["message"]
+        # Without null fields: NeMo Gym takes a message with `routed_experts: null` for one without tokens.
+        self.came[index] = {key: value for key, value in choice["message"].items() if value is not None}
         self.keep(turn, Past(index, before, [*compared[num_old:], comparable(assistant_message(answer))], tools))
         return turn, answer
 
