@@ -59,6 +59,9 @@ KINDS = {"tied": None, "untied": UNTIED, "moe": CONFIGS["qwen3_moe"] | {"tie_wor
 """Experts are weights that vLLM packs in another way than those of plain layers."""
 
 
+PARSER = {"inference__vllm__enable_auto_tool_choice": "true", "inference__vllm__tool_call_parser": "hermes"}
+
+
 def make_versions(folder: Path, kind: str) -> list[Path]:
     """Of the tied kind the base alone holds the head once more, as Qwen3-0.6B does; its trainer writes it once."""
     versions = [make_tiny_model(folder / f"{version:06d}", KINDS[kind], version) for version in range(4)]
@@ -76,7 +79,7 @@ def servers(tmp_path_factory):
     root = tmp_path_factory.mktemp("servers")
     versions = {kind: make_versions(root / f"versions-{kind}", kind) for kind in KINDS}
     started = {
-        "tied": start_server(root / "tied", versions["tied"]),
+        "tied": start_server(root / "tied", versions["tied"], **PARSER),
         "untied": start_server(root / "untied", versions["untied"], inference__host="0.0.0.0"),
         "moe": start_server(root / "moe", versions["moe"], inference__engine_timeout_s=8),
     }
@@ -263,6 +266,18 @@ def test_a_chat_that_was_rewritten_is_rendered_again(servers):
         assert not continued(answer, said(chat(server, rewritten)))
     assert said(chat(server, [ask, answer | {"generation_token_ids": [1, 2]}, behind]))["prompt_token_ids"] == plain
     assert "prompt_token_ids" not in said(chat(server, [ask], return_tokens_as_token_ids=False))
+
+
+def test_no_grammar_chooses_the_tokens_of_a_chat(servers):
+    """With vLLM's defaults it would for these tools, and the trainer would compute other probabilities."""
+    server, ask = servers["tied"], {"role": "user", "content": "go on"}
+    add = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}, "strict": True}
+    offered = {"tools": [{"type": "function", "function": add}], "parallel_tool_calls": False}
+    assert len(said(chat(server, [ask], **offered))["generation_token_ids"]) == 12
+    for more in ({**offered, "tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        refused = chat(server, [ask], **more)
+        assert refused.status_code == 400 and "would choose tokens" in refused.text
+    assert server.post("/v1/chat/completions", messages=[ask], response_format={"type": "json_object"}, max_tokens=4).status_code == 200
 
 
 def test_a_continued_chat_that_is_too_long_is_refused_as_vllm_does(servers):

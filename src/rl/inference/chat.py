@@ -75,7 +75,12 @@ class TokenChat(OpenAIServingChat):
         """The engine's prompt: the ids of the newest earlier answer that is known, and what follows it."""
         rendered = await super().render_chat_request(request)
         exchange = EXCHANGE.get()
-        if exchange is None or isinstance(rendered, ErrorResponse) or rendered[1][0].get("type") != "token":
+        if exchange is None or isinstance(rendered, ErrorResponse):
+            return rendered
+        if request.extract_structured_outputs() is not None:
+            cause = "response_format, tool_choice, or a parser that enforces schemas"
+            return self.create_error_response(f"a grammar ({cause}) would choose tokens: they are not the policy's own; leave it out")
+        if rendered[1][0].get("type") != "token":
             return rendered
         ids = await self.continued(exchange.body)
         if ids is not None:
