@@ -4,6 +4,7 @@ import asyncio
 import sys
 import uuid
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from vllm.inputs import tokens_input
@@ -17,6 +18,9 @@ from rl.inference.weight_files import Tensors
 from rl.run_dir import spans
 from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
+
+QUEUES: ContextVar[list[Any]] = ContextVar("QUEUES")
+"""The queues of the requests that a task has made; their `version_starts` tell which version sampled from which token on."""
 
 
 class VersionedEngine(LoadingEngine):
@@ -56,7 +60,9 @@ class VersionedEngine(LoadingEngine):
         """Gives every request, whatever route it came by, the newest adapter."""
         if self.adapter:
             more["lora_request"] = self.adapter
-        return await super().add_request(request_id, prompt, params, *args, **more)
+        queue = await super().add_request(request_id, prompt, params, *args, **more)
+        QUEUES.get([]).append(queue)
+        return queue
 
     async def _add_request(self, request, prompt, parent_req, index, queue) -> None:
         self.refuse_deadly(request)

@@ -1,4 +1,4 @@
-"""The HTTP routes that we add to vLLM's app: /generate, /prepare_weights, /load_weights, /status."""
+"""The HTTP routes that we add to vLLM's app: /generate, /prepare_weights, /load_weights, /versions, /status."""
 
 import asyncio
 from typing import Annotated, Any
@@ -10,6 +10,7 @@ from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from rl.inference.chat import Answers
 from rl.inference.engine import VersionedEngine
 from rl.inference.weight_files import WeightsGoneError
 from rl.run_dir.over_network import Memory
@@ -57,6 +58,13 @@ class LoadWeightsRequest(Struct, forbid_unknown_fields=True):
     """Digest that tells it apart from other weights with the same version number; empty: not known."""
 
 
+class AnswersRequest(Struct, forbid_unknown_fields=True):
+    """Body of `/versions`."""
+
+    answers: list[str]
+    """See rl.wire.turns.answer_digest."""
+
+
 def reply(status: int, content: Any) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
@@ -88,7 +96,7 @@ async def unless_disconnected(request: Request, work: Any) -> Any:
         gone.cancel()
 
 
-def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
+def make_router(engine: VersionedEngine, served_model_name: str, answers: Answers) -> APIRouter:
     router = APIRouter()
     max_model_len = engine.model_config.max_model_len
 
@@ -142,6 +150,15 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
         except RunError as error:
             return refuse(error)
         return reply(200, held)
+
+    @router.post("/versions")
+    async def versions(request: Request) -> Response:
+        """The policy versions of chat completions, by the digests of their tokens; null for those that are not known any more."""
+        try:
+            asked = msgspec.json.decode(await request.body(), type=AnswersRequest)
+        except msgspec.DecodeError as error:
+            return refusal(400, "bad_request", str(error))
+        return reply(200, [answers.versions(digest) for digest in asked.answers])
 
     @router.get("/status")
     async def status() -> Response:
