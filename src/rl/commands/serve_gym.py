@@ -96,11 +96,15 @@ class GymAgent:
             row = json.loads(await request.read())
             sampling, split, index = await self.checked(row)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            message = f"not a row of {self.label}: {error if isinstance(error, ValueError) else f'{type(error).__name__} {error}'}"
-            say(f"  /run refused: {message}")
-            return web.json_response({"error": message}, status=422)
-        async with self.places:
-            rollouts = await self.place.pool.play(self.label, split, index, 1, sampling, next(self.sessions))
+            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+            return refused(422, f"not a row of {self.label}: {said}")
+        except RunError as error:
+            return refused(503, str(error))
+        try:
+            async with self.places:
+                rollouts = await self.place.pool.play(self.label, split, index, 1, sampling, next(self.sessions))
+        except RunError as error:  # the environment is lost, and the server ends
+            return refused(503, str(error))
         trained = [rollout for rollout in rollouts if rollout.trainable] or rollouts
         rollout = trained[0]
         if len(trained) > 1:
@@ -130,3 +134,9 @@ class GymAgent:
 
     async def aggregate_metrics(self, request: web.Request) -> web.Response:
         return web.json_response(aggregate(json.loads(await request.read())["verify_responses"]))
+
+
+def refused(status: int, message: str) -> web.Response:
+    """An answer without a result. It is printed as well, because NeMo Gym shows only the status."""
+    say(f"  /run refused: {message}")
+    return web.json_response({"error": message}, status=status)
