@@ -30,7 +30,7 @@ MAX_BODY_BYTES = 1 << 30
 
 def main(config: RLConfig, values: dict[str, Any], homes: Callable[[], Homes], children: Children) -> int:
     """Serves until a signal. The port is taken before the environment's home is made."""
-    sock = bind(HOST, values["serve_gym"], "--serve-gym")
+    sock = bind(HOST, values["serve_gym"], "--serve-gym", "choose another")
     sock.listen()
     with sock:
         return run("rl env", children, serve(config, homes(), values, sock, children))
@@ -38,7 +38,8 @@ def main(config: RLConfig, values: dict[str, Any], homes: Callable[[], Homes], c
 
 async def serve(config: RLConfig, homes: Homes, values: dict[str, Any], sock: socket.socket, children: Children) -> int:
     env = config.orchestrator.environment[0]
-    env.workers = env.workers or 1
+    if env.head_server:
+        raise RunError(f"{env.label} is an environment of NeMo Gym already")
     head = values["head_server"] or HEAD_SERVER
     with scratch(env.label) as work:
         async with play_session(config, homes, None, work, children, head_server=head) as place:
