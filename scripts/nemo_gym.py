@@ -11,6 +11,7 @@ It needs nothing but Python and uv, and stays out of our own environment: nemo-g
 import argparse
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -31,16 +32,45 @@ def install(args: argparse.Namespace) -> None:
 
 
 def rows(args: argparse.Namespace) -> None:
-    """Writes rows of a reasoning_gym task; runs itself inside the virtual environment for that."""
+    """Writes rows of a task; runs itself inside the virtual environment for that."""
     inner = ["_rows", args.task, args.config, str(args.size), str(args.seed), str(args.shots), str(args.out.absolute())]
     subprocess.run([str(args.venv / "bin/python"), "-W", "ignore", __file__, *inner], check=True)
 
 
+COUNTER = "example_session_state_mgmt"
+"""A resources server of NeMo Gym, whose tool adds to a counter that it keeps for each episode."""
+
+
+def additions(number: int, a: int, b: int) -> list[dict]:
+    """A task of COUNTER as it is solved: two calls, one after the other, and an answer."""
+    items: list[dict] = [{"role": "user", "content": f"add {a}, then add {b}"}]
+    for call_id, count in ((f"call_{number}_0", a), (f"call_{number}_1", b)):
+        call = {"name": "increment_counter", "arguments": json.dumps({"count": count})}
+        items.append({"type": "function_call", "call_id": call_id, **call})
+        items.append({"type": "function_call_output", "call_id": call_id, "output": '{"success":true}'})
+    return [*items, {"role": "assistant", "content": "done"}]
+
+
+def counter_row(draw: random.Random, shots: int) -> dict:
+    """A row of COUNTER. Several calls at once would be one turn."""
+    count = {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"], "additionalProperties": False}
+    tool = {"type": "function", "name": "increment_counter", "description": "Adds to the counter.", "parameters": count, "strict": True}
+    examples = [item for number in range(shots) for item in additions(number, draw.randint(1, 9), draw.randint(1, 9))]
+    a, b, start = (draw.randint(1, 9) for _ in range(3))
+    asked = [*examples, *additions(0, a, b)[:1]]
+    params = {"input": asked, "tools": [tool], "parallel_tool_calls": False}
+    return {"responses_create_params": params, "initial_count": start, "expected_count": start + a + b}
+
+
 def write_rows(args: argparse.Namespace) -> None:
     """The part of `rows` that imports reasoning_gym."""
+    size, shots = int(args.size), int(args.shots)
+    if args.task == "counter":
+        draw = random.Random(int(args.seed))
+        Path(args.out).write_text("".join(json.dumps(counter_row(draw, shots)) + "\n" for _ in range(size)))
+        return print(f"{args.size} rows of {COUNTER} in {args.out}")
     import reasoning_gym
 
-    size, shots = int(args.size), int(args.shots)
     entries = list(reasoning_gym.create_dataset(args.task, size=size + shots, seed=int(args.seed), **json.loads(args.config)))
     examples = [
         {"role": role, "content": entry[key]} for entry in entries[:shots] for role, key in (("user", "question"), ("assistant", "answer"))
@@ -120,8 +150,8 @@ def main() -> None:
     command.add_argument("--python", default="3.12", help="Python 3.12, by version or path")
     command.set_defaults(run=install)
 
-    command = commands.add_parser("rows", help="write rows of a reasoning_gym task")
-    command.add_argument("--task", default="chain_sum", help="name of a reasoning_gym task")
+    command = commands.add_parser("rows", help="write rows of a task")
+    command.add_argument("--task", default="chain_sum", help="name of a reasoning_gym task, or counter: two calls of a tool")
     command.add_argument("--config", default="{}", help="settings of the task as JSON")
     command.add_argument("--size", type=int, default=512)
     command.add_argument("--seed", type=int, default=0)

@@ -81,5 +81,5 @@ def test_faults(tmp_path: Path):
     began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, _, err = rl(tmp_path, "env", "say-digit", "--serve-gym", str(port := taken.getsockname()[1]))
-    assert code == 1 and f"--serve-gym = {port} on 127.0.0.1: Address already in use" in err, err
+    assert code == 1 and f"--serve-gym = {port} on 127.0.0.1: Address already in use; choose another" in err, err
     assert time.monotonic() - began < 30 and list(tmp_path.iterdir()) == []

@@ -30,7 +30,7 @@ MAX_BODY_BYTES = 1 << 30
 
 def main(config: RLConfig, values: dict[str, Any], homes: Callable[[], Homes], children: Children) -> int:
     """Serves until a signal. The port is taken before the environment's home is made."""
-    sock = bind(HOST, values["serve_gym"], "--serve-gym")
+    sock = bind(HOST, values["serve_gym"], "--serve-gym", "choose another")
     sock.listen()
     with sock:
         return run("rl env", children, serve(config, homes(), values, sock, children))
@@ -38,7 +38,8 @@ def main(config: RLConfig, values: dict[str, Any], homes: Callable[[], Homes], c
 
 async def serve(config: RLConfig, homes: Homes, values: dict[str, Any], sock: socket.socket, children: Children) -> int:
     env = config.orchestrator.environment[0]
-    env.workers = env.workers or 1
+    if env.head_server:
+        raise RunError(f"{env.label} is an environment of NeMo Gym already")
     head = values["head_server"] or HEAD_SERVER
     with scratch(env.label) as work:
         async with play_session(config, homes, None, work, children, head_server=head) as place:
@@ -96,11 +97,15 @@ class GymAgent:
             row = json.loads(await request.read())
             sampling, split, index = await self.checked(row)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            message = f"not a row of {self.label}: {error if isinstance(error, ValueError) else f'{type(error).__name__} {error}'}"
-            say(f"  /run refused: {message}")
-            return web.json_response({"error": message}, status=422)
-        async with self.places:
-            rollouts = await self.place.pool.play(self.label, split, index, 1, sampling, next(self.sessions))
+            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+            return refused(422, f"not a row of {self.label}: {said}")
+        except RunError as error:
+            return refused(503, str(error))
+        try:
+            async with self.places:
+                rollouts = await self.place.pool.play(self.label, split, index, 1, sampling, next(self.sessions))
+        except RunError as error:  # the environment is lost, and the server ends
+            return refused(503, str(error))
         trained = [rollout for rollout in rollouts if rollout.trainable] or rollouts
         rollout = trained[0]
         if len(trained) > 1:
@@ -130,3 +135,9 @@ class GymAgent:
 
     async def aggregate_metrics(self, request: web.Request) -> web.Response:
         return web.json_response(aggregate(json.loads(await request.read())["verify_responses"]))
+
+
+def refused(status: int, message: str) -> web.Response:
+    """An answer without a result. It is printed as well, because NeMo Gym shows only the status."""
+    say(f"  /run refused: {message}")
+    return web.json_response({"error": message}, status=status)

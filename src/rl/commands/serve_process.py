@@ -69,7 +69,7 @@ def run(config: RLConfig) -> None:
     lease.close()
 
 
-def bind(host: str, port: int, setting: str = "serve.port") -> socket.socket:
+def bind(host: str, port: int, setting: str = "serve.port", remedy: str = "choose another, or 0 for a free one") -> socket.socket:
     """Returns a bound socket. Raises RunError that names the setting."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -77,7 +77,7 @@ def bind(host: str, port: int, setting: str = "serve.port") -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise RunError(f"{setting} = {port} on {host}: {error.strerror}; choose another, or 0 for a free one") from None
+        raise RunError(f"{setting} = {port} on {host}: {error.strerror}; {remedy}") from None
     return sock
 
 
