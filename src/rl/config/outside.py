@@ -32,7 +32,7 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
     """Yields data sets and functions that are missing or take other arguments; one named by several entries is reported once."""
     seen = set()
     for kind, entries in (("environment", config.orchestrator.environment), ("eval", config.orchestrator.eval)):
-        for i, entry in enumerate(entries if not config.sft else ()):
+        for i, entry in enumerate(entries if config.plays else ()):
             # The rows of a NeMo Gym server are made with it, possibly after the configuration.
             named: dict[str, Callable[[str], str]] = {} if entry.head_server else {"dataset": rows_fault, "eval_dataset": rows_fault}
             elsewhere = entry.python or entry.requirements  # that interpreter may have modules that this one lacks
