@@ -98,7 +98,7 @@ def record(policy: str | None = None, output: str | Path = "rollouts.jsonl", con
 
     with tempfile.TemporaryDirectory(prefix="rl-") as folder:
         args = [*arguments(config, settings, Path(folder)), *(["--policy", policy] if policy else [])]
-        return Recorder(args, Path(output))
+        return Recorder.of(args, Path(output))
 
 
 def arguments(config: Given | None, settings: Mapping[str, Any], folder: Path) -> list[str]:

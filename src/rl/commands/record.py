@@ -40,7 +40,7 @@ READ = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completi
 WITHOUT_EFFECT = {"user", "metadata", "store", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
 """Fields of a request that do not change what is sampled."""
 LAST_LINES = 30
-STOP_S = 30.0
+STOP_S, POLL_S = 30.0, 1.0
 MAX_REQUEST_BYTES = 1 << 28
 
 
@@ -145,48 +145,75 @@ def fault_of(body: dict[str, Any], sampling: dict[str, Any]) -> str:
     return ""
 
 
-class Recorder:
-    """Records episodes of your programs with one policy. Use it in a `with` block: it ends the policy's server."""
+class ServerProcess:
+    """The policy's inference server, in a process of its own, see rl.commands.record_server."""
 
-    def __init__(self, args: list[str], output: Path):
-        """`args`: the arguments of rl.commands.record_server. Raises RunError."""
-        self.output, self.lock, self.sessions = output.expanduser().absolute(), threading.Lock(), count()
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        self.present = read_present(self.output)
-        self.episodes: dict[str, RecordedEpisode] = {}
+    def __init__(self, args: list[str]):
+        """Waits until it is ready. Raises RunError or ConfigError."""
         self.lines = deque[str](maxlen=LAST_LINES)
         command = [sys.executable, "-m", "rl.commands.record_server", *args]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(command, start_new_session=True, errors="replace", **pipes)
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="rl.record", daemon=True)
-        self.thread.start()
         try:
-            self.config = build(parse_args([f"@{self._wait_for_server()}"]), OPTIONAL)
-            spec = policy_spec(self.config, resolve_model(self.config.model))
-            self.sampling = self.config.orchestrator.sampling.model_dump(exclude_none=True)
-            self.policy = Policy(spec, self.config.orchestrator.inference_timeout_s)
-            self.url = self._do(self._serve())
+            self.config = build(parse_args([f"@{self._ready()}"]), OPTIONAL)
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._read, name="rl.record.log", daemon=True).start()
+        assert self.process.stdout
+        threading.Thread(target=self.lines.extend, args=(self.process.stdout,), name="rl.record.log", daemon=True).start()
 
-    def _wait_for_server(self) -> Path:
-        """Shows what the server says, and returns the path of its configuration when it is ready. Raises RunError."""
+    def _ready(self) -> Path:
+        """Shows what the process says, and returns the path of its configuration when it is ready. Raises RunError or ConfigError."""
         assert self.process.stdout
         for line in self.process.stdout:
             if (path := Path(line.strip())).is_absolute() and path.name == "config.toml":
                 return path
             self.lines.append(line)
             print(line, end="", flush=True)
-        code, said = self.process.wait(), "".join(self.lines).rstrip()
-        raise (ConfigError if code == WRONG_SETTINGS else RunError)(f"the policy's server has ended with {code}:\n{said}")
+        raise (ConfigError if self.process.wait() == WRONG_SETTINGS else RunError)(self.fault())
 
-    def _read(self) -> None:
-        """Thread. Keeps the last lines of the server, and fails calls when it ends."""
-        assert self.process.stdout
-        self.lines.extend(self.process.stdout)
+    def fault(self) -> str:
+        """Describes how the process has ended; empty if it lives."""
+        code = self.process.poll()
+        return "" if code is None else f"the policy's server has ended with {code}:\n{''.join(self.lines).rstrip()}"
+
+    def close(self) -> None:
+        """Ends the process: its standard input ends."""
+        with contextlib.suppress(OSError):
+            if self.process.stdin:
+                self.process.stdin.close()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+class Recorder:
+    """Records episodes of your programs with one policy. Use it in a `with` block, which ends the policy's server."""
+
+    def __init__(self, policy: Policy, sampling: dict[str, Any], name: str, output: Path, server: ServerProcess | None = None):
+        """`name`: the policy's in the file. Raises RunError if `output` is a file of something else."""
+        self.policy, self.sampling, self.name, self.server = policy, sampling, name, server
+        self.output, self.lock, self.sessions = output.expanduser().absolute(), threading.Lock(), count()
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.present = read_present(self.output)
+        self.episodes: dict[str, RecordedEpisode] = {}
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="rl.record", daemon=True).start()
+        self.url = self._do(self._serve())
+
+    @staticmethod
+    def of(args: list[str], output: Path) -> "Recorder":
+        """Serves the policy that `args` name. Raises RunError and ConfigError."""
+        server = ServerProcess(args)
+        try:
+            config = server.config
+            policy = Policy(policy_spec(config, resolve_model(config.model)), config.orchestrator.inference_timeout_s)
+            sampling = config.orchestrator.sampling.model_dump(exclude_none=True)
+            return Recorder(policy, sampling, config.model.name, output, server)
+        except BaseException:
+            server.close()
+            raise
 
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Runs a coroutine in the thread of the event loop."""
@@ -226,9 +253,9 @@ class Recorder:
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
-                if self.process.poll() is not None:
-                    raise RolloutError("inference", f"the policy's server has ended:\n{''.join(self.lines).rstrip()}")
-                await asyncio.wait({task}, timeout=1.0)
+                if self.server and (fault := self.server.fault()):
+                    raise RolloutError("inference", fault)
+                await asyncio.wait({task}, timeout=POLL_S)
             return task.result()
         finally:
             task.cancel()
@@ -250,22 +277,16 @@ class Recorder:
             there = self.present.setdefault((episode.env, episode.task), set())
             sample = next(number for number in count() if number not in there)
             there.add(sample)
-            where = {"env": episode.env, "task": episode.task, "sample": sample, "agents": 1, "policy": self.config.model.name}
+            where = {"env": episode.env, "task": episode.task, "sample": sample, "agents": 1, "policy": self.name}
             append_file(self.output, line_of(where, rollout, self.sampling["temperature"]))
 
     def close(self) -> None:
         """Ends the policy's server. Episodes that are not finished are not written."""
-        with contextlib.suppress(OSError):
-            if self.process.stdin:
-                self.process.stdin.close()
-        if hasattr(self, "runner"):
-            self._do(self.runner.cleanup())
-            self._do(self.policy.servers.close())
+        self._do(self.runner.cleanup())
+        self._do(self.policy.servers.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        try:
-            self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        if self.server:
+            self.server.close()
 
     def __enter__(self) -> "Recorder":
         return self
