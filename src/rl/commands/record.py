@@ -154,11 +154,10 @@ class ServerProcess:
         command = [sys.executable, "-m", "rl.commands.record_server", *args]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(command, start_new_session=True, errors="replace", **pipes)
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.close)
             self.config = build(parse_args([f"@{self._ready()}"]), OPTIONAL)
-        except BaseException:
-            self.close()
-            raise
+            on_failure.pop_all()
         assert self.process.stdout
         threading.Thread(target=self.lines.extend, args=(self.process.stdout,), name="rl.record.log", daemon=True).start()
 
@@ -206,14 +205,14 @@ class Recorder:
     def of(args: list[str], output: Path) -> "Recorder":
         """Serves the policy that `args` name. Raises RunError and ConfigError."""
         server = ServerProcess(args)
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(server.close)
             config = server.config
             policy = Policy(policy_spec(config, resolve_model(config.model)), config.orchestrator.inference_timeout_s)
             sampling = config.orchestrator.sampling.model_dump(exclude_none=True)
-            return Recorder(policy, sampling, config.model.name, output, server)
-        except BaseException:
-            server.close()
-            raise
+            recorder = Recorder(policy, sampling, config.model.name, output, server)
+            on_failure.pop_all()
+        return recorder
 
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Runs a coroutine in the thread of the event loop."""

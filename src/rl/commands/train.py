@@ -21,7 +21,8 @@ HELP = (
 def main(args: list[str], children: Children) -> int:
     values, rest = take("rl train", args, OPTIONS)
     given = {"recorded.rollouts": (values["from"], "--from")} if values["from"] else None
-    config, line = load_config_or_exit(rest, "rl train", variables=os.environ, usage=HELP, given=given, dry_run=dry_run)
+    optional = ("orchestrator.environment",)  # without which `fail` below says what is missing
+    config, line = load_config_or_exit(rest, "rl train", variables=os.environ, usage=HELP, given=given, optional=optional, dry_run=dry_run)
     if not config.recorded:
         fail("rl train", "on which rollouts? Name the file: rl train --from rollouts.jsonl; without a file, `rl` plays environments")
     return start(config, line, children, resume_command(args, "rl train"))
