@@ -204,3 +204,10 @@ def test_the_trainer_is_served_until_the_rollouts_are_used(tmp_path, model):
     lease.close()
     assert decode_batch(first, "").batch.step == 1 and decode_batch(second, "").batch.step == 2
     assert last == RunEnded("all 15 recorded rollouts are used") and (end.reason, end.kind) == (last.reason, "early")
+
+
+@pytest.mark.parametrize(("steps", "told"), [(9, 1), (2, 0)])
+def test_a_schedule_beyond_the_last_batch_is_told(tmp_path, model, steps, told):
+    with running(settings_of(tmp_path, model, *FILE, max_steps=steps, trainer__optim__schedule="linear"), model) as run:
+        assert len(run.status.current.warnings) == told
+        assert all("end at step 2: give --max_steps 2" in one.text for one in run.status.current.warnings)

@@ -171,6 +171,10 @@ class RecordedRun:
         reasons = Counter(group.why for group in recording.groups if group.why)
         left_out = "".join(f"; {count} tasks are not trained: {why}" for why, count in reasons.most_common())
         log.info("%d rollouts of %d tasks make %d batches%s", recording.size, len(recording.groups), steps, left_out)
+        schedule, final = self.config.trainer.optim.schedule, self.progress.final
+        if schedule != "constant" and final < self.config.max_steps:
+            text = f"trainer.optim.schedule = {schedule} ends at max_steps = {self.config.max_steps}, but the recorded rollouts end at step"
+            self.status.warn(RunWarning("recorded", "", f"{text} {final}: give --max_steps {final}"))
         for what, count in recording.counts.items():
             self.status.warn(RunWarning("recorded", "", f"{count} of {recording.size} recorded rollouts {what}"))
 
