@@ -134,10 +134,10 @@ class RecordedRun:
         reasons = ", ".join(f"{count} {why}" for why, count in Counter(group.why for group in self.recording.groups).most_common())
         single = sum(len(group.rollouts) == 1 for group in self.recording.groups)
         alone = f"; {single} tasks have a single rollout, which there is nothing to compare with" if single else ""
+        lacking = "".join(f"; {count} rollouts {what}" for what, count in self.recording.counts.items())
         remedy = "record several rollouts of each task, with different rewards, or choose orchestrator.credit.type = reinforce_pp"
-        raise RunError(
-            f"{self.recording.size} rollouts of {len(self.recording.groups)} tasks, and nothing to train: {reasons}{alone}: {remedy}"
-        )
+        nothing = f"{self.recording.size} rollouts of {len(self.recording.groups)} tasks, and nothing to train"
+        raise RunError(f"{nothing}: {reasons}{alone}{lacking}: {remedy}")
 
     def check_versions(self) -> None:
         """Raises RunError that names the first rollout that was sampled by a version later than its batch trains, or too much earlier."""

@@ -1,11 +1,13 @@
 """Rows that verifiers has saved, as lines of ours: results.jsonl of its classic API, and traces.jsonl of its v1 API."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 from rl.system.errors import RunError
 
 Row = dict[str, Any]
+FUNCTION = ("name", "arguments")
 
 
 def lines_of(row: Row) -> Iterator[Row]:
@@ -34,7 +36,11 @@ def line_of_result(row: Row) -> Row:
     if steps and all(step.get("tokens") for step in steps):
         line["turns"] = [turn_of_step(step["tokens"]) for step in steps]
     if isinstance(prompt, list) and isinstance(completion, list):
-        line |= {"messages": [*prompt, *completion], "num_prompt_messages": len(prompt), "tools": tools_of(row.get("tool_defs"))}
+        line |= {
+            "messages": [message_of(message) for message in (*prompt, *completion)],
+            "num_prompt_messages": len(prompt),
+            "tools": tools_of(row.get("tool_defs")),
+        }
     elif "turns" not in line and not error:
         raise RunError("completion: is text without token ids; save them, with trajectory among verifiers' state columns")
     return line
@@ -47,6 +53,16 @@ def turn_of_step(tokens: Row) -> Row:
     reason = "length" if tokens.get("is_truncated") else "stop"
     turn = {"prompt_ids": tokens["prompt_ids"], "completion_ids": tokens["completion_ids"], "finish_reason": reason}
     return turn | {"logprobs": tokens.get("completion_logprobs") or None}
+
+
+def message_of(message: Row) -> Row:
+    """Returns a message in the form of chat APIs: calls are JSON text in the classic API, and have no `function` in v1."""
+    calls = [json.loads(call) if isinstance(call, str) else call for call in message.get("tool_calls") or ()]
+    made = [
+        call if "function" in call else {"id": call.get("id") or "", "type": "function", "function": {k: call[k] for k in FUNCTION}}
+        for call in calls
+    ]
+    return {key: value for key, value in message.items() if value is not None} | ({"tool_calls": made} if made else {})
 
 
 def tools_of(tools: list[Row] | None) -> list[Row] | None:
@@ -73,7 +89,7 @@ def line_of_trace(trace: Row, episode: Row) -> Row:
         "metrics": scores | {name: value for name, value in trace.get("metrics", {}).items() if value is not None},
         "stop": trace.get("stop_condition") or "",
         "truncated": any(call.get("finish_reason") == "length" for call in trace.get("calls", ())),
-        "messages": [nodes[i]["message"] for i in path],
+        "messages": [message_of(nodes[i]["message"]) for i in path],
         "num_prompt_messages": next((at for at, i in enumerate(path) if nodes[i].get("sampled")), len(path)),
         "tools": tools_of(trace.get("tools")),
         "num_turns": len(sampled),
