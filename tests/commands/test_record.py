@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -188,3 +189,26 @@ def test_the_end_of_the_server_ends_a_call(recorder, tmp_path, monkeypatch):
 def test_a_policy_that_cannot_be_served(tmp_path):
     with pytest.raises(ConfigError, match="no such run or model folder"):
         rl.record(str(tmp_path / "missing"), tmp_path / "r.jsonl")
+
+
+@pytest.mark.proof
+def test_what_an_agent_has_played_with_a_real_engine_is_trained(tmp_path, model):
+    """An agent of two turns, eight episodes at once: the trainer computes the recorded log-probabilities itself."""
+    settings = {"model__name": str(model), "model__dtype": "float32", "model__max_model_len": 512, "output_dir": str(tmp_path)}
+
+    def play(recorder, number):
+        episode, messages = recorder.episode(number // 4, env="talk"), [{"role": "user", "content": f"Say {number // 4}"}]
+        for again in ("Again", ""):
+            answer = episode.client.chat.completions.create(model="policy", messages=messages, max_tokens=8).choices[0].message
+            messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": again}]
+        episode.finish(float(number % 2))
+
+    with rl.record(None, tmp_path / "r.jsonl", **settings) as recorder, ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: play(recorder, number), range(8)))
+    lines = [parse(json.loads(text), "line") for text in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert len(lines) == 8 and all(len(one.turns) == 2 and one.turns[0].policy_versions[0].policy_version == 0 for one in lines)
+    more = {"recorded__rollouts": str(tmp_path / "r.jsonl"), "name": "r", "orchestrator__batch_size": 8, "learning_rate": 1e-3}
+    run = rl.train(None, **settings, **more)
+    (kl,) = run.curve("mismatch_kl/mean")[1]
+    assert abs(kl) < 1e-8 and run.curve("rollouts/trained")[1].tolist() == [8]
+    assert all(len(sample.token_ids) > 30 and sample.loss_mask.sum() > 2 for sample in run.tokens(step=1))
