@@ -1,5 +1,6 @@
 """`import rl` in a script or notebook: train, evaluate, and the notebook of docs/."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -9,11 +10,13 @@ import pytest
 
 import rl
 from rl import api
+from rl.commands.record import Recorder
 from rl.config.command_line import build, parse_args
 from rl.config.run import RLConfig
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.token_log import write_token_log
 from rl.system.errors import ConfigError, RunError
+from tests.envs.stub_policy import StubPolicy, StubServers
 from tests.records.made import group, make_run, sample, write_samples, write_step
 
 ENV = {"id": "sums", "args": {"digits": [1, 2], "name": 'a "b"'}}
@@ -112,8 +115,12 @@ def test_the_notebook_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
     notebook = json.loads(Path("docs/python.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(StubServers, "close", lambda self: asyncio.sleep(0), raising=False)
+    sampling = {"max_tokens": 64, "temperature": 1.0}
+    monkeypatch.setattr(api, "record", lambda policy, output: Recorder(StubPolicy(), sampling, policy, Path(output)))
     names: dict[str, object] = {}
     for cell in cells:
         exec(compile(cell, "python.ipynb", "exec"), names)
     assert capsys.readouterr().out.startswith("2 steps, reward 0.250 -> 0.500\n<8 rollouts> {'trained': 4, 'no_signal': 4}\n")
-    assert len(cells) == 6 and np.allclose(names["sample"].ratio[2:], np.exp(-0.25))
+    assert len(Path("rollouts.jsonl").read_text().splitlines()) == 8
+    assert len(cells) == 7 and np.allclose(names["sample"].ratio[2:], np.exp(-0.25))

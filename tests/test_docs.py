@@ -83,6 +83,7 @@ def place(tmp_path_factory) -> Iterator[Path]:
     python = [block for page in PAGES for block in blocks(page.read_text(), "python")]
     (folder / "tasks.jsonl").write_text('{"prompt": "What is 7 + 5?", "answer": "12"}\n')
     (folder / "data.jsonl").write_text('{"prompt": "What is 7 + 5?", "completion": "12"}\n')
+    (folder / "rollouts.jsonl").write_text('{"reward": 1.0, "turns": []}\n')
     (folder / "rewards.py").write_text(next(block for block in python if "def exact(" in block))
     (folder / "my_loss.py").write_text(next(block for block in python if "def topr(" in block))
     (folder / "run.toml").write_text('[orchestrator.environment]\nid = "e"\n[[orchestrator.eval]]\ninterval = 5\n')

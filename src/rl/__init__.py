@@ -1,4 +1,4 @@
-"""Reinforcement learning for language models: `rl.open`, `rl.train`, `rl.evaluate` (docs/python.md).
+"""Reinforcement learning for language models: `rl.open`, `rl.train`, `rl.evaluate`, `rl.record` (docs/python.md).
 
 Runs on Linux alone, which every command says before an import fails elsewhere.
 """
@@ -17,9 +17,10 @@ if sys.platform != "linux":
 if TYPE_CHECKING:
     from rl.api import evaluate as evaluate
     from rl.api import open as open
+    from rl.api import record as record
     from rl.api import train as train
 
-API = ("evaluate", "open", "train")
+API = ("evaluate", "open", "record", "train")
 """What the package itself offers, loaded when it is asked for; see rl.api."""
 
 

@@ -1,4 +1,4 @@
-"""The Python API, for scripts and notebooks: `rl.open`, `rl.train`, `rl.evaluate`. See docs/python.md."""
+"""The Python API, for scripts and notebooks: `rl.open`, `rl.train`, `rl.evaluate`, `rl.record`. See docs/python.md."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
@@ -20,6 +20,9 @@ from rl.config.command_line import build, parse_args, parse_toml, to_toml
 from rl.config.run import RLConfig
 from rl.records.run import Run
 from rl.system.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from rl.commands.record import Recorder
 
 Given = Mapping[str, Any] | RLConfig | str | Path
 """A configuration: nested tables, a validated RLConfig, or the path of a TOML file."""
@@ -81,6 +84,21 @@ def evaluate(
         flags = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
         run_command(["eval", *arguments(config, settings, Path(folder)), *flags])
         return json.loads((place / "report.json").read_bytes())
+
+
+def record(policy: str | None = None, output: str | Path = "rollouts.jsonl", config: Given | None = None, **settings: Any) -> "Recorder":
+    """Serves a policy and records what your program plays with it, for `rl train --from`; use it in a `with` block.
+
+    policy: a run's version (`outputs/x@40`) or a model, see `--policy`; by default the configuration's model, or the servers in
+    orchestrator.inference_urls. output: the file that rollouts are appended to. config, settings: see `train`.
+
+    Raises ConfigError for an invalid configuration, and RunError if the policy cannot be served.
+    """
+    from rl.commands.record import Recorder
+
+    with tempfile.TemporaryDirectory(prefix="rl-") as folder:
+        args = [*arguments(config, settings, Path(folder)), *(["--policy", policy] if policy else [])]
+        return Recorder.of(args, Path(output))
 
 
 def arguments(config: Given | None, settings: Mapping[str, Any], folder: Path) -> list[str]:

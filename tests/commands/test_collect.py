@@ -84,7 +84,7 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
 def test_lines_say_which_agents_are_not_trained(tmp_path):
     path = tmp_path / "r.jsonl"
     told = Collection(build(parse_args(["--orchestrator.environment.id", "e"])), "p", {}, path, tokens=False)
-    told.write("e", 0, [Rollout(agent="solver"), Rollout(agent="judge", trainable=False)])
+    told.write("e", 0, [Rollout(agent="solver"), Rollout(agent="judge", trainable=False)], 1.0)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["agent"], line.get("why")) for line in lines] == [("solver", None), ("judge", "not_trainable")]
     assert [why_unused({**line, "outcome": "finished"}, "r.jsonl:1", SftConfig(dataset="d")) for line in lines] == [

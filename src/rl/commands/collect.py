@@ -40,7 +40,7 @@ HELP = usage(
     OPTIONS,
     POLICY_SPECS,
 )
-Samples = dict[tuple[str, int], set[int]]
+Samples = dict[tuple[str, int | str], set[int]]
 """(environment, task) -> sample numbers in the file."""
 
 
@@ -129,6 +129,15 @@ async def collect(config: RLConfig, homes: Homes, line: CommandLine, values: dic
     return 0
 
 
+def line_of(where: dict[str, Any], rollout: Rollout, temperature: float | None) -> bytes:
+    """Returns the line of a rollout, after the fields that say `where` it belongs; with its tokens if their temperature is given."""
+    line = {**where, **rollout.as_record()}
+    del line["versions"]
+    line |= {} if rollout.trainable else {"why": "not_trainable"}  # as in a run's rollouts
+    tokens = {} if temperature is None else {"temperature": temperature, "turns": list(rollout.turns)}
+    return msgspec.json.encode(line | tokens) + b"\n"
+
+
 class Collection:
     """The output file of rollouts, and counts of what was written."""
 
@@ -148,11 +157,11 @@ class Collection:
         try:
             async with aclosing(place.play(self.policy, jobs, concurrency)) as played:
                 async for job, rollouts in played:
-                    self.write(job.env, job.task, rollouts)
+                    self.write(job.env, job.task, rollouts, job.sampling["temperature"])
         finally:
             self.report()
 
-    def write(self, env: str, task: int, rollouts: list[Rollout]) -> None:
+    def write(self, env: str, task: int, rollouts: list[Rollout], temperature: float) -> None:
         """Appends the rollouts of a task. An episode is a sample with one line per agent, and gets the lowest free number."""
         there = self.present.setdefault((env, task), set())
         episodes: dict[int, list[Rollout]] = {}
@@ -169,10 +178,8 @@ class Collection:
                 self.outcomes[rollout.outcome] += 1
                 if not rollout.error:
                     self.rewards.append(rollout.reward)
-                line = {"env": env, "task": task, "sample": sample, "agents": len(episode), "policy": self.policy, **rollout.as_record()}
-                del line["versions"]
-                line |= {} if rollout.trainable else {"why": "not_trainable"}  # as in a run's rollouts
-                lines += msgspec.json.encode(line | ({"turns": list(rollout.turns)} if self.tokens else {})) + b"\n"
+                where = {"env": env, "task": task, "sample": sample, "agents": len(episode), "policy": self.policy}
+                lines += line_of(where, rollout, temperature if self.tokens else None)
         append_file(self.path, lines)
 
     def report(self) -> None:

@@ -48,5 +48,5 @@ def load(
     if run and not any(word.startswith("@") for word in rest):
         rest = ["@", str(run[0] / "config.toml"), *rest]
     config, line = load_config_or_exit(rest, program, variables=os.environ, usage=text, given=given, optional=optional)
-    config.sft = None  # these commands play the model, also of a fine-tuning run
+    config.sft = config.recorded = None  # these commands play the model, also of a run that has none played
     return config, line, values

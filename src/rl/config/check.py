@@ -74,12 +74,16 @@ def check(config: RLConfig) -> Iterator[Fault]:
         if fault := text_fault(text):
             yield key, text, fault
     yield from secret_faults(dump)
+    if config.sft and config.recorded:
+        yield "recorded.rollouts", config.recorded.rollouts, "and sft are two kinds of run: leave one of them out"
     yield from access_faults(config)
     yield from cluster_faults(config)
     if config.serve:
         yield from check_serve(config)
     elif config.sft:
         yield from check_sft(config.sft, config.trainer.loss)
+    elif config.recorded:
+        yield from check_recorded(config)
     elif not config.trainer.data.fake:
         yield from check_sampling(config)
     yield from check_loss(config.trainer.loss, several_steps=config.trainer.minibatches * config.trainer.epochs > 1)
@@ -168,6 +172,8 @@ def warnings_of(config: RLConfig) -> Iterator[str]:
             "ten to a hundred times that (1e-5 to 1e-4) to learn as fast"
         )
     yield from exposure(config)
+    if config.recorded and config.orchestrator.eval:
+        yield "orchestrator.eval is not played by a run of recorded rollouts; `rl eval --policy RUN@STEP` evaluates its versions"
     for key in ("top_p", "top_k", "min_p"):
         value = getattr(config.orchestrator.sampling, key)
         if value is not None:
@@ -235,6 +241,8 @@ def check_minibatches(config: RLConfig) -> Iterator[Fault]:
     size, group_sizes = played.batch_size, [env.group_size or played.group_size for env in played.environment]
     if fake:
         size, group_sizes = fake.samples, [fake.group_size]
+    elif config.recorded:
+        group_sizes = [1]  # the file has others
     groups = -(-size // min(group_sizes, default=played.group_size))
     if settings.minibatches > groups:
         remedy = f"exceeds the {groups} groups of a batch, and a minibatch needs whole groups; lower it, or raise orchestrator.batch_size"
@@ -295,6 +303,18 @@ def check_sft(config: SftConfig, loss: AnyLossConfig) -> Iterator[Fault]:
         yield "sft.validation_fraction", config.validation_fraction, remedy
 
 
+def check_recorded(config: RLConfig) -> Iterator[Fault]:
+    """Yields faults of a run of recorded rollouts, for which nobody answers."""
+    settings = config.orchestrator
+    key = "orchestrator.teacher.base_url" if settings.teacher else "orchestrator.environment.teacher.base_url"
+    for teacher in filter(None, (settings.teacher, *(env.teacher for env in settings.environment))):
+        yield key, teacher.base_url, "scores rollouts as they are played, and recorded ones are not: leave it out"
+    if settings.metrics:
+        remedy = "is called as rollouts are played, and recorded ones are not: leave it out"
+        yield "orchestrator.metrics.function", settings.metrics.function, remedy
+    yield from check_credit(config)
+
+
 OF_CLIENTS = ("optim", "loss", "minibatches", "epochs")
 """Settings of the trainer that the calls of a Tinker client carry, or that have no counterpart there."""
 
@@ -302,8 +322,9 @@ OF_CLIENTS = ("optim", "loss", "minibatches", "epochs")
 def check_serve(config: RLConfig) -> Iterator[Fault]:
     """Yields faults of a server of the Tinker API, whose trainer is one process with adapters."""
     trainer = config.trainer
-    if config.sft:
-        yield "sft", True, "is another kind of run: leave it out, clients of `rl serve` send their own examples"
+    for kind in ("sft", "recorded"):
+        if getattr(config, kind):
+            yield kind, True, "is another kind of run: leave it out, clients of `rl serve` send their own examples"
     if trainer.lora is None or EXPERTS in trainer.lora.targets:
         remedy = "rl serve trains adapters of the same layers for all clients, but not of experts: name linear layers, or all-linear"
         yield "trainer.lora.targets", trainer.lora and trainer.lora.targets, remedy

@@ -248,7 +248,7 @@ def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = 
         lines += [f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in found]
     if config and config.sft and outside:
         lines += flags_without_effect(line.flags)
-    if config and lines and outside and not config.sft:
+    if config and lines and outside and config.plays:
         lines += id_faults(config.orchestrator.env_ids)
     raise_all(lines)
     assert config, "settings without a fault make a configuration"

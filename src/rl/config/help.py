@@ -18,6 +18,7 @@ from rl.system.errors import ConfigError
 
 COMMANDS = {
     "sft": ("rl.commands.sft", "supervised fine-tuning on examples, or on a run's best rollouts"),
+    "train": ("rl.commands.train", "train on recorded rollouts, without environments and inference"),
     "serve": ("rl.commands.serve", "serve the Tinker API: train and sample adapters of a model from other programs"),
     "eval": ("rl.commands.evaluate", "evaluate a model, a run's version or an endpoint, and compare two of them"),
     "collect": ("rl.commands.collect", "play an environment's tasks without training and save the rollouts as JSONL"),
@@ -96,8 +97,18 @@ PLAYING = (
     "orchestrator.worker_memory_gib", "orchestrator.worker_silence_s", "orchestrator.worker_timeout_s",
 )  # fmt: skip
 OF_TRAINING = tuple(f"orchestrator.environment.{key}" for key in ("weight", "group_size", "credit", "difficulty", "teacher"))
+OF_BATCHES = tuple(
+    f"orchestrator.{key}" for key in (
+        "batch_size", "credit", "filter", "sampling.temperature", "max_off_policy_steps", "replace_no_signal", "mask_truncated",
+        "keep_partial_groups", "enforce_monotonicity", "trainer_timeout_s", "host", "port", "batches", "rollouts",
+    )
+)  # fmt: skip
 READS = {
     "rl sft": Reads((*RUN, "renderer", "supervisor", "wandb", "tensorboard", "trainer", "sft"), ("trainer.data", "trainer.strict_parity")),
+    "rl train": Reads(
+        (*RUN, "max_lag", "renderer", "supervisor", "wandb", "tensorboard", "trainer", "recorded", *OF_BATCHES),
+        ("trainer.data",),
+    ),
     "rl serve": Reads(
         ("name", "output_dir", "seed", "model", "supervisor", "trainer", "inference", "serve"),
         ("trainer.data", "trainer.optim", "trainer.loss", "trainer.checkpoint", "trainer.token_log", "trainer.strict_parity"),
@@ -108,10 +119,10 @@ READS = {
     "rl doctor": Reads(tuple(RLConfig.model_fields), usual=False),
     "rl node": Reads(("name", "output_dir", "cluster"), usual=False),
     "trainer": Reads((*RUN, "renderer", "trainer", "sft")),
-    "orchestrator": Reads((*RUN, "renderer", "max_lag", "orchestrator")),
+    "orchestrator": Reads((*RUN, "renderer", "max_lag", "orchestrator", "recorded")),
     "inference": Reads((*RUN, "inference"), ("max_steps",)),
 }
-EVERYTHING_BUT_SFT = Reads(tuple(RLConfig.model_fields), ("sft", "serve"))
+EVERYTHING_BUT_SFT = Reads(tuple(RLConfig.model_fields), ("sft", "recorded", "serve"))
 
 
 def fit(text: str) -> str:

@@ -3,6 +3,7 @@
 Nothing is imported. A stored run's configuration is not checked, because the run can be replayed and exported without these files.
 """
 
+import glob
 import importlib.util
 import json
 import math
@@ -32,7 +33,7 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
     """Yields data sets and functions that are missing or take other arguments; one named by several entries is reported once."""
     seen = set()
     for kind, entries in (("environment", config.orchestrator.environment), ("eval", config.orchestrator.eval)):
-        for i, entry in enumerate(entries if not config.sft else ()):
+        for i, entry in enumerate(entries if config.plays else ()):
             # The rows of a NeMo Gym server are made with it, possibly after the configuration.
             named: dict[str, Callable[[str], str]] = {} if entry.head_server else {"dataset": rows_fault, "eval_dataset": rows_fault}
             elsewhere = entry.python or entry.requirements  # that interpreter may have modules that this one lacks
@@ -47,6 +48,8 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
                 for name, value in table.items():
                     if fault := argument_fault(value):
                         yield f"orchestrator.{kind}.{i}.{key}.{name}", value, fault
+    if config.recorded and not glob.glob(config.recorded.rollouts):
+        yield "recorded.rollouts", config.recorded.rollouts, "there is no such file; give a JSONL file, or a pattern (data/*.jsonl)"
     if config.trainer.weights.transport == "nixl" and not config.sft and not importlib.util.find_spec(nixl.PACKAGE):
         yield "trainer.weights.transport", "nixl", nixl.MISSING
     for key, name, arguments in own_functions(config):

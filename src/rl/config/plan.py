@@ -49,7 +49,7 @@ def plan(config: RLConfig) -> Plan:
     if cluster is None or cluster.nodes == 1:
         return Plan(1, 0)
     trainers, servers = cluster.trainer_nodes, cluster.inference_nodes
-    if config.sft or config.orchestrator.inference_urls:
+    if not config.starts_inference:
         servers = servers or 0
     if trainers is None:
         trainers = cluster.nodes - servers if servers is not None else trainer_share(config, cluster.nodes)
@@ -98,10 +98,11 @@ def cluster_faults(config: RLConfig) -> Iterator[Fault]:
     if found.nodes != cluster.nodes or found.trainers < 1:
         remedy = f"is not the sum of {parts}: change cluster.trainer_nodes, inference_nodes or nodes"
         yield "cluster.nodes", cluster.nodes, remedy
-    if found.servers < 1 and not (config.sft or config.orchestrator.inference_urls):
+    if found.servers < 1 and config.starts_inference:
         yield "cluster.inference_nodes", found.servers, "leaves nobody to sample: give at least 1, or orchestrator.inference_urls"
-    if found.servers and config.sft:
-        yield "cluster.inference_nodes", found.servers, "has no use for supervised fine-tuning: leave it out"
+    if found.servers and not config.plays:
+        kind = "supervised fine-tuning" if config.sft else "recorded rollouts"
+        yield "cluster.inference_nodes", found.servers, f"has no use for {kind}: leave it out"
     if cluster.min_trainer_nodes and cluster.min_trainer_nodes > found.trainers:
         yield "cluster.min_trainer_nodes", cluster.min_trainer_nodes, f"is more than the {found.trainers} machines that train: lower it"
     if cluster.index is not None and cluster.index >= cluster.nodes:

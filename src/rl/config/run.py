@@ -12,6 +12,7 @@ from rl.config.base import ABSOLUTE_PATHS, PATH, PATH_IF_FOLDER, TEMPLATE, Setti
 from rl.config.cluster import ClusterConfig
 from rl.config.inference import InferenceConfig
 from rl.config.orchestrator import EnvSource, OrchestratorConfig
+from rl.config.recorded import RecordedConfig
 from rl.config.serve import ServeConfig, with_serve_defaults
 from rl.config.sft import SftConfig, with_sft_defaults
 from rl.config.trainer import TrainerConfig
@@ -121,6 +122,8 @@ class RLConfig(Settings):
     inference: InferenceConfig = InferenceConfig()
     sft: Annotated[SftConfig | None, BeforeValidator(switch)] = None
     """Supervised fine-tuning instead of reinforcement learning; see `rl sft --help`."""
+    recorded: Annotated[RecordedConfig | None, BeforeValidator(switch)] = None
+    """Recorded rollouts instead of environments and inference; see `rl train --help`."""
     serve: Annotated[ServeConfig | None, BeforeValidator(switch)] = None
     """A server of the Tinker API instead of a run; see `rl serve --help`."""
     cluster: Annotated[ClusterConfig | None, BeforeValidator(switch)] = None
@@ -132,7 +135,7 @@ class RLConfig(Settings):
     def model_post_init(self, _context: object) -> None:
         if not self.name:
             envs = "+".join(env.label for env in self.orchestrator.environment) or "run"
-            kind = "serve" if self.serve else "sft" if self.sft else envs
+            kind = "serve" if self.serve else "sft" if self.sft else "recorded" if self.recorded else envs
             self.name = f"{kind}-{Path(self.model.name).name}"
 
     @property
@@ -150,12 +153,27 @@ class RLConfig(Settings):
         return self.orchestrator.sampling.model_dump(exclude_none=True) | env.sampling.model_dump(exclude_none=True)
 
     @property
+    def plays(self) -> bool:
+        """Whether environments are played."""
+        return not (self.sft or self.recorded)
+
+    @property
+    def starts_inference(self) -> bool:
+        """Whether the run has inference servers of its own."""
+        return self.plays and not self.orchestrator.inference_urls
+
+    @property
+    def max_behind(self) -> int:
+        """Most versions that a batch's oldest token may be behind."""
+        return self.orchestrator.max_off_policy_steps if self.max_lag else 0
+
+    @property
     def truncates(self) -> bool:
         """Whether inference samples from a truncated distribution, so that its log-probabilities differ from the trainer's."""
         return any({"top_p", "top_k", "min_p"} & self.sampling_of(env).keys() for env in self.orchestrator.environment)
 
 
-SECTIONS = ("trainer", "orchestrator", "inference", "sft", "serve")
+SECTIONS = ("trainer", "orchestrator", "inference", "sft", "recorded", "serve")
 RUN_WIDE = tuple(name for name in RLConfig.model_fields if name not in SECTIONS)
 """Keys that may also be written in a section: `orchestrator.max_lag` is `max_lag`."""
 ALIASES = {"steps": "max_steps", "learning_rate": "trainer.optim.lr", "trainer.learning_rate": "trainer.optim.lr"}

@@ -93,7 +93,7 @@ def length_texts(config: RLConfig, line: dict[str, Any]) -> dict[str, tuple[str,
     """Returns the length limits that many of a step's rollouts exceed: metric -> (`40% cut off`, a sentence with the limit)."""
     found, most = {}, sorted(set(max_tokens(config).values()))
     if (share := line.get("rollouts/truncated") or 0.0) > MANY_LONG:
-        limit = f"orchestrator.sampling.max_tokens = {', '.join(map(str, most))}"
+        limit = f"orchestrator.sampling.max_tokens = {', '.join(map(str, most))}" if most else "the limit with which it was recorded"
         found["rollouts/truncated"] = f"{share:.0%} cut off", f"{share:.0%} of its rollouts had an answer cut off at {limit}"
     if (share := line.get("rollouts/overlong") or 0.0) > MANY_LONG:
         limit = f"model.max_model_len = {config.model.max_model_len}"

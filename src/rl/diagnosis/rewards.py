@@ -22,7 +22,7 @@ SOLVED = 0.95
 def reward_problems(state: RunState) -> list[Problem]:
     """Returns that the reward does not rise, then possible causes. Empty if it rises, or it is too early to tell."""
     values = state.values("orchestrator", "reward/mean")
-    if state.config.sft or len(values) < ENOUGH_STEPS:
+    if not state.config.plays or len(values) < ENOUGH_STEPS:
         return []
     size = len(values) // 4
     early, late = statistics.fmean(values[:size]), statistics.fmean(values[-size:])

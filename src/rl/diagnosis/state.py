@@ -178,7 +178,7 @@ class RunState:
     @property
     def own_servers(self) -> list[str]:
         """The inference servers that the run itself starts."""
-        if self.config.sft or self.config.orchestrator.inference_urls:
+        if not self.config.starts_inference:
             return []
         if not (division := plan(self.config)).is_one_machine:
             return division.server_names

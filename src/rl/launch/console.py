@@ -79,7 +79,7 @@ def intro_lines(config: RLConfig) -> list[str]:
         length = f"{config.sft.epochs:g} epochs" if config.sft.epochs else f"{config.max_steps} steps"
         what = f"{config.model.name}, supervised fine-tuning on {config.sft.dataset}"
         return [f"{config.name}: {what}", f"  {length} of {config.sft.batch_size} examples a step, {where}"]
-    envs = ", ".join(env.label for env in config.orchestrator.environment)
+    envs = config.recorded.rollouts if config.recorded else ", ".join(env.label for env in config.orchestrator.environment)
     length = f"{config.max_steps} step{'s' * (config.max_steps > 1)} of {batch_text(config)}, max_lag {config.max_lag}"
     evals = [entry.label for entry in config.orchestrator.eval]
     shown = [f"  column eval: {evals[0]}, the first of {len(evals)} evaluations"] if len(evals) > 1 else []
@@ -89,6 +89,8 @@ def intro_lines(config: RLConfig) -> list[str]:
 def batch_text(config: RLConfig) -> str:
     """Describes the number of rollouts in a batch, which has whole groups."""
     settings = config.orchestrator
+    if config.recorded:
+        return f"{settings.batch_size} rollouts or a few more (whole tasks)"
     sizes = {env.group_size or settings.group_size for env in settings.environment} or {settings.group_size}
     rounded = f"batch_size = {settings.batch_size} is rounded up to whole groups"
     if len(sizes) == 1:

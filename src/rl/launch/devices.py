@@ -66,8 +66,8 @@ def split_gpus(config: RLConfig, box: Machine) -> tuple[list[int], list[int]]:
     every = list(range(len(box.gpus)))
     trainer_asked, inference_asked = config.trainer.gpus, config.inference.gpus
     if trainer_asked is None and every:
-        trainer_asked = config.trainer.ranks or (len(every) if config.sft else 1)
-    if config.sft:  # there is no inference
+        trainer_asked = config.trainer.ranks or (1 if config.plays else len(every))
+    if not config.plays:  # there is no inference
         return pick("trainer.gpus", trainer_asked, every, "GPUs") or [], []
     if config.orchestrator.inference_urls or (inference_asked is None and not box.gpu_inference):
         inference_asked = 0
@@ -95,7 +95,7 @@ def check_build(config: RLConfig, box: Machine) -> str:
 
     Raises ConfigError if `inference.gpus` nevertheless requests GPUs.
     """
-    if box.gpu_inference or not box.gpus or config.sft or config.orchestrator.inference_urls or config.inference.gpus == 0:
+    if box.gpu_inference or not box.gpus or not config.starts_inference or config.inference.gpus == 0:
         return ""
     if config.inference.gpus:
         raise ConfigError(f"inference.gpus = {config.inference.gpus}\n    the installed vLLM is the one for CPUs: {FOR_GPUS}")

@@ -59,10 +59,10 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
     """Returns inference (unless it runs elsewhere), orchestrator and trainer. They find each other by their status files, in any order.
 
     If inference and trainer share a GPU, the trainer waits until the server is up: while vLLM starts, it attributes any loss of free
-    memory to itself, and exits if free memory grows. Supervised fine-tuning only needs the trainer.
+    memory to itself, and exits if free memory grows. Supervised fine-tuning only needs the trainer, recorded rollouts no inference.
     """
     shares = {"inference": division.inference, "orchestrator": None, "trainer": division.trainer}
-    if config.orchestrator.inference_urls:
+    if not config.starts_inference:
         del shares["inference"]
     if config.sft:
         shares = {"trainer": division.trainer}

@@ -291,7 +291,7 @@ def launch(
         told.append(text)
         tell(text)
 
-    homes = {} if config.sft else homes_of(config, tell_of_homes, recorded=line.resume is not None)
+    homes = homes_of(config, tell_of_homes, recorded=line.resume is not None) if config.plays else {}
     placement = place(config)
     config = placement.config
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)

@@ -202,14 +202,13 @@ def folder_here(model: ModelConfig) -> Path | None:
 
 def sound_model(config: RLConfig) -> str:
     """The folder of a run's model, verified if it contains digests, as a version of another run does. Raises RunError."""
-    folder = resolve_model(config.model, needs_template=config.sft is None)
+    folder = resolve_model(config.model, needs_template=config.plays)
     try:
         check_version(Path(folder))
     except CorruptFileError as error:
         raise RunError(f"{error}; copy {folder} again, or give another model.name") from None
     longest = longest_sequence(read_json(Path(folder) / "config.json"))
-    own = not config.sft and not config.orchestrator.inference_urls
-    if own and longest and config.model.max_model_len > longest and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+    if config.starts_inference and longest and config.model.max_model_len > longest and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
         raise RunError(
             f"model.max_model_len = {config.model.max_model_len} is more than the {longest} tokens of the model "
             f"(max_position_embeddings in {folder}/config.json); set model.max_model_len to at most {longest}"

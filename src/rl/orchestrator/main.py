@@ -22,6 +22,7 @@ from rl.orchestrator.groups.functions import load_functions, metrics_function
 from rl.orchestrator.groups.teacher import make_teachers
 from rl.orchestrator.orchestrator import Orchestrator
 from rl.orchestrator.policy.served_policy import ServedPolicy
+from rl.orchestrator.recorded.run import run_recorded
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.workers.pool import WorkerPool
 from rl.orchestrator.workers.setups import eval_envs, policy_spec, task_faults, task_source, worker_setups
@@ -128,7 +129,11 @@ def main() -> None:
         status = Status(run_dir.status("orchestrator"), "orchestrator")
         alone = LAUNCHER not in os.environ  # no `rl` above that would merge the metrics
         with merging(run_dir.metrics, partial(check_fence, run_dir.lock("orchestrator"))) if alone else contextlib.nullcontext():
-            end = asyncio.run(run(config, status, resolve_model(config.model), ready_homes(config, status)))
+            model = resolve_model(config.model, needs_template=config.plays)
+            if config.recorded:
+                end = asyncio.run(run_recorded(config, status, model))
+            else:
+                end = asyncio.run(run(config, status, model, ready_homes(config, status)))
         log.info("ended: %s", end.reason)
         with contextlib.suppress(OSError):  # informational only
             write_file(run_dir.run_end, msgspec.json.encode(end))

@@ -104,9 +104,10 @@ TRAINER_STEPS = frozenset(
 class RunWarning(msgspec.Struct, frozen=True):
     """A warning to the user about an environment or the run's files."""
 
-    about: Literal["failed", "died", "lost", "renamed", "damaged", "inexact"]
+    about: Literal["failed", "died", "lost", "renamed", "damaged", "inexact", "recorded"]
     """Of an environment: first rollouts that failed for good, first death of a worker, its loss, metrics whose names collide with ours.
-    Of files: one that does not hold what was written, a version that differed when it was trained again."""
+    Of files: one that does not hold what was written, a version that differed when it was trained again. Of recorded rollouts:
+    something that they lack."""
     env: str
     """Empty for warnings about files."""
     text: str

@@ -65,7 +65,7 @@ def preload(config: RLConfig) -> None:
         importlib.import_module(module)
     with contextlib.suppress(RunError, OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError):
         # `run` will report any of these errors.
-        folder = resolve_model(config.model, needs_template=config.sft is None)
+        folder = resolve_model(config.model, needs_template=config.plays)
         kind = json.loads((Path(folder) / "config.json").read_bytes())["model_type"]
         importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
@@ -86,7 +86,7 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
         spans.start(config.run_dir.spans, name)
     status = Status(config.run_dir.status(name), name)
     status.enter(Phase.LOADING_MODEL)
-    base = resolve_model(config.model, needs_template=config.sft is None)
+    base = resolve_model(config.model, needs_template=config.plays)
     from transformers.utils.logging import disable_progress_bar
 
     from rl.trainer.data.fake import summary

@@ -78,7 +78,8 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def versions(self) -> list[int]:
         """The policy versions that sampled any token, oldest first."""
-        return sorted({span.policy_version for answer in self.turns.answers for span in answer.policy_versions})
+        spans = (span for answer in self.turns.answers for span in answer.policy_versions)
+        return sorted({span.policy_version for span in spans if span.policy_version >= 0})
 
     def as_record(self) -> dict[str, Any]:
         """Returns the fields of a rollout that are common to all JSONL files of rollouts."""

@@ -50,9 +50,9 @@ def config_checks(config: RLConfig, children: Children) -> Iterable[Check]:
         yield found
         if model:
             yield from sizes(config, model)
-        if config.inference.vllm and not config.sft and not config.orchestrator.inference_urls:
+        if config.inference.vllm and config.starts_inference:
             yield engine_arguments(config, work, children)
-        if not config.sft:
+        if config.plays:
             yield from environments(config, model, work, children)
 
 
@@ -83,7 +83,7 @@ def division(config: RLConfig) -> Check:
         return f"{gpus}{len(share.cores)} cores"
 
     text = f"trainer {describe(split.trainer)}, {split.ranks} rank{'s' if split.ranks > 1 else ''}"
-    if not config.sft and not config.orchestrator.inference_urls:
+    if config.starts_inference:
         text += f"; inference {describe(split.inference)}"
     return Check("ok", "devices", text)
 

@@ -113,11 +113,6 @@ class BatchBuilder:
         self.fence = partial(check_fence, self.run_dir.lock("orchestrator"))
         self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator", self.fence)
 
-    @property
-    def max_behind(self) -> int:
-        """Most versions that a batch's oldest token may be behind."""
-        return self.config.orchestrator.max_off_policy_steps if self.config.max_lag else 0
-
     async def restore(self) -> None:
         """Continues from the newest batch and pending.log. Files of a batch that was never committed are deleted and made again."""
         newest = self.progress.newest = self.run_dir.newest_batch()
@@ -216,7 +211,7 @@ class BatchBuilder:
         In addition, an on-policy batch consists of the groups that started first, so that no group is left out for being slow.
         """
         settings = self.config.orchestrator
-        limit = self.progress.newest - self.max_behind
+        limit = self.progress.newest - self.config.max_behind
         num_playing = self.admission.places(self.pending.groups).playing.total()
         before = math.inf if self.config.max_lag else self.admission.first()
         while True:
@@ -241,7 +236,7 @@ class BatchBuilder:
         counts |= {"rollouts/missing": max(0, self.config.orchestrator.batch_size - sum(group.num_episodes for group in used))}
         counts |= {"rollouts/surplus_groups": sum(group.why == "surplus" for group in dropped), "rollouts/cancelled_groups": cancelled}
         counts |= {f"env/{env}/quarantined": 1 for env in self.lost_envs}
-        self.warnings.stale(self.clock.stale, Counter(group.env for group in used), self.max_behind)
+        self.warnings.stale(self.clock.stale, Counter(group.env for group in used), self.config.max_behind)
         counts |= self.clock.lap(sum(rollout.num_tokens for group in settled for rollout in group.rollouts))
         state = OrchestratorState(
             tasks=self.source.state(play.ref for play in self.admission.in_flight.values()),

@@ -27,7 +27,7 @@ def batch_metrics(step: int, groups: list[Group], mask_truncated: bool = False, 
     trained = [(env, rollout) for env, rollout in used if is_trained(rollout, mask_truncated)]
     lags = Counter[int]()
     for answer in (answer for _, rollout in trained for answer in rollout.turns.answers):
-        for span in join_spans(answer.policy_versions):  # without empty ones
+        for span in (one for one in join_spans(answer.policy_versions) if one.policy_version >= 0):  # neither empty nor unknown
             lags[step - 1 - span.policy_version] += span.num_tokens
     return {
         "reward/mean": mean([rollout.reward for rollout in finished if rollout.trainable]),

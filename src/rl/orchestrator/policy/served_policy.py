@@ -162,6 +162,10 @@ class ServedPolicy:
         """Returns the oldest version that is loaded or waits for an eval."""
         return min([self.loaded, *(number for number in self.versions if self.evaluator.due(number, final))])
 
+    def needed(self, final: int) -> tuple[int, list[int]]:
+        """Returns the oldest version that is still needed, and those before it that must be kept."""
+        return self.oldest_needed(final), sorted({*self.evaluator.best_versions(), *self.in_use()})
+
     def in_use(self) -> set[int]:
         """Returns the versions that live servers are reading, to start with or to load; one per server."""
         claimed = set()

@@ -4,13 +4,15 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from typing import Protocol
 
 from rl.orchestrator.policy.probe import probe
-from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.progress import Progress
+from rl.run_dir.over_network import Memory
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import Phase, Staleness, Status, last_seen, read_status
 from rl.wire.batch_file import batch_head
+from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import (
     Acknowledged,
     GetBatch,
@@ -36,13 +38,41 @@ SEND_S = 0.5
 log = logging.getLogger(__name__)
 
 
+class Policy(Protocol):
+    """What the trainer is told about its versions, see ServedPolicy."""
+
+    @property
+    def loaded(self) -> float:
+        """The version that inference holds."""
+        ...
+
+    @property
+    def servers(self) -> InferenceServers | None:
+        """Who answers probes, if anybody."""
+
+    def note(self, number: int, memory: Memory | None = None) -> None:
+        """Called for a version that is complete."""
+
+    def prepare(self, number: int, memory: Memory | None) -> None:
+        """Called for a version that will be complete soon."""
+
+    def forget(self, final: int) -> None:
+        """Called when versions may no longer be needed. `final`: the last batch of the run."""
+
+    def needed(self, final: int) -> tuple[int, list[int]]:
+        """The oldest version that is still needed, and those before it that must be kept."""
+        ...
+
+
 class TrainerRequests:
     """Answers the trainer's requests. Each may be repeated, for example by a restarted trainer."""
 
-    def __init__(self, run_dir: RunDir, progress: Progress, policy: ServedPolicy, status: Status, max_model_len: int):
+    def __init__(self, run_dir: RunDir, progress: Progress, policy: Policy, status: Status, max_model_len: int):
         self.run_dir, self.progress, self.policy, self.status, self.max_model_len = run_dir, progress, policy, status, max_model_len
         self.activity = 0
         """Number of versions announced plus batches served: grows while the trainer makes progress."""
+        self.asked = 0
+        """The newest batch that the trainer has asked for."""
         self.end_delivered = asyncio.Event()
         self.has_trainer = False
         """Whether a trainer with a status file has asked; trainers without one (tests) are not waited for."""
@@ -55,6 +85,9 @@ class TrainerRequests:
             self.has_trainer = self.has_trainer or self.run_dir.status("trainer").exists()
             match request:
                 case GetBatch(step):
+                    if step > self.asked:
+                        self.asked = step
+                        await self.progress.notify()
                     group.create_task(self.answer_batch(server, sender, step))
                 case GetProbe(version):
                     group.create_task(self.answer_probe(server, sender, version))
@@ -70,8 +103,7 @@ class TrainerRequests:
 
     def acknowledged(self) -> Acknowledged:
         """Returns the versions that are still needed."""
-        keep = sorted({*self.policy.evaluator.best_versions(), *self.policy.in_use()})
-        return Acknowledged(self.policy.oldest_needed(self.progress.final), keep)
+        return Acknowledged(*self.policy.needed(self.progress.final))
 
     async def answer_batch(self, server: TrainerServer, sender: bytes, step: int) -> None:
         """Answers BatchReady, RunEnded, or within a few seconds NotReady. Raises CorruptFileError for a damaged batch."""
@@ -90,7 +122,7 @@ class TrainerRequests:
         if not await self.progress.wait_until(lambda: self.policy.loaded >= version, ANSWER_WITHIN_S):
             return await server.reply(sender, NotReady(self.status.current))
         samples, newest = [], self.progress.newest
-        if self.policy.loaded == version and newest:
+        if self.policy.loaded == version and newest and self.policy.servers:
             with suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_S):
                     samples = await probe(self.policy.servers, self.run_dir.batch(newest), self.max_model_len)

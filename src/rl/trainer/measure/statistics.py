@@ -72,7 +72,7 @@ class Statistics:
         self.sums.index_add_(0, batch.envs, torch.where(has_value, values, 0.0))
         self.counts.index_add_(0, batch.envs, has_value.double())
         bins = batch.envs * BINS + to_bin(terms.ratio.log())
-        self.log_ratios.view(-1).index_add_(0, bins, torch.ones_like(bins, dtype=torch.float64))
+        self.log_ratios.view(-1).index_add_(0, bins, (~terms.ratio.isnan()).double())  # nan: the sampler's is not known
         self.kl_max = torch.maximum(self.kl_max, kls[0].nan_to_num(0.0).max())
         if first:
             self.parity.add(terms.ratio.log(), batch.fresh)

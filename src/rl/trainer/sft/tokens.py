@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from rl.config.run import RLConfig
 from rl.config.sft import SftConfig
-from rl.models.chat import THINK, THINK_END, Message, RendererError, Tool, arguments_object, arguments_text, wire
+from rl.models.chat import Message, RendererError, Tool
+from rl.models.conversation import REASONING, conversation_ids, has_content, missing_text
 from rl.models.folder import has_template, resolve_model
 from rl.models.renderer import load_renderer
 from rl.models.template import Renderer
@@ -28,8 +29,6 @@ from rl.run_dir.status import Phase, Status
 from rl.system.errors import RunError
 from rl.trainer.sft.rows import Example, files_of, read_examples, sources
 
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which data sets store an assistant's reasoning."""
 PROGRESS_ROWS = 1000
 """Rows between two progress reports, and examples per write."""
 SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("trained", pa.list_(pa.bool_())), ("group", pa.int64())])
@@ -107,56 +106,23 @@ class Tokenizer:
             self.warnings.add(
                 "examples call tools, but have no tool definitions (sft.columns.tools): the model does not see the available tools"
             )
-        ids, trained, last = [], [], -1
-        for i in answers:
-            prompt = renderer.next_prompt_ids(ids, messages[:i], last + 1, tools) if ids else None
-            if prompt is None:
+        ids, trained = [], []
+        for i, continues, prompt, answer in conversation_ids(renderer, messages, answers, tools):
+            if not continues:
                 if any(trained):
                     yield ids, trained
                 ids, trained = [], []
-                prompt = renderer.prompt_ids(messages[:i], tools)
-            answer = renderer.answer_ids(messages[: i + 1], tools)
             is_trained = i in wanted and has_content(messages[i])
             if is_trained and (lost := missing_text(renderer, prompt, answer, messages[i], tools)):
                 raise RendererError(lost)
             trained = trained + [False] * (len(prompt) - len(ids)) + [is_trained] * len(answer)
-            ids, last = prompt + answer, i
+            ids = prompt + answer
         if any(trained):
             yield ids, trained
 
 
-def has_content(message: Message) -> bool:
-    return any(message.get(key) for key in ("content", "tool_calls", *REASONING))
-
-
 def without_reasoning(message: Message) -> Message:
     return {key: value for key, value in message.items() if key not in REASONING}
-
-
-def letters_of(text: str) -> str:
-    """Returns text without white space and thinking tags, in which templates differ."""
-    return "".join(text.replace(THINK, "").replace(THINK_END, "").split())
-
-
-def missing_text(renderer: Renderer, prompt: list[int], answer: list[int], message: Message, tools: list[Tool] | None) -> str | None:
-    """Names the part of a message that is missing from the ids of its answer, with the remedy; None if nothing is missing."""
-    written = letters_of(renderer.decode(answer))
-    content = wire([message])[0]["content"]
-    for key in REASONING:
-        if (text := message.get(key)) and letters_of(str(text)) not in written:
-            return (
-                f"the chat template leaves out the {key} of an answer; use one that shows it (model.chat_template), write it into the "
-                "content, or leave it out with sft.drop_reasoning = true"
-            )
-    calls = [
-        (call["function"]["name"], arguments_text(call["function"].get("arguments") or "{}")) for call in message.get("tool_calls") or []
-    ]
-    read = renderer.parse(answer, tools or [{"type": "function", "function": {"name": name}} for name, _ in calls], prompt).tool_calls
-    if calls and [(name, arguments_object(text)) for name, text in calls] != [(c.name, arguments_object(c.arguments)) for c in read]:
-        return "an answer's tool calls cannot be parsed from the template's own output; see renderer.name and model.chat_template"
-    if letters_of(content) not in written:
-        return "the chat template leaves out a part of an answer's content, or the content has the template's special tokens: change it"
-    return None
 
 
 # The run's data/ ---------------------------------------------------------------------------------------------------------

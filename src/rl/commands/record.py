@@ -1,0 +1,299 @@
+"""`rl.record`: any program that speaks OpenAI's API plays the policy, and what it plays is written as rollouts. See docs/recorded.md.
+
+A server in this process answers `/v1/chat/completions`, with an address of its own for each episode, by asking the policy's inference
+server for token ids. So each call becomes a turn with exactly the ids that were sent and sampled.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Coroutine
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from rl.commands.collect import line_of, read_present
+from rl.commands.record_server import OPTIONAL
+from rl.config.command_line import build, parse_args
+from rl.envs.policy import Conversation, Policy, RolloutError
+from rl.models.chat import Message, assistant_message
+from rl.models.folder import resolve_model
+from rl.orchestrator.workers.setups import policy_spec
+from rl.orchestrator.workers.validate_played import faults_of_turns
+from rl.run_dir.files import append_file
+from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError
+from rl.wire.inference_client import PromptTooLongError
+from rl.wire.rollouts import Rollout, unfit
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
+READ = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "seed", "temperature", "n", "stream"}
+WITHOUT_EFFECT = {"user", "metadata", "store", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+"""Fields of a request that do not change what is sampled."""
+LAST_LINES = 30
+STOP_S, POLL_S = 30.0, 1.0
+MAX_REQUEST_BYTES = 1 << 28
+
+
+class RecordedEpisode:
+    """One play of a task by your program. `client` and `async_client` are OpenAI's own; `base_url` and `api_key` are for anything else."""
+
+    def __init__(self, recorder: "Recorder", env: str, task: int | str):
+        self.recorder, self.env, self.task = recorder, env, task
+        self.key = secrets.token_hex(16)
+        self.conversation = Conversation(recorder.policy, recorder.next_session(), recorder.sampling)
+        self.messages: list[Message] = []
+        self.overlong = False
+        self.failure: RolloutError | None = None
+        """The first failed call, which the program may have ignored."""
+        self.finished = False
+
+    @property
+    def base_url(self) -> str:
+        """The address of the policy for this episode."""
+        return f"{self.recorder.url}/{self.key}/v1"
+
+    @property
+    def api_key(self) -> str:
+        """A key that OpenAI's clients demand; the address itself is secret."""
+        return "unused"
+
+    @property
+    def client(self) -> "OpenAI":
+        """A client of OpenAI's SDK whose answers are the policy's."""
+        from openai import OpenAI
+
+        return OpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=0, timeout=None)
+
+    @property
+    def async_client(self) -> "AsyncOpenAI":
+        """The same for asyncio."""
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=0, timeout=None)
+
+    async def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request of OpenAI's API. Raises RolloutError and PromptTooLongError."""
+        if fault := fault_of(body, self.recorder.sampling) or (self.finished and "this episode is finished: begin another one"):
+            raise RolloutError("environment", fault)
+        messages, tools = body["messages"], None if body.get("tool_choice") == "none" else body.get("tools")
+        overrides = body | {"max_tokens": body.get("max_completion_tokens") or body.get("max_tokens")}
+        turn, answer = await self.conversation.answer(messages, tools, overrides)
+        message = assistant_message(answer)
+        self.messages = [*messages, message]
+        finish = "length" if turn.finish_reason == "length" else "tool_calls" if answer.tool_calls else "stop"
+        num_prompt, num_new = len(turn.prompt_ids), len(turn.completion_ids)
+        return {
+            "id": f"chatcmpl-{self.key[:8]}-{len(self.conversation.turns)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": body.get("model") or "policy",
+            "choices": [{"index": 0, "message": message, "finish_reason": finish, "logprobs": None}],
+            "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
+        }
+
+    def finish(self, reward: float, metrics: dict[str, float] | None = None, *, truncated: bool = False) -> Rollout:
+        """Ends the episode and appends its rollout to the file. `truncated`: whether your program broke it off; an answer cut short says
+        so itself. A rollout one of whose calls has failed is written as failed. Raises RunError."""
+        turns, history = self.conversation.turns, self.conversation.history
+        if self.finished:
+            raise RunError("this episode is finished already: begin another one with recorder.episode()")
+        if not turns and not self.failure and not self.overlong:
+            raise RunError("this episode has no call of the policy: give your program its client, or its base_url")
+        rollout = Rollout(
+            turns=turns,
+            messages=self.messages,
+            num_prompt_messages=history[-1].num_prompt if history else len(self.messages),
+            reward=float(reward),
+            metrics=metrics or {},
+            truncated=truncated or self.overlong or any(answer.finish_reason == "length" for answer in turns.answers),
+            overlong=self.overlong,
+            error=str(self.failure) if self.failure else None,
+            cause=self.failure.cause if self.failure else None,
+        )
+        if fault := unfit(rollout) or next(faults_of_turns(turns, self.recorder.policy.spec, None), ""):
+            raise RunError(fault)
+        self.finished = True
+        self.recorder.write(self, rollout)
+        return rollout
+
+
+def fault_of(body: dict[str, Any], sampling: dict[str, Any]) -> str:
+    """Describes what a request asks for that would not be done; empty if there is nothing."""
+    if not isinstance(body.get("messages"), list) or not body["messages"]:
+        return "messages: give a list of chat messages"
+    for name in sorted({name for name, value in body.items() if value not in (None, False, [], {})} - READ - WITHOUT_EFFECT):
+        return f"{name}: is not supported by rl.record: leave it out; settings of sampling are given to rl.record itself"
+    if body.get("stream"):
+        return "stream: answers come in one piece: leave it out"
+    if body.get("n") not in (None, 1):
+        return "n: each call has one answer: begin one episode for each"
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        return 'tool_choice: the policy decides: leave it out, or give "none"'
+    if (heat := body.get("temperature")) is not None and heat != sampling["temperature"]:
+        remedy = f"leave it out, or give it to rl.record: orchestrator__sampling__temperature={heat}"
+        return f"temperature: the policy is sampled at {sampling['temperature']}, at which the trainer will score it: {remedy}"
+    return ""
+
+
+class ServerProcess:
+    """The policy's inference server, in a process of its own, see rl.commands.record_server."""
+
+    def __init__(self, args: list[str]):
+        """Waits until it is ready. Raises RunError or ConfigError."""
+        self.lines = deque[str](maxlen=LAST_LINES)
+        command = [sys.executable, "-m", "rl.commands.record_server", *args]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen(command, start_new_session=True, errors="replace", **pipes)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            self.config = build(parse_args([f"@{self._ready()}"]), OPTIONAL)
+            on_failure.pop_all()
+        assert self.process.stdout
+        threading.Thread(target=self.lines.extend, args=(self.process.stdout,), name="rl.record.log", daemon=True).start()
+
+    def _ready(self) -> Path:
+        """Shows what the process says, and returns the path of its configuration when it is ready. Raises RunError or ConfigError."""
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if (path := Path(line.strip())).is_absolute() and path.name == "config.toml":
+                return path
+            self.lines.append(line)
+            print(line, end="", flush=True)
+        raise (ConfigError if self.process.wait() == WRONG_SETTINGS else RunError)(self.fault())
+
+    def fault(self) -> str:
+        """Describes how the process has ended; empty if it lives."""
+        code = self.process.poll()
+        return "" if code is None else f"the policy's server has ended with {code}:\n{''.join(self.lines).rstrip()}"
+
+    def close(self) -> None:
+        """Ends the process: its standard input ends."""
+        with contextlib.suppress(OSError):
+            if self.process.stdin:
+                self.process.stdin.close()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+class Recorder:
+    """Records episodes of your programs with one policy. Use it in a `with` block, which ends the policy's server."""
+
+    def __init__(self, policy: Policy, sampling: dict[str, Any], name: str, output: Path, server: ServerProcess | None = None):
+        """`name`: the policy's in the file. Raises RunError if `output` is a file of something else."""
+        self.policy, self.sampling, self.name, self.server = policy, sampling, name, server
+        self.output, self.lock, self.sessions = output.expanduser().absolute(), threading.Lock(), count()
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.present = read_present(self.output)
+        self.episodes: dict[str, RecordedEpisode] = {}
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="rl.record", daemon=True).start()
+        self.url = self._do(self._serve())
+
+    @staticmethod
+    def of(args: list[str], output: Path) -> "Recorder":
+        """Serves the policy that `args` name. Raises RunError and ConfigError."""
+        server = ServerProcess(args)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(server.close)
+            config = server.config
+            policy = Policy(policy_spec(config, resolve_model(config.model)), config.orchestrator.inference_timeout_s)
+            sampling = config.orchestrator.sampling.model_dump(exclude_none=True)
+            recorder = Recorder(policy, sampling, config.model.name, output, server)
+            on_failure.pop_all()
+        return recorder
+
+    def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Runs a coroutine in the thread of the event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    async def _serve(self) -> str:
+        """Starts to answer on this machine's loopback. Returns the address."""
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.router.add_post("/{episode}/v1/chat/completions", self._complete)
+        self.runner = web.AppRunner(app, handler_cancellation=True)  # an answer that nobody waits for is no turn
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        """Answers one call. Refusals have status 400, which SDKs do not repeat."""
+        episode = self.episodes.get(request.match_info["episode"])
+        if episode is None:
+            return refusal("no such episode: is its recorder closed?", "not_found", 404)
+        try:
+            body = await request.json()
+            if not isinstance(body, dict):
+                return refusal("the body is not an object", "invalid_request_error")
+            return web.json_response(await self._while_served(episode.answer(body)))
+        except PromptTooLongError as error:
+            episode.overlong = True
+            return refusal(str(error), "context_length_exceeded")
+        except RolloutError as error:
+            if error.cause != "environment":
+                episode.failure = episode.failure or error
+            return refusal(str(error), error.cause)
+        except (ValueError, KeyError, TypeError) as error:
+            return refusal(f"{type(error).__name__}: {error}", "invalid_request_error")
+
+    async def _while_served(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Awaits work that asks the server. Raises RolloutError if the server's process ends meanwhile."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                if self.server and (fault := self.server.fault()):
+                    raise RolloutError("inference", fault)
+                await asyncio.wait({task}, timeout=POLL_S)
+            return task.result()
+        finally:
+            task.cancel()
+
+    def next_session(self) -> int:
+        return next(self.sessions)
+
+    def episode(self, task: int | str, env: str = "recorded") -> RecordedEpisode:
+        """Begins an episode. `task`: number or name of what is played; rollouts of one task are compared with each other. `env`: a name for
+        metrics."""
+        episode = RecordedEpisode(self, env, task)
+        self.episodes[episode.key] = episode
+        return episode
+
+    def write(self, episode: RecordedEpisode, rollout: Rollout) -> None:
+        """Appends the rollout of a finished episode, with the lowest free number of a sample."""
+        self.episodes.pop(episode.key, None)
+        with self.lock:
+            there = self.present.setdefault((episode.env, episode.task), set())
+            sample = next(number for number in count() if number not in there)
+            there.add(sample)
+            where = {"env": episode.env, "task": episode.task, "sample": sample, "agents": 1, "policy": self.name}
+            append_file(self.output, line_of(where, rollout, self.sampling["temperature"]))
+
+    def close(self) -> None:
+        """Ends the policy's server. Episodes that are not finished are not written."""
+        self._do(self.runner.cleanup())
+        self._do(self.policy.servers.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if self.server:
+            self.server.close()
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def refusal(message: str, kind: str, status: int = 400) -> web.Response:
+    """An error in the form of OpenAI's API."""
+    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": kind}}, status=status)

@@ -1,0 +1,204 @@
+"""A line of recorded rollouts, as docs/recorded.md describes it, and its conversion to a rollout. Checks everything that could train
+something else than what was sampled."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from rl.config.loss import AnyLossConfig, CrossEntropyConfig, PolicyGradientConfig
+from rl.config.run import RLConfig
+from rl.models.chat import Message, Tool
+from rl.models.conversation import conversation_ids, has_content, missing_text
+from rl.models.renderer import load_renderer
+from rl.orchestrator.workers.validate_played import MOST_LIKELY
+from rl.system.errors import RunError
+from rl.wire.messages import VersionSpan
+from rl.wire.rollouts import Rollout, unfit
+from rl.wire.turns import Turn, Turns
+
+NO_VERSION = -1
+"""Policy version of tokens of which nobody says who sampled them."""
+
+
+class RecordedTurn(msgspec.Struct, kw_only=True):
+    """One answer: a `Turn` whose sampler may be unknown."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float] | None = None
+    policy_versions: list[VersionSpan] | None = None
+    finish_reason: str = "stop"
+    routes: bytes | None = None
+    routes_from: int = 0
+
+
+class Line(msgspec.Struct, kw_only=True):
+    """One rollout."""
+
+    reward: float | None
+    """Null only if the rollout failed."""
+    turns: list[RecordedTurn] | None = None
+    """Missing: `messages` are rendered, and their answers tokenised."""
+    messages: list[Message] = []
+    num_prompt_messages: int | None = None
+    tools: list[Tool] | None = None
+    """Tool definitions that `messages` are rendered with."""
+    env: str = "recorded"
+    task: int | str | None = None
+    """Missing: rollouts with equal prompts are of one task."""
+    group_id: int | str | None = None
+    """Rollouts of one task are compared with each other; with this, only those that have the same one."""
+    sample: int | str | None = None
+    """Rollouts with the same one are agents of one episode. Missing: an episode of its own."""
+    agent: str = "agent"
+    temperature: float | None = None
+    """Missing: orchestrator.sampling.temperature."""
+    metrics: dict[str, float] = {}
+    stop: str = ""
+    truncated: bool = False
+    outcome: str = ""
+    error: str | None = None
+    why: str | None = None
+    num_turns: int | None = None
+    """Number of answers that the policy sampled."""
+
+    @property
+    def prompt(self) -> Any:
+        """What tells the task of a rollout without a name for it."""
+        if self.messages:
+            first = next((i for i, message in enumerate(self.messages) if message.get("role") == "assistant"), None)
+            return self.messages[: first if self.num_prompt_messages is None else self.num_prompt_messages]
+        return self.turns[0].prompt_ids if self.turns else None
+
+
+def parse(row: dict[str, Any], place: str) -> Line:
+    """Returns a line's fields. Raises RunError that names the field."""
+    try:
+        return msgspec.convert(row, Line)
+    except msgspec.ValidationError as error:
+        raise RunError(f"{place}: {error}; docs/recorded.md has the form of a line") from None
+
+
+def weighs_by_sampler(loss: AnyLossConfig) -> bool:
+    """Whether a loss depends on the log-probabilities of the sampler."""
+    return not isinstance(loss, CrossEntropyConfig) and not (isinstance(loss, PolicyGradientConfig) and loss.importance == "none")
+
+
+class Converter:
+    """Makes rollouts from lines, for one model. `counts` says how many lack what, for the user."""
+
+    def __init__(self, config: RLConfig, model_path: str, vocabulary: int):
+        self.config, self.model_path, self.vocabulary = config, model_path, vocabulary
+        self.counts: Counter[str] = Counter()
+        self.renderer: Any = None
+
+    def rollout(self, line: Line, place: str) -> Rollout:
+        """Returns a line's rollout. Raises RunError that names the place and the field."""
+        error = line.error or (f"its outcome is {line.outcome}" if line.outcome in ("failed", "timeout") else None)
+        if line.reward is None and not error:
+            raise RunError(f"{place}: reward: null, but the rollout did not fail; give a number, or leave the line out")
+        turns = [] if error else self.rendered(line, place) if line.turns is None else line.turns
+        made = Turns.of(self.turn(turn, f"{place}: turns[{i}]") for i, turn in enumerate(turns))
+        if any(turn.logprobs is None for turn in turns):
+            self.counts["have no log-probabilities: no ratio to their sampler is computed, and no mask on it acts on them"] += 1
+        if any(turn.policy_versions is None for turn in turns):
+            self.counts["do not say which version sampled them: their lag is neither counted nor bounded"] += 1
+        rollout = Rollout(
+            turns=made,
+            messages=line.messages,
+            num_prompt_messages=line.num_prompt_messages,
+            reward=line.reward or 0.0,
+            metrics=line.metrics,
+            stop=line.stop,
+            truncated=line.truncated or any(turn.finish_reason == "length" for turn in turns),
+            overlong=line.outcome == "overlong",
+            error=error,
+            cause=("timeout" if line.outcome == "timeout" else "environment") if error else None,
+            agent=line.agent,
+            trainable=line.why != "not_trainable",
+        )
+        if fault := unfit(rollout):
+            raise RunError(f"{place}: {fault}")
+        if self.config.orchestrator.enforce_monotonicity and (index := made.first_rewritten()) is not None:
+            remedy = "unset orchestrator.enforce_monotonicity, so that such a turn starts a new sample"
+            raise RunError(f"{place}: turns[{index}]: its prompt does not continue the ids of an earlier turn; {remedy}")
+        return rollout
+
+    def turn(self, turn: RecordedTurn, place: str) -> Turn:
+        """Returns a checked turn. Raises RunError."""
+        count = len(turn.completion_ids)
+        if fault := self.fault(turn):
+            raise RunError(f"{place}.{fault}")
+        try:
+            return Turn(
+                prompt_ids=turn.prompt_ids,
+                completion_ids=turn.completion_ids,
+                logprobs=[math.nan] * count if turn.logprobs is None else turn.logprobs,
+                policy_versions=[VersionSpan(NO_VERSION, count)] if turn.policy_versions is None else turn.policy_versions,
+                finish_reason=turn.finish_reason,
+                routes=turn.routes,
+                routes_from=turn.routes_from,
+            )
+        except ValueError as error:
+            raise RunError(f"{place}: {error}") from None
+
+    def fault(self, turn: RecordedTurn) -> str:
+        """Names the first field of a turn that cannot be trained, and the remedy; empty if there is none."""
+        for name, ids in (("prompt_ids", turn.prompt_ids), ("completion_ids", turn.completion_ids)):
+            if ids and not (min(ids) >= 0 and max(ids) < (self.vocabulary or math.inf)):
+                place, id = next((i, id) for i, id in enumerate(ids) if not 0 <= id < self.vocabulary)
+                return f"{name}[{place}]: {id} is not in the model's vocabulary of {self.vocabulary}: was it recorded with another model?"
+        if (length := len(turn.prompt_ids) + len(turn.completion_ids)) > self.config.model.max_model_len:
+            return f"completion_ids: ends after {length} tokens, but model.max_model_len = {self.config.model.max_model_len}: raise it"
+        loss = self.config.trainer.loss
+        if turn.logprobs is None and weighs_by_sampler(loss):
+            of_loss = "trainer.loss.importance = none" if loss.type == "policy_gradient" else "type = policy_gradient, importance = none"
+            remedy = f"record them, or choose a loss without: {of_loss}, or trainer.loss.type = cross_entropy"
+            return f"logprobs: missing, and trainer.loss.type = {loss.type} weighs tokens by them: {remedy}"
+        for i, logprob in enumerate(turn.logprobs or ()):
+            if not -math.inf < logprob <= MOST_LIKELY:
+                return f"logprobs[{i}]: {logprob} is not the logarithm of a probability: give a finite number of at most 0, in nats"
+        if turn.policy_versions is None and not self.config.max_lag:
+            return (
+                "policy_versions: missing, and max_lag = 0 trains only tokens of exactly the trained version: give them, or raise max_lag"
+            )
+        if any(span.policy_version < 0 for span in turn.policy_versions or ()):
+            return "policy_versions: a version is 0, the model that the run begins with, or more"
+        return ""
+
+    def rendered(self, line: Line, place: str) -> list[RecordedTurn]:
+        """Returns the turns of a rollout that is only text, with the ids that our renderer gives it. Raises RunError."""
+        if line.truncated or line.outcome in ("truncated", "overlong", "empty"):
+            self.counts["are truncated and have no token ids: they are not trained, but their rewards count"] += 1
+            return []
+        answers = list(self.answers(line, place))
+        try:
+            self.renderer = self.renderer or load_renderer(
+                self.model_path, self.config.renderer, trust_remote_code=self.config.model.trust_remote_code
+            )
+            turns = []
+            for i, _, prompt, answer in conversation_ids(self.renderer, line.messages, answers, line.tools):
+                if lost := missing_text(self.renderer, prompt, answer, line.messages[i], line.tools):
+                    raise RunError(lost)
+                turns.append(RecordedTurn(prompt_ids=prompt, completion_ids=answer))
+        except RunError as error:
+            raise RunError(f"{place}: messages: {error}") from None
+        self.counts["have no token ids: their messages were rendered and tokenised anew"] += 1
+        return turns
+
+    def answers(self, line: Line, place: str) -> Iterable[int]:
+        """Returns the indices of the messages that the policy wrote. Raises RunError."""
+        if not line.messages:
+            raise RunError(f"{place}: has neither turns nor messages; docs/recorded.md has the form of a line")
+        for i, message in enumerate(line.messages):
+            if not isinstance(message.get("role"), str):
+                raise RunError(f"{place}: messages[{i}].role: missing")
+        first = line.num_prompt_messages or 0
+        found = [i for i, message in enumerate(line.messages) if i >= first and message.get("role") == "assistant" and has_content(message)]
+        if line.num_turns and line.num_turns < len(found):
+            remedy = "record token ids (turns)"
+            raise RunError(f"{place}: the policy sampled {line.num_turns} of its {len(found)} answers, and nothing says which: {remedy}")
+        return found

@@ -1,0 +1,112 @@
+"""Reads recorded rollouts: checked row by row, and compared with each other in the groups of their tasks."""
+
+import glob
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl.config.run import RLConfig
+from rl.orchestrator.recorded.lines import Converter, Line, parse
+from rl.orchestrator.recorded.verifiers_rows import lines_of
+from rl.orchestrator.workers.setups import vocab_size
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.paths import PENDING_ROLLOUTS
+from rl.system.errors import RunError
+from rl.system.jsonl import json_objects
+from rl.wire.batch_file import check_rollouts
+from rl.wire.rollouts import Group
+
+EXAMPLE = '{"task": 3, "reward": 1.0, "messages": [...], "turns": [{"prompt_ids": [...], "completion_ids": [...], ...}]}'
+
+
+@dataclass
+class Recording:
+    """The rollouts of one or several files."""
+
+    groups: list[Group] = field(default_factory=list)
+    """In the order of their first rollouts."""
+    places: dict[int, list[str]] = field(default_factory=dict)
+    """Group id -> file:line of each rollout."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What is lacking -> number of rollouts that lack it."""
+
+    @property
+    def size(self) -> int:
+        """Number of rollouts."""
+        return sum(map(len, self.places.values()))
+
+
+def files_of(pattern: str) -> list[Path]:
+    """Returns the files of recorded.rollouts. Raises RunError if there is none."""
+    found = [Path(pattern)] if Path(pattern).is_file() else sorted(map(Path, glob.glob(pattern)))
+    files = [path for path in found if path.is_file() and path.name != PENDING_ROLLOUTS]
+    if not files:
+        raise RunError(f"recorded.rollouts = {pattern!r}: there is no such file; give a JSONL file, or a pattern (data/*.jsonl)")
+    return files
+
+
+def digests(files: list[Path]) -> dict[str, str]:
+    """Returns the SHA-256 of each file, by path. Raises RunError for a damaged file of another run's rollouts."""
+    try:
+        for path in files:
+            if path.parent.name == "rollouts":
+                check_rollouts(path)
+    except CorruptFileError as error:
+        raise RunError(str(error)) from None
+    found = {}
+    for path in files:
+        with path.open("rb") as file:
+            found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def read(config: RLConfig, model_path: str, first_group: int) -> Recording:
+    """Reads the files. Group ids count from `first_group`. Raises RunError with file, line and field of the first fault."""
+    assert config.recorded
+    recording, files = Recording(), files_of(config.recorded.rollouts)
+    convert = Converter(config, model_path, vocab_size(Path(model_path)))
+    groups: dict[Any, Group] = {}
+    tasks: dict[tuple[str, Any], int] = {}
+    episodes: dict[tuple[int, Any], int] = {}
+    for path in files:
+        for place, row in json_objects(path, EXAMPLE):
+            for line in parsed(row, place):
+                task = line.prompt if line.task is None else line.task
+                key = msgspec.json.encode([line.env, task, line.group_id, str(path.parent) if line.group_id is not None else ""])
+                if (group := groups.get(key)) is None:
+                    number = task if isinstance(task, int) else tasks.setdefault((line.env, msgspec.json.encode(task)), len(tasks))
+                    heat = temperature(line, config)
+                    group = Group(group_id=first_group + len(groups), env=line.env, task=number, rollouts=[], temperature=heat)
+                    groups[key] = group
+                if temperature(line, config) != group.temperature:
+                    first = recording.places[group.group_id][0]
+                    raise RunError(f"{place}: temperature: not that of {first}, a rollout of the same task; give them different group_ids")
+                rollout = convert.rollout(line, place)
+                whose = (group.group_id, place if line.sample is None else (str(path), line.sample))
+                rollout.episode = episodes.setdefault(whose, len({one.episode for one in group.rollouts}))
+                group.rollouts.append(rollout)
+                recording.places.setdefault(group.group_id, []).append(place)
+    recording.groups, recording.counts = list(groups.values()), convert.counts
+    if not groups:
+        raise RunError(f"{', '.join(map(str, files))}: has no rollouts; write one a line, like {EXAMPLE}")
+    return recording
+
+
+def parsed(row: dict[str, Any], place: str) -> list[Line]:
+    """Returns the rollouts of a row. Raises RunError."""
+    try:
+        lines = list(lines_of(row))
+    except RunError as error:
+        raise RunError(f"{place}: {error}") from None
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise RunError(f"{place}: not as verifiers writes it ({type(error).__name__}: {error}); save it again") from None
+    return [parse(line, place) for line in lines]
+
+
+def temperature(line: Line, config: RLConfig) -> float:
+    """Returns the temperature at which a rollout was sampled."""
+    return config.orchestrator.sampling.temperature if line.temperature is None else line.temperature

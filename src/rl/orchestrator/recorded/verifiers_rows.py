@@ -1,0 +1,121 @@
+"""Rows that verifiers has saved, as lines of ours: results.jsonl of its classic API, and traces.jsonl of its v1 API."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from rl.system.errors import RunError
+
+Row = dict[str, Any]
+FUNCTION = ("name", "arguments")
+
+
+def lines_of(row: Row) -> Iterator[Row]:
+    """Yields the lines of a row: of a v1 episode one for each trace, of any row that is not verifiers' itself. Raises KeyError, TypeError
+    and AttributeError for a row that lacks what verifiers writes, RunError for one that cannot be trained."""
+    if isinstance(row.get("traces"), list):
+        yield from (line_of_trace(trace, row) for trace in row["traces"])
+    elif "example_id" in row and "completion" in row:
+        yield line_of_result(row)
+    else:
+        yield row
+
+
+def line_of_result(row: Row) -> Row:
+    """Returns the line of a row of the classic API. Token ids are in its `trajectory`, if that is among the saved state columns."""
+    error, prompt, completion = row.get("error"), row["prompt"], row["completion"]
+    line = {
+        "task": row["example_id"],
+        "reward": None if error else row["reward"],
+        "metrics": row.get("metrics") or {},
+        "stop": row.get("stop_condition") or "",
+        "truncated": bool(row.get("is_truncated")),
+        **({"error": str(error.get("error_chain_repr", error) if isinstance(error, dict) else error)} if error else {}),
+    }
+    steps = row.get("trajectory")
+    if steps and all(step.get("tokens") for step in steps):
+        line["turns"] = [turn_of_step(step["tokens"]) for step in steps]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        line |= {
+            "messages": [message_of(message) for message in (*prompt, *completion)],
+            "num_prompt_messages": len(prompt),
+            "tools": tools_of(row.get("tool_defs")),
+        }
+    elif "turns" not in line and not error:
+        raise RunError("completion: is text without token ids; save them, with trajectory among verifiers' state columns")
+    return line
+
+
+def turn_of_step(tokens: Row) -> Row:
+    """Returns the turn of a step of a trajectory. Masked tokens of a completion are not the policy's: nothing says how to train it then."""
+    if not all(tokens["completion_mask"]):
+        raise RunError("trajectory: an answer has masked tokens, which the policy did not sample")
+    reason = "length" if tokens.get("is_truncated") else "stop"
+    turn = {"prompt_ids": tokens["prompt_ids"], "completion_ids": tokens["completion_ids"], "finish_reason": reason}
+    return turn | {"logprobs": tokens.get("completion_logprobs") or None}
+
+
+def message_of(message: Row) -> Row:
+    """Returns a message in the form of chat APIs: calls are JSON text in the classic API, and have no `function` in v1."""
+    calls = [json.loads(call) if isinstance(call, str) else call for call in message.get("tool_calls") or ()]
+    made = [
+        call if "function" in call else {"id": call.get("id") or "", "type": "function", "function": {k: call[k] for k in FUNCTION}}
+        for call in calls
+    ]
+    return {key: value for key, value in message.items() if value is not None} | ({"tool_calls": made} if made else {})
+
+
+def tools_of(tools: list[Row] | None) -> list[Row] | None:
+    """Returns tool definitions in the form of chat APIs."""
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()] or None
+
+
+def line_of_trace(trace: Row, episode: Row) -> Row:
+    """Returns the line of one agent of an episode of the v1 API."""
+    nodes, task, agent = trace["nodes"], episode["task"], trace["agent"]
+    rewards = [reward for reward in trace.get("rewards", {}).values() if reward]
+    scores = {name: reward["score"] for name, reward in trace.get("rewards", {}).items() if reward}
+    failed = not (episode.get("ok") and trace.get("ok"))
+    errors = [*episode.get("errors", ()), *trace.get("errors", ())]
+    path = path_to(nodes, len(nodes) - 1)
+    sampled = [i for i, node in enumerate(nodes) if node.get("sampled")]
+    line = {
+        "env": episode.get("env", {}).get("id") or "recorded",
+        "task": task.get("key") or task.get("hash"),
+        "group_id": (episode.get("group") or {}).get("id"),
+        "sample": episode["id"],
+        "agent": agent.get("name", "agent"),
+        "reward": None if failed else sum(reward["score"] * reward.get("weight", 1.0) for reward in rewards),
+        "metrics": scores | {name: value for name, value in trace.get("metrics", {}).items() if value is not None},
+        "stop": trace.get("stop_condition") or "",
+        "truncated": any(call.get("finish_reason") == "length" for call in trace.get("calls", ())),
+        "messages": [message_of(nodes[i]["message"]) for i in path],
+        "num_prompt_messages": next((at for at, i in enumerate(path) if nodes[i].get("sampled")), len(path)),
+        "tools": tools_of(trace.get("tools")),
+        "num_turns": len(sampled),
+        **({"error": str(errors[-1]["message"] if errors else "the episode was not completed")} if failed else {}),
+        **({} if agent.get("trainable", True) else {"why": "not_trainable"}),
+    }
+    with_ids = sampled and all(nodes[i].get("token_ids") for i in sampled)
+    return line | ({"turns": [turn_of_node(nodes, i) for i in sampled]} if with_ids else {})
+
+
+def path_to(nodes: list[Row], last: int) -> list[int]:
+    """Returns the indices of a node and those before it in its conversation, in order."""
+    path: list[int] = []
+    at: int | None = last if nodes else None
+    while at is not None:
+        path.insert(0, at)
+        at = nodes[at].get("parent")
+    return path
+
+
+def turn_of_node(nodes: list[Row], index: int) -> Row:
+    """Returns the turn that sampled a node: its own tokens begin with the end of the prompt."""
+    before = [id for i in path_to(nodes, index)[:-1] for id in nodes[i].get("token_ids", ())]
+    ids, mask = nodes[index]["token_ids"], nodes[index]["mask"]
+    first = mask.index(True) if True in mask else len(mask)
+    if not all(mask[first:]):
+        raise RunError(f"nodes[{index}].mask: an answer has masked tokens, which the policy did not sample")
+    turn = {"prompt_ids": before + ids[:first], "completion_ids": ids[first:]}
+    return turn | {"logprobs": nodes[index].get("logprobs") or None}
