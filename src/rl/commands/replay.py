@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl.commands.policy_spec import named_run
+from rl.commands.policy_spec import named_run, need_weights
 from rl.config.command_line import fail, to_toml, write_config
 from rl.config.options import Option, option_lines, take
 from rl.config.run import RLConfig
@@ -62,6 +62,7 @@ def main(args: list[str], children: Children) -> int:
         fail("rl replay", "which run? Give only its directory: rl replay outputs/NAME [--from N] [--until N]")
     try:
         run_dir, config = open_run(rest[0])
+        need_weights(config, run_dir.root, "rl replay compares weights")
         replay, notes = plan(run_dir, config, values["from"] or 0, values["until"])
         division = division_of(config, run_dir, replay)
     except RunError as error:

@@ -18,6 +18,7 @@ from rl.config.base import Fault
 from rl.config.loss import CustomConfig
 from rl.config.orchestrator import CustomCreditConfig, EnvSource
 from rl.config.run import RLConfig
+from rl.config.tinker import MISSING, PACKAGE
 from rl.system import nixl
 from rl.system.functions import find_fault
 from rl.system.user_function import find_call_fault, find_definition, required_names
@@ -49,6 +50,8 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
                         yield f"orchestrator.{kind}.{i}.{key}.{name}", value, fault
     if config.trainer.weights.transport == "nixl" and not config.sft and not importlib.util.find_spec(nixl.PACKAGE):
         yield "trainer.weights.transport", "nixl", nixl.MISSING
+    if config.is_remote and not importlib.util.find_spec(PACKAGE):
+        yield "trainer.backend", "tinker", MISSING
     for key, name, arguments in own_functions(config):
         if fault := find_call_fault(name, arguments):
             yield key, name, fault

@@ -14,6 +14,7 @@ from rl.config.inference import InferenceConfig
 from rl.config.orchestrator import EnvSource, OrchestratorConfig
 from rl.config.serve import ServeConfig, with_serve_defaults
 from rl.config.sft import SftConfig, with_sft_defaults
+from rl.config.tinker import TinkerConfig, with_tinker_defaults
 from rl.config.trainer import TrainerConfig
 from rl.run_dir.paths import RunDir
 from rl.system.machine import multiplies_bfloat16
@@ -118,6 +119,7 @@ class RLConfig(Settings):
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
+    tinker: TinkerConfig = TinkerConfig()
     sft: Annotated[SftConfig | None, BeforeValidator(switch)] = None
     """Supervised fine-tuning instead of reinforcement learning; see `rl sft --help`."""
     serve: Annotated[ServeConfig | None, BeforeValidator(switch)] = None
@@ -127,6 +129,7 @@ class RLConfig(Settings):
 
     _with_sft_defaults = model_validator(mode="before")(with_sft_defaults)
     _with_serve_defaults = model_validator(mode="before")(with_serve_defaults)
+    _with_tinker_defaults = model_validator(mode="before")(with_tinker_defaults)
 
     def model_post_init(self, _context: object) -> None:
         if not self.name:
@@ -149,12 +152,17 @@ class RLConfig(Settings):
         return self.orchestrator.sampling.model_dump(exclude_none=True) | env.sampling.model_dump(exclude_none=True)
 
     @property
+    def is_remote(self) -> bool:
+        """Whether a service trains and samples, and this machine only plays."""
+        return self.trainer.backend == "tinker"
+
+    @property
     def truncates(self) -> bool:
         """Whether inference samples from a truncated distribution, so that its log-probabilities differ from the trainer's."""
         return any({"top_p", "top_k", "min_p"} & self.sampling_of(env).keys() for env in self.orchestrator.environment)
 
 
-SECTIONS = ("trainer", "orchestrator", "inference", "sft", "serve")
+SECTIONS = ("trainer", "orchestrator", "inference", "tinker", "sft", "serve")
 RUN_WIDE = tuple(name for name in RLConfig.model_fields if name not in SECTIONS)
 """Keys that may also be written in a section: `orchestrator.max_lag` is `max_lag`."""
 ALIASES = {"steps": "max_steps", "learning_rate": "trainer.optim.lr", "trainer.learning_rate": "trainer.optim.lr"}

@@ -127,8 +127,9 @@ def main() -> None:
         spans.start(run_dir.spans, "orchestrator")
         status = Status(run_dir.status("orchestrator"), "orchestrator")
         alone = LAUNCHER not in os.environ  # no `rl` above that would merge the metrics
+        model_path = resolve_model(config.model, needs_weights=not config.is_remote)
         with merging(run_dir.metrics, partial(check_fence, run_dir.lock("orchestrator"))) if alone else contextlib.nullcontext():
-            end = asyncio.run(run(config, status, resolve_model(config.model), ready_homes(config, status)))
+            end = asyncio.run(run(config, status, model_path, ready_homes(config, status)))
         log.info("ended: %s", end.reason)
         with contextlib.suppress(OSError):  # informational only
             write_file(run_dir.run_end, msgspec.json.encode(end))
