@@ -19,6 +19,8 @@ from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.waiting import until
 
 STEPS = 8
+PATIENCE_S = 300.0
+"""A bound that only a hang exceeds."""
 REWARD = """
 def reward(completion, answer):
     text = completion[-1]["content"]
@@ -26,22 +28,35 @@ def reward(completion, answer):
 """
 
 
-def start(command: list[str], log: Path, **env: str) -> subprocess.Popen:
-    with log.open("w") as out:
-        return subprocess.Popen([sys.executable, "-m", "rl.main", *command], stdout=out, stderr=subprocess.STDOUT, env=os.environ | env)
+class Programs:
+    """Starts `rl`, and ends what is left of it."""
 
+    def __init__(self, root: Path):
+        self.root, self.started = root, list[subprocess.Popen]()
 
-def serve(model: Path, root: Path, port: int) -> tuple[subprocess.Popen, dict[str, str]]:
-    """Starts the server, and returns what it prints for its clients once it is up."""
-    sizes = ["--model.max_model_len", "128", "--model.dtype", "float32", "--serve.alias", "tiny", "--serve.port", str(port)]
-    server = start(["serve", "--model.name", str(model), *sizes, "--name", "s", "--output_dir", str(root)], root / "serve.out")
+    def start(self, name: str, command: list[str], **env: str) -> subprocess.Popen:
+        """`name`: of the file with its output."""
+        with (self.root / name).open("w") as out:
+            command = [sys.executable, "-m", "rl.main", *command]
+            self.started.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | env))
+        return self.started[-1]
 
-    def told() -> dict[str, str]:
-        lines = [line.removeprefix("export ") for line in (root / "serve.out").read_text().splitlines() if line.startswith("export ")]
-        return dict(line.split("=", 1) for line in lines) if len(lines) == 2 else {}
+    def serve(self, model: Path, port: int) -> tuple[subprocess.Popen, dict[str, str]]:
+        """Starts the server, and returns what it prints for its clients once it is up."""
+        sizes = ["--model.max_model_len", "128", "--model.dtype", "float32", "--serve.alias", "tiny", "--serve.port", str(port)]
+        server = self.start("serve.out", ["serve", "--model.name", str(model), *sizes, "--name", "s", "--output_dir", str(self.root)])
 
-    until(lambda: told() or server.poll() is not None, 300)
-    return server, told()
+        def told() -> dict[str, str]:
+            lines = [line[7:] for line in (self.root / "serve.out").read_text().splitlines() if line.startswith("export ")]
+            return dict(line.split("=", 1) for line in lines) if len(lines) == 2 else {}
+
+        until(lambda: told() or server.poll() is not None, PATIENCE_S)
+        return server, told()
+
+    def close(self) -> None:
+        for process in self.started:
+            process.terminate()
+            process.wait(60)
 
 
 def weights_of(served: Path, model_id: str) -> bytes:
@@ -51,7 +66,7 @@ def weights_of(served: Path, model_id: str) -> bytes:
 
 
 @pytest.mark.proof
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_killed_server_and_a_resumed_run_train_each_batch_once(model, tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": letter, "answer": letter}) + "\n" for letter in "abc"))
     (tmp_path / "rewards.py").write_text(REWARD)
@@ -68,18 +83,19 @@ def test_a_killed_server_and_a_resumed_run_train_each_batch_once(model, tmp_path
         return run.poll() is not None or (lines.exists() and f'{{"step": {step},' in lines.read_text())
 
     port = free_ports(1)[0]
-    server, env = serve(model, tmp_path, port)
-    run = start(command, tmp_path / "run.out", **env)
+    programs = Programs(tmp_path)
     try:
-        until(lambda: trained(3), 120)
+        server, env = programs.serve(model, port)
+        run = programs.start("run.out", command, **env)
+        until(lambda: trained(3), PATIENCE_S)
         server.kill()
         server.wait()
-        server, env = serve(model, tmp_path, port)
-        until(lambda: trained(5), 120)
+        server, env = programs.serve(model, port)
+        until(lambda: trained(5), PATIENCE_S)
         run.send_signal(signal.SIGINT)
         assert run.wait(60) == 130, (tmp_path / "run.out").read_text()
-        run = start([*command, "--resume"], tmp_path / "run.out", **env)
-        assert run.wait(180) == 0, (tmp_path / "run.out").read_text()
+        run = programs.start("run.out", [*command, "--resume"], **env)
+        assert run.wait(PATIENCE_S) == 0, (tmp_path / "run.out").read_text()
         # The logged batches once more, in one undisturbed model with the same seed: equal bits are the same steps in the same order.
         for name, value in env.items():
             monkeypatch.setenv(name, value)
@@ -92,6 +108,4 @@ def test_a_killed_server_and_a_resumed_run_train_each_batch_once(model, tmp_path
         assert places[0].model_id != places[1].model_id and places[0].step == places[1].step == STEPS
         assert weights_of(tmp_path / "s", places[0].model_id) == weights_of(tmp_path / "s", places[1].model_id)
     finally:
-        for process in (run, server):
-            process.terminate()
-            process.wait(60)
+        programs.close()

@@ -100,8 +100,9 @@ class Sampler:
 
     async def generate(self, asked: GenerateRequest) -> Generation:
         """Waits for: the service. Raises BadRequestError, and RunError if there is no answer."""
-        key = (self.held, tuple(asked.token_ids), msgspec.json.encode(asked.sampling))
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        alone = None if asked.sampling.seed is None else answer  # the second answer to a seed is another one
+        key = (self.held, tuple(asked.token_ids), msgspec.json.encode(asked.sampling), alone)
         answers = self.together.setdefault(key, [])
         answers.append(answer)
         if len(answers) == 1:
