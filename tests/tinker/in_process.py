@@ -36,7 +36,8 @@ class Service:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.server
+        if not (self.server and self.thread.is_alive()):
+            return
         self.server.should_exit = self.server.force_exit = True
         self.thread.join()
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import threading
 from dataclasses import replace
 
 import httpx
@@ -17,7 +18,7 @@ from rl.config.run import RLConfig
 from rl.config.tinker import service_loss
 from rl.run_dir.checksums import check_version, content_id, verify_checkpoint
 from rl.run_dir.paths import numbers
-from rl.run_dir.status import Status
+from rl.run_dir.status import Phase, Status
 from rl.system.errors import RESTART, RunError
 from rl.tinker.client.datums import metrics_of, prepare
 from rl.tinker.client.inference import Sampler, make_app
@@ -34,6 +35,7 @@ from rl.wire.messages import TrainBatch
 from tests.tinker.in_process import NAME, Service
 from tests.trainer.samples import make_batch, make_sample
 from tests.trainer.stub_orchestrator import StubOrchestrator
+from tests.waiting import until
 
 LOSS_TYPES = ({}, {"truncate": math.inf}, {"importance": "none"}, {"type": "clip"}, {"type": "cispo"}, {"type": "gspo"})
 
@@ -166,6 +168,22 @@ def test_each_batch_is_trained_once_and_a_restart_goes_on_from_the_newest_state(
     assert read_place(run_dir.weights(6)).model_id != first.model_id and content_id(run_dir.digests(3)) != before
     kept = [one.tinker_path.rpartition("/")[2] for one in trainer.rest.list_user_checkpoints().result().checkpoints]
     assert numbers(run_dir.checkpoints) == [4, 6] and "000004" in kept and kept.count("000002") == 0
+
+
+def test_a_service_that_is_away_is_waited_for_and_trains_a_batch_once(tmp_path, service, monkeypatch):
+    monkeypatch.setattr("rl.tinker.client.trainer.LOOK_S", 0.1)
+    config = config_of(tmp_path, service.url)
+    with StubOrchestrator(config.run_dir, [small_batch(step) for step in range(1, 4)]) as orchestrator:
+        trainer = trainer_of(config)
+        service.__exit__()
+        training = threading.Thread(target=trainer.train)
+        training.start()
+        until(lambda: trainer.status.current.phase == Phase.WAITING_FOR_SERVICE)
+        assert "to answer" in trainer.status.current.detail and not orchestrator.published
+        with Service(service.root, service.port) as again:
+            training.join(60)
+    assert [one[0] for one in again.learner.done] == ["load", *["forward_backward", "optim_step"] * 3]  # the state after its creation
+    assert [number for number, _ in orchestrator.published] == [1, 2, 3] and trainer.status.current.phase == Phase.CHECKPOINTING
 
 
 def test_what_the_service_says_ends_the_trainer_as_it_should(tmp_path, service):

@@ -59,9 +59,11 @@ def is_refusal(error: Exception) -> bool:
 
 
 @contextmanager
-def asking(config: RLConfig, what: str, exit_code: int = RESTART, away: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """Turns the SDK's errors into RunError. `what`: the request. `exit_code`: of a request that is refused; all others may be repeated.
-    `away`: called with the sentence if the request is not at fault."""
+def asking(
+    config: RLConfig, what: str, exit_code: int = RESTART, away: Callable[[str], None] = lambda text: None, remedy: str = ""
+) -> Iterator[None]:
+    """Turns the SDK's errors into RunError. `what`: the request. `exit_code`, `remedy`: of a request that is refused; all others may be
+    repeated. `away`: called with the sentence if the request is not at fault."""
     url = url_of(config)
     try:
         yield
@@ -74,23 +76,26 @@ def asking(config: RLConfig, what: str, exit_code: int = RESTART, away: Callable
     except ERRORS as error:
         if KEY in str(error):
             raise RunError(f"there is no key for {url}: {KEY_REMEDY}") from None
-        if not is_refusal(error):
+        refused = is_refusal(error)
+        if not refused:
             away(f"{url} to {what}")
-        code = exit_code if is_refusal(error) else RESTART
-        raise RunError(f"{url} does not {what}: {type(error).__name__}: {error}", code) from error
+        why = f"{type(error).__name__}: {error}" + f"; {remedy}" * (refused and bool(remedy))
+        raise RunError(f"{url} does not {what}: {why}", exit_code if refused else RESTART) from error
+
+
+def problem_of(url: str) -> str:
+    """Returns why a service does not answer anything; empty if it does."""
+    try:
+        status = httpx.get(f"{url}/api/v1/healthz", timeout=REACH_S / 2).status_code
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return str(error) or type(error).__name__
+    return f"it answers {status}" if status in (502, 503, 504) else ""
 
 
 def wait_for_service(config: RLConfig, within_s: float, say: Callable[[str], None]) -> None:
     """Waits until the service answers anything, and says what it waits for. Raises RunError after `within_s` seconds."""
     url, since, told = url_of(config), time.monotonic(), False
-    while True:
-        try:
-            status = httpx.get(f"{url}/api/v1/healthz", timeout=REACH_S / 2).status_code
-            if status not in (502, 503, 504):
-                return
-            problem = f"it answers {status}"
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            problem = str(error) or type(error).__name__
+    while problem := problem_of(url):
         if not told:
             say(f"{url} to answer ({problem})")
             told = True

@@ -5,8 +5,9 @@ exactly once on the way to every version, whatever dies: the trainer, the servic
 """
 
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
+from typing import TypeVar
 
 import tinker
 
@@ -23,11 +24,14 @@ from rl.system import faults
 from rl.system.errors import GIVE_UP, RunError
 from rl.tinker.client.datums import Prepared, metrics_of, prepare
 from rl.tinker.client.places import Place, RemoteRetention, read_place, sound_version, write_checkpoint, write_version
-from rl.tinker.client.service import asking, base_model, main, url_of, wait_for_service
+from rl.tinker.client.service import asking, base_model, main, problem_of, url_of, wait_for_service
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import RunEnded, WeightVersion
 from rl.wire.transport import OrchestratorClient, Wait
 
+T = TypeVar("T")
+LOOK_S = 5.0
+"""Interval at which a service that does not answer is asked whether it is there."""
 PAUSE = 20.0
 """With an interval in seconds, the least pause after a checkpoint, as a multiple of its cost."""
 
@@ -66,9 +70,8 @@ class RemoteTrainer:
         if step:
             path = read_place(self.run_dir.checkpoint(step)).path
             self.step = self.saved = step
-            with asking(
-                self.config, f"load {path} of checkpoint {step}: resume the run at another step (--resume N) if it is gone", GIVE_UP
-            ):
+            remedy = "if it is gone there, resume the run at another step: --resume N"
+            with asking(self.config, f"load {path} of checkpoint {step}", GIVE_UP, remedy=remedy):
                 return service.create_training_client_from_state_with_optimizer(path).result(self.timeout_s)
         rank, name = self.config.tinker.lora_rank, base_model(self.config)
         with asking(self.config, f"make adapters of rank {rank} of {name}", GIVE_UP):
@@ -87,7 +90,8 @@ class RemoteTrainer:
                 batch = self.receive(step)
                 if batch is None:
                     break
-                metrics, tokens = {"time/wait_for_batch": time.monotonic() - began} | self.train_batch(step, batch), batch.num_tokens
+                waited, tokens = time.monotonic() - began, batch.num_tokens
+                metrics = self.train_batch(step, batch) | {"time/wait_for_batch": waited}
             self.step = step
             metrics |= self.publish() | self.save_if_due()
             metrics["time/step"] = time.monotonic() - began
@@ -128,10 +132,10 @@ class RemoteTrainer:
             passes, update = self.model.forward_backward(batch.data, batch.loss_fn, batch.loss_fn_config), self.model.optim_step(adam)
             self.calls = (first, self.num_calls)
             self.keeping = self._keep(step)
-            output = passes.result(self.timeout_s)
+            output = self.result(passes)
             self.status.advance()
             halfway = time.monotonic()
-            answer = update.result(self.timeout_s).metrics or {}
+            answer = self.result(update).metrics or {}
         faults.point("remote.trained")
         found = {"optim/grad_norm": answer["unclipped_grad_l2:mean"]} if "unclipped_grad_l2:mean" in answer else {}
         found |= {"time/forward_backward": halfway - since, "time/optimizer": time.monotonic() - halfway}
@@ -141,6 +145,24 @@ class RemoteTrainer:
     def num_calls(self) -> int:
         """The number of the model's newest call, which the SDK counts."""
         return getattr(self.model, "_request_id_counter", 0)
+
+    def result(self, request: tinker.APIFuture[T]) -> T:
+        """Returns the answer to a request, and shows meanwhile if the service is out of reach. Raises TimeoutError at the deadline."""
+        phase, step = self.status.current.phase or Phase.TRAINING, self.status.current.step
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            if request.future().done() or left_s <= 0:
+                break
+            with suppress(TimeoutError):
+                request.result(min(LOOK_S, left_s))
+                break
+            problem = problem_of(url_of(self.config))
+            where = (Phase.WAITING_FOR_SERVICE, step, f"{url_of(self.config)} to answer ({problem})") if problem else (phase, step)
+            self.status.enter(*where)
+        answer = request.result(0)
+        self.status.enter(phase, step)
+        return answer
 
     def asking(self, what: str) -> AbstractContextManager[None]:
         """A context for requests during training. The last status must not say "training" when the service is away: the batch would be
@@ -156,7 +178,7 @@ class RemoteTrainer:
         self.status.enter(Phase.PUBLISHING, step)
         if not (again and self._is_there(step)):
             with self.asking(f"keep version {step}"):
-                path = (self.keeping or self._keep(step)).result(self.timeout_s).path
+                path = self.result(self.keeping or self._keep(step)).path
             self.keeping = None
             write_version(self.run_dir, Place(path, step, self.model.model_id, self.calls), self.fence)
         with self.wait:
@@ -192,7 +214,7 @@ class RemoteTrainer:
         step = self.step
         self.status.enter(Phase.CHECKPOINTING, step)
         with self.asking(f"keep the state of step {step}"):
-            path = self.model.save_state(f"{step:06d}").result(self.timeout_s).path
+            path = self.result(self.model.save_state(f"{step:06d}")).path
         write_checkpoint(self.run_dir, Place(path, step, self.model.model_id), base_model(self.config), self.fence)
         self.saved = step
         self.checkpoints.delete_old(step, {first_step(self.run_dir)})
