@@ -3,6 +3,7 @@
 uv run scripts/nemo_gym.py install
 uv run scripts/nemo_gym.py rows --task chain_sum --shots 3 rows.jsonl
 uv run scripts/nemo_gym.py start --policy http://127.0.0.1:8000/v1 --model HuggingFaceTB/SmolLM2-135M-Instruct reasoning_gym
+uv run scripts/nemo_gym.py call ng_collect_rollouts +input_jsonl_fpath=$PWD/rows.jsonl +output_jsonl_fpath=$PWD/rollouts.jsonl
 
 It needs nothing but Python and uv, and stays out of our own environment: nemo-gym and verifiers want different versions of openai.
 """
@@ -102,10 +103,18 @@ def start(args: argparse.Namespace) -> None:
     raise SystemExit(child.wait())
 
 
+def call(args: argparse.Namespace) -> None:
+    """Becomes one of NeMo Gym's own commands."""
+    program = args.venv.absolute() / "bin" / args.command
+    if not program.is_file():
+        raise SystemExit(f"no {program}: run `install` first, or check the name of the command")
+    os.execve(program, [str(program), *args.arguments], os.environ | {"RAY_USAGE_STATS_ENABLED": "0"})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, default=Path(".venvs/nemo_gym"), help="virtual environment of NeMo Gym (.venvs/nemo_gym)")
-    commands = parser.add_subparsers(required=True, metavar="{install,rows,start}")
+    commands = parser.add_subparsers(required=True, metavar="{install,rows,start,call}")
 
     command = commands.add_parser("install", help="make the virtual environment")
     command.add_argument("--python", default="3.12", help="Python 3.12, by version or path")
@@ -131,6 +140,11 @@ def main() -> None:
     command.add_argument("--head-port", type=int, default=11000)
     command.add_argument("servers", nargs="+", help="resources servers, by name or by config path")
     command.set_defaults(run=start)
+
+    command = commands.add_parser("call", help="run one of NeMo Gym's own commands; it wants absolute paths")
+    command.add_argument("command", help="ng_collect_rollouts, ng_prepare_data, ...")
+    command.add_argument("arguments", nargs=argparse.REMAINDER)
+    command.set_defaults(run=call)
 
     args = parser.parse_args()
     args.run(args)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from rl.homes.home import Home
@@ -35,6 +36,8 @@ LONGEST = (
 """Files of more than half a minute, which, begun last, would keep a single worker busy while the others have nothing left; before them the
 one that converts a real model, for which others wait."""
 
+hypothesis.settings.register_profile("rl", deadline=None)  # a slow machine fails no property
+hypothesis.settings.load_profile("rl")
 mend_vllm_cpu()
 collect_ignore = list(IN_A_HOME)
 os.environ["RL_ENVIRONMENTS_HUB"] = "http://127.0.0.1:9"  # no test asks the real one

@@ -16,6 +16,7 @@ IN_A_HOME = (
     "envs/test_rows.py",
     "envs/test_v1.py",
     "envs/test_conversation.py",
+    "envs/test_nemo_gym_serving.py",
     *(f"environments/test_{name}.py" for name in EXAMPLES),
 )
 """Tests that import verifiers; `tests/envs/test_in_a_home.py` runs them."""

@@ -117,7 +117,9 @@ def understood(command: str) -> None:
         return program(words, command)
     if words[0] in ("uv", "pip"):
         return None if words[0] == "pip" else program(words, command)
-    assert words[0] == "prime", f"{command}: what is installed by uv is run by uv"
+    if words[0] == "client/bin/python":  # another environment, which docs/tinker.md makes
+        return script(Path(words[1]), words[2:])
+    assert words[0] in ("prime", "mkdir", "cp"), f"{command}: what is installed by uv is run by uv"
     return None
 
 

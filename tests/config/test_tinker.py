@@ -59,6 +59,11 @@ BAD = {
     "minibatches": ({"trainer": {"minibatches": 2}}, "trainer.minibatches", "one optimizer step"),
     "engine": ({"inference": {"vllm": {"max_num_seqs": 2}}}, "inference.vllm", "local"),
     "servers": ({"orchestrator": {"inference_urls": ["http://a:1"]}}, "orchestrator.inference_urls", "leave it out"),
+    "NeMo Gym": (
+        {"orchestrator": {"environment": [{"dataset": "x.jsonl", "head_server": "http://a:1"}]}},
+        "orchestrator.environment.0.head_server",
+        "local",
+    ),
     "mask": ({"trainer": {"loss": {"token_mask": [0.5, 2.0]}}}, "trainer.loss.token_mask", "no masks"),
     "kl": ({"trainer": {"loss": {"kl_coefficient": 0.1}}}, "trainer.loss.kl_coefficient", "leave it out"),
     "dual clip": ({"trainer": {"loss": {"type": "clip", "delta": 3.0}}}, "trainer.loss.delta", "leave it out"),

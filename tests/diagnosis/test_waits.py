@@ -16,6 +16,8 @@ import msgspec
 import psutil
 import pytest
 
+from rl.commands import branch, stop
+from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.diagnosis.rewards import reward_summary
 from rl.diagnosis.state import inspect_process, read_state
@@ -23,6 +25,7 @@ from rl.diagnosis.waits import chain, diagnose
 from rl.run_dir.lease import LockOwner
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, Staleness, describe, last_seen, write_status
 from rl.system import process_table
+from rl.system.errors import RunError
 from rl.system.linux import pid_scope
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
@@ -701,3 +704,11 @@ def test_a_model_of_the_tinker_server_is_continued_by_its_server(tmp_path):
     run.metrics([1, 2, 3])
     again = tmp_path / "serve-tiny" / "config.toml"
     assert run.bottleneck() == f"clients of `rl serve` trained 3 steps; they can go on after `rl serve @ {again}`"
+    server = Run(tmp_path, name="serve-tiny", serve={"alias": "someone/else"})
+    (run.dir.root / "calls.log").touch()
+    assert server.bottleneck() == f"clients of `rl serve` made 1 models; they can go on after `rl serve @ {again}`"
+    write_config(run.dir.config, run.config)
+    with pytest.raises(RunError, match=f"`rl stop {tmp_path}/serve-tiny` ends its server"):
+        stop.main([str(run.dir.root)], None)
+    with pytest.raises(RunError, match="create_training_client_from_state"):
+        branch.main([str(run.dir.root), "--name", "new"], None)

@@ -9,12 +9,13 @@ import pytest
 import yaml
 from aiohttp import web
 
-from rl.envs.nemo_gym import environment
+from rl.envs.nemo_gym import head
 from rl.envs.nemo_gym.environment import NemoGymEnvironment
 from rl.envs.policy import RolloutError
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.messages import VersionSpan
+from rl.wire.turns import answer_digest
 from rl.wire.worker_messages import Endpoint, EnvSpec, PlayGroup, PolicySpec
 from tests.web import WebServer
 
@@ -89,6 +90,8 @@ class Servers:
         self.version = version
         self.others: dict[str, int] = {}
         """Further servers, and what they hold."""
+        self.answered: dict[str, list[VersionSpan]] = {}
+        """The versions of answers that the servers remember."""
 
     def find(self) -> list[str]:
         return [POLICY_URL.removesuffix("/v1"), *self.others]
@@ -98,6 +101,9 @@ class Servers:
             raise InferenceLostError("waited 1 s for inference server 0")
         held = {POLICY_URL.removesuffix("/v1"): self.version} | self.others
         return min(version for url, version in held.items() if not urls or url in urls)
+
+    async def versions(self, digests, urls=()) -> dict:
+        return {digest: spans for digest, spans in self.answered.items() if digest in digests}
 
 
 def policy(**spec) -> SimpleNamespace:
@@ -143,7 +149,7 @@ def make(tmp_path, gym, agents=("adder",), with_policy=None, **spec) -> NemoGymE
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(environment, "PAUSES_S", (0.01, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(head, "PAUSES_S", (0.01, 0.01, 0.01, 0.01, 0.01))
 
 
 def fails(cause: str, text: str, *args, **kwargs) -> None:
@@ -305,6 +311,14 @@ def test_the_version_is_that_of_the_episodes_start(tmp_path):
     assert [play(tmp_path, gym, with_policy=ours).versions for _ in range(2)] == [[3], [4]]
     ours.servers.version = -1
     fails("inference", "waited 1 s", tmp_path, NemoGym(), with_policy=ours)
+
+
+def test_an_answer_that_a_server_remembers_has_its_exact_versions(tmp_path):
+    ours = policy()
+    ours.servers.answered[answer_digest([1, 2], [3, 4], [-0.5, -0.5])] = [VersionSpan(4, 1), VersionSpan(5, 1)]
+    gym = NemoGym(lambda *_: reply(says("5", **tokens([1, 2], [3, 4])), says("6", **tokens([1, 2, 3, 4, 7], [8]))))
+    rollout = play(tmp_path, gym, with_policy=ours)
+    assert [turn.policy_versions for turn in rollout.turns] == [[VersionSpan(4, 1), VersionSpan(5, 1)], [VersionSpan(3, 1)]]
 
 
 @pytest.mark.parametrize(

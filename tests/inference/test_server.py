@@ -22,6 +22,7 @@ from rl.config.trainer import TrainerConfig
 from rl.envs.policy import Conversation, Policy
 from rl.models.chat import assistant_message
 from rl.models.tiny import make_tiny_model
+from rl.models.tokenizer import load_tokenizer
 from rl.orchestrator.batches.samples import group_samples
 from rl.run_dir.in_memory import make_again
 from rl.trainer.measure.parity import compare
@@ -32,6 +33,7 @@ from rl.trainer.store.versions import snapshot
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import parity_of
 from rl.wire.rollouts import Group, Rollout
+from rl.wire.turns import answer_digest
 from rl.wire.worker_messages import PolicySpec
 from tests.families import CONFIGS, UNTIED, WIDE
 from tests.inference.malformed import HARMLESS, MALFORMED, ODD, OPENAI
@@ -57,6 +59,9 @@ KINDS = {"tied": None, "untied": UNTIED, "moe": CONFIGS["qwen3_moe"] | {"tie_wor
 """Experts are weights that vLLM packs in another way than those of plain layers."""
 
 
+PARSER = {"inference__vllm__enable_auto_tool_choice": "true", "inference__vllm__tool_call_parser": "hermes"}
+
+
 def make_versions(folder: Path, kind: str) -> list[Path]:
     """Of the tied kind the base alone holds the head once more, as Qwen3-0.6B does; its trainer writes it once."""
     versions = [make_tiny_model(folder / f"{version:06d}", KINDS[kind], version) for version in range(4)]
@@ -74,7 +79,7 @@ def servers(tmp_path_factory):
     root = tmp_path_factory.mktemp("servers")
     versions = {kind: make_versions(root / f"versions-{kind}", kind) for kind in KINDS}
     started = {
-        "tied": start_server(root / "tied", versions["tied"]),
+        "tied": start_server(root / "tied", versions["tied"], **PARSER),
         "untied": start_server(root / "untied", versions["untied"], inference__host="0.0.0.0"),
         "moe": start_server(root / "moe", versions["moe"], inference__engine_timeout_s=8),
     }
@@ -89,6 +94,9 @@ def test_sampled_logprobs_and_stops(servers):
     for temperature in (1.0, 0.7):
         answer = server.generate(PROMPT, max_tokens=40, temperature=temperature, seed=1)
         assert_logprobs(server, PROMPT, answer, temperature)
+    of_prompt = server.generate(PROMPT, max_tokens=1, temperature=0.7, prompt_logprobs=True)["prompt_logprobs"]
+    assert of_prompt[0] is None and answer["prompt_logprobs"] is None
+    assert (rescore(server.weights[0], PROMPT[:1], PROMPT[1:]) - torch.tensor(of_prompt[1:])).abs().max() < TOLERANCE
     long = server.generate(PROMPT, max_tokens=5, temperature=1.0, seed=1, stop_token_ids=[])
     assert (len(long["token_ids"]), long["finish_reason"]) == (5, "length")
     stop = long["token_ids"][2]
@@ -201,6 +209,101 @@ def test_openai_routes_stay_and_development_routes_are_closed(servers):
     assert chat.json()["choices"][0]["logprobs"]["content"]
     for route in ("/pause", "/collective_rpc", "/resume", "/update_weights"):
         assert server.post(route).status_code == 404
+
+
+TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+
+def chat(server, messages: list[dict], **more) -> httpx.Response:
+    """Asks as NeMo Gym's model server does."""
+    asked = {"logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": True, "max_tokens": 12, "ignore_eos": True}
+    return server.post("/v1/chat/completions", model=str(server.weights[0]), messages=messages, **(asked | more))
+
+
+def said(response: httpx.Response) -> dict:
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]
+
+
+def continued(before: dict, after: dict) -> bool:
+    known = [*before["prompt_token_ids"], *before["generation_token_ids"]]
+    return after["prompt_token_ids"][: len(known)] == known
+
+
+def test_a_chat_continues_the_tokens_that_come_back(servers):
+    """Random bytes are rarely text that is encoded as the same bytes again."""
+    server, messages, turns = servers["tied"], [{"role": "user", "content": "go on"}], []
+    for _ in range(3):
+        turns.append(answer := said(chat(server, messages)))
+        assert [len(answer[key]) for key in TOKENS[1:]] == [12, 12]
+        messages = [*messages, answer, {"role": "user", "content": "and?"}]
+    assert all(continued(*pair) for pair in pairwise(turns))
+    tokenizer = load_tokenizer(str(server.weights[0]))
+    behind = turns[1]["prompt_token_ids"][len(turns[0]["prompt_token_ids"]) + 12 :]
+    assert tokenizer.decode(behind) == "<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    answer = {"token_ids": turns[2]["generation_token_ids"], "logprobs": turns[2]["generation_log_probs"], "policy_versions": [(0, 12)]}
+    assert_logprobs(server, turns[2]["prompt_token_ids"], answer)
+
+
+def test_an_answer_that_ended_by_itself_is_not_ended_again(servers):
+    server, ask = servers["tied"], {"role": "user", "content": "go on"}
+    end = load_tokenizer(str(server.weights[0])).eos_token_id
+    answer = said(chat(server, [ask], allowed_token_ids=[end], ignore_eos=False))
+    after = said(chat(server, [ask, answer, {"role": "user", "content": "and?"}]))
+    assert answer["generation_token_ids"] == [end] and continued(answer, after)
+    assert after["prompt_token_ids"].count(end) == 3  # of three messages
+
+
+def test_a_chat_that_was_rewritten_is_rendered_again(servers):
+    server, ask = servers["tied"], {"role": "user", "content": "go on"}
+    answer = said(chat(server, [ask]))
+    behind = {"role": "user", "content": "and?"}
+    plain = said(chat(server, [ask, {"role": "assistant", "content": answer["content"]}, behind]))["prompt_token_ids"]
+    assert continued(answer, said(chat(server, [ask, answer | {"reasoning": "hm"}, behind])))
+    for rewritten in (
+        [ask, answer | {"content": "no"}, behind],
+        [{"role": "user", "content": "go back"}, answer, behind],
+        [ask, answer | {"generation_token_ids": [1, 2]}, behind],
+        [ask, answer | {"generation_token_ids": ["x"]}, behind],
+    ):
+        assert not continued(answer, said(chat(server, rewritten)))
+    assert said(chat(server, [ask, answer | {"generation_token_ids": [1, 2]}, behind]))["prompt_token_ids"] == plain
+    assert "prompt_token_ids" not in said(chat(server, [ask], return_tokens_as_token_ids=False))
+
+
+def test_no_grammar_chooses_the_tokens_of_a_chat(servers):
+    """With vLLM's defaults it would for these tools, and the trainer would compute other probabilities."""
+    server, ask = servers["tied"], {"role": "user", "content": "go on"}
+    add = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}, "strict": True}
+    offered = {"tools": [{"type": "function", "function": add}], "parallel_tool_calls": False}
+    assert len(said(chat(server, [ask], **offered))["generation_token_ids"]) == 12
+    for more in ({**offered, "tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        refused = chat(server, [ask], **more)
+        assert refused.status_code == 400 and "would choose tokens" in refused.text
+    assert server.post("/v1/chat/completions", messages=[ask], response_format={"type": "json_object"}, max_tokens=4).status_code == 200
+
+
+def test_a_continued_chat_that_is_too_long_is_refused_as_vllm_does(servers):
+    server, ask = servers["tied"], {"role": "user", "content": "x" * 400}
+    answer = said(chat(server, [ask], max_tokens=480))
+    refused = chat(server, [ask, answer, {"role": "user", "content": "and?"}], max_tokens=100)
+    assert refused.status_code == 400 and "maximum context length is 960 tokens" in refused.text
+
+
+def test_the_versions_of_a_chat_are_remembered(servers):
+    server, ask = servers["tied"], [{"role": "user", "content": "go on"}]
+    first = said(chat(server, ask))
+    assert server.load(1).status_code == 200
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(chat, server, ask, max_tokens=600)
+        until(lambda: server.status()["num_running"] == 1, 30)
+        assert server.load(0).status_code == 200
+        second = said(long.result())
+    digests = [answer_digest(*(answer[key] for key in TOKENS)) for answer in (first, second)]
+    known, swapped, unknown = server.post("/versions", answers=[*digests, "0" * 32]).json()
+    assert (known, unknown) == ([[0, 12]], None)
+    assert [version for version, _ in swapped] == [1, 0] and sum(count for _, count in swapped) == 600
+    assert server.post("/versions", answers=3).status_code == 400
 
 
 def test_disconnect_aborts_the_request(servers):

@@ -53,6 +53,9 @@ def main(steps: int) -> None:
     )
     ours = scored.result().loss_fn_outputs[0]["logprobs"].data[3:]
     tell(mismatch=max(abs(a - b) for a, b in zip(ours, sampled[0].logprobs, strict=True)))
+    theirs = training.save_weights_and_get_sampling_client().result().compute_logprobs(types.ModelInput.from_ints(ids)).result()
+    both = zip(scored.result().loss_fn_outputs[0]["logprobs"].data, theirs[1:], strict=True)
+    tell(prompt_mismatch=max(abs(a - b) for a, b in both) if theirs[0] is None else None)
     path = training.save_state("named", ttl_seconds=3600).result().path
     again = service.create_training_client_from_state_with_optimizer(path).result()
     tell(

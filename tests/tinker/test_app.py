@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from rl.config.run import RLConfig
+from rl.run_dir.digests import HASH
+from rl.run_dir.files import write_file
+from rl.system.errors import RunError
 from rl.tinker.app import Api, make_app
 from rl.tinker.gate import Gate
 from rl.tinker.listing import Listing
@@ -64,6 +67,7 @@ class CountingLearner:
 
     def publish(self, name, folder, record):
         folder.mkdir(parents=True)
+        write_file(record, json.dumps({"hash": HASH, "tensors": {"a": "0" * 31 + str(self.steps[name])}}).encode())
 
 
 class Servers:
@@ -84,7 +88,8 @@ class Servers:
     async def generate(self, session, token_ids, sampling):
         held = self.held
         await asyncio.sleep(0.01)
-        return Generation([7, 8], [-0.5, -0.25], [VersionSpan(held, 2)], "stop")
+        of_prompt = [None, *(-float(token) for token in token_ids[1:])] if sampling.get("prompt_logprobs") else None
+        return Generation([7, 8], [-0.5, -0.25], [VersionSpan(held, 2)], "stop", prompt_logprobs=of_prompt)
 
 
 class Client:
@@ -188,6 +193,37 @@ def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(
     asyncio.run(again(*asyncio.run(first())))
 
 
+def test_a_call_that_ends_the_trainer_each_time_fails_alone(tmp_path):
+    async def dies(start):
+        async with Client(tmp_path) as client:
+            client.learner.forward_backward = lambda *_: (_ for _ in ()).throw(RunError("no memory"))
+            started = await start(client)
+            with pytest.raises(RunError, match="no memory"):
+                await client.work
+            client.work.exception()
+            client.work = asyncio.create_task(asyncio.Event().wait())  # what leaving the client ends
+            return started
+
+    async def begin(client):
+        model = await new_model(client)
+        step = {"model_id": model, "seq_id": 2, "adam_params": {}}
+        return await client.post("forward_backward", forward_backward(model, 1)), await client.post("optim_step", step), model
+
+    async def nothing(client):
+        pass
+
+    async def scenario():
+        promise, step, model = await dies(begin)
+        for _ in range(2):
+            await dies(nothing)
+        async with Client(tmp_path) as client:
+            assert "has died 3 times during this call" in (await client.result(promise))["error"]
+            assert (await client.result(step))["metrics"]["policy_version:max"] == 1  # the counting learner needs no gradient
+            assert not (client.training.models[model].run_dir.root / "attempts").exists()
+
+    asyncio.run(scenario())
+
+
 def test_sessions_sample_their_own_versions_and_the_base(tmp_path):
     async def scenario():
         async with Client(tmp_path) as client:
@@ -220,6 +256,12 @@ def test_sessions_sample_their_own_versions_and_the_base(tmp_path):
             client.sampling.turns.held = client.sampling.find(targets[1]).target
             await client.call("asample", {**sample, "sampling_session_id": targets[1], "seq_id": 5})
             assert client.servers.loads == [2]
+            scored = {**sample, "sampling_session_id": targets[1], "prompt_logprobs": True}
+            for number, last, expected in ((6, None, [None, -2.0]), (7, 1, [-2.0])):
+                asked = {**scored, "seq_id": number, "prompt_logprobs_last_n": last}
+                answer = MESSAGE["SampleResponse"].FromString(await client.call("asample", asked))
+                assert np.array_equal(np.frombuffer(answer.prompt_logprobs, np.float32), np.array(expected, np.float32), equal_nan=True)
+            await client.post("asample", {**scored, "seq_id": 8, "prompt_logprobs_last_n": 2}, 400)
         async with Client(tmp_path) as client:
             repeated = await client.post("asample", {**sample, "sampling_session_id": targets[0], "seq_id": 0})
             assert repeated == promises[0] and await client.result(repeated) and not client.servers.loads

@@ -67,6 +67,8 @@ def test_the_sdk_trains_samples_and_survives_kills(model, tmp_path):
             served = dict(line.removeprefix("export ").split("=", 1) for line in lines), tmp_path / "s"
             undisturbed = client(served, {})
             killed = client(served, {0: "tinker", 1: "inference", 3: "tinker"})
+            (*_, model) = sorted((tmp_path / "s/models").glob("*-0"), key=lambda path: path.stat().st_ctime)
+            replayed = subprocess.run([sys.executable, "-m", "rl.main", "replay", str(model)], capture_output=True, text=True)
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
@@ -74,9 +76,10 @@ def test_the_sdk_trains_samples_and_survives_kills(model, tmp_path):
     assert [one["loss"] for one in steps[0]] == [one["loss"] for one in steps[1]] and steps[0][-1]["loss"] < steps[0][0]["loss"]
     assert [one["norm"] for one in steps[0]] == [one["norm"] for one in steps[1]]
     assert [one["tokens"] for one in steps[0]] == [one["tokens"] for one in steps[1]]  # drawn with a seed
+    assert replayed.returncode == 0 and f"EQUAL: versions 1-{STEPS}, " in replayed.stdout, replayed.stdout + replayed.stderr
     facts = {key: value for one in undisturbed if "step" not in one for key, value in one.items()}
     refused = {"loss": "RequestFailedError", "lr": "RequestFailedError", "base": "RequestFailedError", "path": "BadRequestError"}
     refused |= {"run": "NotFoundError", "copy": "PermissionDeniedError", "key": "AuthenticationError"}
-    assert facts.pop("mismatch") < 1e-4
+    assert facts.pop("mismatch") < 1e-4 and facts.pop("prompt_mismatch") < 1e-4
     assert facts.pop("names") == {client: sorted(names) for client, names in in_table().items()}
     assert facts == {"same": True, "listed": True, "refused": refused}

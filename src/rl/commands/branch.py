@@ -79,6 +79,9 @@ def run(spec: str, flags: list[str], children: Children) -> int:
         fail("rl branch", "--resume continues a run unchanged: rl @ RUN/config.toml --resume; a branch is a new run")
     if config.run_dir.root.resolve() == root:
         fail("rl branch", f"{root.name} is the run itself; name the new run: --name NEW")
+    if stored.serve:
+        again = "client.create_training_client_from_state(PATH) makes a new model of a state that its client has saved"
+        raise RunError(f"{root} belongs to `rl serve`: {again}")
     parent = run_dir_of(root, stored)
     step = checkpoint_of(parent, version, [entry.label for entry in config.orchestrator.eval])
     changed = [change for change in changed_keys(stored, config) if change[0] not in ("name", "output_dir")]

@@ -1,20 +1,15 @@
 """`rl env`: describes an environment, plays a few rollouts, or exports its tasks as JSONL."""
 
-import os
-import shutil
-import tempfile
 import textwrap
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from rl.commands import homes
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, usage
-from rl.commands.play_session import Job, PlaySession, play_session, run, say
+from rl.commands.play_session import Job, PlaySession, play_session, run, say, scratch
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import Spelled, fail
 from rl.config.options import Option, take
@@ -37,9 +32,11 @@ OPTIONS = (
     Option("export", "FILE", "write the tasks as JSONL"),
     Option("limit", "N", "tasks to export; default: all"),
     CONCURRENCY,
+    Option("serve-gym", "N", "serve the environment on port N as an agent of NeMo Gym; see docs/nemo_gym.md"),
+    Option("head-server", "URL", "with --serve-gym: NeMo Gym's head server; default: http://127.0.0.1:11000"),
 )
 HELP = usage(
-    "usage: rl env ID [--args JSON] [--split train|eval] [--rollouts N] [--export FILE] [--KEY VALUE] ...\n\n"
+    "usage: rl env ID [--args JSON] [--split train|eval] [--rollouts N] [--export FILE] [--serve-gym PORT] [--KEY VALUE] ...\n\n"
     "Shows kind, arguments, sizes, an example, reward functions and tools of an environment: owner/name, pypi:name, ./folder, or a name.\n"
     "Without an ID, shows the configuration's first environment. No model or server is needed unless --rollouts is given.\n\n"
     + "\n".join(f"  {line}" for verb in homes.VERBS.values() for line in verb.splitlines()),
@@ -70,6 +67,10 @@ def main(args: list[str], children: Children) -> int:
         fail("rl env", "which environment? Give its id (rl env owner/name) or a configuration (@ run.toml)")
     values["split"] = values["split"] or "train"
     config.orchestrator.environment, config.orchestrator.eval = config.orchestrator.environment[:1], []
+    if values["serve_gym"]:
+        from rl.commands import serve_gym  # takes half a second, which `--help` should not
+
+        return serve_gym.main(config, values, lambda: homes_of(config, say, recorded=bool(line.files)), children)
     made = homes_of(config, say, recorded=bool(line.files))  # before the policy is contacted, and where a signal stops it
     return run("rl env", children, show_environment(config, made, values, children))
 
@@ -91,26 +92,6 @@ async def show_environment(config: RLConfig, homes: Homes, values: dict[str, Any
             if values["rollouts"]:
                 await play(place, env.label, split, sizes[split], values)
     return 0
-
-
-@contextmanager
-def scratch(label: str) -> Iterator[Path]:
-    """Provides a new directory and deletes it at the end or when a signal stops the command. After an error, which may refer to a log in
-    it, the directory stays until the next call."""
-    for old in Path(tempfile.gettempdir()).glob(f"rl-env-{label}-*"):
-        pid = old.name.removeprefix(f"rl-env-{label}-").partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(old, ignore_errors=True)
-    work = Path(tempfile.mkdtemp(prefix=f"rl-env-{label}-{os.getpid()}-"))
-    named = False
-    try:
-        yield work
-    except (RunError, OSError):
-        named = True
-        raise
-    finally:
-        if not named:
-            shutil.rmtree(work, ignore_errors=True)
 
 
 def print_description(label: str, sizes: dict[str, int | None], description: Description, split: str) -> None:

@@ -6,11 +6,14 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from rl.commands.policy_spec import Source
 from rl.config.command_line import write_config
@@ -194,6 +197,26 @@ async def prepare_server(config: RLConfig, model: str, work: Path, children: Chi
     return Server(children, config, resolve_model(config.model), division.inference, logs)
 
 
+@contextlib.contextmanager
+def scratch(label: str) -> Iterator[Path]:
+    """Provides a new directory and deletes it at the end or when a signal stops the command. After an error, which may refer to a log in
+    it, the directory stays until the next call."""
+    for old in Path(tempfile.gettempdir()).glob(f"rl-env-{label}-*"):
+        pid = old.name.removeprefix(f"rl-env-{label}-").partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(old, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=f"rl-env-{label}-{os.getpid()}-"))
+    named = False
+    try:
+        yield work
+    except (RunError, OSError):
+        named = True
+        raise
+    finally:
+        if not named:
+            shutil.rmtree(work, ignore_errors=True)
+
+
 # Environments -----------------------------------------------------------------------------------------------------------
 
 
@@ -282,11 +305,13 @@ async def play_session(
     children: Children,
     *,
     model: str = "",
+    head_server: str = "",
     wanted: Wanted | None = None,
 ) -> AsyncIterator[PlaySession]:
     """Starts the configured environments in their homes and, if the policy is a model, its server; ends them on exit.
 
-    Without a source the environments can only be described; `model` is a model folder against whose context their prompts are measured.
+    Without a source the environments can only be described; `model` is a model folder against whose context their prompts are measured,
+    `head_server` one of NeMo Gym, whose model server is the policy.
     The server starts first; with `wanted`, it starts after the environments, and only if `wanted` returns true for their sizes.
     """
     from rl.orchestrator.workers.pool import WorkerPool  # takes 0.2 s, which `--help` should not
@@ -295,11 +320,14 @@ async def play_session(
     add_metrics = metrics_function(config.orchestrator)  # before anything starts: loading may fail
     try:
         closed = [entry.label for entry in entries(config).values() if entry.isolation == "sandbox" and not entry.network]
-        if closed and source and source.endpoint:
+        if closed and (head_server or (source and source.endpoint)):
             remedy = "set its network = true, or use a model served on this machine"
-            raise RunError(f"environment {closed[0]} is in a sandbox without network access and cannot reach {source.label}: {remedy}")
+            where = head_server or (source.label if source else "")
+            raise RunError(f"environment {closed[0]} is in a sandbox without network access and cannot reach {where}: {remedy}")
         if model:
             policy = policy_spec(config, model)
+        elif head_server:
+            policy = PolicySpec(head_server=head_server, max_model_len=sys.maxsize)  # what its model server holds is not known here
         elif source is None or source.endpoint:
             endpoint = source.endpoint if source else Endpoint(base_url="http://127.0.0.1:9/v1", model="none")  # never contacted
             policy = PolicySpec(endpoint=endpoint, max_model_len=config.model.max_model_len)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.commands.policy_spec import named_run, need_weights
+from rl.commands.serve_process import NAME as SERVER
 from rl.config.command_line import fail, to_toml, write_config
 from rl.config.options import Option, option_lines, take
 from rl.config.run import RLConfig
@@ -25,6 +26,8 @@ from rl.run_dir.status import describe, read_json, read_status
 from rl.system.children import Child
 from rl.system.errors import RunError
 from rl.system.machine import machine
+from rl.tinker.places import Places
+from rl.tinker.replay import copy_calls
 
 OPTIONS = (
     Option("from", "N", "start at checkpoint N, or at the newest intact one before it; default: the beginning of the run"),
@@ -37,7 +40,8 @@ Retrains a run from its stored batches, with its configuration, ranks and thread
 inference nor environments are needed, and nothing is written into the run. Every version is compared, tensor by tensor,
 with the digests that the run has stored of it, and with the version and checkpoint of that step if they still exist.
 Exit code 0: all are equal, bit for bit; 1: something differs (the first step and tensor are printed); 2: the comparison
-is not possible, for example because batches are missing.
+is not possible, for example because batches are missing. Of a model that a client of `rl serve` has trained
+(outputs/serve-NAME/models/MODEL), the client's calls are executed again.
 
 {option_lines(OPTIONS)}
 """
@@ -62,6 +66,8 @@ def main(args: list[str], children: Children) -> int:
         fail("rl replay", "which run? Give only its directory: rl replay outputs/NAME [--from N] [--until N]")
     try:
         run_dir, config = open_run(rest[0])
+        if config.serve:
+            return replay_session(run_dir, config, children, [name for name in values if values[name]])
         need_weights(config, run_dir.root, "rl replay compares weights")
         replay, notes = plan(run_dir, config, values["from"] or 0, values["until"])
         division = division_of(config, run_dir, replay)
@@ -78,6 +84,25 @@ def main(args: list[str], children: Children) -> int:
         write_config(scratch.config, config)
         child = roles.start(children, "trainer", scratch, division.trainer, division.ranks, scratch.logs)
         return Verdict(run_dir, scratch, replay).follow(child, children)
+
+
+def replay_session(run_dir: RunDir, config: RLConfig, children: Children, given: list[str]) -> int:
+    """Executes what a client of `rl serve` has had computed once more. Raises RunError."""
+    if given:
+        raise RunError(f"--{given[0]}: the calls of a client of rl serve are executed from the first to the last; leave it out")
+    if not (run_dir.root / "calls.log").exists():
+        models = "".join(f"\n  rl replay {path.parent}" for path in sorted(run_dir.root.glob("models/*/calls.log")))
+        raise RunError(f"{run_dir.root} is a server's directory; give a model of a client" + (models or ": there is none yet"))
+    with tempfile.TemporaryDirectory(prefix="rl-replay-") as folder:
+        config = config.model_copy(deep=True)
+        config.output_dir, config.name = folder, "replay"
+        scratch = config.run_dir
+        config.trainer.lora = stored_config(run_dir.root.parents[1]).trainer.lora  # of the server: its bits depend on the padding
+        versions = copy_calls(run_dir, Places(scratch))
+        config.trainer.data.replay = ReplayConfig(run=str(run_dir.root), weights=str(run_dir.weights_dir), until=versions)
+        write_config(scratch.config, config)
+        child = roles.start(children, SERVER, scratch, devices.split(config, machine()).trainer, 1, scratch.logs)
+        return Verdict(run_dir, scratch, config.trainer.data.replay).follow(child, children)
 
 
 def open_run(spec: str) -> tuple[RunDir, RLConfig]:
@@ -190,7 +215,7 @@ class Verdict:
                     return 1
             if ended:
                 break
-            status = read_status(self.scratch.status("trainer"))
+            status = read_status(self.scratch.status(child.name))
             if not self.compared and status and status.phase and (status.phase, status.step) != shown:
                 shown = status.phase, status.step
                 print(f"{describe(status)} ...", file=sys.stderr, flush=True)
@@ -239,7 +264,7 @@ class Verdict:
     def difference(self, found: dict[str, Any]) -> str:
         """Returns the message for the first version that differs."""
         step, size = found["version"], found["max_difference"]
-        by = f"by at most {size:.3g}" if size is not None else "(by how much is unknown, as the weights were deleted)"
+        by = f"by at most {size:.3g}" if size is not None else "(by how much is unknown without weights to compare)"
         known = f"versions {ranges(self.compared)} are equal" if self.compared else "it is the first one compared"
         why = f"\n  {found['fault']}" if found["fault"] else ""
         why += f"\n  it was trained under other conditions, which may be the reason: {self.unlike}" if self.unlike else ""

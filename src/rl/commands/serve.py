@@ -61,8 +61,7 @@ def main(args: list[str], children: Children) -> int:
         while not keeper.finished:
             poll(keeper)
         inference = [role for role in roles.roles(config, run_dir, division) if role.serves]
-        command = [sys.executable, "-m", "rl.commands.serve_process", "@", str(run_dir.config)]
-        trainer = Role(NAME, command, {**os.environ, **division.trainer.env}, division.trainer.cores)
+        trainer = Role(NAME, roles.command(NAME, run_dir, 1), {**os.environ, **division.trainer.env}, division.trainer.cores)
         say(f"starting {Path(config.model.name).name} (logs: {run_dir.logs})")
         keeper.begin([*inference, trainer])
         watch(keeper, config, run_dir)

@@ -36,33 +36,40 @@ def main() -> None:
 
 
 def run(config: RLConfig) -> None:
-    """Loads the model and serves it."""
+    """Loads the model, and serves it or replays what a client has done with it."""
     die_with_parent()
     assert config.serve
-    run_dir = config.run_dir
+    run_dir, replayed = config.run_dir, config.trainer.data.replay
     lease = hold_role(run_dir.lock(NAME), ROLE_WAIT_S)
     spans.start(run_dir.spans, NAME)
     status = Status(run_dir.status(NAME), NAME)
     status.enter(Phase.LOADING_MODEL)
-    sock = bind(config.serve.host, config.serve.port)
+    sock = None if replayed else bind(config.serve.host, config.serve.port)
     base = resolve_model(config.model, needs_template=False)
     from transformers.utils.logging import disable_progress_bar
 
-    from rl.tinker.main import serve
+    from rl.tinker.main import replay, serve
     from rl.trainer.adapters.learner import AdapterLearner
+    from rl.trainer.determinism import conditions, differing_conditions
     from rl.trainer.main import uses_gpus
     from rl.trainer.measure.memory import keep_to_share
+    from rl.trainer.model.policy import mode_of
     from rl.trainer.parallel.world import start_world
 
     disable_progress_bar()
     world = start_world(uses_gpus(config), config.trainer.patience_s)
     keep_to_share(config, world.device)
-    serve(config, AdapterLearner(config, Path(base), world), status, sock)
+    learner = AdapterLearner(config, Path(base), world)
+    if sock:
+        serve(config, learner, status, sock)
+    elif replayed:
+        here = conditions(config.trainer, world, mode_of(learner.model))
+        replay(config, learner, replayed, lambda there: differing_conditions(there, here))
     status.close()
     lease.close()
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, setting: str = "serve.port") -> socket.socket:
     """Returns a bound socket. Raises RunError that names the setting."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -70,7 +77,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise RunError(f"serve.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one") from None
+        raise RunError(f"{setting} = {port} on {host}: {error.strerror}; choose another, or 0 for a free one") from None
     return sock
 
 

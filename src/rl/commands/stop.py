@@ -10,7 +10,7 @@ from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail, load_config_or_exit
 from rl.config.options import Option, option_lines, take
 from rl.config.run import RLConfig
-from rl.config.stored import run_dir_of, stored_config
+from rl.config.stored import continued_by, run_dir_of, server_of, stored_config
 from rl.launch.children import Children
 from rl.launch.watch import Life
 from rl.run_dir.lease import LEASE_S, LockOwner
@@ -48,13 +48,15 @@ def main(args: list[str], _children: Children) -> int:
         fail("rl stop", "which run? Give only its directory, rl stop outputs/NAME, or the files and flags it was started with")
     root = seen(rest[0])
     config = stored_config(root)
+    if config.serve and server_of(root) != root:
+        raise RunError(f"{root} is a model of a client; `rl stop {server_of(root)}` ends its server")
     grace_s = config.cluster.grace_s if config.cluster else 0.0
     run_dir, timeout_s = run_dir_of(root, config), values["timeout"] or max(TIMEOUT_S, grace_s + 60.0)
     if config.cluster:
         stop_machines(run_dir, config, timeout_s)
     else:
         stop_here(run_dir, config, timeout_s)
-    print(f"{root}: stopped; continue it with: rl @ {root}/config.toml --resume")
+    print(f"{root}: stopped; continue it with: {continued_by(root, config)}")
     return 0
 
 

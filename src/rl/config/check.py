@@ -300,7 +300,7 @@ def check_sft(config: SftConfig, loss: AnyLossConfig) -> Iterator[Fault]:
         yield "sft.validation_fraction", config.validation_fraction, remedy
 
 
-OF_CLIENTS = ("data", "optim", "loss", "minibatches", "epochs")
+OF_CLIENTS = ("optim", "loss", "minibatches", "epochs")
 """Settings of the trainer that the calls of a Tinker client carry, or that have no counterpart there."""
 
 
@@ -315,6 +315,8 @@ def check_serve(config: RLConfig) -> Iterator[Fault]:
     for key in ("ranks", "context_parallel"):
         if (getattr(trainer, key) or 1) > 1:
             yield f"trainer.{key}", getattr(trainer, key), "the trainer of rl serve is one process: leave it out"
+    if trainer.data.fake:
+        yield "trainer.data.fake", True, "the data of rl serve come from its clients: leave it out"
     for key in OF_CLIENTS:
         if getattr(trainer, key) != type(trainer).model_fields[key].default:
             yield f"trainer.{key}", getattr(trainer, key), "rl serve takes it from each call of its clients: leave it out"

@@ -43,7 +43,8 @@ class SupervisorConfig(Settings):
     """Seconds without a new token, rollout, batch or step after which a diagnosis is printed: what every process is waiting for. While the
     model is downloaded or data are prepared, the interval at which `rl` says what is being done."""
     quarantine_after: int = Field(3, ge=1)
-    """Trainer deaths in a row during one step after which its batch is quarantined: the step is skipped, and this is recorded."""
+    """Trainer deaths in a row during one step after which its batch is quarantined: the step is skipped, and this is recorded. With
+    `rl serve`: deaths during one call of a client, after which the call is answered with an error."""
 
 
 class RendererConfig(Settings):

@@ -1,5 +1,6 @@
 """Reads the configuration in a run directory, which may have been moved or renamed since the run was started."""
 
+import shlex
 from pathlib import Path
 
 from rl.config.command_line import from_toml, read_toml
@@ -21,6 +22,18 @@ def as_written(root: Path) -> RLConfig:
     """Returns the same configuration with the location at that start. Raises RunError."""
     config, table = stored_config(root), read_toml(str(root / "config.toml"))
     return config.model_copy(update={key: table[key] for key in ("name", "output_dir") if key in table})
+
+
+def server_of(root: Path) -> Path:
+    """Returns the directory of the `rl serve` that a directory belongs to: its own, or that of a client's model below `models`."""
+    return root.parents[1] if root.parent.name == "models" else root
+
+
+def continued_by(root: Path, config: RLConfig) -> str:
+    """Returns the command that continues a run; clients go on with their models when their server runs."""
+    if config.serve:
+        return f"rl serve @ {shlex.quote(str(server_of(root) / 'config.toml'))}"
+    return f"rl @ {shlex.quote(str(root / 'config.toml'))} --resume"
 
 
 def run_dir_of(root: Path, config: RLConfig) -> RunDir:

@@ -80,6 +80,14 @@ def sampling_faults(config: RLConfig) -> Iterator[Fault]:
         if env.teacher or settings.teacher:
             place = f"orchestrator.environment.{i}" if env.teacher else "orchestrator"
             yield f"{place}.teacher", True, "adds a term that the losses of the Tinker API do not have: leave the teacher out"
+    for kind, entries in (("environment", settings.environment), ("eval", settings.eval)):
+        for i, entry in enumerate(entries):
+            if entry.head_server:
+                yield (
+                    f"orchestrator.{kind}.{i}.head_server",
+                    entry.head_server,
+                    "NeMo Gym asks a server of ours for chats: use the local backend",
+                )
     for i, entry in enumerate(settings.eval):
         if entry.sampling.min_p is not None:
             yield f"orchestrator.eval.{i}.sampling.min_p", entry.sampling.min_p, "the Tinker API does not take it: leave it out"

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from rl.config.stored import server_of
 from rl.diagnosis.state import RunState, span
 from rl.run_dir.logs import last_lines, last_words, newest_log
 from rl.run_dir.status import RunEnd
@@ -78,6 +79,10 @@ def run_outcome(state: RunState) -> RunOutcome:
         age = f" {span(first.silent_s)} ago"
         again = f"its jobs, {state.jobs}, continue it if they are still in the queue; else" if state.jobs else "continue it with"
         return RunOutcome(f"the run was killed{age} at step {state.step}: {doing}; {again} `{state.resume}`", "died", age=age)
+    if state.config.serve:
+        models = len([*state.run_dir.root.glob("models/*/calls.log")])
+        done = f"made {models} models" if server_of(state.run_dir.root) == state.run_dir.root else f"trained {state.step} steps"
+        return RunOutcome(f"clients of `rl serve` {done}; they can go on after `{state.resume}`", "stopped")
     if state.numbers.newest() is None and not state.newest_batch and newest_log(state.run_dir.logs, "trainer") is None:
         if state.jobs:
             return RunOutcome(f"no machine has joined the run yet; its jobs are {state.jobs}", "stopped")
@@ -86,7 +91,5 @@ def run_outcome(state: RunState) -> RunOutcome:
         return RunOutcome(f"the run did not start{why}; `{state.resume}` tries again", "died", log)
     if state.end and not state.newest_checkpoint and not state.processes and state.step >= (state.newest_batch or state.config.max_steps):
         return RunOutcome(f"the run ended well: {state.end.reason}; its checkpoints are not here", "ended")  # a copy without them
-    if state.config.serve:
-        return RunOutcome(f"clients of `rl serve` trained {state.step} steps; they can go on after `{state.resume}`", "stopped")
     text = f"the run was stopped at step {state.step} of {state.config.max_steps}; continue it with `{state.resume}`"
     return RunOutcome(text, "stopped")

@@ -4,7 +4,6 @@ Ages use this host's clock. If the heartbeat of a process on another host looks 
 """
 
 import contextlib
-import shlex
 import statistics
 import sys
 import time
@@ -17,6 +16,7 @@ import psutil
 
 from rl.config.plan import plan
 from rl.config.run import RLConfig
+from rl.config.stored import continued_by
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.files import files_in
 from rl.run_dir.lease import LEASE_S, LockOwner
@@ -201,12 +201,8 @@ class RunState:
 
     @property
     def resume(self) -> str:
-        """The command that continues the run. Models of `rl serve` lie below its own directory, and clients go on with them."""
-        if self.config.serve:
-            root = self.run_dir.root
-            server = root.parents[1] if root.parent.name == "models" else root
-            return f"rl serve @ {shlex.quote(str(server / self.run_dir.config.name))}"
-        return f"rl @ {shlex.quote(str(self.run_dir.config))} --resume"
+        """The command that continues the run."""
+        return continued_by(self.run_dir.root, self.config)
 
     @cached_property
     def step(self) -> int:

@@ -93,7 +93,7 @@ class Environment(Protocol):
 
 def check_prompts(env: Environment, max_tokens: int) -> str | None:
     """Returns an error message if one of the first prompts leaves fewer than `max_tokens` tokens for an answer, else None."""
-    if env.policy.endpoint:
+    if env.policy.endpoint or env.policy.spec.head_server:
         return None
     limit = env.policy.spec.max_model_len
     split: Split = "eval" if env.num_tasks("train") == 0 else "train"

@@ -12,7 +12,16 @@ from rl.envs.policy import Policy
 from rl.homes.needs import VERIFIERS, Api
 from rl.system.errors import RunError
 from rl.system.functions import Blame
-from rl.wire.worker_messages import EnvSpec
+from rl.wire.worker_messages import EnvSpec, WorkerSetup
+
+
+def load_policy(setup: WorkerSetup) -> Policy:
+    """Returns the policy that a worker's episodes ask."""
+    if setup.policy.head_server:
+        from rl.envs.nemo_gym.policy import GymPolicy
+
+        return GymPolicy(setup.policy, setup.env.name)
+    return Policy(setup.policy, setup.env.timeout_s)
 
 
 def load(spec: EnvSpec, policy: Policy) -> Environment:

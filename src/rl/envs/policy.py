@@ -1,5 +1,6 @@
 """The policy as environments see it: messages in, an answer out. Every turn is kept exactly as it was sent and sampled."""
 
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
@@ -53,6 +54,11 @@ class Policy:
             self.servers = InferenceServers(
                 spec.inference_urls, Path(spec.inference_status), timeout_s, inference_proxy=spec.inference_proxy
             )
+
+    @property
+    def chat(self) -> "type[Conversation]":
+        """The class of its conversations in messages."""
+        return Conversation
 
     async def sample(self, session: int, prompt_ids: list[int], sampling: dict[str, Any], overrides: dict[str, Any]) -> Turn:
         """Samples one completion. Raises PromptTooLongError, or RolloutError if no server answers or one refuses the request."""
@@ -160,14 +166,19 @@ class Conversation:
     def _prompt(self, messages: list[Message], compared: list[Message], tools: list[Tool] | None) -> tuple[Past | None, list[int]]:
         """Returns the newest earlier conversation that the messages extend, and prompt ids that begin with exactly its ids; or None
         and freshly rendered ids if there is no such conversation."""
+        for past, num_known in self.continued(compared, tools):
+            ids = self.policy.renderer.next_prompt_ids(self.turns.token_ids(past.index), messages, num_known, tools)
+            if ids is not None:
+                return past, ids
+        self.policy.check_append_only(len(self.history))
+        return None, self.policy.renderer.prompt_ids(messages, tools)
+
+    def continued(self, compared: list[Message], tools: list[Tool] | None) -> Iterator[tuple[Past, int]]:
+        """Yields the earlier conversations that the messages extend, the newest first, and their numbers of messages."""
         for past in reversed(self.history):
             known = past.whole()
             if len(known) < len(compared) and past.tools == tools and compared[: len(known)] == known:
-                ids = self.policy.renderer.next_prompt_ids(self.turns.token_ids(past.index), messages, len(known), tools)
-                if ids is not None:
-                    return past, ids
-        self.policy.check_append_only(len(self.history))
-        return None, self.policy.renderer.prompt_ids(messages, tools)
+                yield past, len(known)
 
 
 def comparable(message: Message) -> Message:

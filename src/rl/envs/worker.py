@@ -85,11 +85,10 @@ class Worker:
     """Takes orders from the orchestrator's pool and sends the episodes of each group as they finish."""
 
     def __init__(self, setup: WorkerSetup):
-        from rl.envs.load import load
-        from rl.envs.policy import Policy
+        from rl.envs.load import load, load_policy
 
         self.setup = setup
-        self.policy = Policy(setup.policy, setup.env.timeout_s)
+        self.policy = load_policy(setup)
         self.env = load(setup.env, self.policy)
         self.plays: dict[int, asyncio.Task[None]] = {}
 

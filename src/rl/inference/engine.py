@@ -4,6 +4,7 @@ import asyncio
 import sys
 import uuid
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from vllm.inputs import tokens_input
@@ -17,6 +18,9 @@ from rl.inference.weight_files import Tensors
 from rl.run_dir import spans
 from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
+
+QUEUES: ContextVar[list[Any]] = ContextVar("QUEUES")
+"""The queues of the requests that a task has made; their `version_starts` tell which version sampled from which token on."""
 
 
 class VersionedEngine(LoadingEngine):
@@ -56,7 +60,9 @@ class VersionedEngine(LoadingEngine):
         """Gives every request, whatever route it came by, the newest adapter."""
         if self.adapter:
             more["lora_request"] = self.adapter
-        return await super().add_request(request_id, prompt, params, *args, **more)
+        queue = await super().add_request(request_id, prompt, params, *args, **more)
+        QUEUES.get([]).append(queue)
+        return queue
 
     async def _add_request(self, request, prompt, parent_req, index, queue) -> None:
         self.refuse_deadly(request)
@@ -119,7 +125,14 @@ class VersionedEngine(LoadingEngine):
                 got = "none" if found is None else f"those of {len(found)}"
                 raise ValueError(f"vLLM gave {got} of {count} tokens' routes; set trainer.router_replay to trainer or off")
             routes = found.tobytes()  # [tokens, layers, experts of a token] uint8 or uint16
-        return Generation(sampled, logprobs, versions, answer.finish_reason, routes)
+        return Generation(sampled, logprobs, versions, answer.finish_reason, routes, of_prompt(output.prompt_logprobs, token_ids))
+
+
+def of_prompt(found: Any, token_ids: list[int]) -> list[float | None] | None:
+    """Returns the log-probability of each token of a prompt, None for the first; None if vLLM was not asked for them."""
+    if found is None:
+        return None
+    return [None, *(entry[token].logprob for entry, token in zip(list(found)[1:], token_ids[1:], strict=True))]
 
 
 def version_spans(starts: list[tuple[int, int]], num_tokens: int) -> list[VersionSpan]:

@@ -1,14 +1,16 @@
-"""The HTTP routes that we add to vLLM's app: /generate, /prepare_weights, /load_weights, /status."""
+"""The HTTP routes that we add to vLLM's app: /generate, /prepare_weights, /load_weights, /versions, /status."""
 
 import asyncio
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import Struct
 from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from rl.inference.chat import Answers
 from rl.inference.engine import VersionedEngine
 from rl.inference.weight_files import WeightsGoneError
 from rl.system.errors import RunError
@@ -17,16 +19,24 @@ from rl.wire.inference_client import PROTOCOL
 from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
 
 
+class AnswersRequest(Struct, forbid_unknown_fields=True):
+    """Body of `/versions`."""
+
+    answers: list[str]
+    """See rl.wire.turns.answer_digest."""
+
+
 def reply(status: int, content: Any) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 def to_sampling_params(sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters: one final output, only the logprob of the sampled token, and text only if stop strings need it."""
+    """vLLM's parameters: one final output, only the logprobs of sampled (and given) tokens, and text only if stop strings need it."""
     fields = msgspec.structs.asdict(sampling)
-    routes_from = fields.pop("routes_from")
+    routes_from, of_prompt = fields.pop("routes_from"), fields.pop("prompt_logprobs")
     return SamplingParams(
         **fields,
+        prompt_logprobs=0 if of_prompt else None,
         **({} if routes_from is None else {"routed_experts_prompt_start": routes_from}),
         logprobs=0,
         flat_logprobs=True,
@@ -47,7 +57,7 @@ async def unless_disconnected(request: Request, work: Any) -> Any:
         gone.cancel()
 
 
-def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
+def make_router(engine: VersionedEngine, served_model_name: str, answers: Answers) -> APIRouter:
     router = APIRouter()
     max_model_len = engine.model_config.max_model_len
 
@@ -101,6 +111,15 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
         except RunError as error:
             return refuse(error)
         return reply(200, held)
+
+    @router.post("/versions")
+    async def versions(request: Request) -> Response:
+        """The policy versions of chat completions, by the digests of their tokens; null for those that are not known any more."""
+        try:
+            asked = msgspec.json.decode(await request.body(), type=AnswersRequest)
+        except msgspec.DecodeError as error:
+            return refusal(400, "bad_request", str(error))
+        return reply(200, [answers.versions(digest) for digest in asked.answers])
 
     @router.get("/status")
     async def status() -> Response:

@@ -63,8 +63,10 @@ def cpu_environment(num_threads: int) -> dict[str, str]:
 
 
 def common_environment() -> dict[str, str]:
-    """Environment variables of every server: no usage statistics are sent, and forked processes do not warn about tokenizer threads."""
-    return {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    """Environment variables of every server: no usage statistics are sent, forked processes do not warn about tokenizer threads, and calls
+    of tools are the policy's own. By default vLLM lets a grammar choose their tokens; the trainer would compute other probabilities."""
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return quiet | {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}
 
 
 def cpu_defaults(engine_args: dict[str, Any]) -> dict[str, Any]:
@@ -182,12 +184,13 @@ async def build_app(engine: Any, args: Namespace) -> Any:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
 
+    from rl.inference.chat import serve_tokens
     from rl.inference.routes import make_router
 
     tasks = await engine.get_supported_tasks()
     app = build_vllm_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
-    app.include_router(make_router(engine, args.served_model_name[0]))
+    app.include_router(make_router(engine, args.served_model_name[0], serve_tokens(app)))
     return app
 
 

@@ -34,13 +34,15 @@ class Role:
 PREPARING = {"model": "rl.models.folder", "data": "rl.trainer.sft.tokens", "service": "rl.tinker.client.service"}
 """Processes that run to their end before anything else: find or download the model, make the examples of supervised fine-tuning, ask the
 service that trains."""
+SERVER = "rl.commands.serve_process"
+"""The process `tinker` of `rl serve`."""
 
 
 def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
     """Returns the command of a process, which reads everything else from the run's config.toml."""
     if name in PREPARING:
         return [sys.executable, "-m", PREPARING[name], str(run_dir.config)]
-    module = ["-m", f"rl.{name}.main", "@", str(run_dir.config)]
+    module = ["-m", SERVER if name == "tinker" else f"rl.{name}.main", "@", str(run_dir.config)]
     if name == "trainer" and ranks > 1:
         # --standalone: the agent picks a free port on this host, so two runs never collide.
         # --shutdown-timeout: `rl` decides how long the ranks may take for their end.

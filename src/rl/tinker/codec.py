@@ -154,9 +154,12 @@ def scored_message(request: Any, scored: Scored) -> bytes:
     return message.SerializeToString()
 
 
-def sample_message(sequences: Sequence[tuple[list[int], Sequence[float | None], str]]) -> bytes:
-    """Returns the SampleResponse of sampled sequences (token ids, log-probabilities, finish reason)."""
+def sample_message(sequences: Sequence[tuple[list[int], Sequence[float | None], str]], of_prompt: Sequence[float | None] = ()) -> bytes:
+    """Returns the SampleResponse of sampled sequences (token ids, log-probabilities, finish reason), and of the prompt's tokens: nan, which
+    the SDK turns into None, for the first."""
     message = MESSAGE["SampleResponse"]()
+    if of_prompt:
+        message.prompt_logprobs = np.array(of_prompt, np.float32).tobytes()
     for token_ids, logprobs, finish_reason in sequences:
         message.sequences.add(
             stop_reason=LENGTH if finish_reason == "length" else STOP,

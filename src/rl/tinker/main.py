@@ -1,12 +1,17 @@
 """The server of the Tinker API: what its process runs once it has a trainer."""
 
 import asyncio
+import json
 import signal
 import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from rl.config.run import RLConfig
+from rl.config.trainer import ReplayConfig
 from rl.run_dir.access_token import is_loopback, run_token
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, Status
@@ -14,6 +19,7 @@ from rl.tinker.app import Api, make_app
 from rl.tinker.gate import Gate
 from rl.tinker.listing import Listing
 from rl.tinker.places import Places
+from rl.tinker.replay import replay as executed
 from rl.tinker.sampling import Sampling
 from rl.tinker.training import Training
 from rl.wire.inference_client import InferenceServers
@@ -33,6 +39,15 @@ def prepare_base(places: Places, learner: Learner) -> None:
         learner.create(BASE, 1, 0)
         learner.publish(BASE, places.base, places.base.with_suffix(".json"))
         learner.forget(BASE)
+
+
+def replay(config: RLConfig, learner: Learner, of: ReplayConfig, unlike: Callable[[dict[str, Any]], str]) -> None:
+    """Executes the calls of a model again; writes how each version compares into `replay.jsonl`, which `rl replay` reads."""
+    run_dir = config.run_dir
+    with (run_dir.root / "replay.jsonl").open("a") as file:
+        for found in executed(Training(config, Places(run_dir), learner), RunDir(Path(of.run), Path(of.weights)), unlike):
+            file.write(json.dumps(found) + "\n")
+            file.flush()
 
 
 def serve(config: RLConfig, learner: Learner, status: Status, sock: socket.socket) -> None:

@@ -29,7 +29,7 @@ from rl.wire.training_calls import CallError
 
 EXPIRES_S = 24 * 3600.0
 """Seconds without a request after which a sampling session is deleted."""
-NOT_GIVEN = ("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+NOT_GIVEN = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 """Fields of a request for what inference does not compute here."""
 MOST_OPEN = 64
 """Sessions whose files are open."""
@@ -221,7 +221,11 @@ class Sampling:
     def _check(self, request: Sample) -> None:
         params, prompt = request.sampling_params, prompt_ids(request)
         if any(getattr(request, name) for name in NOT_GIVEN):
-            raise CallError(f"this server gives the log-probabilities of sampled tokens alone: leave {', '.join(NOT_GIVEN)} out")
+            raise CallError(f"this server gives the log-probabilities of given and sampled tokens alone: leave {', '.join(NOT_GIVEN)} out")
+        if request.prompt_logprobs_last_n is not None and not (
+            request.prompt_logprobs and 1 <= request.prompt_logprobs_last_n < len(prompt)
+        ):
+            raise CallError("prompt_logprobs_last_n needs prompt_logprobs, and a number from 1 to the prompt's length - 1")
         if not prompt or max(prompt) >= self.vocab_size:
             raise CallError(
                 f"the prompt has {len(prompt)} tokens, the largest id is {max(prompt, default=0)}; the vocabulary has {self.vocab_size}"
@@ -260,15 +264,18 @@ class Sampling:
 
         async def one(index: int) -> Generation:
             seed = {} if params.seed is None else {"seed": (params.seed + index) % 2**63}  # or all samples of a request would be the same
+            of_prompt = {"prompt_logprobs": True} if request.prompt_logprobs and not index else {}
             while True:
                 async with self.turns.of(session.target):
-                    answer = await self.servers.generate(affinity, prompt, sampling | seed)
+                    answer = await self.servers.generate(affinity, prompt, sampling | seed | of_prompt)
                     if all(span.policy_version == session.target.policy_version for span in answer.policy_versions):
                         return answer
                     self.turns.lost(session.target)
 
         answers = await asyncio.gather(*(one(index) for index in range(request.num_samples)))
-        return sample_message([(one.token_ids, one.logprobs, one.finish_reason) for one in answers])
+        of_prompt = answers[0].prompt_logprobs or []
+        sampled = [(one.token_ids, one.logprobs, one.finish_reason) for one in answers]
+        return sample_message(sampled, of_prompt[-(request.prompt_logprobs_last_n or 0) :])
 
     async def answer(self, sampling_id: str, number: int, wait_s: float) -> Answer | None:
         """Returns the answer to a request; None if it does not come in time. Raises KeyError for an unknown one."""

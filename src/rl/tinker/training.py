@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +18,7 @@ import msgspec
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.config.trainer import LoraConfig as LoraSettings
-from rl.run_dir.files import CorruptFileError, remove_directory
+from rl.run_dir.files import CorruptFileError, remove_directory, write_file
 from rl.run_dir.metrics import Merger, MetricsLog
 from rl.run_dir.paths import numbered
 from rl.system import faults
@@ -45,6 +46,8 @@ class Model:
     def __init__(self, model_id: str, places: Places):
         self.id, self.places, self.run_dir = model_id, places, places.model(model_id)
         self.log = Log(self.run_dir.root / "calls.log")
+        self.attempts = self.run_dir.root / "attempts"
+        """The number of the call that is being executed, and how often that was begun."""
         self.applied, self.version, self.saved_at, self.used = -1, 0, 0.0, time.time()
         self.loss = (0.0, 0)
         """Sum of the losses since the last step, and their number of targets."""
@@ -151,14 +154,29 @@ class Training:
         self._catch_up(model, number)
         call, succeeded = model.log.call_of(number), True
         try:
+            self._count_attempt(model, number)
             answer = Answer(number, *self.actions[call.kind](model, call, True))
         except CallError as error:
             answer, succeeded = Answer(number, json.dumps({"error": str(error), "category": "user"}).encode()), False
         model.applied = number
         faults.point("calls.executed")
         model.log.answer(answer)
+        model.attempts.unlink(missing_ok=True)
         if succeeded and call.kind in CHANGING and time.monotonic() - model.saved_at > self.settings.checkpoint_s:
             self._save_state(model)
+
+    def _count_attempt(self, model: Model, number: int) -> None:
+        """Counts the attempts to execute a call in a file, which outlives this process. Raises CallError for a call that has ended the
+        process too often: the clients of all models would wait for it."""
+        attempts = 1
+        with suppress(OSError, ValueError):  # there is none, or a power cut has left a part of it
+            last, before = map(int, model.attempts.read_text().split())
+            attempts = before + 1 if last == number else 1
+        limit = self.config.supervisor.quarantine_after
+        if attempts > limit:
+            few = "with fewer tokens at once if memory was short (see the log), or raise supervisor.quarantine_after"
+            raise CallError(f"the trainer has died {limit} times during this call, which is not executed any more: send it again {few}")
+        write_file(model.attempts, f"{number} {attempts}".encode(), durable=False)
 
     def _catch_up(self, model: Model, number: int) -> None:
         """Brings a model's adapters to where they were before call `number`: from its newest sound state, by the calls after that."""

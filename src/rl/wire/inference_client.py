@@ -62,6 +62,8 @@ class Generation(msgspec.Struct):
     finish_reason: str
     routes: bytes | None = None
     """See Turn, if `routes_from` was among the sampling parameters."""
+    prompt_logprobs: list[float | None] | None = None
+    """One per token of the prompt, nats, of the model itself at temperature 1; None for the first. If they were asked for."""
 
     def __post_init__(self) -> None:
         self.logprobs = [math.nan if logprob is None else logprob for logprob in self.logprobs]
@@ -302,6 +304,17 @@ class InferenceServers:
             raise AwayError(f"its tokens are of version {min(wrong)}, but it should hold {oldest} or a newer one{newest}")
         server.answered(time.monotonic() - began, len(answer.token_ids))
         return answer
+
+    async def versions(self, digests: list[str], urls: Collection[str] = ()) -> dict[str, list[VersionSpan]]:
+        """Returns the versions of answers to chats, by answer_digest, as far as the servers know them. Raises InferenceLostError."""
+        found: dict[str, list[VersionSpan]] = {}
+        for url in urls or self.find():
+            if left := [digest for digest in digests if digest not in found]:
+                with suppress(AwayError, OSError):
+                    status, content = await self.send("POST", url, "/versions", {"answers": left})
+                    known: Any = read(content, list[list[VersionSpan] | None]) if status == 200 else []
+                    found |= {digest: spans for digest, spans in zip(left, known, strict=False) if spans}
+        return found
 
     async def prepare(self, url: str, version: WeightVersion) -> None:
         """Makes a server read a version that it must not use yet. Refusals are ignored here and reported when the version is loaded. Raises

@@ -23,6 +23,7 @@ class Sampling(Struct, forbid_unknown_fields=True):
     ignore_eos: bool = False
     routes_from: Annotated[int, Meta(ge=0)] | None = None
     """Return the routes of all tokens from here on; None: return none."""
+    prompt_logprobs: bool = False
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):

@@ -7,6 +7,7 @@ sampled token in it follows exactly the ids that it was sampled after, and nothi
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
 
 import msgspec
 
@@ -235,6 +236,12 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
 
     def __iter__(self) -> Iterator[Turn]:
         return map(self._turn, self.answers)
+
+
+def answer_digest(prompt_ids: Sequence[int], completion_ids: Sequence[int], logprobs: Sequence[float]) -> str:
+    """Names an answer by all its values, which pass through other programs unchanged where its id does not."""
+    parts = array("q", [len(prompt_ids)]), array("i", prompt_ids), array("i", completion_ids), array("d", logprobs)
+    return blake2b(b"".join(part.tobytes() for part in parts), digest_size=16).hexdigest()
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -40,7 +40,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
 
 
 class PolicySpec(msgspec.Struct, kw_only=True):
-    """The policy that environments sample from: the run's servers, with token ids in and out, or `endpoint`."""
+    """The policy that environments sample from: the run's servers, with token ids in and out, `endpoint`, or `head_server`."""
 
     model_path: str = ""
     max_model_len: int = 2048
@@ -59,6 +59,8 @@ class PolicySpec(msgspec.Struct, kw_only=True):
     routes: bool = False
     """Whether the servers give the routes of tokens (trainer.router_replay = engine)."""
     endpoint: Endpoint | None = None
+    head_server: str = ""
+    """Head server of NeMo Gym, whose model server is the policy instead (`rl env --serve-gym`); empty: it is not."""
 
 
 class WorkerSetup(msgspec.Struct, kw_only=True):

@@ -311,7 +311,7 @@ def check(world: World) -> None:
     assert {task: rate for task, rate in enumerate(last.source.rates["a"]) if rate != UNPLAYED} == rates
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**20), st.lists(st.integers(1, 70), max_size=5), st.integers(0, 1))
 def test_whatever_point_is_the_last_every_group_counts_once(seed, deaths, max_lag):
     with tempfile.TemporaryDirectory() as folder:

@@ -57,7 +57,7 @@ def test_without_a_checkpoint_every_batch_is_needed(tmp_path):
     assert kept(tmp_path, batches=settings, rollouts=settings) == (ALL, [12])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sets(st.integers(1, 20), max_size=4), st.integers(1, 4), st.none() | st.integers(1, 6), st.integers(1, 3))
 def test_nothing_that_a_resume_needs_is_deleted(checkpoints, keep_last, keep_every, interval):
     """Over all commits of a run, with checkpoints that come and go: every batch after each checkpoint is kept, and its own."""

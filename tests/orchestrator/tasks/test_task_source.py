@@ -59,7 +59,7 @@ def test_restored_source_plays_what_is_missing_and_then_what_would_have_come():
 
 
 @given(st.integers(0, 2**20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_lost_groups_keep_their_order(seed):
     """Ids of one environment are drawn in order, so the missing ids are those of the lost groups; with several, each keeps its order."""
     dice = random.Random(seed)

@@ -110,7 +110,7 @@ def packed_tokens(row) -> list[tuple]:
     return found
 
 
-@settings(derandomize=True, deadline=None, database=None, max_examples=150)
+@settings(derandomize=True, database=None, max_examples=150)
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.sampled_from([5, 12, 100]))
 def test_every_loss_token_is_there_once_behind_its_own_tokens(rng, ranks, max_tokens):
     batch = random_batch(rng)

@@ -160,7 +160,7 @@ class PolicyClient(Client):
         """The conversation of a trajectory. An environment can play several of them in one rollout."""
         key = state["trajectory_id"] if state else ""
         if key not in self.conversations:
-            kind = TextConversation if self.completion else Conversation
+            kind = TextConversation if self.completion else self.policy.chat
             seed = self.order.seeded("conversation", len(self.conversations)).seed
             self.conversations[key] = kind(self.policy, self.order.session, self.order.sampling, self.turns, seed=seed)
         return self.conversations[key]

@@ -3,18 +3,22 @@
 import json
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 from rl.envs.policy import RolloutError
 from rl.models.chat import Message, Tool
 from rl.wire.messages import VersionSpan
-from rl.wire.rollouts import Rollout, Turn
+from rl.wire.rollouts import Cause, Rollout, Turn
+from rl.wire.turns import answer_digest
 
 TOKEN_KEYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 SAMPLING_PARAMS = ("temperature", "top_p", "max_output_tokens")
 """The sampling settings under their names in the Responses API."""
 EXTRA_SAMPLING = ("top_k", "min_p", "stop", "seed")
 """Sampling settings without a field in the Responses API; NeMo Gym's vLLM client takes them from the metadata."""
+
+FAILURE = "_ng_failure_class"
+"""The key of a result that NeMo Gym counts as failed: it is stored apart, and asked for again."""
 
 
 def no_tokens(server: str) -> str:
@@ -39,18 +43,22 @@ def request_body(row: dict[str, Any], args: dict[str, Any], sampling: dict[str, 
 
 
 def decode_reply(text: str) -> dict[str, Any]:
-    """Decodes a reply of `/run`. Raises RolloutError if it has no valid `response.output`."""
+    """Decodes a reply of `/run`. Raises RolloutError if the agent reports a failure, or there is no valid `response.output`."""
     try:
         reply = json.loads(text)
+        if kind := reply.get(FAILURE):
+            cause: Any = kind if kind in get_args(Cause) else "environment"
+            raise RolloutError(cause, str(reply.get("error") or f"the agent reports the failure {kind}"))
         if all(isinstance(item, dict) for item in reply["response"]["output"]):
             return reply
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         pass
     raise RolloutError("environment", f"/run answered without response.output: {text[:500]}")
 
 
-def to_rollout(reply: dict[str, Any], body: dict[str, Any], version: int | None) -> Rollout:
-    """Converts a reply to a rollout. `version` is None if an endpoint played, which returns no tokens. Raises RolloutError."""
+def to_rollout(reply: dict[str, Any], body: dict[str, Any], version: int | None, exact: dict[str, list[VersionSpan]]) -> Rollout:
+    """Converts a reply to a rollout. `version` is None if an endpoint played, which returns no tokens; that of answers whose versions are
+    not in `exact`, by answer_digest. Raises RolloutError."""
     response, params = reply["response"], body["responses_create_params"]
     reward = reply.get("reward")
     if not isinstance(reward, int | float) or not math.isfinite(reward):
@@ -59,7 +67,7 @@ def to_rollout(reply: dict[str, Any], body: dict[str, Any], version: int | None)
     if used is not None and used != params["temperature"]:
         raise RolloutError("environment", f"the agent sampled at temperature {used}, not at the requested {params['temperature']}")
     items, incomplete = response["output"], (response.get("incomplete_details") or {}).get("reason")
-    turns = [] if version is None else to_turns(items, version)
+    turns = [] if version is None else to_turns(items, version, exact)
     # To a prompt that fills the context, the model server answers with an empty item marked as incomplete.
     unanswered = not items or not items[-1].get("generation_token_ids")
     overlong = version is not None and incomplete == "max_output_tokens" and unanswered
@@ -87,7 +95,15 @@ def metrics_of(reply: dict[str, Any], body: dict[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in added.items() if math.isfinite(value)}
 
 
-def to_turns(items: Iterable[dict[str, Any]], version: int) -> list[Turn]:
+def digest_of(item: dict[str, Any]) -> str | None:
+    """The answer_digest of a turn, from its last item; None for any other item, and for tokens that are none."""
+    try:
+        return answer_digest(*(item[key] for key in TOKEN_KEYS)) if item.get("generation_token_ids") else None
+    except (LookupError, TypeError, OverflowError):
+        return None
+
+
+def to_turns(items: Iterable[dict[str, Any]], version: int, exact: dict[str, list[VersionSpan]]) -> list[Turn]:
     """The policy's turns. The last item of each turn has its tokens. Raises RolloutError."""
     turns = []
     for item in items:
@@ -102,7 +118,7 @@ def to_turns(items: Iterable[dict[str, Any]], version: int) -> list[Turn]:
                 prompt_ids=prompt_ids,
                 completion_ids=completion_ids,
                 logprobs=logprobs,
-                policy_versions=[VersionSpan(version, len(completion_ids))],
+                policy_versions=exact.get(digest_of(item) or "") or [VersionSpan(version, len(completion_ids))],
                 finish_reason="stop",
             )
         )

@@ -20,7 +20,7 @@ from verifiers.v1.utils.memory import trim_memory_periodically
 from verifiers.v1.utils.retries import run_episode_with_retry
 
 from rl.envs.environment import exits_are_errors, limited, places
-from rl.envs.policy import OVERRIDABLE, Conversation, Policy, RolloutError
+from rl.envs.policy import OVERRIDABLE, Policy, RolloutError
 from rl.envs.v1.client import ActiveTrace, PolicyClientConfig
 from rl.envs.v1.config import V1Config
 from rl.envs.v1.harness import chat_tool, opening
@@ -258,7 +258,7 @@ class V1Environment:
         pinned = own_sampling(trace.agent.config.sampling)
         if trace.agent.trainable:
             pinned = {key: value for key, value in pinned.items() if key in OVERRIDABLE}
-        return ActiveTrace(trace, Conversation(self.policy, order.session, order.sampling | pinned, seed=order.seed))
+        return ActiveTrace(trace, self.policy.chat(self.policy, order.session, order.sampling | pinned, seed=order.seed))
 
 
 def command_line(pid: int) -> list[str]:

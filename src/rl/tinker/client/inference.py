@@ -162,8 +162,8 @@ def sampling_params(sampling: Sampling) -> tinker.SamplingParams:
     texts = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
     if texts and sampling.stop_token_ids:
         raise BadRequestError("the Tinker API ends answers at texts or at tokens, not both: leave sampling.stop out")
-    if sampling.min_p or sampling.ignore_eos or sampling.routes_from is not None:
-        raise BadRequestError("the Tinker API has no min_p, no ignore_eos and no routes: leave them out")
+    if sampling.min_p or sampling.ignore_eos or sampling.prompt_logprobs or sampling.routes_from is not None:
+        raise BadRequestError("this run's inference has no min_p, ignore_eos, prompt_logprobs and routes: leave them out")
     return tinker.SamplingParams(
         max_tokens=sampling.max_tokens,
         seed=sampling.seed,

@@ -1,0 +1,131 @@
+"""NeMo Gym's model server as the policy of an environment that NeMo Gym's programs play (`rl env --serve-gym`): messages in, and token ids
+and log-probabilities out if it is configured to return them. Earlier answers go back to it as they came, token ids included, so that a
+server that splices them (ours does) continues the very ids that it sampled."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl.envs.nemo_gym.head import Head
+from rl.envs.nemo_gym.wire import TOKEN_KEYS
+from rl.envs.policy import OVERRIDABLE, Conversation, Past, Policy, RolloutError, comparable
+from rl.models.chat import THINK, THINK_END, Answer, Message, Tool, ToolCall, assistant_message
+from rl.system.errors import RunError
+from rl.wire.inference_client import PromptTooLongError
+from rl.wire.messages import VersionSpan
+from rl.wire.turns import Turn
+from rl.wire.worker_messages import PolicySpec
+
+UNKNOWN = 0
+"""Policy version of a token sampled by a server that does not tell."""
+
+
+class GymPolicy(Policy):
+    """The model server of the agent `name` at a head server. It has no renderer: NeMo Gym's model server renders."""
+
+    def __init__(self, spec: PolicySpec, name: str):
+        self.spec, self.endpoint, self.name = spec, None, name
+        self.head = Head(spec.head_server)
+
+    @property
+    def chat(self) -> "type[Conversation]":
+        return GymConversation
+
+    def __getattr__(self, name: str) -> Any:
+        needed = f"NeMo Gym's model server answers chats only, but this environment asks in completion style (it needs a {name})"
+        raise RolloutError("environment", needed) if name in ("renderer", "servers") else AttributeError(name)
+
+    def url(self) -> str:
+        """The address that answers chats. Raises RolloutError."""
+        agent = self.head.agents.get(self.name)
+        if agent is None or not agent.model_url:
+            lacks = f"has no agent {self.name}" if agent is None else f"has no address of the model server of agent {self.name}"
+            raise RolloutError("inference", f"{self.head.url} {lacks}: start ng_run with the entry that `rl env --serve-gym` printed")
+        return f"{agent.model_url}/v1/chat/completions"
+
+    async def ask(self, body: dict[str, Any], cookies: dict[str, str]) -> dict[str, Any]:
+        """Returns the first choice of an answer. Raises PromptTooLongError and RolloutError."""
+        if self.name not in self.head.agents:
+            try:
+                await self.head.discover()
+            except RunError as error:
+                raise RolloutError("inference", str(error)) from error
+        text = await self.head.post(self.url, body, "inference", cookies)
+        try:
+            reply = json.loads(text)
+            choice, message = reply["choices"][0], reply["choices"][0]["message"]
+            is_empty = not (message.get("content") or message.get("tool_calls"))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RolloutError("inference", f"{self.url()} answered without choices[0].message: {text[:500]}") from error
+        if is_empty and choice.get("finish_reason") == "length" and not reply.get("usage"):  # so it says that vLLM refused the prompt
+            raise PromptTooLongError("the prompt leaves no room for max_output_tokens in the model's context")
+        return choice
+
+
+@dataclass
+class GymConversation(Conversation):
+    """A chat whose earlier answers are sent as they came."""
+
+    policy: GymPolicy
+    came: dict[int, Message] = field(default_factory=dict)
+    """The message of each turn, by its index."""
+    cookies: dict[str, str] = field(default_factory=dict)
+    """NeMo Gym's session: one of several policy servers answers the whole conversation, for its prefix cache."""
+
+    async def answer(self, messages: list[Message], tools: list[Tool] | None, overrides: dict[str, Any]) -> tuple[Turn, Answer]:
+        """The policy's answer to a chat. Raises PromptTooLongError and RolloutError."""
+        tools, compared = tools or None, [comparable(message) for message in messages]
+        before, num_old = next(self.continued(compared, tools), (None, 0))
+        if before is None:
+            self.policy.check_append_only(len(self.history))
+        sampling = self.sampling | {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) is not None}
+        body = {key: value for key, value in sampling.items() if value is not None}
+        body |= {"messages": self.sent(messages, before, num_old)} | ({"tools": tools} if tools else {})
+        choice = await self.policy.ask(body, self.cookies)
+        turn, answer = as_turn(choice), as_answer(choice["message"])
+        index = len(self.turns)
+        # Without null fields: NeMo Gym takes a message with `routed_experts: null` for one without tokens.
+        self.came[index] = {key: value for key, value in choice["message"].items() if value is not None}
+        self.keep(turn, Past(index, before, [*compared[num_old:], comparable(assistant_message(answer))], tools))
+        return turn, answer
+
+    def sent(self, messages: list[Message], past: Past | None, end: int) -> list[Message]:
+        """Returns messages with the answers of `past`, their first `end`, as they came. Reasoning is in the text, as NeMo Gym has it."""
+        result = [
+            {key: value for key, value in message.items() if key != "reasoning_content"}
+            | (
+                {"content": f"{THINK}{thought}{THINK_END}{message['content'] or ''}"}
+                if (thought := message.get("reasoning_content"))
+                else {}
+            )
+            for message in messages
+        ]
+        while past:
+            result[end - 1] = self.came[past.index]
+            end, past = end - len(past.added), past.before
+        return result
+
+
+def as_turn(choice: dict[str, Any]) -> Turn:
+    """A choice as a turn, without tokens if the model server does not return them. Raises RolloutError."""
+    prompt_ids, completion_ids, logprobs = ([*(choice["message"].get(key) or ())] for key in TOKEN_KEYS)
+    try:
+        return Turn(
+            prompt_ids=prompt_ids,
+            completion_ids=completion_ids,
+            logprobs=logprobs,
+            policy_versions=[VersionSpan(UNKNOWN, len(completion_ids))] if completion_ids else [],
+            finish_reason=choice.get("finish_reason") or "stop",
+        )
+    except ValueError as error:
+        raise RolloutError("inference", f"NeMo Gym's model server: {error}") from error
+
+
+def as_answer(message: Message) -> Answer:
+    """A message as an answer, whose reasoning NeMo Gym has in think tags at the start of the text."""
+    content, reasoning = message.get("content") or "", None
+    if content.startswith(THINK) and THINK_END in content:
+        reasoning, _, content = content.removeprefix(THINK).partition(THINK_END)
+    calls = message.get("tool_calls") or []
+    calls = [ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    return Answer(content, reasoning, calls, [])
