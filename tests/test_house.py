@@ -23,7 +23,12 @@ FLOORS = [
 ]
 """From the ground up. A room knows the floors below its own, and nobody on it."""
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-HOMES = {"vllm": ("inference/",), "verifiers": ("envs/",), "torch": ("trainer/", "inference/", "models/gguf.py", "models/tiny.py")}
+HOMES = {
+    "vllm": ("inference/",),
+    "verifiers": ("envs/",),
+    "torch": ("trainer/", "inference/", "models/gguf.py", "models/tiny.py"),
+    "tinker": ("tinker/client/",),
+}
 """The only places that import these packages."""
 
 

@@ -40,7 +40,7 @@ def test_everything_that_is_installed_has_the_version_that_the_constraints_say()
 def test_the_distribution_is_called_as_the_command_says_and_its_switches_are_all_documented():
     assert PROJECT["project"]["name"] == DISTRIBUTION and metadata.version(DISTRIBUTION) == PROJECT["project"]["version"]
     extras, groups = dict(PROJECT["project"]["optional-dependencies"]), PROJECT["dependency-groups"]
-    assert extras.pop("tensorboard")[0] in groups["dev"]
+    assert extras.pop("tensorboard")[0] in groups["dev"] and extras.pop("tinker")[0] in groups["dev"]
     assert extras.pop("ray") and extras.pop("nixl"), "large packages, which their own tests do without"
     assert extras == {name: groups[name] for name in ("cpu", "gpu")}
     pages = [Path("README.md"), *Path("docs").glob("*.md")]

@@ -122,8 +122,9 @@ def engine_alone(folder: str, load: Load, dtype: str, gpu: bool, rounds: int) ->
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from rl.config.run import ModelConfig, RLConfig
-    from rl.inference.routes import Sampling, to_sampling_params
+    from rl.inference.routes import to_sampling_params
     from rl.inference.server import suit_cpu, vllm_arguments
+    from rl.wire.inference_requests import Sampling
 
     settings = RLConfig(model=ModelConfig(name=folder, dtype=dtype, max_model_len=load.prompt + load.new + 1))
     config = EngineArgs.from_cli_args(vllm_arguments(settings, folder, not gpu)).create_engine_config()

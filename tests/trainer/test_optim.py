@@ -8,7 +8,7 @@ from rl.config.trainer import OptimConfig
 from rl.system.errors import RunError
 from rl.trainer import optim
 from rl.trainer.model.policy import score
-from rl.trainer.optim import MOMENTS, OffloadedAdamW, clip_gradients, gradient_norm, local, lr_at, make_optimizer, require_host_memory
+from rl.trainer.optim import MOMENTS, OffloadedAdamW, clip_gradients, gradient_norm, local, make_optimizer, require_host_memory
 from rl.trainer.store import checkpoint
 from tests.trainer.model.test_policy import policy, rows_of
 from tests.trainer.samples import branching_batch
@@ -16,7 +16,7 @@ from tests.trainer.samples import branching_batch
 
 def rates(max_steps=4, **settings):
     config = OptimConfig(lr=1.0, **settings)
-    return [round(lr_at(step, config, max_steps), 6) for step in range(1, max_steps + 1)]
+    return [round(config.lr_at(step, max_steps), 6) for step in range(1, max_steps + 1)]
 
 
 def test_schedules():

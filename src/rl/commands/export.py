@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl.commands.policy_spec import find_run, version_number
+from rl.commands.policy_spec import find_run, need_weights, version_number
 from rl.config.command_line import fail, load_config_or_exit
 from rl.config.options import Option, option_lines, take
 from rl.config.stored import run_dir_of
@@ -57,6 +57,7 @@ def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> i
     check_target(target, values["overwrite"], root)
     if values["merge"] and not config.trainer.lora:
         raise RunError(f"--merge: {root} trained the whole model and has no adapters; leave --merge out")
+    need_weights(config, root, "rl export writes weights")
     step, checkpoint, published = weights_of(run_dir_of(root, config), version)
     base = resolve_model(config.model, needs_template=False)
     if target == Path(base):

@@ -37,7 +37,7 @@ rl watch --help.
 LINES = 100
 POLL_S = 0.5
 WIDTH = 80
-LATER = ("rl", "model", "data", "inference", "orchestrator", "trainer")
+LATER = ("rl", "model", "data", "service", "inference", "orchestrator", "trainer")
 """Processes that may start later, and are waited for by name."""
 Logs = dict[str, dict[int, Path]]
 """The logs of each process by attempt."""

@@ -131,12 +131,22 @@ def version_of_run(root: Path, version: str, evals: tuple[str, ...]) -> Source:
     label = f"{root.resolve().name}@{number}"
     if number == 0:
         return Source(label, config.model.name, policy_version=0)
+    need_weights(config, root, "sampling needs weights")
     if number not in there:
         raise RunError(
             f"{root}@{version or number}: version {number} is not in {weights}; there are {ranges(there)} (and 0, the base model). "
             "trainer.weights.keep_last and keep_every set which ones a run keeps"
         )
     return from_folder(label, str(there[number]), number, config.model.name)
+
+
+def need_weights(config: RLConfig, root: Path, what: str) -> None:
+    """Raises RunError if a service has the weights of a run. `what`: the command, and what it does with weights."""
+    if config.is_remote:
+        raise RunError(
+            f"{what}, but those of {root} are at the service that trains it ({config.tinker.base_url or 'Tinker'}): load them there, "
+            f"by the paths in {root}/weights/*/tinker.json, or use version 0, the base model"
+        )
 
 
 def from_folder(label: str, model: str, version: int | None = None, base: str | None = None) -> Source:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl.commands.policy_spec import named_run
+from rl.commands.policy_spec import named_run, need_weights
 from rl.commands.serve_process import NAME as SERVER
 from rl.config.command_line import fail, to_toml, write_config
 from rl.config.options import Option, option_lines, take
@@ -68,6 +68,7 @@ def main(args: list[str], children: Children) -> int:
         run_dir, config = open_run(rest[0])
         if config.serve:
             return replay_session(run_dir, config, children, [name for name in values if values[name]])
+        need_weights(config, run_dir.root, "rl replay compares weights")
         replay, notes = plan(run_dir, config, values["from"] or 0, values["until"])
         division = division_of(config, run_dir, replay)
     except RunError as error:

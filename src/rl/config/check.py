@@ -18,6 +18,7 @@ from rl.config.orchestrator import EnvSource, NoCreditConfig
 from rl.config.plan import cluster_faults
 from rl.config.run import RLConfig
 from rl.config.sft import SftConfig
+from rl.config.tinker_faults import tinker_faults
 from rl.config.trainer import EXPERTS, OptimConfig
 from rl.run_dir.access_token import REMEDY, VARIABLE, given_token, is_loopback, token_file
 from rl.system import nixl
@@ -86,6 +87,10 @@ def check(config: RLConfig) -> Iterator[Fault]:
         yield from check_recorded(config)
     elif not config.trainer.data.fake:
         yield from check_sampling(config)
+    if config.is_remote:
+        yield from tinker_faults(config)
+    elif config.tinker != type(config.tinker)():
+        yield "tinker", config.tinker.model_dump(exclude_defaults=True), 'has an effect only with trainer.backend = "tinker": set that'
     yield from check_loss(config.trainer.loss, several_steps=config.trainer.minibatches * config.trainer.epochs > 1)
     yield from check_minibatches(config)
     yield from check_router_replay(config)
@@ -166,7 +171,7 @@ def check_source(key: str, entry: EnvSource) -> Iterator[Fault]:
 
 def warnings_of(config: RLConfig) -> Iterator[str]:
     """Yields warnings about valid settings whose effect the user should know."""
-    if config.trainer.lora and not config.serve and config.trainer.optim.lr == OptimConfig().lr:
+    if (config.is_remote or (config.trainer.lora and not config.serve)) and config.trainer.optim.lr == OptimConfig().lr:
         yield (
             f"trainer.optim.lr = {OptimConfig().lr:g} is the default for training the whole model; adapters start at zero and need about "
             "ten to a hundred times that (1e-5 to 1e-4) to learn as fast"

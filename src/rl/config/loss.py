@@ -6,6 +6,7 @@ the policy that the batch began with.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -44,6 +45,21 @@ class LossSettings(Settings):
     teacher_coefficient: float = Field(1.0, ge=0)
     """Weight of log teacher - log trainer (reverse KL), added to the advantage of every token that has a teacher
     log-probability."""
+
+    def sample_weights(self, lengths: Sequence[int], constant_length: int) -> list[float]:
+        """Returns the weight of each sample's loss tokens in the batch's loss, by `aggregation`. `lengths`: their numbers n_i.
+
+        With N loss tokens in the batch, n_i of them in sample i, and S samples that have any: token 1/N (DAPO,
+        https://arxiv.org/abs/2503.14476); sequence 1/(S n_i) (GRPO, https://arxiv.org/abs/2402.03300); constant 1/(S constant_length)
+        (Dr. GRPO, https://arxiv.org/abs/2503.20783). Loss tokens that a clip or a mask on r leaves without gradient count in N and n_i as
+        well.
+        """
+        trained = max(1, sum(length > 0 for length in lengths))
+        if self.aggregation == "token":
+            return [1.0 / max(1, sum(lengths))] * len(lengths)
+        if self.aggregation == "sequence":
+            return [1.0 / (trained * max(1, length)) for length in lengths]
+        return [1.0 / (trained * constant_length)] * len(lengths)
 
 
 class PolicyGradientConfig(LossSettings):

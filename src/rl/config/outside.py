@@ -19,6 +19,7 @@ from rl.config.base import Fault
 from rl.config.loss import CustomConfig
 from rl.config.orchestrator import CustomCreditConfig, EnvSource
 from rl.config.run import RLConfig
+from rl.config.tinker import MISSING, PACKAGE
 from rl.system import nixl
 from rl.system.functions import find_fault
 from rl.system.user_function import find_call_fault, find_definition, required_names
@@ -52,6 +53,8 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
         yield "recorded.rollouts", config.recorded.rollouts, "there is no such file; give a JSONL file, or a pattern (data/*.jsonl)"
     if config.trainer.weights.transport == "nixl" and not config.sft and not importlib.util.find_spec(nixl.PACKAGE):
         yield "trainer.weights.transport", "nixl", nixl.MISSING
+    if config.is_remote and not importlib.util.find_spec(PACKAGE):
+        yield "trainer.backend", "tinker", MISSING
     for key, name, arguments in own_functions(config):
         if fault := find_call_fault(name, arguments):
             yield key, name, fault

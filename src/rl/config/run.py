@@ -15,6 +15,7 @@ from rl.config.orchestrator import EnvSource, OrchestratorConfig
 from rl.config.recorded import RecordedConfig
 from rl.config.serve import ServeConfig, with_serve_defaults
 from rl.config.sft import SftConfig, with_sft_defaults
+from rl.config.tinker import TinkerConfig, with_tinker_defaults
 from rl.config.trainer import TrainerConfig
 from rl.run_dir.paths import RunDir
 from rl.system.machine import multiplies_bfloat16
@@ -120,6 +121,7 @@ class RLConfig(Settings):
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
+    tinker: TinkerConfig = TinkerConfig()
     sft: Annotated[SftConfig | None, BeforeValidator(switch)] = None
     """Supervised fine-tuning instead of reinforcement learning; see `rl sft --help`."""
     recorded: Annotated[RecordedConfig | None, BeforeValidator(switch)] = None
@@ -131,6 +133,7 @@ class RLConfig(Settings):
 
     _with_sft_defaults = model_validator(mode="before")(with_sft_defaults)
     _with_serve_defaults = model_validator(mode="before")(with_serve_defaults)
+    _with_tinker_defaults = model_validator(mode="before")(with_tinker_defaults)
 
     def model_post_init(self, _context: object) -> None:
         if not self.name:
@@ -168,12 +171,17 @@ class RLConfig(Settings):
         return self.orchestrator.max_off_policy_steps if self.max_lag else 0
 
     @property
+    def is_remote(self) -> bool:
+        """Whether a service trains and samples, and this machine only plays."""
+        return self.trainer.backend == "tinker"
+
+    @property
     def truncates(self) -> bool:
         """Whether inference samples from a truncated distribution, so that its log-probabilities differ from the trainer's."""
         return any({"top_p", "top_k", "min_p"} & self.sampling_of(env).keys() for env in self.orchestrator.environment)
 
 
-SECTIONS = ("trainer", "orchestrator", "inference", "sft", "recorded", "serve")
+SECTIONS = ("trainer", "orchestrator", "inference", "tinker", "sft", "recorded", "serve")
 RUN_WIDE = tuple(name for name in RLConfig.model_fields if name not in SECTIONS)
 """Keys that may also be written in a section: `orchestrator.max_lag` is `max_lag`."""
 ALIASES = {"steps": "max_steps", "learning_rate": "trainer.optim.lr", "trainer.learning_rate": "trainer.optim.lr"}

@@ -1,5 +1,6 @@
 """Settings of the trainer."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -30,6 +31,23 @@ class OptimConfig(Settings):
     offload: bool = False
     """Whether AdamW's two moments stay in CPU memory and are copied to the GPU for each optimizer step: moves 8 bytes per weight
     from GPU to CPU memory, and makes the optimizer step slower."""
+
+    def lr_at(self, step: int, max_steps: int) -> float:
+        """Returns the learning rate of step `step` (the first is 1), used by all of its optimizer steps.
+
+        Warm-up: lr * step / warmup_steps for step <= warmup_steps. After that, with f = (step - 1 - warmup_steps) / (max_steps -
+        warmup_steps): constant lr; linear lr * (1 - f); cosine lr * (1 + cos(pi f)) / 2. f is the completed fraction at the start of the
+        step (0 at the first one after warm-up), so no step has learning rate 0.
+        """
+        if step <= self.warmup_steps:
+            return self.lr * step / self.warmup_steps
+        rest = max(1, max_steps - self.warmup_steps)
+        fraction = min(1.0, (step - self.warmup_steps - 1) / rest)
+        if self.schedule == "linear":
+            return self.lr * (1.0 - fraction)
+        if self.schedule == "cosine":
+            return self.lr * 0.5 * (1.0 + math.cos(math.pi * fraction))
+        return self.lr
 
 
 class CheckpointConfig(Settings):
@@ -134,6 +152,8 @@ class DataConfig(Settings):
 class TrainerConfig(Settings):
     """The trainer: FSDP2 under torchrun, one code path for any number of ranks, CPU or GPU."""
 
+    backend: Literal["local", "tinker"] = "local"
+    """Who trains and samples. local: this project's trainer, and vLLM. tinker: a service with the Tinker API, see `tinker`."""
     gpus: Devices = None
     """GPUs of the trainer: a count, or a list of ids ("0,1"). Default: one; 0 trains on the CPU."""
     cpus: Devices = None

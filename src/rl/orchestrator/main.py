@@ -128,8 +128,8 @@ def main() -> None:
         spans.start(run_dir.spans, "orchestrator")
         status = Status(run_dir.status("orchestrator"), "orchestrator")
         alone = LAUNCHER not in os.environ  # no `rl` above that would merge the metrics
+        model = resolve_model(config.model, needs_template=config.plays, needs_weights=not config.is_remote)
         with merging(run_dir.metrics, partial(check_fence, run_dir.lock("orchestrator"))) if alone else contextlib.nullcontext():
-            model = resolve_model(config.model, needs_template=config.plays)
             if config.recorded:
                 end = asyncio.run(run_recorded(config, status, model))
             else:

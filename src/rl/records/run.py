@@ -35,6 +35,7 @@ from rl.run_dir.origin import Origin, read_origin
 from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.run_dir.status import RoleStatus, RunEnd, Staleness, read_status
 from rl.run_dir.status import read_json as read_struct
+from rl.run_dir.version_files import REMOTE, is_remote
 from rl.system.errors import RunError
 
 if TYPE_CHECKING:
@@ -282,7 +283,8 @@ class Run:
             return AutoModelForCausalLM.from_pretrained(base(), **options)
         folder = self.run_dir.weights(number)
         if folder.is_dir() and not any(folder.glob("*.safetensors")) and not is_delta(folder):
-            raise RunError(f"{folder} has no weights, *.safetensors: copy them there, or give another version")
+            where = f" (the service that trains the run has them, see {folder}/{REMOTE})" if is_remote(folder) else ""
+            raise RunError(f"{folder} has no weights, *.safetensors{where}: copy them there, or give another version")
         if not folder.is_dir():
             there = ", ".join(map(str, numbers(self.run_dir.weights_dir))) or "none"
             raise RunError(f"version {number} is not in {self.run_dir.weights_dir}; there are: {there} (and 0, the base model)")

@@ -59,6 +59,7 @@ class Phase(StrEnum):
 
     STARTING = "starting", "starting"
     LOADING_MODEL = "loading_model", "loading the model"
+    WAITING_FOR_SERVICE = "waiting_for_service", "waiting for {detail}"
     # Data of supervised fine-tuning.
     VERIFYING_DATA = "verifying_data", "verifying the examples"
     LOADING_TOKENIZER = "loading_tokenizer", "loading the tokenizer"

@@ -13,6 +13,8 @@ from rl.system.errors import RunError
 MANIFEST, DIGESTS = "manifest.json", "digests.json"
 DELTA = "delta.json"
 """Of a version that is only what differs from the one before: see `rl.run_dir.deltas`."""
+REMOTE = "tinker.json"
+"""Of a version whose weights a service with the Tinker API has: where they are there."""
 MAX_NAME = 256
 """File names are shorter than this, in bytes and therefore in characters."""
 
@@ -69,6 +71,11 @@ def first_difference(expected: Mapping[str, Digest], found: Mapping[str, Digest]
 def is_delta(folder: Path) -> bool:
     """Returns whether a folder has a delta version."""
     return (folder / DELTA).exists()
+
+
+def is_remote(folder: Path) -> bool:
+    """Returns whether a service has the weights of a version, and its folder only their place."""
+    return (folder / REMOTE).exists()
 
 
 def verify_small_files(folder: Path, content: Mapping[str, Any]) -> None:

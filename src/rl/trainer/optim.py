@@ -1,4 +1,4 @@
-"""AdamW, its steps, the learning-rate schedule, and the gradient norm."""
+"""AdamW, its steps, and the gradient norm."""
 
 import math
 import os
@@ -15,25 +15,6 @@ from torch.optim.adamw import adamw
 from rl.config.trainer import OptimConfig
 from rl.system.errors import RESTART, RunError
 from rl.system.machine import memory_bytes
-
-
-def lr_at(step: int, config: OptimConfig, max_steps: int) -> float:
-    """Returns the learning rate of step `step` (the first is 1), used by all of its optimizer steps.
-
-    Warm-up: lr * step / warmup_steps for step <= warmup_steps. After that, with f = (step - 1 - warmup_steps) / (max_steps - warmup_steps):
-    constant lr; linear lr * (1 - f); cosine lr * (1 + cos(pi f)) / 2. f is the completed fraction at the start of the step (0 at the first
-    one after warm-up), so no step has learning rate 0.
-    """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    rest = max(1, max_steps - config.warmup_steps)
-    fraction = min(1.0, (step - config.warmup_steps - 1) / rest)
-    if config.schedule == "linear":
-        return config.lr * (1.0 - fraction)
-    if config.schedule == "cosine":
-        return config.lr * 0.5 * (1.0 + math.cos(math.pi * fraction))
-    return config.lr
-
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

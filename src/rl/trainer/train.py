@@ -20,7 +20,7 @@ from rl.trainer.measure.statistics import Statistics
 from rl.trainer.measure.tokens import TokenColumns
 from rl.trainer.model.policy import Scores, keep_old, score
 from rl.trainer.model.reference import reference_logprobs
-from rl.trainer.optim import lr_at, optimizer_step
+from rl.trainer.optim import optimizer_step
 from rl.trainer.parallel.sharding import reduce_replicas, sum_over_context
 from rl.trainer.parallel.world import World
 from rl.trainer.trainer import TrainContext, Trainer
@@ -72,7 +72,7 @@ def train_batch(trainer: Trainer, packed: Packed, timer: Timer) -> dict[str, flo
         remedy = "it was sampled by a server without trainer.router_replay = engine, or through NeMo Gym; set it to trainer or off"
         raise RunError(f"trainer.router_replay = engine: batch {step} has tokens without routes: {remedy}")
     trainer.status.enter(Phase.TRAINING, step)
-    lr = lr_at(step, config.trainer.optim, config.max_steps)
+    lr = config.trainer.optim.lr_at(step, config.max_steps)
     with explain_out_of_memory(trainer.context.model, packed.micro_batches, config, trainer.context.world):
         metrics = train_step(trainer.context, packed, lr, timer)
     return trainer.batches.source.meaningful(metrics, step)

@@ -1,6 +1,6 @@
 """The gate that every HTTP request to one of our servers passes first: it checks the sender, and limits the size of the body.
 
-Inference has a gate for programs (rl.inference.gate), `rl view` one for its browser page (rl.view.access).
+Inference has a gate for programs (rl.wire.token_gate), `rl view` one for its browser page (rl.view.access).
 """
 
 import hashlib

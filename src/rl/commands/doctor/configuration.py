@@ -30,7 +30,7 @@ from rl.wire.worker_messages import Ready
 MODEL_TIMEOUT_S = 300.0
 """Includes the time to convert a packaged model."""
 CONNECT_S = 5.0
-FIND_MODEL, ASK_HUB, CHECK_ENGINE = "rl.models.folder", "rl.models.hub", "rl.inference.check"
+FIND_MODEL, ASK_HUB, CHECK_ENGINE, ASK_SERVICE = "rl.models.folder", "rl.models.hub", "rl.inference.check", "rl.tinker.client.service"
 """Modules that run in separate processes, so that nothing heavy is imported here."""
 
 
@@ -48,7 +48,9 @@ def config_checks(config: RLConfig, children: Children) -> Iterable[Check]:
         write_config(work / "config.toml", config)
         found, model = find_model(config, work, children)
         yield found
-        if model:
+        if config.is_remote:
+            yield service(work, children)
+        elif model:
             yield from sizes(config, model)
         if config.inference.vllm and config.starts_inference:
             yield engine_arguments(config, work, children)
@@ -82,6 +84,8 @@ def division(config: RLConfig) -> Check:
         gpus = f"GPUs {','.join(map(str, share.gpus))} and " if share.gpus else ""
         return f"{gpus}{len(share.cores)} cores"
 
+    if config.is_remote:
+        return Check("ok", "devices", "none: the service trains and samples")
     text = f"trainer {describe(split.trainer)}, {split.ranks} rank{'s' if split.ranks > 1 else ''}"
     if config.starts_inference:
         text += f"; inference {describe(split.inference)}"
@@ -156,6 +160,15 @@ def sizes(config: RLConfig, model: Path) -> Iterable[Check]:
         yield Check("warn", "memory", text + remedy) if need > free else Check("ok", "memory", text)
     for need in needs(config, model):
         yield Check("ok", "disk", str(need)) if need.fits else Check("warn", "disk", f"{need}: {DISK_REMEDY}")
+
+
+def service(work: Path, children: Children) -> Check:
+    """Checks that the service that trains answers, takes the key and has the model."""
+    child = start_module(children, work, "service", ASK_SERVICE, str(work / "config.toml"))
+    fault, lines = fault_of(child, MODEL_TIMEOUT_S), output(child)
+    if fault and not (child.exit_code == 1 and lines):
+        return Check("FAIL", "service", f"asking it {fault}")
+    return Check("FAIL" if fault else "ok", "service", lines[-1])
 
 
 def engine_arguments(config: RLConfig, work: Path, children: Children) -> Check:

@@ -97,7 +97,9 @@ def examine(config: RLConfig, children: Children, *, with_config: bool, smoke: b
 
     found = []
     configured = config_checks(config, children) if with_config else ()
-    for check in chain(machine_checks(config, with_config), configured, smoke_checks(config, children) if smoke else ()):
+    for check in chain(
+        machine_checks(config, with_config), configured, smoke_checks(config, children) if smoke and not config.is_remote else ()
+    ):
         found.append(check)
         if not as_json:
             print(check, flush=True)

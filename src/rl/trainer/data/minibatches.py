@@ -38,20 +38,8 @@ def cut(batch: TrainBatch, count: int, seed: int) -> list[list[int]]:
 
 
 def sample_weights(samples: Sequence[TrainingSample], config: LossSettings, constant_length: int) -> list[float]:
-    """Returns the weight of each sample's loss tokens in the batch's loss, by `config.aggregation`.
-
-    With N loss tokens in the batch, n_i of them in sample i, and S samples that have any: token 1/N (DAPO,
-    https://arxiv.org/abs/2503.14476); sequence 1/(S n_i) (GRPO, https://arxiv.org/abs/2402.03300); constant 1/(S constant_length)
-    (Dr. GRPO, https://arxiv.org/abs/2503.20783). Loss tokens that a clip or a mask on r leaves
-    without gradient count in N and n_i as well.
-    """
-    lengths = [sum(sample.loss_mask) for sample in samples]
-    trained = max(1, sum(length > 0 for length in lengths))
-    if config.aggregation == "token":
-        return [1.0 / max(1, sum(lengths))] * len(lengths)
-    if config.aggregation == "sequence":
-        return [1.0 / (trained * max(1, length)) for length in lengths]
-    return [1.0 / (trained * constant_length)] * len(lengths)
+    """Returns the weight of each sample's loss tokens in the batch's loss, see LossSettings.sample_weights."""
+    return config.sample_weights([sum(sample.loss_mask) for sample in samples], constant_length)
 
 
 def minibatch_weights(batch: TrainBatch, parts: Sequence[Sequence[int]], config: LossSettings, constant_length: int) -> list[float]:

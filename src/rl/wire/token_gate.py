@@ -1,4 +1,4 @@
-"""Checks every HTTP request to inference before anything else sees it: its origin, the run's token, the size of its body."""
+"""Checks every HTTP request to a server of inference before anything else sees it: its origin, the run's token, the size of its body."""
 
 from starlette.responses import Response
 from starlette.types import Scope

@@ -9,8 +9,8 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from rl.inference.gate import Gate
 from rl.wire.gate import MAX_BODY_BYTES
+from rl.wire.token_gate import Gate
 
 TOKEN = "a-token-of-this-run"
 SENT = 1 << 20

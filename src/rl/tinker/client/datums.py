@@ -1,0 +1,125 @@
+"""A batch as the Tinker API's data, and the metrics of its answer.
+
+A datum has the tokens of a sample up to the one before its last trained one, and at each the token after it. The API sums the loss over all
+tokens; the weight of each token in our loss (trainer.loss.aggregation) is therefore a factor of its advantage.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import tinker
+
+from rl.config.run import RLConfig
+from rl.config.tinker import service_loss
+from rl.wire.messages import TrainBatch, TrainingSample
+
+MAX_LOG_RATIO = 10.0
+"""As of our own losses, see rl.trainer.loss.kl."""
+LOWEST = -1e4
+"""Stands for a log-probability of -inf, which the API does not take; the ratio is clamped far above."""
+QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+
+
+@dataclass
+class Prepared:
+    """A batch for the API, and what its N trained tokens have in common with the answer."""
+
+    loss_fn: tinker.types.LossFnType
+    loss_fn_config: dict[str, float]
+    data: list[tinker.Datum]
+    masks: list[np.ndarray]
+    """The trained targets of each datum."""
+    logprobs: np.ndarray
+    """[N] the sampler's."""
+    advantages: np.ndarray
+    """[N]"""
+    fresh: np.ndarray
+    """[N] whether the version that is trained sampled the token."""
+    envs: np.ndarray
+    """[N] names."""
+    num_tokens: int
+
+
+def prepare(batch: TrainBatch, config: RLConfig) -> Prepared:
+    """Returns a batch as data. Samples without a trained token are left out."""
+    loss = config.trainer.loss
+    name, settings = service_loss(loss) or ("", {})  # the configuration was checked
+    constant_length = loss.constant_length or config.orchestrator.sampling.max_tokens
+    weights = loss.sample_weights([sum(sample.loss_mask) for sample in batch.samples], constant_length)
+    used = [(sample, weight) for sample, weight in zip(batch.samples, weights, strict=True) if any(sample.loss_mask)]
+    masks = [np.array(sample.loss_mask[1 : last_trained(sample) + 1]) for sample, _ in used]
+    data = [datum(sample, weight, mask, name) for (sample, weight), mask in zip(used, masks, strict=True)]
+    samples = [sample for sample, _ in used]
+    versions = [np.repeat([span.policy_version for span in one.policy_versions], [span.num_tokens for span in one.policy_versions])
+                for one in samples]  # fmt: skip
+    return Prepared(
+        cast(tinker.types.LossFnType, name),
+        settings,
+        data,
+        masks,
+        np.concatenate([np.array(one.logprobs)[one.loss_mask] for one in samples]),
+        np.concatenate([np.array(one.advantages)[one.loss_mask] for one in samples]),
+        np.concatenate(versions) == batch.step - 1,
+        np.concatenate([np.full(sum(one.loss_mask), one.env) for one in samples]),
+        sum(len(sample.token_ids) for sample in samples),
+    )
+
+
+def last_trained(sample: TrainingSample) -> int:
+    """Returns the index of the last token that is trained."""
+    return len(sample.loss_mask) - 1 - sample.loss_mask[::-1].index(True)
+
+
+def datum(sample: TrainingSample, weight: float, mask: np.ndarray, loss_fn: str) -> tinker.Datum:
+    """Returns a sample for a loss of the API. `mask`: its targets that are trained."""
+    end = len(mask) + 1
+    advantages = (np.array(sample.advantages[1:end]) * mask * weight).astype(np.float32)
+    inputs = {"target_tokens": np.array(sample.token_ids[1:end], np.int64)}
+    if loss_fn == "cross_entropy":
+        inputs["weights"] = advantages
+    else:
+        inputs["advantages"] = advantages
+        inputs["logprobs"] = (np.maximum(sample.logprobs[1:end], LOWEST) * mask).astype(np.float32)
+    if loss_fn == "gspo":
+        inputs["sequence_ratio_mask"] = mask.astype(np.float32)
+    tensors = {key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()}
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(sample.token_ids[: end - 1]), loss_fn_inputs=tensors)
+
+
+def metrics_of(batch: Prepared, output: tinker.ForwardBackwardOutput) -> dict[str, float]:
+    """Returns the metrics of an answer: the loss, and the agreement of trainer and sampler, of all tokens and of each environment's."""
+    found = [one["logprobs"].to_numpy().reshape(-1)[mask] for one, mask in zip(output.loss_fn_outputs, batch.masks, strict=True)]
+    log_ratio = np.clip(np.concatenate(found).astype(np.float64) - batch.logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    metrics = {"loss/mean": output.metrics["loss:sum"]} if "loss:sum" in output.metrics else {}
+    for env in ("", *sorted({*batch.envs.tolist()})):
+        of = np.full(len(log_ratio), True) if not env else batch.envs == env
+        metrics |= agreement(f"{env}/" if env else "", log_ratio[of], batch.fresh[of])
+        if batch.loss_fn == "ppo":
+            low, high = (math.log(bound) if bound else -math.inf for bound in batch.loss_fn_config.values())
+            clipped = np.where(batch.advantages > 0, log_ratio > high, (batch.advantages < 0) & (log_ratio < low))
+            metrics[f"masked_fraction/{env}".rstrip("/")] = float(clipped[of].mean())
+    fresh = np.abs(log_ratio[batch.fresh])
+    metrics["parity/tokens"] = len(fresh)
+    if len(fresh):
+        metrics |= {"mismatch_kl/max": float(k3(log_ratio[batch.fresh]).max())}
+        metrics |= {
+            "parity/mean": float(fresh.mean()),
+            "parity/max": float(fresh.max()),
+            "parity/kl": float(k3(log_ratio[batch.fresh]).mean()),
+        }
+    return metrics
+
+
+def agreement(inner: str, log_ratio: np.ndarray, fresh: np.ndarray) -> dict[str, float]:
+    """Returns the metrics of log r [N]; `inner` is part of their names."""
+    found = {f"ratio/{inner}mean": float(np.exp(log_ratio).mean())}
+    found |= {f"ratio/{inner}{name}": float(np.exp(np.quantile(log_ratio, q))) for name, q in QUANTILES.items()}
+    parts = {"mismatch_kl": log_ratio[fresh], "lag_kl": log_ratio[~fresh]}
+    return found | {f"{name}/{inner}mean": float(k3(part).mean()) for name, part in parts.items() if len(part)}
+
+
+def k3(log_ratio: np.ndarray) -> np.ndarray:
+    """Returns the estimates k3 of the KL divergence of the trainer from the sampler, see rl.trainer.loss.kl."""
+    return np.expm1(log_ratio) - log_ratio

@@ -1,0 +1,269 @@
+"""`inference` with `trainer.backend = "tinker"`: answers the run's requests with samples of a service, each of one version.
+
+Requests with the same prompt that come together, as those of a group do, are one request there.
+"""
+
+import asyncio
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tinker
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from rl.config.run import RLConfig
+from rl.run_dir.access_token import is_loopback, run_token
+from rl.run_dir.checksums import content_id
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.paths import numbered
+from rl.run_dir.status import Phase, Status, reachable
+from rl.system.errors import RunError
+from rl.tinker.client.places import sound_version
+from rl.tinker.client.service import ERRORS, asking, base_model, is_refusal, main, url_of, wait_for_service
+from rl.wire.gate import refusal
+from rl.wire.inference_client import PROTOCOL, Generation, HeldVersion
+from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
+from rl.wire.messages import VersionSpan
+from rl.wire.token_gate import Gate
+
+TOGETHER_S = 0.02
+"""How long a request waits for others with the same prompt."""
+KEEP_ALIVE_S = 600
+"""Idle connections stay open longer than any client keeps them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The version that is sampled from."""
+
+    number: int
+    content: str
+    path: str | None
+    """None: the base model."""
+    client: tinker.SamplingClient
+
+
+class BadRequestError(Exception):
+    """A request that the service refuses."""
+
+
+class Sampler:
+    """Samples from one version after another. An answer is of the version that was held when its request came."""
+
+    def __init__(self, config: RLConfig, status: Status):
+        self.config, self.status = config, status
+        self.timeout_s = config.tinker.answer_timeout_s
+        self.service: tinker.ServiceClient | None = None
+        self.together: dict[tuple, list[asyncio.Future[Generation]]] = {}
+        """Answers that requests wait for which are not sent yet, by the content of the requests."""
+        self.tasks = set[asyncio.Task[None]]()
+        self.opening = asyncio.Lock()
+        self.num_running = 0
+
+    def open(self, number: int, content: str, path: str | None) -> Held:
+        """Makes a session at the service for a version. Raises RunError. Waits for: the service."""
+        name = base_model(self.config)
+        try:
+            with asking(self.config, f"sample from {path or name}"):
+                self.service = self.service or tinker.ServiceClient({"run": self.config.name}, base_url=url_of(self.config))
+                client = self.service.create_sampling_client(path, None if path else name).result(self.timeout_s)
+        except RunError:
+            self.service = None  # its session may be at fault
+            raise
+        return Held(number, content, path, client)
+
+    def begin(self) -> None:
+        """Holds the newest version that is whole, here and at the service, or the base model. Raises RunError."""
+        run_dir = self.config.run_dir
+        for number, folder in reversed(numbered(run_dir.weights_dir).items()):
+            self.status.enter(Phase.LOADING_MODEL, policy_version=number)
+            try:
+                self.held = self.open(number, content_id(run_dir.digests(number)), sound_version(folder).path)
+                return
+            except RunError as error:
+                print(f"inference: WARNING: skipping policy version {number}: {error}", file=sys.stderr, flush=True)
+        self.held = self.open(0, "", None)
+
+    async def load(self, asked: LoadWeightsRequest) -> None:
+        """Samples from a version on disk from now on. Raises RunError."""
+        place = sound_version(Path(asked.path))
+        async with self.opening:
+            self.held = await asyncio.to_thread(self.open, asked.policy_version, asked.content, place.path)
+
+    async def generate(self, asked: GenerateRequest) -> Generation:
+        """Waits for: the service. Raises BadRequestError, and RunError if there is no answer."""
+        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        alone = None if asked.sampling.seed is None else answer  # the second answer to a seed is another one
+        key = (self.held, tuple(asked.token_ids), msgspec.json.encode(asked.sampling), alone)
+        answers = self.together.setdefault(key, [])
+        answers.append(answer)
+        if len(answers) == 1:
+            task = asyncio.create_task(self._send(key, self.held, asked))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+        return await answer
+
+    async def wait_for_others(self, key: tuple) -> None:
+        await asyncio.sleep(TOGETHER_S)
+
+    async def _send(self, key: tuple, held: Held, asked: GenerateRequest) -> None:
+        """Sends one request for all that have come together, and distributes the answers."""
+        await self.wait_for_others(key)
+        answers = self.together.pop(key)
+        self.num_running += len(answers)
+        try:
+            found = await self._sample(held, asked, len(answers))
+        except (BadRequestError, RunError) as error:
+            for answer in answers:
+                answer.set_exception(error)
+        else:
+            for answer, one in zip(answers, found, strict=True):
+                answer.set_result(one)
+        finally:
+            self.num_running -= len(answers)
+            for answer in answers:
+                answer.cancel()  # those without one, which then ask again
+
+    async def _sample(self, held: Held, asked: GenerateRequest, count: int) -> list[Generation]:
+        prompt, params = tinker.ModelInput.from_ints(asked.token_ids), sampling_params(asked.sampling)
+        try:
+            with asking(self.config, "sample"):
+                try:
+                    async with asyncio.timeout(self.timeout_s):
+                        answer = await held.client.sample(prompt, count, params)
+                except ERRORS as error:
+                    if is_refusal(error):
+                        raise BadRequestError(f"{url_of(self.config)} refuses to sample: {error}") from None
+                    raise
+        except RunError:
+            await self._open_again(held)
+            raise
+        self.status.advance(sum(len(one.tokens) for one in answer.sequences))
+        return [generation(one, held.number) for one in answer.sequences]
+
+    async def _open_again(self, held: Held) -> None:
+        """Makes a new session for a version that did not answer, unless that has been done. Raises RunError."""
+        async with self.opening:
+            if self.held is held:
+                self.service = None
+                self.held = await asyncio.to_thread(self.open, held.number, held.content, held.path)
+
+
+def sampling_params(sampling: Sampling) -> tinker.SamplingParams:
+    """Returns the API's parameters. Raises BadRequestError for what it does not have."""
+    texts = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
+    if texts and sampling.stop_token_ids:
+        raise BadRequestError("the Tinker API ends answers at texts or at tokens, not both: leave sampling.stop out")
+    if sampling.min_p or sampling.ignore_eos or sampling.prompt_logprobs or sampling.routes_from is not None:
+        raise BadRequestError("this run's inference has no min_p, ignore_eos, prompt_logprobs and routes: leave them out")
+    return tinker.SamplingParams(
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        stop=texts or sampling.stop_token_ids or None,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k or -1,
+        top_p=sampling.top_p,
+    )
+
+
+def generation(sampled: tinker.SampledSequence, version: int) -> Generation:
+    """Returns a sampled sequence as an answer."""
+    logprobs: list[float | None] = [*(sampled.logprobs or ())]
+    return Generation(sampled.tokens, logprobs, [VersionSpan(version, len(sampled.tokens))], sampled.stop_reason)
+
+
+class Api:
+    """The endpoints that the orchestrator and its workers ask, as those of our own inference."""
+
+    def __init__(self, sampler: Sampler, config: RLConfig):
+        self.sampler, self.model = sampler, config.model
+
+    async def generate(self, request: Request) -> Response:
+        try:
+            body = msgspec.json.decode(await request.body(), type=GenerateRequest)
+            if len(body.token_ids) >= self.model.max_model_len:
+                size, limit = len(body.token_ids), self.model.max_model_len
+                message = f"the prompt has {size} tokens; model.max_model_len = {limit} must hold prompt and answer together"
+                return refusal(400, "prompt_too_long", message)
+            return reply(await self.sampler.generate(body))
+        except (msgspec.DecodeError, BadRequestError) as error:
+            return refusal(400, "bad_request", str(error))
+        except RunError as error:
+            return refusal(503, "away", str(error))
+
+    async def load_weights(self, request: Request) -> Response:
+        try:
+            asked = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
+            await self.sampler.load(asked)
+        except msgspec.DecodeError as error:
+            return refusal(400, "bad_request", str(error))
+        except CorruptFileError as error:
+            return refusal(422 if Path(asked.path).exists() else 404, "bad_weights", str(error), policy_version=self.sampler.held.number)
+        except RunError as error:
+            return refusal(503, "away", str(error))
+        return reply(self._held())
+
+    async def status(self, request: Request) -> Response:
+        return reply(self._held())
+
+    def _held(self) -> HeldVersion:
+        held = self.sampler.held
+        return HeldVersion(
+            held.number, content=held.content, served_model=self.model.name, max_model_len=self.model.max_model_len, protocol=PROTOCOL
+        )
+
+
+def reply(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def make_app(sampler: Sampler, config: RLConfig, token: str) -> Gate:
+    api = Api(sampler, config)
+    routes = [
+        Route("/generate", api.generate, methods=["POST"]),
+        Route("/load_weights", api.load_weights, methods=["POST"]),
+        Route("/status", api.status),
+    ]
+    return Gate(Starlette(routes=routes), token, loopback=is_loopback(config.inference.host))
+
+
+async def serve(config: RLConfig, status: Status, sock: socket.socket) -> None:
+    """Serves until SIGTERM or SIGINT. Raises RunError."""
+    sampler = Sampler(config, status)
+    await asyncio.to_thread(sampler.begin)
+    status.gauges["requests"] = lambda: sampler.num_running
+    app = make_app(sampler, config, run_token(config.run_dir.status_dir))
+    parser = "auto" if is_loopback(config.inference.host) else "h11"
+    settings = uvicorn.Config(app, http=parser, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)
+    server, stop = uvicorn.Server(settings), asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    sock.listen(1024)
+    serving = asyncio.create_task(server._serve(sockets=[sock]))
+    host, port = reachable(config.inference.host), sock.getsockname()[1]
+    status.enter(Phase.SERVING, address=f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    await asyncio.wait([serving, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = server.force_exit = True
+
+
+def run(config: RLConfig, status: Status) -> None:
+    settings = config.inference
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        sock = socket.create_server((settings.host, settings.port), family=family)
+    except OSError as error:
+        raise OSError(error.errno, f"inference.port = {settings.port} on {settings.host}: {error.strerror}; choose another") from None
+    wait_for_service(config, config.tinker.answer_timeout_s, lambda what: status.enter(Phase.WAITING_FOR_SERVICE, detail=what))
+    asyncio.run(serve(config, status, sock))
+
+
+if __name__ == "__main__":
+    main("inference", run)

@@ -1,0 +1,55 @@
+"""A server of the Tinker API in a thread, with a trainer and an inference that only count: what the SDK meets is real."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import uvicorn
+
+from rl.config.run import RLConfig
+from rl.tinker.app import Api, make_app
+from rl.tinker.gate import KEY_PREFIX, Gate
+from rl.tinker.listing import Listing
+from rl.tinker.places import Places
+from rl.tinker.sampling import Sampling
+from rl.tinker.training import Training
+from tests.ports import free_ports
+from tests.tinker.test_app import KEY, CountingLearner, Servers
+from tests.waiting import until
+
+NAME = "meta/x"
+
+
+class Service:
+    """Serves in a folder within `with`; another one at the same folder and port goes on with what is there."""
+
+    def __init__(self, root: Path, port: int = 0):
+        self.root, self.port = root, port or free_ports(1)[0]
+        self.learner, self.servers = CountingLearner(), Servers()
+        self.url, self.key = f"http://127.0.0.1:{self.port}", f"{KEY_PREFIX}{KEY}"
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self.server: uvicorn.Server | None = None
+
+    def __enter__(self) -> "Service":
+        self.thread.start()
+        until(lambda: self.server and self.server.started)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not (self.server and self.thread.is_alive()):
+            return
+        self.server.should_exit = self.server.force_exit = True
+        self.thread.join()
+
+    async def _serve(self) -> None:
+        model = {"name": "tiny", "max_model_len": 64}
+        config = RLConfig.model_validate({"name": "s", "output_dir": str(self.root), "model": model, "serve": {"alias": NAME}})
+        places = Places(config.run_dir)
+        training = Training(config, places, self.learner)
+        sampling = Sampling(config, places, self.servers, training.name, self.learner.vocab_size)  # type: ignore[arg-type]
+        app = Gate(make_app(Api(training, sampling, places), Listing(training, sampling, places)), KEY, loopback=True)
+        sampling.begin()
+        work = asyncio.create_task(training.run())
+        self.server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="warning", lifespan="off"))
+        await self.server.serve()
+        work.cancel()
