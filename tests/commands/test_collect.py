@@ -9,11 +9,13 @@ from rl.commands.collect import Collection, missing, read_present, task_order
 from rl.commands.play_session import task_count
 from rl.config.command_line import build, parse_args
 from rl.config.sft import SftConfig
+from rl.orchestrator.recorded.lines import parse
 from rl.system.errors import RunError
 from rl.trainer.sft.rows import why_unused
 from rl.wire.rollouts import Rollout
 from tests.commands.driver import rl, with_server
 from tests.commands.servers import Endpoint
+from tests.orchestrator.made import turn
 from tests.web import serving
 
 
@@ -99,3 +101,12 @@ def test_faults(tmp_path):
     environment = ("--orchestrator.environment.id", "say-digit", "--model.name", str(tmp_path / "nowhere"))
     code, _, err = rl(tmp_path, "collect", *environment, "--output", str(tmp_path / "new" / "x.jsonl"))
     assert code == 1 and "nowhere" in err and not (tmp_path / "new").exists()
+
+
+def test_what_is_collected_with_tokens_can_be_trained(tmp_path):
+    path = tmp_path / "r.jsonl"
+    told = Collection(build(parse_args(["--orchestrator.environment.id", "e"])), "p", {}, path, tokens=True)
+    told.write("e", 3, [Rollout(turns=[turn((1, 2), (3,))], reward=1.0), Rollout(error="broken", episode=1)], 0.7)
+    first, failed = (parse(json.loads(text), "line") for text in path.read_text().splitlines())
+    assert (first.task, first.reward, first.temperature, first.turns[0].completion_ids) == (3, 1.0, 0.7, [3])
+    assert first.turns[0].policy_versions[0].num_tokens == 1 and failed.error == "broken" and failed.reward is None
