@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from vllm import SamplingParams
 
 from rl.config.run import RLConfig
+from rl.inference.chat import Answers
 from rl.inference.draw import carried_seed
 from rl.inference.engine import VersionedEngine
 from rl.inference.engine_args import parse_engine_args
@@ -71,7 +72,7 @@ def test_an_answer_has_the_routes_of_the_tokens_that_were_asked_for(given, said)
     answer = SimpleNamespace(token_ids=[7, 8], logprobs=flat, finish_reason="stop", routed_experts=routes)
 
     async def once(*_, **__):
-        return SimpleNamespace(outputs=[answer], finished=True, version_starts=[(0, 3)], get=once)
+        return SimpleNamespace(outputs=[answer], finished=True, prompt_logprobs=None, version_starts=[(0, 3)], get=once)
 
     engine = SimpleNamespace(sampling=nullcontext, ranks=SimpleNamespace(use=lambda _: nullcontext(0)), add_request=once)
     work = VersionedEngine.sample(engine, [1, 2, 3, 4, 5, 6], SamplingParams(), routes_from=2)
@@ -219,7 +220,7 @@ def test_a_file_system_that_hangs_ends_the_server_instead_of_the_run(tmp_path):
 
     engine.on_every_worker = hang
     app = FastAPI()
-    app.include_router(make_router(engine, "m"))
+    app.include_router(make_router(engine, "m", Answers()))
     body = {"policy_version": 1, "path": str(folder)}
 
     async def ask():
