@@ -1,6 +1,7 @@
 """A log of calls: durable before it is acknowledged, readable after a kill."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -26,3 +27,24 @@ def test_calls_and_answers_are_there_again_and_a_torn_record_is_not(tmp_path):
     path.write_bytes(whole[:40] + b"?" + whole[41:])
     with pytest.raises(CorruptFileError, match="damaged"):
         Log(path)
+
+
+def test_calls_and_answers_that_two_threads_write_are_each_where_it_says(tmp_path):
+    """Calls come in the event loop, answers from the trainer's thread. Regression: one was taken for the other, or for neither."""
+    log = Log(tmp_path / "calls.log")
+
+    def answers():
+        for number in range(400):
+            log.answer(Answer(number, b"a" * (number % 7)))
+
+    async def calls():
+        for number in range(400):
+            log._write(Call(number, "k", b"c" * (number % 11)))
+
+    thread = threading.Thread(target=answers)
+    thread.start()
+    asyncio.run(calls())
+    thread.join()
+    for found in (log, Log(tmp_path / "calls.log")):
+        assert [len(found.answer_of(number).body) for number in range(400)] == [number % 7 for number in range(400)]
+        assert [len(found.call_of(number).body) for number in range(400)] == [number % 11 for number in range(400)]

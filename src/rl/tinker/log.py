@@ -7,6 +7,7 @@ that is there is not executed again, so a client may repeat any request.
 
 import asyncio
 import os
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class Log:
     durable: int = 0
     """Bytes of the file that are known to survive a power cut."""
     _syncing: "asyncio.Task[None] | None" = None
+    _writing: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         new = not self.path.exists()
@@ -84,14 +86,16 @@ class Log:
         (self.calls if isinstance(record, Call) else self.answers)[record.number] = place
 
     def _write(self, record: Call | Answer) -> None:
+        """Appends a record. Calls come from the event loop, answers from the trainer's thread."""
         payload = msgspec.msgpack.encode(record)
-        try:
-            write_all(self.file, encode_record(payload), "calls")
-        except OSError as error:
-            os.ftruncate(self.file, self.size)
-            raise with_path(error, self.path) from None
-        self._note(record, Place(self.size + HEADER.size, len(payload)))
-        self.size += HEADER.size + len(payload)
+        with self._writing:
+            try:
+                write_all(self.file, encode_record(payload), "calls")
+            except OSError as error:
+                os.ftruncate(self.file, self.size)
+                raise with_path(error, self.path) from None
+            self._note(record, Place(self.size + HEADER.size, len(payload)))
+            self.size += HEADER.size + len(payload)
 
     async def add(self, call: Call) -> None:
         """Writes a call, unless its number is there, and returns when it is durable. Raises OSError."""
