@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import shutil
 from pathlib import Path
 
 import httpx
@@ -206,8 +207,7 @@ def test_a_call_that_ends_the_trainer_each_time_fails_alone(tmp_path):
 
     async def begin(client):
         model = await new_model(client)
-        step = {"model_id": model, "seq_id": 2, "adam_params": {}}
-        return await client.post("forward_backward", forward_backward(model, 1)), await client.post("optim_step", step), model
+        return await client.post("forward_backward", forward_backward(model, 1)), await client.post("optim_step", step_of(model, 2)), model
 
     async def nothing(client):
         pass
@@ -220,6 +220,75 @@ def test_a_call_that_ends_the_trainer_each_time_fails_alone(tmp_path):
             assert "has died 3 times during this call" in (await client.result(promise))["error"]
             assert (await client.result(step))["metrics"]["policy_version:max"] == 1  # the counting learner needs no gradient
             assert not (client.training.models[model].run_dir.root / "attempts").exists()
+        for state in (client.training.models[model].run_dir.root / "state").iterdir():
+            shutil.rmtree(state)
+        async with Client(tmp_path) as client:  # whose calls are executed from the first
+            await client.call("optim_step", step_of(model, 3))
+            assert client.learner.done == [("create", 4), ("optim_step", 1e-4), ("optim_step", 1e-4)], "but never what was not executed"
+
+    asyncio.run(scenario())
+
+
+def step_of(model, number):
+    return {"model_id": model, "seq_id": number, "adam_params": {}}
+
+
+def test_names_are_told_apart_and_stay_in_their_folder(tmp_path):
+    async def scenario():
+        async with Client(tmp_path) as client:
+            model = await new_model(client)
+            for number, name in enumerate(("epoch-0.5", "epoch-0.25"), 1):
+                await client.call("optim_step", step_of(model, 3 * number - 2))
+                for offset, kind in enumerate(("save_weights", "save_weights_for_sampler")):
+                    await client.call(kind, {"model_id": model, "seq_id": 3 * number - 1 + offset, "path": name})
+            places = client.sampling.places
+            saved = [places.find(f"tinker://{model}/sampler_weights/{name}")[3] for name in ("epoch-0.5", "epoch-0.25")]
+            assert [one.policy_version for one in saved] == [1, 2] and len(places.all_saved(model)) == 4
+            for number, name in enumerate((".", "..", "\u4e00", ".hidden"), 7):
+                answer = await client.call("save_weights", {"model_id": model, "seq_id": number, "path": name})
+                assert answer["category"] == "user"
+
+    asyncio.run(scenario())
+
+
+def test_openai_requests_name_what_there_is(tmp_path):
+    async def scenario():
+        async with Client(tmp_path) as client:
+            model = await new_model(client)
+            for name, status in (("typo:train:0", 404), (model, 400), (f"tinker://{model}/sampler_weights/a", 400)):
+                answer = await client.http.post("/v1/completions", json={"model": name, "prompt": "a"})
+                assert answer.status_code == status, "the base model answered"
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_could_not_be_written_is_made_again_and_half_a_session_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.tinker.sampling.RETRY_S", 0.01)
+
+    async def scenario():
+        async with Client(tmp_path) as client:
+            model = await new_model(client)
+            base = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 0, "base_model": "meta/x"}
+            session_id = (await client.post("create_sampling_session", base))["sampling_session_id"]
+            session, full = client.sampling.find(session_id), True
+            written = session.log.answer
+
+            def answer(one):
+                nonlocal full
+                if full:
+                    full = False
+                    raise OSError(28, "no space")
+                written(one)
+
+            session.log.answer = answer
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+            sample = {"prompt": prompt, "sampling_params": {"max_tokens": 4}, "sampling_session_id": session_id, "seq_id": 0}
+            promise = await client.post("asample", sample)
+            await client.post("retrieve_future", {"request_id": promise["request_id"]}, 408)
+            assert await client.result(promise) and not session.tasks
+            client.sampling.places.sampling_log("s:sample:1").touch()  # as a kill leaves it
+        async with Client(tmp_path) as client:
+            assert not client.sampling.places.sampling_log("s:sample:1").exists()
 
     asyncio.run(scenario())
 
@@ -278,6 +347,7 @@ BAD = {
     "dtype": ((), {"target_tokens": np.ones(3, np.float32)}, "must be int64"),
     "nan": ((), {"weights": np.array([0, np.nan, 1], np.float32)}, "not finite at position 1"),
     "vocabulary": ((), {"target_tokens": np.array([6, 7, 100])}, "token id 100; the vocabulary has 100"),
+    "no target": ((), {"target_tokens": np.ones((3, 0), np.int64)}, "give at least one number"),
     "extra": ((), {"mask": np.ones(3, np.float32)}, "mask, which cross_entropy does not take"),
 }
 
@@ -289,10 +359,10 @@ def test_what_is_wrong_fails_alone_and_says_why(tmp_path):
             for number, (name, (loss, inputs, said)) in enumerate(BAD.items(), 1):
                 answer = await client.call("forward_backward", forward_backward(model, number, *loss, **inputs))
                 assert answer["category"] == "user" and said in answer["error"], name
-            for offset, (key, value) in enumerate((("learning_rate", "NaN"), ("beta1", "1.5"))):
+            for offset, (key, value) in enumerate((("learning_rate", "NaN"), ("beta1", "1.5"), ("eps", "0.0"))):
                 body = f'{{"model_id": "{model}", "seq_id": {len(BAD) + 1 + offset}, "adam_params": {{"{key}": {value}}}}}'.encode()
                 assert (await client.call("optim_step", body))["category"] == "user"
-            external = {"model_id": model, "seq_id": len(BAD) + 3, "path": "e"}
+            external = {"model_id": model, "seq_id": len(BAD) + 4, "path": "e"}
             assert "rl export" in (await client.call("save_weights_external", external))["error"]
             assert client.learner.done == [("create", 4)]
             assert await new_model(client, rank=9) is None

@@ -13,7 +13,7 @@ from rl.run_dir import spans
 from rl.run_dir.lease import ROLE_WAIT_S, hold_role
 from rl.run_dir.status import Phase, Status
 from rl.system.errors import GIVE_UP, LASTING, RunError
-from rl.system.linux import die_with_parent
+from rl.system.linux import die_with_parent, raise_open_files
 
 NAME = "tinker"
 
@@ -38,6 +38,7 @@ def main() -> None:
 def run(config: RLConfig) -> None:
     """Loads the model, and serves it or replays what a client has done with it."""
     die_with_parent()
+    raise_open_files()
     assert config.serve
     run_dir, replayed = config.run_dir, config.trainer.data.replay
     lease = hold_role(run_dir.lock(NAME), ROLE_WAIT_S)

@@ -16,6 +16,8 @@ from rl.tinker.proto import BFLOAT16, FLOAT32, INT32, INT64, LENGTH, MESSAGE, ST
 from rl.wire.training_calls import CallError, Example, LossCall, Scored
 
 DTYPES = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32}
+MAX_NUMBERS = 1 << 26
+"""Of one tensor."""
 CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 LOSSES: dict[str, tuple[str, dict[str, float], tuple[str, ...]]] = {
     "cross_entropy": ("cross_entropy", {}, ()),
@@ -70,7 +72,7 @@ def examples(request: Any, vocab_size: int, max_len: int) -> list[Example]:
     for index, datum in enumerate(request.data):
         try:
             found.append(example(datum, request.loss_fn, vocab_size, max_len))
-        except CallError as error:
+        except (CallError, ValueError, IndexError, OverflowError) as error:
             raise CallError(f"datum {index}: {error}") from None
     return found
 
@@ -114,6 +116,8 @@ def tensor(message: Any, name: str, kind: type, length: int, shape: tuple[int, .
     if message.dtype not in DTYPES or (np.dtype(DTYPES[message.dtype]).kind != np.dtype(kind).kind):
         raise CallError(f"{name} must be {np.dtype(kind).name}" + (", not bfloat16" if message.dtype == BFLOAT16 else ""))
     dtype, dims = np.dtype(DTYPES[message.dtype]), list(message.shape)
+    if not 0 < math.prod(dims or [1]) <= MAX_NUMBERS:
+        raise CallError(f"{name} has shape {dims}; give at least one number, and at most {MAX_NUMBERS}")
     try:
         if message.HasField("sparse_csr"):
             csr = message.sparse_csr

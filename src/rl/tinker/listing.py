@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from rl.tinker.places import TRAINING, Places, Saved, new_saved, tinker_path
 from rl.tinker.replies import reply
+from rl.tinker.requests import SetTtl
 from rl.tinker.sampling import Sampling
 from rl.tinker.training import Model, Training
 
@@ -90,7 +91,7 @@ class Listing:
 
     async def set_ttl(self, request: Request) -> Response:
         *where, saved = self._named(request)
-        expires = new_saved(0, json.loads(await request.body())["ttl_seconds"], None).expires
+        expires = new_saved(0, msgspec.json.decode(await request.body(), type=SetTtl).ttl_seconds, None).expires
         self.places.write_saved(*where, msgspec.structs.replace(saved, expires=expires))
         return reply({})
 

@@ -24,13 +24,17 @@ class OpenAi:
         self.sampling = sampling
 
     def _target(self, model: str) -> Target:
-        """Returns what a request's `model` means. Raises CallError."""
+        """Returns what a request's `model` means. Raises KeyError and CallError."""
         sampling = self.sampling
         if model in (sampling.name, sampling.config.model.name):
             return sampling.base
         if MODEL_ID.fullmatch(model):
+            if model not in sampling.places.model_ids():
+                raise KeyError(f"model {model} does not exist on this server")
             newest = sampling.places.model(model).newest_weights()
-            return sampling.target(model, newest[0] if newest else 0)
+            if not newest:
+                raise CallError(f"{model} has no sampled version yet: save_weights_for_sampler makes one")
+            return sampling.target(model, newest[0])
         model_id, _, _, saved = sampling.places.find(model, SAMPLER)
         return sampling.target(model_id, saved.policy_version)
 

@@ -66,14 +66,19 @@ class Places:
         """Returns the folder of the state that has this name; its record is beside it."""
         return self.model(model_id).root / "saved" / kind / name
 
+    def record(self, model_id: str, kind: str, name: str) -> Path:
+        """Returns the file that says of which version and until when something named is. No name begins with a dot."""
+        folder = self.saved(model_id, kind, name)
+        return folder.with_name(f".{folder.name}.json")
+
     def write_saved(self, model_id: str, kind: str, name: str, saved: Saved) -> str:
         """Writes the record of something named, and returns its path for clients."""
-        write_file(self.saved(model_id, kind, name).with_suffix(".json"), msgspec.json.encode(saved))
+        write_file(self.record(model_id, kind, name), msgspec.json.encode(saved))
         return tinker_path(model_id, kind, name)
 
     def read_saved(self, model_id: str, kind: str, name: str) -> Saved | None:
         """Returns the record of something named; None if there is none, or if it has expired, and then deletes it."""
-        record = self.saved(model_id, kind, name).with_suffix(".json")
+        record = self.record(model_id, kind, name)
         if not record.is_file():
             return None
         saved = msgspec.json.decode(record.read_bytes(), type=Saved)
@@ -84,16 +89,17 @@ class Places:
 
     def delete_saved(self, model_id: str, kind: str, name: str) -> None:
         folder = self.saved(model_id, kind, name)
-        folder.with_suffix(".json").unlink(missing_ok=True)
+        self.record(model_id, kind, name).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
     def all_saved(self, model_id: str) -> list[tuple[str, str, Saved]]:
         """Returns (kind, name, record) of all that a model's client has named, the newest first."""
         found = []
         for kind in (TRAINING, SAMPLER):
-            for record in (self.model(model_id).root / "saved" / kind).glob("*.json"):
-                if saved := self.read_saved(model_id, kind, record.stem):
-                    found.append((kind, record.stem, saved))
+            for record in (self.model(model_id).root / "saved" / kind).glob(".*.json"):
+                name = record.name[1 : -len(".json")]
+                if saved := self.read_saved(model_id, kind, name):
+                    found.append((kind, name, saved))
         return sorted(found, key=lambda one: one[2].time, reverse=True)
 
     def find(self, path: str, kind: str | None = None) -> tuple[str, str, str, Saved]:

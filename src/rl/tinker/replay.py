@@ -11,7 +11,7 @@ from rl.system.errors import GIVE_UP, RunError
 from rl.tinker.log import Log
 from rl.tinker.places import PATH, Places
 from rl.tinker.requests import LoadWeights
-from rl.tinker.training import FAILED, MAKING, Training, decode
+from rl.tinker.training import FAILED, MAKING, Training, decode, was_left_out
 from rl.wire.training_calls import CallError
 
 EXACT = ("forward_backward", "optim_step")
@@ -35,7 +35,7 @@ def copy_calls(root: RunDir, to: Places) -> int:
             source, target = there.saved(*path.groups()), to.saved(*path.groups())
             if source.is_dir() and source.parents[2] != root.root:
                 shutil.copytree(source, target, dirs_exist_ok=True)
-                shutil.copyfile(source.with_suffix(".json"), target.with_suffix(".json"))
+                shutil.copyfile(there.record(*path.groups()), to.record(*path.groups()))
     log.close()
     if not versions:
         raise RunError(f"{root.root}: its client has made no step yet; there is nothing to compare with")
@@ -52,7 +52,7 @@ def replay(training: Training, original: RunDir, unlike: Callable[[dict[str, Any
     for number in sorted(model.log.answers):
         call, then = model.log.call_of(number), model.log.answer_of(number).body
         failed = then.startswith(FAILED)
-        if call.kind in UNCHANGING or (failed and call.kind in MAKING):
+        if call.kind in UNCHANGING or was_left_out(call, then):
             continue
         before = model.version
         try:

@@ -9,10 +9,13 @@ from msgspec import Meta, Struct
 
 from rl.wire.training_calls import CallError, Step
 
+SMALLEST = 1.2e-38
+"""The smallest normal number of float32."""
 Number = Annotated[int, Meta(ge=0)]
-Name = Annotated[str, Meta(pattern=r"^[\w.-][\w.-]{0,199}$")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}$")]
 """A checkpoint's name, which is that of a folder."""
-Ttl = Annotated[int, Meta(ge=1)] | None
+Ttl = Annotated[int, Meta(ge=1, le=315_360_000)] | None
+"""Seconds, up to ten years."""
 
 
 class CreateSession(Struct):
@@ -79,6 +82,8 @@ class AdamParams(Struct):
     def step(self) -> Step:
         """Returns our settings of the step. Raises CallError for a number that AdamW does not take."""
         bounds = {"learning_rate": 1.0, "beta1": 1 - 1e-9, "beta2": 1 - 1e-9}
+        if self.eps < SMALLEST:
+            raise CallError(f"adam_params.eps = {self.eps}: give at least {SMALLEST:g}; where a gradient is 0, AdamW divides by it alone")
         for name in self.__struct_fields__:
             value, most = getattr(self, name), bounds.get(name, math.inf)
             if not (math.isfinite(value) and 0 <= value <= most):
@@ -116,6 +121,12 @@ class SaveWeightsForSampler(Struct):
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: Ttl = None
     user_metadata: dict[str, str] | None = None
+
+
+class SetTtl(Struct):
+    """How long something named is to be kept from now on; None: for good."""
+
+    ttl_seconds: Ttl = None
 
 
 class CreateSamplingSession(Struct):

@@ -7,6 +7,7 @@ and has the base model, the version is loaded once more and the request repeated
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -126,6 +127,8 @@ class Session:
     def __init__(self, sampling_id: str, log: Log, target: Target):
         self.id, self.log, self.target = sampling_id, log, target
         self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.adding = 0
+        """Requests that are being written."""
 
 
 class Sampling:
@@ -138,6 +141,7 @@ class Sampling:
         self.used: dict[Target, float] = {}
         """When each target was last asked for."""
         self.base = Target("", 0, str(places.base), "")
+        self.expire_at = -math.inf
 
     def versions(self, model_id: str) -> set[int]:
         """Returns the versions of a model that were lately sampled from."""
@@ -150,13 +154,26 @@ class Sampling:
 
     def begin(self) -> None:
         """Goes on with the requests that have no answer, of sessions that were used lately; deletes the others."""
+        self._expire()
         for path in self.places.sampling.glob("*.log"):
-            if time.time() - path.stat().st_mtime > EXPIRES_S:
+            try:
+                session = self.find(":sample:".join(path.stem.rsplit("-", 1)))
+            except KeyError:  # its client was never told that it exists
                 path.unlink()
                 continue
-            session = self.find(":sample:".join(path.stem.rsplit("-", 1)))
             for number in session.log.calls.keys() - session.log.answers.keys() - {0}:
                 self._start(session, number)
+
+    def _expire(self) -> None:
+        """Deletes the sessions that nobody has used for long. Looks once an hour."""
+        if time.monotonic() < self.expire_at:
+            return
+        self.expire_at = time.monotonic() + IN_USE_S
+        for path in self.places.sampling.glob("*.log"):
+            if time.time() - path.stat().st_mtime > EXPIRES_S:
+                if session := self.sessions.pop(":sample:".join(path.stem.rsplit("-", 1)), None):
+                    session.log.close()
+                path.unlink()
 
     def find(self, sampling_id: str) -> Session:
         """Returns a session. Raises KeyError if there is none."""
@@ -176,7 +193,7 @@ class Sampling:
     def _open(self, sampling_id: str, log: Log, target: Target) -> Session:
         """Keeps a session in memory, and closes the files of the oldest that nobody waits for."""
         self.used[target] = time.time()
-        idle = [session for session in self.sessions.values() if not session.tasks]
+        idle = [session for session in self.sessions.values() if not (session.tasks or session.adding)]
         for old in idle[: max(0, len(self.sessions) - MOST_OPEN)]:
             self.sessions.pop(old.id).log.close()
         return self.sessions.setdefault(sampling_id, Session(sampling_id, log, target))
@@ -186,8 +203,13 @@ class Sampling:
         with suppress(KeyError):
             self.find(sampling_id)
             return
+        self._expire()
         log = Log(self.places.sampling_log(sampling_id))
-        await log.add(Call(0, "create_sampling_session", msgspec.json.encode(target)))
+        try:
+            await log.add(Call(0, "create_sampling_session", msgspec.json.encode(target)))
+        except OSError:
+            log.close()
+            raise
         self._open(sampling_id, log, target)
 
     def target(self, model_id: str, policy_version: int) -> Target:
@@ -214,7 +236,11 @@ class Sampling:
         """Writes a request and begins to answer it, unless that has been done. Raises KeyError and CallError."""
         session, number = self.find(request.sampling_session_id), request.seq_id + 1
         self._check(request)
-        await session.log.add(Call(number, "asample", body))
+        session.adding += 1
+        try:
+            await session.log.add(Call(number, "asample", body))
+        finally:
+            session.adding -= 1
         if number not in session.log.answers and number not in session.tasks:
             self._start(session, number)
 
@@ -249,8 +275,9 @@ class Sampling:
             answer = Answer(number, json.dumps({"error": str(error), "category": "user"}).encode())
         except RunError as error:
             answer = Answer(number, json.dumps({"error": str(error), "category": "server"}).encode())
+        finally:
+            del session.tasks[number]
         session.log.answer(answer)
-        del session.tasks[number]
 
     async def _sample(self, session: Session, request: Sample) -> bytes:
         prompt = prompt_ids(request)
@@ -282,8 +309,12 @@ class Sampling:
         session = self.find(sampling_id)
         if number not in session.log.calls:
             raise KeyError(f"sampling session {sampling_id} has no request {number - 1}")
+        if number not in session.log.answers and number not in session.tasks:  # it could not be written, as on a full disk
+            self._start(session, number)
         if task := session.tasks.get(number):
             await asyncio.wait([task], timeout=wait_s)
+            if number not in session.log.answers and task.done():
+                await asyncio.sleep(min(wait_s, RETRY_S))
         return session.log.answer_of(number) if number in session.log.answers else None
 
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,17 +29,17 @@ from rl.tinker import codec
 from rl.tinker.log import Answer, Call, Log
 from rl.tinker.places import SAMPLER, TRAINING, Places, new_saved, tinker_path
 from rl.tinker.requests import CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler
-from rl.wire.training_calls import CallError, Learner
+from rl.wire.training_calls import CallError, Learner, NoRoomError
 
 T = TypeVar("T")
 KEPT_STATES = 2
 IDLE_S = 3600.0
-"""Seconds without a call after which a model leaves the trainer's memory when another one is made."""
+"""Seconds without a call after which a model leaves the trainer's memory if another one needs it."""
 CHANGING = {"create_model", "load_weights", "optim_step"}
 """Calls after which a model has no gradient, so that its state may be copied."""
 MAKING = {"create_model", "load_weights"}
-FAILED = b'{"error"'
-"""How the answer to a call begins that has failed."""
+FAILED, NOT_EXECUTED = b'{"error"', b'{"error": "not executed: '
+"""How the answer begins to a call that has failed, and to one that was not executed at all."""
 
 
 class Model:
@@ -98,9 +100,7 @@ class Training:
     async def add(self, model_id: str, number: int, kind: str, body: bytes) -> None:
         """Writes a call and has it executed after those before it."""
         if number == 0 and model_id not in self.models:
-            await self.unload("", IDLE_S)
-            if model_id not in self.models:  # the same request may have come again meanwhile
-                self.models[model_id] = Model(model_id, self.places)
+            self.models[model_id] = Model(model_id, self.places)
         model = self.find(model_id)
         model.used = time.time()
         await model.log.add(Call(number, kind, body))
@@ -120,11 +120,14 @@ class Training:
                 return None
         return model.log.answer_of(number)
 
-    async def unload(self, prefix: str, idle_s: float = 0.0) -> None:
-        """Takes models whose id begins so, and that nobody has asked for lately, out of the trainer's memory."""
-        for model in [model for model in self.models.values() if model.id.startswith(prefix)]:
-            if time.time() - model.used >= idle_s:
-                await asyncio.get_running_loop().run_in_executor(self.thread, self._forget, model)
+    async def unload(self, prefix: str) -> None:
+        """Takes models whose id begins so out of the trainer's memory."""
+
+        def forget() -> None:
+            for model in [model for model in self.models.values() if model.id.startswith(prefix) and model.applied >= 0]:
+                self._forget(model)
+
+        await asyncio.get_running_loop().run_in_executor(self.thread, forget)
 
     def _forget(self, model: Model) -> None:
         self.learner.forget(model.id)
@@ -175,30 +178,45 @@ class Training:
         limit = self.config.supervisor.quarantine_after
         if attempts > limit:
             few = "with fewer tokens at once if memory was short (see the log), or raise supervisor.quarantine_after"
-            raise CallError(f"the trainer has died {limit} times during this call, which is not executed any more: send it again {few}")
+            raise CallError(f"not executed: the trainer has died {limit} times during this call; send it again {few}")
         write_file(model.attempts, f"{number} {attempts}".encode(), durable=False)
 
     def _catch_up(self, model: Model, number: int) -> None:
         """Brings a model's adapters to where they were before call `number`: from its newest sound state, by the calls after that."""
         if model.applied < 0 < number:
+            model.version = 0
             for step, folder in reversed(numbered(model.run_dir.root / "state").items()):
                 try:
                     notes = self.learner.notes(folder)
                 except CorruptFileError:
                     remove_directory(folder)
                     continue
-                self.learner.load(model.id, folder, optimizer=True)
+                self._with_room(model, partial(self.learner.load, model.id, folder, optimizer=True))
                 model.applied, model.version = step, notes["policy_version"]
                 break
         for old in range(model.applied + 1, number):
-            call, had_failed = model.log.call_of(old), model.log.answer_of(old).body.startswith(FAILED)
+            call, answer = model.log.call_of(old), model.log.answer_of(old).body
+            had_failed = answer.startswith(FAILED)
             try:
-                if not (had_failed and call.kind in MAKING):  # there may have been no memory then, or no such path
-                    self.actions[call.kind](model, call, False)
+                if not was_left_out(call, answer):
+                    self._with_room(model, partial(self.actions[call.kind], model, call, False))
             except CallError as error:
                 if not had_failed:
                     raise RunError(f"call {old} of {model.id} cannot be executed again: {error}", RESTART) from None
             model.applied = old
+
+    def _with_room(self, model: Model, execute: Callable[[], T], idle_s: float = 0.0) -> T:
+        """Executes what may need memory for a model. Where that is short, other models leave it, the one that was not asked for longest
+        first, as far as nobody has asked for them for `idle_s`; their calls load them again. Raises CallError."""
+        others = [other for other in self.models.values() if other is not model and other.applied >= 0]
+        others = sorted((other for other in others if time.time() - other.used >= idle_s), key=lambda other: other.used)
+        while True:
+            try:
+                return execute()
+            except NoRoomError:
+                if not others:
+                    raise
+                self._forget(others.pop(0))
 
     def _save_state(self, model: Model) -> None:
         """Copies a model's state, after which its older calls need not be executed again."""
@@ -220,7 +238,7 @@ class Training:
         if not (lora.train_mlp and lora.train_attn):
             raise CallError("this server trains adapters of all linear layers: leave train_mlp and train_attn true")
         seed = request.model_seq_id if lora.seed is None else lora.seed
-        self.learner.create(model.id, lora.rank, seed % 2**63)
+        self._with_room(model, partial(self.learner.create, model.id, lora.rank, seed % 2**63), IDLE_S)
         return self._made(model, lora.rank, request.user_metadata, {"model_id": model.id, "type": "create_model"})
 
     def _load(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
@@ -229,14 +247,21 @@ class Training:
         if call.number == 0:
             self._check_base(request.base_model or self.name, request.optimizer_config.type if request.optimizer_config else "adamw")
         folder = self.places.saved(source, kind, name)
-        rank = self.learner.notes(folder)["rank"]
+        rank = self._notes(folder)["rank"]
         if call.number and rank != model.settings.get("lora_rank"):
             raise CallError(f"{request.path} has rank {rank}, this model {model.settings.get('lora_rank')}")
-        self.learner.load(model.id, folder, request.optimizer)
+        self._with_room(model, partial(self.learner.load, model.id, folder, request.optimizer), IDLE_S)
         model.version += 1
         model.saved_at = -1e9  # its source may be deleted: the next copy of the state must not wait
         answer = {"path": request.path, "model_id": model.id, "type": "load_weights"}
         return self._made(model, rank, request.user_metadata, answer) if call.number == 0 else (json.dumps(answer).encode(), True)
+
+    def _notes(self, folder: Path) -> dict[str, Any]:
+        """Returns the notes of a saved state. Raises CallError if it is damaged."""
+        try:
+            return self.learner.notes(folder)
+        except CorruptFileError as error:
+            raise CallError(f"{error}; save the state again, or load another one") from None
 
     def _check_base(self, base_model: str, optimizer: str) -> None:
         if base_model not in (self.name, self.config.model.name):
@@ -294,7 +319,7 @@ class Training:
         if first:
             there = self.places.read_saved(model.id, TRAINING, request.path)
             folder = self.places.saved(model.id, TRAINING, request.path)
-            if there and not request.overwrite and self.learner.notes(folder).get("number") != call.number:
+            if there and not request.overwrite and self._notes(folder).get("number") != call.number:
                 raise CallError(f"{path} exists: choose another name, or overwrite=True")
             self.learner.save(model.id, folder, {"policy_version": model.version, "number": call.number})
             self.places.write_saved(model.id, TRAINING, request.path, new_saved(model.version, request.ttl_seconds, request.user_metadata))
@@ -329,6 +354,11 @@ class Training:
         newest = sorted(versions)[-self.config.trainer.weights.keep_last :]
         for version in versions.keys() - named - self.sampled(model.id) - {*newest}:
             remove_directory(versions[version])
+
+
+def was_left_out(call: Call, answer: bytes) -> bool:
+    """Returns whether a call that was answered so had no effect, and might have one today: then there was no memory, or no such path."""
+    return answer.startswith(NOT_EXECUTED) or (call.kind in MAKING and answer.startswith(FAILED))
 
 
 def decode(body: bytes, kind: type[T]) -> T:

@@ -33,6 +33,8 @@ class HttpGate:
     It has to be outermost, so that only the headers of a refused request are parsed.
     """
 
+    max_body_bytes = MAX_BODY_BYTES
+
     def __init__(self, app: ASGIApp, token: str, loopback: bool):
         self.app = app
         self.loopback = loopback
@@ -70,8 +72,8 @@ class HttpGate:
     async def limited(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on; if its body gets too long, the app sees a disconnected client."""
         body_bytes, too_long, answered = announced_length(scope), False, False
-        if body_bytes > MAX_BODY_BYTES:
-            message = f"the body has {body_bytes} bytes, {MAX_BODY_BYTES} are allowed"
+        if body_bytes > self.max_body_bytes:
+            message = f"the body has {body_bytes} bytes, {self.max_body_bytes} are allowed"
             await refusal(413, "too_large", message, CLOSE)(scope, receive, send)
             return
         body_bytes = 0
@@ -80,7 +82,7 @@ class HttpGate:
             nonlocal body_bytes, too_long
             message = await receive()
             body_bytes += len(message.get("body", b""))
-            too_long = too_long or body_bytes > MAX_BODY_BYTES
+            too_long = too_long or body_bytes > self.max_body_bytes
             return {"type": "http.disconnect"} if too_long else message
 
         async def send_unless_too_long(message: Message) -> None:
@@ -95,7 +97,7 @@ class HttpGate:
             if not too_long:
                 return
         if too_long and not answered:
-            await refusal(413, "too_large", f"the body has more than {MAX_BODY_BYTES} bytes", CLOSE)(scope, receive, send)
+            await refusal(413, "too_large", f"the body has more than {self.max_body_bytes} bytes", CLOSE)(scope, receive, send)
 
 
 def header(scope: Scope, name: bytes) -> list[bytes]:

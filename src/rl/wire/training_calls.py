@@ -14,6 +14,10 @@ class CallError(RunError):
     """A call of a client is wrong; the message is for the client, and nothing has been changed."""
 
 
+class NoRoomError(CallError):
+    """There is no memory for another model."""
+
+
 @dataclass(frozen=True)
 class Example:
     """N tokens and, at each, the K tokens whose log-probability after it is trained."""

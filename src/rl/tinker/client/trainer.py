@@ -85,7 +85,7 @@ class RemoteTrainer:
             self.publish(again=True)
         quarantined = {*numbers(self.run_dir.batches, self.run_dir.quarantined(0).suffix)}
         for step in range(self.step + 1, self.config.max_steps + 1):
-            began, metrics, tokens = time.monotonic(), {"quarantined": 1.0}, 0
+            began, metrics, tokens, self.calls = time.monotonic(), {"quarantined": 1.0}, 0, (0, 0)
             if step not in quarantined:
                 batch = self.receive(step)
                 if batch is None:

@@ -37,7 +37,7 @@ from rl.trainer.parallel.world import World
 from rl.trainer.store.space import require_space, write_tensors
 from rl.trainer.train import loss_inputs
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
-from rl.wire.training_calls import CallError, Example, LossCall, Scored, Step
+from rl.wire.training_calls import CallError, Example, LossCall, NoRoomError, Scored, Step
 
 STATE, RECORD = "state.safetensors", "state.json"
 COPIES = 4
@@ -122,10 +122,12 @@ class AdapterLearner:
         """See Learner. A is drawn as peft draws it, uniformly within 1 / sqrt(its columns), from `seed` alone."""
         if not 1 <= rank <= self.max_rank:
             raise CallError(f"rank {rank}: this server trains ranks from 1 to {self.max_rank}; start it with --trainer.lora.rank {rank}")
-        self.forget(name)
-        needed, free = COPIES * sum(local(p).nbytes for p in self.parameters.values()), memory_bytes()[1]
+        needed = 0 if name in self.adapters else COPIES * sum(local(p).nbytes for p in self.parameters.values())
+        on_gpu = self.world.device.type == "cuda"
+        free = torch.cuda.mem_get_info(self.world.device)[0] if on_gpu else memory_bytes()[1]
         if needed > free:
-            raise CallError(f"another model takes {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB of memory are free: unload one")
+            raise NoRoomError(f"another model takes {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB of memory are free: unload one")
+        self.forget(name)
         generator = torch.Generator().manual_seed(seed)
         tensors = {key: torch.zeros_like(tensor) for key, tensor in self._live().items()}
         for key in (key for key in tensors if key.startswith("weight.") and A in key):
@@ -153,8 +155,9 @@ class AdapterLearner:
                     terms.sum().backward()
             logprobs[row.token_index], losses[row.token_index] = scores.logprobs.detach().cpu(), terms.detach().cpu()
         if not bool(losses.isfinite().all()):
-            self.optimizer.zero_grad()
-            raise CallError("the loss is not finite; the gradient of this model is discarded")
+            if backward:
+                self.optimizer.zero_grad()
+            raise CallError("the loss is not finite" + ("; the gradient of this model is discarded" if backward else ""))
         shapes = [(example.targets.T.shape, slice(a, b)) for example, a, b in zip(examples, starts, starts[1:], strict=False)]
         return Scored(*([values[part].numpy().reshape(shape).T for shape, part in shapes] for values in (logprobs, losses)))
 
@@ -205,10 +208,11 @@ class AdapterLearner:
         raise CorruptFileError(f"{folder}: missing or damaged")
 
     def load(self, name: str, folder: Path, optimizer: bool) -> None:
-        self.create(name, self.notes(folder)["rank"], 0)
-        own, found = self.adapters[name], load_file(folder / STATE)
-        if found.keys() != own.tensors.keys():
+        rank, found = self.notes(folder)["rank"], load_file(folder / STATE)
+        if found.keys() != self._live().keys():
             raise CallError(f"{folder.name} is a state of another model or of other trainer.lora.targets")
+        self.create(name, rank, 0)
+        own = self.adapters[name]
         for key in (key for key in found if optimizer or key.startswith("weight.")):
             cut(key, own.tensors[key], own.rank).copy_(found[key])
 
