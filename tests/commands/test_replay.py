@@ -84,7 +84,7 @@ DIFFERENT = EQUAL | {"kept": ["digests", "weights"], "tensor": "model.norm.weigh
         ),
         (
             {"version": 3, **DIFFERENT, "max_difference": None, "unlike": "threads 2 there and 1 here"},
-            "first in model.norm.weight, (by how much is unknown, as the weights were deleted); versions 1-2 are equal\n"
+            "first in model.norm.weight, (by how much is unknown without weights to compare); versions 1-2 are equal\n"
             "  it was trained under other conditions, which may be the reason: threads 2 there and 1 here",
         ),
         ({"version": 3, **EQUAL, "fault": "x: cut"}, "version 3: the retrained version is equal, but a file of the run is damaged: x: cut"),

@@ -346,7 +346,7 @@ def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_o
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     run_dir.batch(1).parent.mkdir()
     run_dir.batch(1).touch()
-    placement, children = Placement(SimpleNamespace(sft=None), lambda _: []), SimpleNamespace(stop=lambda _: [])
+    placement, children = Placement(SimpleNamespace(sft=None, is_remote=False), lambda _: []), SimpleNamespace(stop=lambda _: [])
     assert run(SimpleNamespace(run_dir=run_dir), placement, children, "rl @ x.toml --resume") == 1 and closed == [1]
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("rl: /disk/status/trainer.json: Read-only file system; free space or make it writable")
