@@ -58,7 +58,7 @@ class Line(msgspec.Struct, kw_only=True):
     agent: str = "agent"
     agents: int = 1
     """Number of lines of its episode, of which several may have one agent."""
-    rollout_id: int | None = None
+    rollout_id: int | str | None = None
     """Number in its group, in a run's own rollouts."""
     temperature: float | None = None
     """Missing: orchestrator.sampling.temperature."""

@@ -125,7 +125,7 @@ class Episode:
 
     def __init__(self, number: int):
         self.number, self.size = number, 0
-        self.firsts: dict[tuple[str, int | None], str] = {}
+        self.firsts: dict[tuple[str, int | str | None], str] = {}
         """(agent, rollout_id) -> place of the first line."""
 
     def add(self, line: Line, place: str) -> None:
