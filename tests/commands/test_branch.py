@@ -15,6 +15,7 @@ from rl.launch.prepare import prepare
 from rl.main import subcommand
 from rl.orchestrator.batches.batch_selection import OrchestratorState, decode_state
 from rl.orchestrator.batches.old_files import OldFiles
+from rl.orchestrator.recorded.run import check_same
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
 from rl.run_dir.checksums import MANIFEST, checksum
 from rl.run_dir.files import write_file
@@ -124,6 +125,22 @@ def test_a_branch_of_a_run_that_was_moved_lies_beside_it(run, launched, tmp_path
     assert launched[0][0].run_dir.root == moved.parent / "y" and read_origin(launched[0][0].run_dir).run == str(moved)
     doctor([str(moved.parent / "y")], Children())
     assert "  step 2 of 4, batch 2, version 2, checkpoint 2\n" in capsys.readouterr().out
+
+
+def test_a_branch_of_a_recorded_run_reads_its_file_anew(run, launched, tmp_path):
+    """Regression: the checksums of the parent's file were taken along, and any other file was refused."""
+    (tmp_path / "a.jsonl").write_text("first\n")
+    (tmp_path / "b.jsonl").write_text("second\n")
+    config = build(parse_args(["@", str(run.config), "--recorded.rollouts", str(tmp_path / "a.jsonl")]), ("orchestrator.environment",))
+    write_file(run.config, to_toml(config).encode())
+    write_file(run.data / "recorded.json", json.dumps(check_same(config)).encode())
+    branch(f"{run.root}@2", "--name", "y", "--recorded.rollouts", tmp_path / "b.jsonl")
+    (tmp_path / "a.jsonl").write_text("mended\n")
+    with pytest.raises(RunError, match=r"a.jsonl: has changed since the run began with it"):
+        check_same(config)
+    branch(f"{run.root}@2", "--name", "z")
+    other, same = (check_same(config) for config, *_ in launched)
+    assert [*other] == [str(tmp_path / "b.jsonl")] and [*same] == [str(tmp_path / "a.jsonl")]
 
 
 def test_tasks_go_on_unless_what_is_played_changes(run, launched):

@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from rl.commands.collect import Collection, missing, read_present, task_order
+from rl.commands.collect import Collection, missing, only_writer, read_present, task_order
 from rl.commands.play_session import task_count
 from rl.config.command_line import build, parse_args
 from rl.config.sft import SftConfig
@@ -60,6 +60,18 @@ def test_a_file_of_something_else(tmp_path):
     with pytest.raises(RunError, match="line 1 was not written by `rl collect`"):
         read_present(path)
     assert path.read_text() == '{"messages": []}\n'
+
+
+def test_a_file_has_one_writer(tmp_path):
+    path = tmp_path / "r.jsonl"
+    with only_writer(path, new=True):
+        path.write_text(line())
+        with pytest.raises(RunError, match=r"another `rl collect` or rl.record writes it; wait for its end"), only_writer(path):
+            pass
+    with only_writer(path):
+        pass
+    with pytest.raises(RunError, match="another process has written it since the start"), only_writer(path, new=True):
+        pass
 
 
 def test_a_file_that_is_filled_in_two_starts(tmp_path, model):

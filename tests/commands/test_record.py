@@ -83,6 +83,9 @@ def test_samples_of_a_task_are_numbered_on_in_a_file_that_exists(recorder):
         episode = recorder.episode(task)
         episode.client.chat.completions.create(model="any", messages=ASK)
         episode.finish(0)
+    with pytest.raises(RunError, match=r"r.jsonl: another `rl collect` or rl.record writes it"):
+        Recorder(recorder.policy, SAMPLING, "stub", recorder.output)
+    recorder.on_close.close()
     again = Recorder(recorder.policy, SAMPLING, "stub", recorder.output)
     episode = again.episode("a")
     episode.client.chat.completions.create(model="any", messages=ASK)

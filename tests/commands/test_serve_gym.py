@@ -1,5 +1,6 @@
 """`rl env --serve-gym`: the server that NeMo Gym's programs ask, as a process."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -9,8 +10,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import pytest
 import yaml
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
+from rl.commands.serve_gym import programs_only
 from tests.commands.driver import rl, start
 from tests.envs.model_server import ModelServer
 from tests.ports import free_ports
@@ -75,6 +80,26 @@ def test_an_environment_is_played_over_http(tmp_path: Path):
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "/run refused: not a row of say-digit" in err, err
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "127.0.0.1:1"}, 200),
+        ({"Host": "localhost:1"}, 200),
+        ({"Host": "[::1]:1"}, 200),
+        ({"Host": "evil.example:1"}, 403),
+        ({"Host": "127.0.0.1:1", "Origin": "https://evil.example"}, 403),
+        ({"Host": "127.0.0.1:1", "Origin": "null"}, 403),
+        ({}, 403),
+    ],
+)
+def test_web_pages_are_refused(headers, status):
+    async def handler(request):
+        return web.Response()
+
+    answer = asyncio.run(programs_only(make_mocked_request("POST", "/run", headers), handler))
+    assert answer.status == status
 
 
 def test_faults(tmp_path: Path):

@@ -122,3 +122,10 @@ def test_what_people_type_is_understood(tmp_path):
     short = build(parse_args(["@", str(tmp_path / "short.toml"), "--model.max_model_len", "512"]))
     assert (short.model.name, [env.id for env in short.orchestrator.environment]) == ("m", ["a", "b"])
     assert "model.name = 'n'" in faults(*ENV, "--model", "m", "--model.name", "n")
+
+
+def test_a_file_of_rollouts_may_have_a_name_like_a_pattern(tmp_path):
+    (tmp_path / "runs[1].jsonl").write_text("{}\n")
+    for name, faults in (("runs[1].jsonl", 0), ("runs*", 0), ("runs[2].jsonl", 1)):
+        config = build(parse_args([*ENV, "--recorded.rollouts", str(tmp_path / name)]))
+        assert [fault[0] for fault in outside_faults(config)].count("recorded.rollouts") == faults

@@ -153,7 +153,8 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
             link_tree(parent.digests(step), new.digests(step))
         if has_weights and not config.trainer.weights.dir:
             link_tree(parent.weights(step), new.weights(step))
-        if parent.data.is_dir() and not any(fnmatch.fnmatchcase(change.key, key) for change in origin.changes for key in DATA):
+        other_data = any(fnmatch.fnmatchcase(change.key, key) for change in origin.changes for key in DATA)
+        if config.sft and parent.data.is_dir() and not other_data:  # a branch reads recorded rollouts from the first, also of another file
             link_tree(parent.data, new.data)
         if parent.environments.is_dir():
             link_tree(parent.environments, new.environments)

@@ -1,10 +1,11 @@
 """`rl collect`: plays training tasks without training and appends every rollout to a JSONL file."""
 
+import fcntl
 import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing, contextmanager
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rl.config.run import RLConfig
 from rl.homes.resolve import Homes, homes_of
 from rl.launch.children import Children
 from rl.run_dir.files import append_file
+from rl.run_dir.lease import NO_LOCKS
 from rl.system.errors import RunError
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Ready
@@ -97,12 +99,40 @@ def read_present(path: Path) -> Samples:
     return present
 
 
+@contextmanager
+def only_writer(path: Path, *, new: bool = False) -> Iterator[None]:
+    """Keeps other processes from writing the file; makes it if it is missing. Raises RunError if one does, or has written a
+    `new` one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"{path}: another `rl collect` or rl.record writes it; wait for its end, or choose another file") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        if new and file.tell():
+            raise RunError(f"{path}: another process has written it since the start; start again to add to it, or choose another file")
+        yield
+
+
 async def collect(config: RLConfig, homes: Homes, line: CommandLine, values: dict[str, Any], children: Children) -> int:
     """Plays the tasks and samples that the file lacks, and appends them."""
     path = Path(values["output"]).expanduser()
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise RunError(f"--output {path}: {there} is not writable")
+    with ExitStack() as lock:
+        if not (new := not path.exists()):
+            lock.enter_context(only_writer(path))
+        return await fill(path, lock if new else None, config, homes, line, values, children)
+
+
+async def fill(
+    path: Path, lock: ExitStack | None, config: RLConfig, homes: Homes, line: CommandLine, values: dict[str, Any], children: Children
+) -> int:
+    """Plays what the file lacks. `lock`: holds the file as soon as it is made; None if it is held."""
     present = read_present(path)
     source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"])
 
@@ -124,7 +154,8 @@ async def collect(config: RLConfig, homes: Homes, line: CommandLine, values: dic
         if not todo:
             print(f"all {sum(map(len, present.values()))} rollouts are in {path}; nothing is left to play")
             return 0
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if lock:
+            lock.enter_context(only_writer(path, new=True))
         await Collection(config, source.label, present, path, tokens=bool(values["tokens"])).play(place, todo, values["concurrency"])
     return 0
 

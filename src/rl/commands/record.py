@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from rl.commands.collect import line_of, read_present
+from rl.commands.collect import line_of, only_writer, read_present
 from rl.commands.record_server import OPTIONAL
 from rl.config.command_line import build, parse_args
 from rl.envs.policy import Conversation, Policy, RolloutError
@@ -191,10 +191,11 @@ class Recorder:
     """Records episodes of your programs with one policy. Use it in a `with` block, which ends the policy's server."""
 
     def __init__(self, policy: Policy, sampling: dict[str, Any], name: str, output: Path, server: ServerProcess | None = None):
-        """`name`: the policy's in the file. Raises RunError if `output` is a file of something else."""
+        """`name`: the policy's in the file. Raises RunError if `output` is a file of something else, or is being written."""
         self.policy, self.sampling, self.name, self.server = policy, sampling, name, server
         self.output, self.lock, self.sessions = output.expanduser().absolute(), threading.Lock(), count()
-        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.on_close = contextlib.ExitStack()
+        self.on_close.enter_context(only_writer(self.output))
         self.present = read_present(self.output)
         self.episodes: dict[str, RecordedEpisode] = {}
         self.loop = asyncio.new_event_loop()
@@ -284,6 +285,7 @@ class Recorder:
         self._do(self.runner.cleanup())
         self._do(self.policy.servers.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
+        self.on_close.close()
         if self.server:
             self.server.close()
 

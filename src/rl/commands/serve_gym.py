@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import yaml
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from rl.commands.play_session import CONCURRENCY, PlaySession, play_session, run, say, scratch
 from rl.commands.serve_process import bind
@@ -18,8 +19,10 @@ from rl.config.run import RLConfig
 from rl.envs.nemo_gym.serving import TASK, agent_entry, aggregate, sampling_of, task_row, to_result
 from rl.homes.resolve import Homes
 from rl.launch.children import Children
+from rl.run_dir.access_token import is_loopback
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
+from rl.wire.gate import host_name
 
 HOST = "127.0.0.1"
 HEAD_SERVER = "http://127.0.0.1:11000"
@@ -48,7 +51,7 @@ async def serve(config: RLConfig, homes: Homes, values: dict[str, Any], sock: so
             await agent.write_rows(folder, values["limit"])
             text = yaml.safe_dump(agent_entry(env.label, sock.getsockname()[1]), sort_keys=False)
             write_file(folder / "agent.yaml", text.encode())
-            app = web.Application(client_max_size=MAX_BODY_BYTES)
+            app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[programs_only])
             app.add_routes([web.post("/run", agent.run), web.post("/aggregate_metrics", agent.aggregate_metrics)])
             runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
             await runner.setup()
@@ -135,6 +138,14 @@ class GymAgent:
 
     async def aggregate_metrics(self, request: web.Request) -> web.Response:
         return web.json_response(aggregate(json.loads(await request.read())["verify_responses"]))
+
+
+@web.middleware
+async def programs_only(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuses what a page in a browser of this machine may have sent: a request with its origin, or in DNS rebinding with its host name."""
+    if "Origin" in request.headers or not is_loopback(host_name(request.headers.get("Host", "").encode())):
+        return refused(403, "it comes from a web page, or asks for another host than localhost or 127.0.0.1")
+    return await handler(request)
 
 
 def refused(status: int, message: str) -> web.Response:

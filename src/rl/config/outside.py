@@ -49,7 +49,7 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
                 for name, value in table.items():
                     if fault := argument_fault(value):
                         yield f"orchestrator.{kind}.{i}.{key}.{name}", value, fault
-    if config.recorded and not glob.glob(config.recorded.rollouts):
+    if config.recorded and not (Path(config.recorded.rollouts).is_file() or glob.glob(config.recorded.rollouts)):
         yield "recorded.rollouts", config.recorded.rollouts, "there is no such file; give a JSONL file, or a pattern (data/*.jsonl)"
     if config.trainer.weights.transport == "nixl" and not config.sft and not importlib.util.find_spec(nixl.PACKAGE):
         yield "trainer.weights.transport", "nixl", nixl.MISSING

@@ -85,6 +85,7 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Returns the fields of a rollout that are common to all JSONL files of rollouts."""
         return {
             "agent": self.agent,
+            **({} if self.trainable else {"trainable": False}),
             "messages": self.messages,
             **({"num_prompt_messages": self.num_prompt_messages} if self.num_prompt_messages is not None else {}),
             "reward": None if self.error else self.reward,

@@ -87,6 +87,8 @@ def test_agents_are_compared_with_their_like_and_some_are_not_trained():
     assert [sample.rollout_id for sample in group_samples(judged)] == [0, 2, 3, 5]
     lines = [rollout_line(judged, i, 1) for i in range(6)]
     assert [line["why"] for line in lines] == [None, "not_trainable", None, None, "not_trainable", None]
+    judged.why = "stale"
+    assert [rollout_line(judged, i, 1).get("trainable") for i in range(3)] == [None, False, None]
 
 
 def test_every_end_of_a_rollout_has_its_own_name():

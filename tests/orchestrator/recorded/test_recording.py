@@ -7,8 +7,11 @@ import pytest
 
 from rl.models.conversation import conversation_ids
 from rl.models.renderer import load_renderer
+from rl.orchestrator.batches.batch_selection import rollout_lines
+from rl.orchestrator.recorded.lines import Converter, RecordedTurn
 from rl.orchestrator.recorded.recording import read
 from rl.system.errors import RunError
+from rl.wire.rollouts import Group, Rollout
 from tests.orchestrator.recorded.lines import config, line, turn, write
 
 VOCABULARY = 259
@@ -48,6 +51,11 @@ def groups(tmp_path, model, *lines, **settings):
         ({"turns": None}, "neither turns nor messages"),
         ({"turns": None, "messages": CHAT}, "trainer.loss.importance = none, or trainer.loss.type = cross_entropy"),
         ({"temperature": 0.5}, "temperature: not that of"),
+        *(({"temperature": heat}, f"temperature: {heat} is not a finite number above 0") for heat in (0.0, -1.0, math.nan, math.inf)),
+        ({"turns": [turn(completion=(7, 1 << 31))]}, "turns[0].completion_ids[1]: 2147483648 is not in the model's vocabulary"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages: cannot be written again ('utf-8' codec can't encode"),
+        ({"env": "\ud83d"}, "env: cannot be written again"),
+        ({"example_id": 1, "prompt": [], "completion": [{"role": "assistant", "tool_calls": ["{"]}], "reward": 1.0}, "(JSONDecodeError: "),
     ],
 )
 def test_a_faulty_line_is_refused_by_its_number_and_field(tmp_path, model, broken, message):
@@ -75,12 +83,19 @@ def test_a_file_of_something_else(tmp_path, model, text, message):
         read(config(tmp_path / "other.jsonl", model), str(model), 0)
 
 
+def test_ids_fit_also_a_model_that_does_not_tell_its_vocabulary(tmp_path, model):
+    convert = Converter(config(tmp_path / "r.jsonl", model), str(model), 0)
+    faults = [convert.fault(RecordedTurn(prompt_ids=[5], completion_ids=[7, id], logprobs=[-1.0] * 2)) for id in (1 << 31, -1)]
+    assert [fault.partition(" is not")[0] for fault in faults] == ["completion_ids[1]: 2147483648", "completion_ids[1]: -1"]
+
+
 def test_versions_are_needed_only_on_policy(tmp_path, model):
     without = line(turns=[turn(policy_versions=None)])
     recording = groups(tmp_path, model, line(), without)
     assert [one.versions for one in recording.groups[0].rollouts] == [[0], []]
-    (lacking,) = recording.counts
+    lacking, uncompared = recording.counts
     assert recording.counts[lacking] == 1 and lacking.startswith("do not say which version sampled them")
+    assert recording.counts[uncompared] == 1 and "nothing compares them with the trainer's" in uncompared
     with pytest.raises(RunError, match=r"r.jsonl:2: turns\[0\].policy_versions: missing, and max_lag = 0"):
         groups(tmp_path, model, line(), without, max_lag=0)
 
@@ -115,6 +130,29 @@ def test_rollouts_of_a_task_are_a_group(tmp_path, model):
     assert recording.places[10] == [f"{tmp_path / 'r.jsonl'}:{number}" for number in (1, 3, 4)]
     assert [one.trainable for one in recording.groups[0].rollouts] == [True, True, False]
     assert recording.groups[3].rollouts[0].outcome == "failed" and recording.size == 6
+
+
+def test_a_rollout_is_in_a_file_once(tmp_path, model):
+    two = [line(0, sample=4, agents=2), line(0, sample=4, agents=2)]
+    assert [one.episode for one in groups(tmp_path, model, *two, line(0, sample=5)).groups[0].rollouts] == [0, 0, 1]
+    for lines in ([line(0, sample=4), line(1, sample=4), line(0, sample=4)], [*two, two[0]]):
+        with pytest.raises(RunError, match=r"r.jsonl:3: sample: 4 of agent 'agent' is in .*r.jsonl:1 already; did two programs write"):
+            groups(tmp_path, model, *lines)
+
+
+def test_the_rollouts_of_a_run(tmp_path, model):
+    """Regression: a stale opponent was trained, and its episode was two."""
+    played = [Rollout(reward=1.0, episode=i // 2, agent="ab"[i % 2], trainable=i % 2 == 0) for i in range(4)]
+    stale = Group(group_id=3, env="e", task=0, rollouts=played, why="stale")
+    lines = [json.loads(text) for text in rollout_lines([stale], 1, False).splitlines()]
+    (group,) = groups(tmp_path, model, *(one | {"turns": [turn()]} for one in lines)).groups
+    found = [(one.episode, one.agent, one.trainable) for one in group.rollouts]
+    assert found == [(0, "a", True), (0, "b", False), (1, "a", True), (1, "b", False)]
+
+
+def test_the_temperature_is_that_of_the_trained(tmp_path, model):
+    lines = [line(0, trainable=False), line(0, reward=None, error="broken"), line(0, temperature=0.5)]
+    assert groups(tmp_path, model, *lines).groups[0].temperature == 0.5
 
 
 def test_without_a_task_equal_prompts_are_one(tmp_path, model):
@@ -198,3 +236,26 @@ def test_traces_of_the_v1_api(tmp_path, model):
     assert solver.messages == CHAT and solver.num_prompt_messages == 1 and solver.agent == "solver" and not other.trainable
     assert len(text.turns) == 2 and math.isnan(text.turns[0].logprobs[0])
     assert failed.error == "no answer" and json.dumps(failed.messages)
+
+
+@pytest.mark.parametrize(
+    ("heats", "expected"), [((0.7, 0.7), 0.7), ((None, None), 1.0), ((), 1.0), ((0.7, 0.9), None), ((0.7, None), None)]
+)
+def test_the_temperature_of_a_trace(tmp_path, model, heats, expected):
+    nodes = [
+        {"message": CHAT[0], "token_ids": [5, 6], "mask": [False, False]},
+        {"parent": 0, "message": CHAT[1], "sampled": True, "token_ids": [3, 7], "mask": [False, True], "logprobs": [-1.0]},
+        {"parent": 1, "message": CHAT[1], "sampled": True, "token_ids": [3], "mask": [False], "logprobs": []},
+    ]
+    calls = [{"sampling": {"temperature": heat}} for heat in heats] + [{"sampling": {"temperature": 9.0}, "error": {"message": "x"}}]
+    trace = {"nodes": nodes, "agent": {}, "ok": True, "calls": calls}
+    row = {"id": "x", "task": {"key": "t"}, "ok": True, "traces": [trace, trace | {"agent": {"trainable": False}, "calls": []}]}
+    if expected is None:
+        with pytest.raises(RunError, match=r"r.jsonl:1: calls: sampled at several temperatures \(0.7, "):
+            groups(tmp_path, model, row)
+        return
+    recording = groups(tmp_path, model, row)
+    (group,) = recording.groups
+    assert group.temperature == expected and [len(played.logprobs) for played in group.rollouts[0].turns] == [1, 0]
+    told = [count for what, count in recording.counts.items() if "nothing compares them with the trainer's" in what]
+    assert told == ([] if expected == 0.7 else [1])

@@ -12,6 +12,7 @@ from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.orchestrator.recorded.recording import read
 from rl.orchestrator.recorded.run import RecordedRun, check_same, run_recorded
+from rl.run_dir.files import write_file
 from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import Merger, read_metrics
 from rl.run_dir.origin import Origin
@@ -94,8 +95,7 @@ def test_every_start_makes_the_same_batches(tmp_path, model, done):
 
 def test_what_was_trained_cannot_be_of_another_file(tmp_path, model):
     settings = settings_of(tmp_path, model, *FILE)
-    settings.run_dir.root.mkdir()
-    check_same(settings)
+    write_file(settings.run_dir.data / "recorded.json", json.dumps(check_same(settings)).encode())
     check_same(settings)
     with running(settings, model) as run:
         run.commit(1)
@@ -104,6 +104,37 @@ def test_what_was_trained_cannot_be_of_another_file(tmp_path, model):
         check_same(settings)
     with pytest.raises(RunError, match=r"batch 1 of .* was made of other rollouts"), running(settings, model):
         pass
+
+
+def test_files_keep_their_order(tmp_path, model):
+    settings = config(tmp_path / "*.jsonl", model)
+    for name, one in (("a", 0), ("b", 1)):
+        write(tmp_path / f"{name}.jsonl", *task(one, 0, 1))
+    write_file(settings.run_dir.data / "recorded.json", json.dumps(check_same(settings)).encode())
+    (tmp_path / "a.jsonl").rename(tmp_path / "a1.jsonl")
+    assert [*check_same(settings)] == [str(tmp_path / "a1.jsonl"), str(tmp_path / "b.jsonl")]
+    (tmp_path / "a1.jsonl").rename(tmp_path / "c.jsonl")
+    with pytest.raises(RunError, match=r"in another order than when the run began; name the files so that it is again a.jsonl, b.jsonl"):
+        check_same(settings)
+
+
+def test_a_file_with_a_fault_can_be_mended_for_a_resume(tmp_path, model):
+    settings = settings_of(tmp_path, model, *task(0, 1, 1))
+    settings.run_dir.status_dir.mkdir(parents=True)
+    status = Status(settings.run_dir.status("orchestrator"), "orchestrator")
+    with pytest.raises(RunError, match="nothing to train"):
+        asyncio.run(asyncio.wait_for(run_recorded(settings, status, str(model)), 60))
+    status.close()
+    write(tmp_path / "r.jsonl", *FILE)
+    assert len(check_same(settings)) == 1
+
+
+def test_rollouts_of_a_version_served_as_a_model_are_not_of_its_branch(tmp_path, model):
+    settings = settings_of(tmp_path, model, *task(0, 0, 1), *task(1, 0, 1), orchestrator__max_off_policy_steps=8)
+    settings.run_dir.root.mkdir(exist_ok=True)
+    settings.run_dir.origin.write_text(json.dumps({"run": "outputs/x", "step": 40, "time": 0.0, "changes": []}))
+    with pytest.raises(RunError, match=r"begins with version 40; .*: rl train --from FILE --model.name outputs/x/weights/40"):
+        running(settings, model).__enter__()
 
 
 @pytest.mark.parametrize(
@@ -200,6 +231,7 @@ def test_the_trainer_is_served_until_the_rollouts_are_used(tmp_path, model):
         return end, found
 
     end, (first, second, last) = asyncio.run(asyncio.wait_for(both(), 60))
+    assert json.loads((settings.run_dir.data / "recorded.json").read_bytes()) == check_same(settings)
     status.close()
     lease.close()
     assert decode_batch(first, "").batch.step == 1 and decode_batch(second, "").batch.step == 2

@@ -292,6 +292,7 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path):
         rollout(2, 1.0, "e", outcome="failed", error="boom"),
         rollout(2, 1.0, "f", outcome="truncated"),
         rollout(2, 1.0, "g", why="not_trainable"),
+        rollout(2, 1.0, "g", why="stale", trainable=False),
     ]
     write_rows(run / "rollouts" / "000002.jsonl", *bad, rollout(2, 0.5, "h"), rollout(3, 0.1, "i", trained=False))
     write_rows(run / "rollouts" / "pending.jsonl", rollout(4, 1.0, "z"))  # no batch has settled it: it comes in a numbered file
@@ -300,7 +301,7 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path):
         samples, manifest = prepared(tmp_path / str(len(list(tmp_path.iterdir()))), folders / "chatml", dataset=str(run), **settings)
         return "".join(as_text(renderer, sample)[1][1][0] for sample in samples), manifest["train"]["left_out"]
 
-    never = {"failed rollouts": 1, "truncated rollouts": 1, "rollouts of agents that are not trained": 1}
+    never = {"failed rollouts": 1, "truncated rollouts": 1, "rollouts of agents that are not trained": 2}
     assert answers() == ("abcdhi", never)
     assert answers(min_reward=0.5) == ("bch", never | {"rollouts with a reward below 0.5": 3})
     assert answers(max_per_task=1) == ("bhi", never | {"rollouts beyond the best 1 of their task": 3})

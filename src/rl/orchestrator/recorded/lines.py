@@ -21,6 +21,8 @@ from rl.wire.turns import Turn, Turns
 
 NO_VERSION = -1
 """Policy version of tokens of which nobody says who sampled them."""
+MAX_IDS = 1 << 31
+"""Ids are stored as int32. The limit of a model that does not tell the size of its vocabulary."""
 
 
 class RecordedTurn(msgspec.Struct, kw_only=True):
@@ -54,6 +56,10 @@ class Line(msgspec.Struct, kw_only=True):
     sample: int | str | None = None
     """Rollouts with the same one are agents of one episode. Missing: an episode of its own."""
     agent: str = "agent"
+    agents: int = 1
+    """Number of lines of its episode, of which several may have one agent."""
+    rollout_id: int | str | None = None
+    """Number in its group, in a run's own rollouts."""
     temperature: float | None = None
     """Missing: orchestrator.sampling.temperature."""
     metrics: dict[str, float] = {}
@@ -62,8 +68,19 @@ class Line(msgspec.Struct, kw_only=True):
     outcome: str = ""
     error: str | None = None
     why: str | None = None
+    trainable: bool = True
     num_turns: int | None = None
     """Number of answers that the policy sampled."""
+
+    @property
+    def failure(self) -> str | None:
+        """The error of a rollout that failed."""
+        return self.error or (f"its outcome is {self.outcome}" if self.outcome in ("failed", "timeout") else None)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether its agent is trained."""
+        return self.trainable and self.why != "not_trainable"
 
     @property
     def prompt(self) -> Any:
@@ -76,10 +93,18 @@ class Line(msgspec.Struct, kw_only=True):
 
 def parse(row: dict[str, Any], place: str) -> Line:
     """Returns a line's fields. Raises RunError that names the field."""
+    if "rollout_id" in row:  # of a run's own rollouts
+        row = {"sample": row.get("episode")} | row
     try:
-        return msgspec.convert(row, Line)
+        line = msgspec.convert(row, Line)
     except msgspec.ValidationError as error:
         raise RunError(f"{place}: {error}; docs/recorded.md has the form of a line") from None
+    for name in Line.__struct_fields__:
+        try:
+            msgspec.json.encode(getattr(line, name))
+        except (ValueError, RecursionError) as error:  # half of a surrogate pair, say
+            raise RunError(f"{place}: {name}: cannot be written again ({error}); correct it, or leave the line out") from None
+    return line
 
 
 def weighs_by_sampler(loss: AnyLossConfig) -> bool:
@@ -97,7 +122,7 @@ class Converter:
 
     def rollout(self, line: Line, place: str) -> Rollout:
         """Returns a line's rollout. Raises RunError that names the place and the field."""
-        error = line.error or (f"its outcome is {line.outcome}" if line.outcome in ("failed", "timeout") else None)
+        error = line.failure
         if line.reward is None and not error:
             raise RunError(f"{place}: reward: null, but the rollout did not fail; give a number, or leave the line out")
         turns = [] if error else self.rendered(line, place) if line.turns is None else line.turns
@@ -106,6 +131,8 @@ class Converter:
             self.counts["have no log-probabilities: no ratio to their sampler is computed, and no mask on it acts on them"] += 1
         if any(turn.policy_versions is None for turn in turns):
             self.counts["do not say which version sampled them: their lag is neither counted nor bounded"] += 1
+            if line.is_trainable and line.temperature is None and any(turn.logprobs is not None for turn in turns):
+                self.counts["have log-probabilities, but neither temperature nor versions: nothing compares them with the trainer's"] += 1
         rollout = Rollout(
             turns=made,
             messages=line.messages,
@@ -118,7 +145,7 @@ class Converter:
             error=error,
             cause=("timeout" if line.outcome == "timeout" else "environment") if error else None,
             agent=line.agent,
-            trainable=line.why != "not_trainable",
+            trainable=line.is_trainable,
         )
         if fault := unfit(rollout):
             raise RunError(f"{place}: {fault}")
@@ -147,10 +174,11 @@ class Converter:
 
     def fault(self, turn: RecordedTurn) -> str:
         """Names the first field of a turn that cannot be trained, and the remedy; empty if there is none."""
+        limit = self.vocabulary or MAX_IDS
         for name, ids in (("prompt_ids", turn.prompt_ids), ("completion_ids", turn.completion_ids)):
-            if ids and not (min(ids) >= 0 and max(ids) < (self.vocabulary or math.inf)):
-                place, id = next((i, id) for i, id in enumerate(ids) if not 0 <= id < self.vocabulary)
-                return f"{name}[{place}]: {id} is not in the model's vocabulary of {self.vocabulary}: was it recorded with another model?"
+            if ids and not (min(ids) >= 0 and max(ids) < limit):
+                place, id = next((i, id) for i, id in enumerate(ids) if not 0 <= id < limit)
+                return f"{name}[{place}]: {id} is not in the model's vocabulary of {limit}: was it recorded with another model?"
         if (length := len(turn.prompt_ids) + len(turn.completion_ids)) > self.config.model.max_model_len:
             return f"completion_ids: ends after {length} tokens, but model.max_model_len = {self.config.model.max_model_len}: raise it"
         loss = self.config.trainer.loss

@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,8 @@ def read(config: RLConfig, model_path: str, first_group: int) -> Recording:
     convert = Converter(config, model_path, vocab_size(Path(model_path)))
     groups: dict[Any, Group] = {}
     tasks: dict[tuple[str, Any], int] = {}
-    episodes: dict[tuple[int, Any], int] = {}
+    episodes: dict[tuple[int, Any], Episode] = {}
+    heats: dict[int, tuple[float, str]] = {}
     for path in files:
         for place, row in json_objects(path, EXAMPLE):
             for line in parsed(row, place):
@@ -79,15 +81,18 @@ def read(config: RLConfig, model_path: str, first_group: int) -> Recording:
                 key = msgspec.json.encode([line.env, task, line.group_id, str(path.parent) if line.group_id is not None else ""])
                 if (group := groups.get(key)) is None:
                     number = task if isinstance(task, int) else tasks.setdefault((line.env, msgspec.json.encode(task)), len(tasks))
-                    heat = temperature(line, config)
-                    group = Group(group_id=first_group + len(groups), env=line.env, task=number, rollouts=[], temperature=heat)
-                    groups[key] = group
-                if temperature(line, config) != group.temperature:
-                    first = recording.places[group.group_id][0]
-                    raise RunError(f"{place}: temperature: not that of {first}, a rollout of the same task; give them different group_ids")
+                    group = groups[key] = Group(group_id=first_group + len(groups), env=line.env, task=number, rollouts=[])
+                if line.is_trainable and not line.failure:
+                    heat = temperature(line, config, place)
+                    group.temperature, first = heats.setdefault(group.group_id, (heat, place))
+                    if heat != group.temperature:
+                        why = f"not that of {first}, a rollout of the same task; give them different group_ids"
+                        raise RunError(f"{place}: temperature: {why}")
                 rollout = convert.rollout(line, place)
                 whose = (group.group_id, place if line.sample is None else (str(path), line.sample))
-                rollout.episode = episodes.setdefault(whose, len({one.episode for one in group.rollouts}))
+                episode = episodes.setdefault(whose, Episode(len({one.episode for one in group.rollouts})))
+                episode.add(line, place)
+                rollout.episode = episode.number
                 group.rollouts.append(rollout)
                 recording.places.setdefault(group.group_id, []).append(place)
     recording.groups, recording.counts = list(groups.values()), convert.counts
@@ -102,11 +107,32 @@ def parsed(row: dict[str, Any], place: str) -> list[Line]:
         lines = list(lines_of(row))
     except RunError as error:
         raise RunError(f"{place}: {error}") from None
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise RunError(f"{place}: not as verifiers writes it ({type(error).__name__}: {error}); save it again") from None
     return [parse(line, place) for line in lines]
 
 
-def temperature(line: Line, config: RLConfig) -> float:
-    """Returns the temperature at which a rollout was sampled."""
-    return config.orchestrator.sampling.temperature if line.temperature is None else line.temperature
+def temperature(line: Line, config: RLConfig, place: str) -> float:
+    """Returns the temperature at which a rollout was sampled. Raises RunError for one at which nothing can be trained."""
+    found = config.orchestrator.sampling.temperature if line.temperature is None else line.temperature
+    if not 0 < found < math.inf:
+        raise RunError(f"{place}: temperature: {found} is not a finite number above 0, at which the trainer can score its tokens")
+    return found
+
+
+class Episode:
+    """The lines of an episode so far."""
+
+    def __init__(self, number: int):
+        self.number, self.size = number, 0
+        self.firsts: dict[tuple[str, int | str | None], str] = {}
+        """(agent, rollout_id) -> place of the first line."""
+
+    def add(self, line: Line, place: str) -> None:
+        """Raises RunError for a second line of the same rollout. Rows of verifiers, and episodes that say how many lines they have, may
+        have several of one agent."""
+        first = self.firsts.setdefault((line.agent, line.rollout_id), place)
+        if first != place and self.size >= line.agents:
+            remedy = "did two programs write the file? Give each rollout a sample of its own"
+            raise RunError(f"{place}: sample: {line.sample!r} of agent {line.agent!r} is in {first} already; {remedy}")
+        self.size += 1

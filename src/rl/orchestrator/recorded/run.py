@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from rl.config.orchestrator import EnvConfig
 from rl.config.run import RLConfig
@@ -30,7 +31,7 @@ from rl.run_dir.access_token import run_token
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
-from rl.run_dir.origin import first_step
+from rl.run_dir.origin import first_step, read_origin
 from rl.run_dir.over_network import Memory
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import Phase, RunEnd, RunWarning, Status, last_seen
@@ -159,6 +160,10 @@ class RecordedRun:
             remedy = "continue the run that sampled it: rl branch RUN@STEP --name NEW --recorded.rollouts FILE"
             return f"version {versions[-1]} sampled it, but {where}; {remedy}"
         if versions and trained - versions[0] > limit:
+            if (origin := read_origin(self.run_dir)) and not any(any(group.versions) for group in self.recording.groups):
+                remedy = f"if version {self.first} did, served as a model of its own, train them in a new run"
+                new = f"rl train --from FILE --model.name {origin.run}/weights/{self.first}"
+                return f"version 0 sampled it and all others, but this branch begins with version {self.first}; {remedy}: {new}"
             key = f"orchestrator.max_off_policy_steps = {limit}" if self.config.max_lag else "max_lag = 0"
             remedy = f"raise it, or orchestrator.batch_size, or end the run before: --max_steps {trained}"
             behind = f"version {versions[0]} sampled it, {trained - versions[0]} before version {trained}, which batch {step} trains"
@@ -234,18 +239,24 @@ class RecordedRun:
         self.status.advance(sum(len(group.rollouts) for group in settled))
 
 
-def check_same(config: RLConfig) -> None:
-    """Records the checksums of the files, or compares them with those recorded at the first start. Raises RunError."""
+def check_same(config: RLConfig) -> dict[str, str]:
+    """Returns the checksums of the files, after a comparison with those recorded at the first start. Raises RunError."""
     assert config.recorded
-    path, found = config.run_dir.data / "recorded.json", digests(files_of(config.recorded.rollouts))
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        return write_file(path, json.dumps(found, indent=1).encode())
-    before = json.loads(path.read_bytes())
-    if sorted(before.values()) != sorted(found.values()):  # whose place may have changed
+    path, found = checksums_of(config.run_dir), digests(files_of(config.recorded.rollouts))
+    before = json.loads(path.read_bytes()) if path.exists() else found
+    if sorted(before.values()) != sorted(found.values()):
         changed = sorted(name for name, digest in found.items() if digest not in before.values()) or sorted(before)
         remedy = "restore the file, or train the new one in a run of its own: --name NEW, or rl branch"
         raise RunError(f"{changed[0]}: has changed since the run began with it: {remedy}")
+    if list(before.values()) != list(found.values()):  # whose folder may have changed
+        order = ", ".join(Path(name).name for name in before)
+        raise RunError(f"{config.recorded.rollouts}: in another order than when the run began; name the files so that it is again {order}")
+    return found
+
+
+def checksums_of(run_dir: RunDir) -> Path:
+    """The file of the checksums of recorded rollouts."""
+    return run_dir.data / "recorded.json"
 
 
 async def run_recorded(config: RLConfig, status: Status, model_path: str) -> RunEnd:
@@ -254,10 +265,13 @@ async def run_recorded(config: RLConfig, status: Status, model_path: str) -> Run
     try:
         assert config.recorded
         status.enter(Phase.READING_DATA, None, config.recorded.rollouts, address=server.address)
-        await asyncio.to_thread(check_same, config)
+        found = await asyncio.to_thread(check_same, config)
         first_group = next_group(config.run_dir, first_step(config.run_dir))
         run = RecordedRun(config, await asyncio.to_thread(read, config, model_path, first_group), status)
         await in_thread(run.restore)
+        if not (path := checksums_of(config.run_dir)).exists():  # only now, so that a file with a fault can be mended for a resume
+            path.parent.mkdir(exist_ok=True)
+            write_file(path, json.dumps(found, indent=1).encode())
         return RunEnd(await run.run(server), time.time(), run.progress.end_kind)
     finally:
         server.close()

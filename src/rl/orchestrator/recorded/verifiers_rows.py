@@ -52,7 +52,12 @@ def turn_of_step(tokens: Row) -> Row:
         raise RunError("trajectory: an answer has masked tokens, which the policy did not sample")
     reason = "length" if tokens.get("is_truncated") else "stop"
     turn = {"prompt_ids": tokens["prompt_ids"], "completion_ids": tokens["completion_ids"], "finish_reason": reason}
-    return turn | {"logprobs": tokens.get("completion_logprobs") or None}
+    return turn | {"logprobs": logprobs_of(turn, tokens.get("completion_logprobs"))}
+
+
+def logprobs_of(turn: Row, saved: list[float] | None) -> list[float] | None:
+    """Returns the log-probabilities of a turn: verifiers writes an empty list also for those that it does not have."""
+    return saved or (None if turn["completion_ids"] else [])
 
 
 def message_of(message: Row) -> Row:
@@ -94,10 +99,20 @@ def line_of_trace(trace: Row, episode: Row) -> Row:
         "tools": tools_of(trace.get("tools")),
         "num_turns": len(sampled),
         **({"error": str(errors[-1]["message"] if errors else "the episode was not completed")} if failed else {}),
-        **({} if agent.get("trainable", True) else {"why": "not_trainable"}),
+        **({"temperature": temperature_of(trace)} if agent.get("trainable", True) else {"trainable": False}),
     }
     with_ids = sampled and all(nodes[i].get("token_ids") for i in sampled)
     return line | ({"turns": [turn_of_node(nodes, i) for i in sampled]} if with_ids else {})
+
+
+def temperature_of(trace: Row) -> float | None:
+    """Returns the temperature of the calls of a trace that were answered; None if it is not recorded. Raises RunError if they differ."""
+    answered = [call for call in trace.get("calls", ()) if not call.get("error")]
+    found = {(call.get("sampling") or {}).get("temperature") for call in answered} or {None}
+    if len(found) > 1:
+        values = ", ".join(sorted(map(str, found)))
+        raise RunError(f"calls: sampled at several temperatures ({values}), but a rollout is trained at one; leave it out")
+    return found.pop()
 
 
 def path_to(nodes: list[Row], last: int) -> list[int]:
@@ -118,4 +133,4 @@ def turn_of_node(nodes: list[Row], index: int) -> Row:
     if not all(mask[first:]):
         raise RunError(f"nodes[{index}].mask: an answer has masked tokens, which the policy did not sample")
     turn = {"prompt_ids": before + ids[:first], "completion_ids": ids[first:]}
-    return turn | {"logprobs": nodes[index].get("logprobs") or None}
+    return turn | {"logprobs": logprobs_of(turn, nodes[index].get("logprobs"))}

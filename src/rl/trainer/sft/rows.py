@@ -158,7 +158,7 @@ def why_unused(row: dict[str, Any], place: str, config: SftConfig) -> str | None
     """Returns why a rollout is not trained on; None if it is."""
     if row.get("error") or row["outcome"] in UNUSED_OUTCOMES:
         return f"{row['outcome']} rollouts"
-    if row.get("why") == "not_trainable":
+    if row.get("trainable") is False or row.get("why") == "not_trainable":
         return "rollouts of agents that are not trained"
     if not isinstance(row["reward"], (int, float)):
         raise RunError(f"{place}: the reward is {row['reward']!r}, but a rollout's reward must be a number")
