@@ -64,7 +64,8 @@ def test_sigterm_ends_an_orchestrator_that_makes_a_home(tmp_path):
     (tmp_path / "uv").write_text("#!/bin/sh\ntouch $HOME/asked\nexec sleep 60\n")
     (tmp_path / "uv").chmod(0o755)
     variables = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": ""}
-    program = "import sys; sys.modules['uv'] = None; from rl.orchestrator import main; main.resolve_model = lambda *_, **__: ''; main.main()"
+    without_uv = "import sys; sys.modules['uv'] = None; from rl.orchestrator import main"
+    program = f"{without_uv}; main.resolve_model = lambda *_, **__: ''; main.main()"
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "pyproject.toml").write_text('[project]\nname = "pack"\nversion = "1"\ndependencies = ["verifiers"]\n')
     (tmp_path / "pack" / "pack.py").write_text("import verifiers as vf\n\n\ndef load_environment():\n    return None\n")
