@@ -118,7 +118,7 @@ def test_adapters_of_experts_answer_with_the_trainers_log_probabilities(servers,
     snapshot(policy, base, torch.float32, {}).write(tmp_path / "000001")
     before = server.generate(PROMPT, max_tokens=1)
     assert server.load(1, tmp_path / "000001").status_code == 200
-    answer = server.generate(PROMPT, max_tokens=40, temperature=1.0, stop_token_ids=[])
+    answer = server.generate(PROMPT, max_tokens=40, temperature=1.0, ignore_eos=True)
     assert answer["policy_versions"] == [[1, 40]] and before["policy_versions"] == [[0, 1]]
     sample = make_sample(PROMPT, answer["token_ids"], logprobs=[0.0] * len(PROMPT) + answer["logprobs"])
     found = parity_of([difference for _, _, difference in compare(policy, config, TrainBatch(step=1, samples=[sample]), world)])
