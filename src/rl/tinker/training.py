@@ -124,7 +124,7 @@ class Training:
         """Takes models whose id begins so out of the trainer's memory."""
 
         def forget() -> None:
-            for model in [model for model in self.models.values() if model.id.startswith(prefix) and model.applied >= 0]:
+            for model in [model for model in list(self.models.values()) if model.id.startswith(prefix) and model.applied >= 0]:
                 self._forget(model)
 
         await asyncio.get_running_loop().run_in_executor(self.thread, forget)
@@ -208,7 +208,7 @@ class Training:
     def _with_room(self, model: Model, execute: Callable[[], T], idle_s: float = 0.0) -> T:
         """Executes what may need memory for a model. Where that is short, other models leave it, the one that was not asked for longest
         first, as far as nobody has asked for them for `idle_s`; their calls load them again. Raises CallError."""
-        others = [other for other in self.models.values() if other is not model and other.applied >= 0]
+        others = [other for other in list(self.models.values()) if other is not model and other.applied >= 0]  # new ones may come
         others = sorted((other for other in others if time.time() - other.used >= idle_s), key=lambda other: other.used)
         while True:
             try:
