@@ -1,15 +1,16 @@
 """What the first minutes on a GPU should tell: is everything exact there, and how fast is it? `python scripts/gpu_check.py`.
 
-Needs the trainer's packages alone (scripts/gpu_wheels.sh collects what a machine with torch and transformers lacks) and no network. Each
+Needs the trainer's packages alone (scripts/gpu_wheels.sh collects what a machine with torch, peft and pyarrow lacks) and no network. Each
 part runs in a process of its own with a limit, the most telling first. A part whose limit no longer fits into the --budget is skipped: a
 call with --only runs it, and adds it to the results, which go into one JSON file as soon as a part ends, and as a table to the console.
 What a case raises is said, and its part goes on. --tiny runs all of it on a CPU, to see that it works.
 
-On a machine that has compiled nothing yet all parts take four calls of at most nine minutes:
+On a machine that has compiled nothing yet all parts take five calls of at most nine minutes:
 
-  python scripts/gpu_check.py --only gradients --only attention --only offload --only memory
-  python scripts/gpu_check.py --only tests --only replay
-  python scripts/gpu_check.py --only train_0.6B --only tree --only bare --only train_4B --only head --only storage
+  python scripts/gpu_check.py --only gradients --only attention --only offload
+  python scripts/gpu_check.py --only tests --only experts
+  python scripts/gpu_check.py --only replay --only train_0.6B --only memory
+  python scripts/gpu_check.py --only train_4B --only tree --only bare --only head --only storage
   python scripts/gpu_check.py --only routes
 
 The part routes needs vLLM, too, and says so without it.
@@ -30,10 +31,11 @@ STARTED = time.monotonic()
 LIMITS = {
     "gradients": 150,
     "attention": 200,
-    "offload": 40,
+    "offload": 120,
     "memory": 90,
     "tests": 300,
-    "replay": 200,
+    "replay": 240,
+    "experts": 180,
     "train_0.6B": 150,
     "tree": 60,
     "bare": 60,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
@@ -28,12 +28,16 @@ from rl.trainer.parallel.world import World, start_world
 SHAPES = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "30B-A3B": {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 32},
     "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "small experts": {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
 }
-"""Shapes of Qwen3, and of one that a CPU computes with in float32."""
+"""Shapes of Qwen3, of four layers of the one with experts, and of two with which a CPU computes in float32."""
 COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 1 << 17}
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 LITTLE = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
-TINY = LITTLE | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+FEW = {"num_experts": 16, "num_experts_per_tok": 4}
+TINY = LITTLE | {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,13 @@ class Bench:
         """The folder of a random model of this shape, made once, on the device."""
         path = self.folder / name
         if not path.exists():
-            config = Qwen3Config(**COMMON | SHAPES[name] | (LITTLE if name == "small" else {}) | (TINY if self.tiny else {}))
+            is_small, has_experts = name.startswith("small"), "moe_intermediate_size" in SHAPES[name]
+            shape = COMMON | SHAPES[name] | (LITTLE if is_small else {}) | (TINY if self.tiny else {})
+            experts = EXPERTS | (FEW if is_small or self.tiny else {})
+            config = Qwen3MoeConfig(**shape | experts) if has_experts else Qwen3Config(**shape)
             torch.manual_seed(0)
             with self.device:
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if name == "small" else torch.bfloat16)
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if is_small else torch.bfloat16)
             model.save_pretrained(path.with_suffix(".tmp"))
             path.with_suffix(".tmp").rename(path)
         return path

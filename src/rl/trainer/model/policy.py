@@ -109,8 +109,9 @@ def change_layers(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, w
             kept.remove(torch.ops.aten._grouped_mm.default)
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
     for experts in experts_of(model).values() if compiles else ():
-        if "forward" in vars(experts):  # divided, or with adapters: the numbers of tokens would break their graph at every step
-            experts.forward = torch.compiler.disable(experts.forward)
+        # In a graph transformers replaces grouped_mm for float32 by a loop that torch cannot compile, and if experts are divided or have
+        # adapters the numbers of tokens would break the graph at every step.
+        experts.forward = torch.compiler.disable(experts.forward)
     for layer in (module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())):
         if compiles:
             layer.forward = compiled(layer.forward, "set trainer.compile = false")
