@@ -10,7 +10,9 @@ from rl.homes.make import ensure
 from rl.homes.request import Request
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = ("box_trail", "calculator", "jsonl_example", "pick_word_v1", "reasoning_tasks", "reverse_text", "sort_words", "write_function")
+EXAMPLES = (
+    "box_trail", "calculator", "guess_number", "jsonl_example", "pick_word_v1", "reasoning_tasks", "reverse_text", "sort_words", "write_function",
+)  # fmt: skip
 IN_A_HOME = (
     "envs/test_classic.py",
     "envs/test_rows.py",

@@ -48,9 +48,9 @@ def question(text: str) -> str:
     return f"Reverse the letters: {text}"
 
 
-def examples() -> list[dict[str, str]]:
-    """Solved tasks as turns of the prompt."""
-    turns = [(("user", question(text)), ("assistant", text[::-1])) for text in EXAMPLES]
+def solved(number: int) -> list[dict[str, str]]:
+    """So many solved tasks as turns of the prompt."""
+    turns = [(("user", question(text)), ("assistant", text[::-1])) for text in EXAMPLES[:number]]
     return [{"role": role, "content": content} for turn in turns for role, content in turn]
 
 
@@ -84,7 +84,9 @@ def exact(completion: list, answer: str) -> float:
     return float(reply_text(completion) == answer)
 
 
-def load_environment(min_length: int = 3, max_length: int = 5, count: int = 120, eval_count: int = 30, seed: int = 0) -> vf.Environment:
+def load_environment(
+    min_length: int = 3, max_length: int = 5, count: int = 120, eval_count: int = 30, seed: int = 0, examples: int = 3
+) -> vf.Environment:
     """Reverse a text; reward `likeness` (0 to 1), metric `exact`.
 
     Args:
@@ -93,7 +95,10 @@ def load_environment(min_length: int = 3, max_length: int = 5, count: int = 120,
         count: number of texts to train on.
         eval_count: number of texts held out for evaluation; the same ones whatever `count` is.
         seed: another seed gives other texts.
+        examples: solved examples in the prompt, 0 to 3; 0 for a model that knows the task from supervised fine-tuning.
     """
+    if examples not in range(len(EXAMPLES) + 1):
+        raise ValueError(f"examples = {examples}; use 0 to {len(EXAMPLES)}")
     texts = distinct_texts(eval_count + count, min_length, max_length, seed)
     rubric = vf.Rubric(funcs=[likeness])
     rubric.add_metric(exact)
@@ -101,5 +106,5 @@ def load_environment(min_length: int = 3, max_length: int = 5, count: int = 120,
         dataset=Dataset.from_list(rows(texts[eval_count:])),
         eval_dataset=Dataset.from_list(rows(texts[:eval_count])),
         rubric=rubric,
-        few_shot=examples(),
+        few_shot=solved(examples),
     )

@@ -25,6 +25,8 @@ def test_the_answer_is_the_text_reversed_after_solved_examples():
     assert row["prompt"][-1]["content"].endswith(" " + row["answer"][::-1])
     assert [message["role"] for message in row["prompt"]] == ["user", "assistant"] * 3 + ["user"]
     assert row["prompt"][1]["content"] == "bat"
+    (alone,) = load("reverse-text", examples=0).get_dataset().to_list()[0]["prompt"]
+    assert alone == row["prompt"][-1]
 
 
 def test_splits_and_lengths():
