@@ -50,7 +50,8 @@ def read_shapes(folder: str) -> Shapes:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     text, work = config.get_text_config(), work_of(model)
-    layers = [Matrix(tuple(weight.shape), times) for weight, times in layer_matrices(model) if min(weight.shape[-2:]) > 1]
+    matrices = [(weight.shape, used) for weight, used in layer_matrices(model) if min(weight.shape[-2:]) > 1]
+    layers = [Matrix(tuple(shape), used // shape[-2:].numel()) for shape, used in matrices]
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     num_attention = sum(work.windows.values())

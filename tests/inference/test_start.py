@@ -11,7 +11,10 @@ from pydantic import BaseModel, ValidationError
 from rl.config.command_line import build, parse_args
 from rl.inference import main
 from rl.inference.server import check_experts, engine_config, running_engine
+from rl.run_dir.deltas import Mirror
+from rl.run_dir.paths import RunDir
 from rl.system.errors import GIVE_UP, WRONG_SETTINGS, ConfigError, RunError
+from rl.wire.messages import WeightVersion
 
 space = types.SimpleNamespace
 
@@ -73,6 +76,17 @@ def test_the_server_of_rl_is_inference_and_any_other_has_a_name_lock_and_status_
     for _, lease, sock in taken:
         lease.close()
         sock.close()
+
+
+def test_a_server_starts_with_what_it_has_read(tmp_path, monkeypatch):
+    """The trainer writes the record of a version that it trains again before the version itself. A server that took the record's word
+    for the folder's kept the old weights, and its tokens had the new version's name."""
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    run_dir.weights(1).mkdir(parents=True)
+    monkeypatch.setattr(main, "read_tensors", lambda path: None)
+    monkeypatch.setattr(main, "check_version", lambda path, record: "what the folder has")
+    found = main.newest_sound_version(run_dir, Mirror(), lambda version: None)
+    assert found == WeightVersion(1, str(run_dir.weights(1)), content="what the folder has")
 
 
 @pytest.mark.parametrize(

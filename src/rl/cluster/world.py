@@ -67,6 +67,7 @@ class Launcher:
         self.end(self.world, "kill")
         while True:
             self.world = self.form(began)
+            self.config.run_dir.exit_code("trainer").unlink(missing_ok=True)  # of the world before
             self.write(self.world)
             machines = ", ".join(map(str, self.world.nodes))
             say(f"generation {self.world.generation}: machines {machines} with {self.world.ranks[0]} ranks each")

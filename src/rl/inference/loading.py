@@ -18,7 +18,7 @@ from rl.inference.adapter import check_adapter, is_adapter, read_adapter
 from rl.inference.over_network import checked_content
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
 from rl.run_dir import spans
-from rl.run_dir.checksums import DIGESTS, check_version, is_delta
+from rl.run_dir.checksums import DIGESTS, check_version, content_of, is_delta
 from rl.run_dir.deltas import Mirror
 from rl.run_dir.in_memory import InMemory, opened
 from rl.run_dir.over_network import Memory, OverNetwork
@@ -109,6 +109,8 @@ class LoadingEngine(AsyncLLM):
         try:
             if memory != self.prepared and not self.slots:
                 await self.forget_prepared()
+                if not all(await self.on_every_worker("stages_weights")):  # before a whole version is read and hashed for nothing
+                    raise RunError("its workers read weights while generation pauses, for which they must stay as they are")
                 reading = asyncio.to_thread(checked_content, memory, self.expected, self.head_is_tied)
                 staging = self.stage(policy_version, "over the network", msgspec.json.encode(memory).decode())
                 found = await self.in_time(asyncio.gather(reading, staging, return_exceptions=True))
@@ -153,7 +155,9 @@ class LoadingEngine(AsyncLLM):
                         if memory and not image:
                             patience_s = ASKED_AGAIN_S if isinstance(memory, OverNetwork) else STALLED_S
                             await self.in_time(self.until_there(Path(path), patience_s))
-                        loaded = await self._load_weights(policy_version, str(image or path))
+                        loaded = await self._load_weights(policy_version, str(image or path), "" if image else content)
+                        if image:
+                            self.mirror = Mirror()  # deltas are not read any more: that memory is a whole version
                 self.content = content
                 return loaded
             except RunError as error:
@@ -185,27 +189,31 @@ class LoadingEngine(AsyncLLM):
             drain_s, pause_s, bytes_read = await self.swap(policy_version)
         return LoadedVersion(policy_version, drain_s=drain_s, pause_s=pause_s, bytes_read=bytes_read)
 
-    async def readable(self, folder: Path) -> Path:
+    async def readable(self, folder: Path, content: str) -> Path:
         """Where workers can read a version: in its folder, or of a delta, and of what follows one, in this process's memory. Raises
-        RunError if the version cannot be made of its deltas; then the next whole version can still be loaded."""
+        RunError if the version cannot be made of its deltas; then the next whole version can still be loaded; and WeightsGoneError if they
+        make another one than that with the content_id `content`."""
         if not is_delta(folder) and not (self.mirror.tensors and (folder / DIGESTS).exists()):
             return folder
         if not self.all_here:
             remedy = "workers on other hosts need whole versions: set trainer.weights.anchor_every = 1"
             raise RunError(f"{folder}: is a delta, made whole in the memory of one host; {remedy}")
         with spans.span("apply_deltas", "weights"):
-            return await self.in_time(asyncio.to_thread(self.mirror.become, folder))
+            file = await self.in_time(asyncio.to_thread(self.mirror.become, folder))
+        must_be(content, content_of(self.mirror.tensors or {}), folder)
+        return file
 
-    async def _load_weights(self, policy_version: int, path: str) -> LoadedVersion:
-        start, folder = time.perf_counter(), await self.readable(Path(path))
+    async def _load_weights(self, policy_version: int, path: str, content: str) -> LoadedVersion:
+        """Loads a version from files. `content`: the content_id that it must have, unless either is not known."""
+        start, folder = time.perf_counter(), await self.readable(Path(path), content)
         await self.in_time(asyncio.to_thread(self.check_fit, folder))
         if self.slots:
-            await self.in_time(asyncio.to_thread(check_version, folder))
+            must_be(content, await self.in_time(asyncio.to_thread(check_version, folder)), folder)
             verified = time.perf_counter()
             await self.add_adapter(policy_version, path)
             return LoadedVersion(policy_version, verified - start, time.perf_counter() - verified)
         # The workers read the files while this process verifies their checksums; damaged weights are not swapped in.
-        both = seconds(asyncio.to_thread(check_version, folder)), seconds(self.stage(policy_version, str(folder)))
+        both = seconds(asyncio.to_thread(verify, folder, content)), seconds(self.stage(policy_version, str(folder)))
         verified_s, staged_s = await self.in_time(asyncio.gather(*both, return_exceptions=True))
         if isinstance(verified_s, BaseException):  # of the two errors this one says which file is damaged
             await self.on_every_worker("forget_weights")
@@ -302,6 +310,17 @@ class LoadingEngine(AsyncLLM):
                 what = f"{so_far[0]:,} bytes of it are written, none in the last {patience_s:.0f} s"
                 raise WeightsGoneError(f"{folder}: announced, but missing: {what}; see its disk and logs/trainer*.log")
             await asyncio.sleep(WRITTEN_POLL_S)
+
+
+def verify(folder: Path, content: str) -> None:
+    """Raises CorruptFileError if a version is damaged, and WeightsGoneError if its content_id is known and is not `content`."""
+    must_be(content, check_version(folder), folder)
+
+
+def must_be(content: str, found: str, folder: Path) -> None:
+    """Raises WeightsGoneError unless these content_ids are the same, or one is not known."""
+    if content and found and content != found:
+        raise WeightsGoneError(f"{folder}: still holds what was trained there before; its trainer is replacing it")
 
 
 def written(folder: Path) -> tuple[int, float]:

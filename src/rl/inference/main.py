@@ -20,7 +20,7 @@ from rl.inference.weight_files import read_tensors
 from rl.models.folder import resolve_model
 from rl.run_dir import spans
 from rl.run_dir.access_token import run_token
-from rl.run_dir.checksums import check_version, content_id, is_delta
+from rl.run_dir.checksums import check_version, content_of, is_delta
 from rl.run_dir.deltas import Mirror, chain
 from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.paths import RunDir, numbered
@@ -99,10 +99,12 @@ def newest_sound_version(run_dir: RunDir, mirror: Mirror, claim: Callable[[int],
         try:
             if is_delta(path):
                 mirror.become(path)
+                content = content_of(mirror.tensors or {})
             else:
                 read_tensors(path)
-                check_version(path, run_dir.digests(version))
-            return WeightVersion(version, str(path), content=content_id(run_dir.digests(version)))
+                content = check_version(path, run_dir.digests(version))
+            # Of what was read: the record may be of another version already, which the trainer is writing in the place of this one.
+            return WeightVersion(version, str(path), content=content)
         except RunError as error:
             print(f"inference: WARNING: skipping policy version {version}: {error}", file=sys.stderr, flush=True)
     return None

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from rl.run_dir.checksums import check_version, verify_checkpoint
+from rl.run_dir.deltas import Mirror
 from rl.run_dir.files import CorruptFileError, move, write_file
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, numbered, numbers
@@ -88,10 +89,11 @@ class Repair:
 
     def _repair_weights(self, checkpoint: int) -> None:
         """Moves damaged versions away. The trainer rebuilds those from `checkpoint` on."""
+        mirror = Mirror()
         for version, path in numbered(self.run_dir.weights_dir).items():
             if version < checkpoint and not self.thorough:
                 continue
-            if fault := find_fault(partial(check_version, record=self.run_dir.digests(version)), path):
+            if fault := find_fault(partial(check_version, record=self.run_dir.digests(version), mirror=mirror), path):
                 comes = "the trainer makes it again" if version >= checkpoint else "it cannot be made again, and nothing needs it"
                 self._discard(path, "weights", f"{fault}; {comes}")
 

@@ -83,8 +83,16 @@ def memory_bytes() -> tuple[int, int]:
         for limited, taken in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
                 limit, used = (int((group / name).read_text()) for name in (limited, taken))
-                total, free = min(total, limit), min(free, max(0, limit - used))
+                total, free = min(total, limit), min(free, max(0, limit - used + unused_cache(group)))
     return total, free
+
+
+def unused_cache(group: Path) -> int:
+    """Returns the bytes of files that a control group has read and not used since: they count as used memory until others need the room."""
+    with contextlib.suppress(OSError, ValueError):
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+    return 0
 
 
 @functools.cache

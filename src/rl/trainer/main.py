@@ -21,7 +21,7 @@ from rl.run_dir.files import clean_leftovers
 from rl.run_dir.lease import ROLE_WAIT_S, check_fence, hold_role
 from rl.run_dir.metrics import merging, read_metrics
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import Phase, Status
+from rl.run_dir.status import MACHINE_LEASE, Phase, Status, is_over
 from rl.system.errors import CANNOT_WRITE, GIVE_UP, WRONG_SETTINGS, RunError
 from rl.system.linux import LAUNCHER, end_with_parent
 from rl.system.prefork import leave
@@ -149,9 +149,11 @@ def fail(run_dir: RunDir, message: str, code: int) -> NoReturn:
     """Prints one line and ends this rank, with os._exit because other ranks may hold the process group in a collective.
 
     torchrun exits with 1 whatever the ranks' codes are, so the first rank to fail leaves its code in a file; the others fail as a result.
+    A machine that was declared lost leaves none: the file belongs to its successor.
     """
     print(f"trainer: {message}", file=sys.stderr, flush=True)
-    if "RANK" in os.environ:
+    lease = os.environ.get(MACHINE_LEASE)
+    if "RANK" in os.environ and not (lease and is_over(run_dir.status_dir / lease)):
         with contextlib.suppress(OSError), run_dir.exit_code("trainer").open("x") as file:
             file.write(str(code))
     os._exit(code)

@@ -62,14 +62,14 @@ def start(
     optimizer = make_optimizer(model, settings.optim)
     trained = origin(replay) if replay else run_dir  # the run whose checkpoints and batches are read
     sound = newest_checkpoint(config, trained, world, verified, status.warn)
-    step = checkpoint.load(*sound, model, optimizer, world) if sound else 0
+    step = checkpoint.load(*sound, model, optimizer, world, world.new_group(settings.patience_s)) if sound else 0
     if settings.data.fake:
         source = FakeBatches(settings.data.fake, model.config.get_text_config().vocab_size, config.seed)
     waits = [Wait(settings.batch_timeout_s, status.enter) for _ in range(2)]
     asks = world.is_main and not source
     client = OrchestratorClient(run_dir, departure.asked.is_set) if asks else None
     strict = False if settings.strict_parity is None and config.truncates else settings.strict_parity
-    parity = None if source else ParityWatch(RUN_LIMITS[config.model.dtype], strict, client)
+    parity = None if source else ParityWatch(RUN_LIMITS[config.model.dtype], strict, client, bool(settings.lora))
     source = source or FromOrchestrator(client, waits[0], world, settings.rank_timeout_s)
     hidden_size, minibatches = model.config.get_text_config().hidden_size, settings.minibatches
     mode = mode_of(*(each for each in (model, reference) if each))

@@ -35,17 +35,21 @@ def train(trainer: Trainer) -> bool:
     which two threads write during the next steps. Waits for: these three threads, and through them the orchestrator and the disk.
     """
     trainer.begin()
-    world, first = trainer.context.world, trainer.step + 1
-    for step in range(first, trainer.last + 1):
+    world, has_trained = trainer.context.world, False
+    for step in range(trainer.step + 1, trainer.last + 1):
         timer = Timer(step, world.device)
         ready = trainer.receive(step)
         timer.lap("wait_for_batch")
         if ready is None:
             break
-        metrics = {"quarantined": 1.0} if isinstance(ready, Skipped) else train_batch(trainer, ready, timer)
+        if isinstance(ready, Skipped):
+            metrics = {"quarantined": 1.0}
+        else:
+            metrics = train_batch(trainer, ready, timer)
+            if not has_trained:  # the first compiles, on one rank for longer than on another
+                world.set_timeout(trainer.config.trainer.rank_timeout_s)
+            has_trained = True
         trainer.step = step
-        if step == first:  # which compiles, on one rank for longer than on another
-            world.set_timeout(trainer.config.trainer.rank_timeout_s)
         leaves = trainer.leaves()
         if leaves:  # before anything slow; `receive` then ends the loop
             trainer.save_checkpoint()
@@ -94,7 +98,7 @@ def train_step(context: TrainContext, packed: Packed, lr: float, timer: Timer) -
     for minibatch in packed.minibatches * context.settings.epochs:
         accumulate(context, packed, minibatch, statistics, first=not norms)
         if context.parity and not norms:
-            parity = context.parity.judge(statistics.parity.total(world))
+            parity = context.parity.judge(statistics.parity.total(world), step - 1)
         timer.lap("forward_backward")
         norms.append(optimizer_step(context.model, context.optimizer, optim, lr, step, statistics.total_loss(world)))
         timer.lap("optimizer")

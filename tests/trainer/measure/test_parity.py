@@ -88,7 +88,7 @@ def watch_of(error, tied_folder, world, strict):
 
 def test_a_probe_is_asked_only_where_no_batch_had_fresh_tokens(tied_folder, world):
     watch, at_checkpoint = watch_of(0.0, tied_folder, world, strict=True)
-    watch.judge(parity_of([0.0]))
+    watch.judge(parity_of([0.0]), 3)
     assert at_checkpoint() == {} and watch.client.asked == []
     found = at_checkpoint()
     assert watch.client.asked == [4] and found["parity/agrees"] == 1.0
@@ -110,16 +110,25 @@ def test_a_disagreement_is_told_or_ends_the_run(tied_folder, world):
     watch.strict = True
     with pytest.raises(RunError, match=r"disagree on 6 tokens of the same policy version: kl 0.11, largest difference 0.5 nats"):
         at_checkpoint()
-    assert ParityWatch(LIMITS["float32"], True, None).judge(None) == {}
+    assert ParityWatch(LIMITS["float32"], True, None).judge(None, 0) == {}
 
 
 def test_a_gross_difference_ends_a_run_before_its_first_step_unless_that_is_wanted():
     limit, rounding, gross = LIMITS["float32"], parity_of([0.1, -0.1] * 50), parity_of([2.0, -2.0] * 50)
     with pytest.raises(RunError, match=r"kl 2.8, .* two compute different models.* trainer.strict_parity = false"):
-        ParityWatch(limit, None, None).judge(gross)
+        ParityWatch(limit, None, None).judge(gross, 0)
     watch = ParityWatch(limit, None, None)
-    assert watch.judge(None) == {} and watch.judge(rounding)["parity/agrees"] == 0.0
-    assert watch.judge(gross)["parity/agrees"] == 0.0, "later it is told alone"
-    assert ParityWatch(limit, False, None).judge(gross)["parity/kl"] == pytest.approx(gross.kl)
+    assert watch.judge(None, 0) == {} and watch.judge(rounding, 0)["parity/agrees"] == 0.0
+    assert watch.judge(gross, 1)["parity/agrees"] == 0.0, "later it is told alone"
+    assert ParityWatch(limit, False, None).judge(gross, 0)["parity/kl"] == pytest.approx(gross.kl)
     few = parity_of([0.0] * 19 + [3.0])
-    assert few.kl > 0.1 and ParityWatch(limit, None, None).judge(few)["parity/agrees"] == 0.0, "one token of twenty tells too little"
+    assert few.kl > 0.1 and ParityWatch(limit, None, None).judge(few, 0)["parity/agrees"] == 0.0, "one token of twenty tells too little"
+
+
+def test_adapters_are_compared_first_when_they_add_something():
+    """They add nothing to version 0, whose comparison was the only one that could end a run."""
+    watch, limit = ParityWatch(LIMITS["float32"], None, None, has_adapters=True), LIMITS["float32"]
+    assert watch.judge(parity_of([0.0] * 100), 0)["parity/agrees"] == 1.0
+    with pytest.raises(RunError, match="two compute different models"):
+        watch.judge(parity_of([2.0, -2.0] * 50), 1)
+    assert not parity_of([2.0, -2.0] * 50).within(limit) and not watch.is_first

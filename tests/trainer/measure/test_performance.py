@@ -8,8 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lfm2Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
 from rl.config.loss import PolicyGradientConfig
+from rl.config.trainer import LoraConfig
 from rl.trainer.data.minibatches import sample_weights
 from rl.trainer.measure.performance import Timer, peak_flops, performance, work_of
+from rl.trainer.model.lora import add_adapters
 from tests.trainer.samples import make_sample, pack_alone
 
 LLAMA = {
@@ -95,6 +97,16 @@ def test_frozen_weights_have_no_gradient_of_their_own():
     whole = work_of(model)
     model.requires_grad_(False)
     assert work_of(model).per_token == whole.per_token * 4 // 6 and work_of(model).per_key == whole.per_key
+
+
+def test_adapters_of_experts_count_for_the_experts_of_a_token():
+    """peft has the factors of all experts of a layer in one matrix: all would be counted."""
+    model = model_of(Qwen3MoeConfig(**MOE))
+    add_adapters(model, LoraConfig(rank=4, targets=["experts"]))
+    experts = 3 * 64 * 48  # the weights of one: gate, up and down
+    factors = 4 * (64 + 2 * 48 + 48 + 64)
+    attention, router = 64 * 32 * (4 + 2 + 2 + 4), 64 * 8
+    assert work_of(model).per_token == 3 * (4 * (attention + router + 2 * experts) + 6 * 2 * factors)
 
 
 def test_utilisation_is_of_the_whole_step_and_of_known_devices(world, monkeypatch):

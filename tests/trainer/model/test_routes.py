@@ -260,6 +260,15 @@ def test_a_run_with_routes_is_replayed_bit_for_bit(folder, world, tmp_path, give
     assert not any(line["tensor"] or line["fault"] for line in [*versions, *checkpoints])
 
 
+def test_padding_goes_where_the_last_token_goes():
+    """All of it went to expert 0 of every layer."""
+    row = pack_alone(make_batch(1)).micro_batches[0]
+    routes = torch.arange(4 * len(row.input_ids), dtype=torch.uint8).view(-1, 4)
+    filled = fill_blocks(replace(row, routes=routes), 1)
+    assert len(filled.routes) == len(filled.input_ids) == 256 and filled.padding == 256 - len(routes)
+    assert torch.equal(filled.routes[: len(routes)], routes) and (filled.routes[len(routes) :] == routes[-1]).all()
+
+
 def test_a_batch_without_routes_ends_a_run_that_replays_them(folder, world, tmp_path):
     config = make_config(tmp_path, folder("qwen3_moe"), router_replay="engine")
     with pytest.raises(RunError, match="batch 1 has tokens without routes"):

@@ -4,6 +4,7 @@ import functools
 import gc
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from rl.trainer.model.policy import assemble, mode_of, score
 from rl.trainer.model.selftest import Candidate, Test, choose_mode
 from tests.families import CONFIGS, UNTIED
 from tests.trainer.model.test_policy import assert_same, backward, policy, reference
+from tests.trainer.parallel.test_experts import MODELS
 from tests.trainer.samples import branching_batch
 
 CPU = torch.device("cpu")
@@ -230,6 +232,8 @@ def test_the_result_is_cached_by_model_and_settings(folder, world, cache, monkey
     assert choose_mode(candidate(folder("llama"), world, config)) == first and len(tried) == 3
     choose_mode(candidate(folder("gemma3"), world, config))
     assert choose_mode(candidate(folder("llama"), world, config, activation_checkpointing="full")) == first and len(tried) == 5
+    divided = replace(world, experts=SimpleNamespace(shape=(1, 1)))
+    assert selftest.digest(candidate(folder("llama"), world), []) != selftest.digest(candidate(folder("llama"), divided), [])
 
 
 @pytest.mark.parametrize("place", [(alone, "load_plain"), (alone, "measure"), (policy_module, "load_rows"), (policy_module, "LossHead")])
@@ -250,6 +254,16 @@ def test_as_many_layers_are_tested_as_a_gpu_has_memory_for(monkeypatch):
     gib, gpu = 2.0**30, torch.device("cuda", 0)
     assert [alone.fitting_layers(size * gib, gpu) for size in (0.5, 1, 2, 4, 40)] == [8, 8, 6, 3, 1]
     assert alone.fitting_layers(40 * gib, CPU) == 8
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("deepseek_v3", 2), ("qwen3_moe", 1), ("llama", 0)])
+def test_a_large_mixture_is_tested_up_to_its_first_layer_with_experts(tmp_path, world, monkeypatch, kind, expected):
+    """Of one with dense layers before, experts were not tested, and with router replay the run was refused."""
+    folder = make_tiny_model(tmp_path / kind, MODELS[kind] if kind in MODELS else CONFIGS[kind])
+    assert alone.first_with_experts(AutoConfig.from_pretrained(folder), False) == expected
+    monkeypatch.setattr(alone, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(alone, "fitting_layers", lambda *_: 1)
+    assert alone.part_of(str(folder), ModelConfig(name="it"), world).num_hidden_layers == max(1, expected)
 
 
 def test_a_large_model_is_tested_on_its_first_layers_of_every_kind():

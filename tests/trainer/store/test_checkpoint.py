@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -216,6 +217,11 @@ def test_a_disk_that_does_not_answer_ends_the_wait(trained, world, tmp_path, mon
     saver.save(1, *trained)
     with pytest.raises(RunError, match=r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"):
         saver.finish()
+    saver.deadline_s = 3000.0
+    assert not saver.due(2, last=99)
+    saver.last_began = time.monotonic() - 3001
+    with pytest.raises(RunError, match=r"waited 3001 s for checkpoint 1 to be written to .*: does that disk answer"):
+        saver.due(3, last=99)  # with an interval in seconds, nobody would wait for it before the run's last step
     answers.set()
 
 
@@ -281,7 +287,7 @@ def test_checkpoints_leave_the_time_to_training(world, tmp_path, monkeypatch):
     for step, at in ((1, 60), (2, 366 + 20 * 306), (3, 366 + 41 * 306)):
         clock.save(saver, step, at)
     assert saver.metrics() == {"time/checkpoint_cost": 306, "time/checkpoint_fraction": 1 / 21}
-    saver.newest_started, clock.now = 4, 1e9
+    saver.newest_started, clock.now = 4, saver.last_began + saver.deadline_s
     assert not saver.due(5, 9), "one is in progress"
 
 

@@ -124,6 +124,34 @@ def test_retention_keeps_what_kept_deltas_are_made_of(tmp_path):
     assert [number for number in kept[17] if is_delta(run_dir.weights(number))] == [11, 12, 13, 17]
 
 
+def test_a_version_that_is_trained_again_takes_along_what_follows_it_only_if_it_differs(tmp_path, monkeypatch):
+    """Deltas of another version than the one that is there were called damaged; the trainer read whole versions to compare deltas."""
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    first, same_again, other = (Training(tmp_path, run_dir, anchor_every=10) for _ in range(3))
+    expected = [first.step() for _ in range(4)][-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "become", lambda *_: pytest.fail("the trainer reads no delta"))
+        same_again.step(), same_again.step()
+    assert numbers(run_dir.weights_dir) == [1, 2, 3, 4] and same(Mirror().become(run_dir.weights(4)), expected)
+    other.step()
+    other.optimizer.param_groups[0]["lr"] = 1e-3
+    changed = other.step()
+    assert numbers(run_dir.weights_dir) == [1, 2] and same(Mirror().become(run_dir.weights(2)), changed)
+
+
+def test_what_the_next_delta_is_made_of_is_not_deleted_before(tmp_path):
+    """In a resume with deltas of a run that had whole versions, which are newer by their numbers."""
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    before, after = Training(tmp_path, run_dir, keep_last=2), Training(tmp_path, run_dir, anchor_every=10, keep_last=2)
+    for _ in range(6):
+        before.publish((1,))
+    after.optimizer.param_groups[0]["lr"] = 1e-3
+    after.publish((1,))
+    for number in range(2, 7):
+        expected = after.step((1,))
+        assert same(Mirror().become(run_dir.weights(number)), expected), number
+
+
 def test_a_delta_can_be_loaded_where_a_model_is_wanted(tmp_path):
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     training = Training(tmp_path, run_dir, anchor_every=10)
@@ -140,5 +168,5 @@ def test_without_memory_for_the_version_it_is_refused(tmp_path, monkeypatch):
     training = Training(tmp_path, run_dir, anchor_every=10)
     training.publish(), training.publish()
     monkeypatch.setattr("rl.run_dir.deltas.memory_bytes", lambda: (2**30, 1000))
-    with pytest.raises(RunError, match=r"are free; set trainer.weights.anchor_every = 1"):
+    with pytest.raises(RunError, match=r"are free; free memory, or move the versions with a delta.json away"):
         Mirror().become(run_dir.weights(2))

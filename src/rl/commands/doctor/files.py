@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.run_dir.checksums import check_record, check_version, verify_checkpoint
+from rl.run_dir.deltas import Mirror
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
@@ -17,7 +18,7 @@ def damaged_files(run_dir: RunDir) -> list[str]:
 
     A version without checksums is not checked. The record of a deleted version is only checked for being readable.
     """
-    moves = "`--resume` moves damaged files away"
+    moves, mirror = "`--resume` moves damaged files away", Mirror()
     records = "a resume rewrites the records of steps that it repeats; only `rl replay` needs the others, and shows which file is right"
     kinds: list[tuple[dict[int, Path], Callable[[int, Path], Any], str]] = [
         (
@@ -28,7 +29,7 @@ def damaged_files(run_dir: RunDir) -> list[str]:
         (numbered(run_dir.checkpoints), lambda _, path: verify_checkpoint(path), f"{moves} and starts from an older checkpoint"),
         (
             numbered(run_dir.weights_dir),
-            lambda version, path: check_version(path, run_dir.digests(version)),
+            lambda version, path: check_version(path, run_dir.digests(version), mirror),
             f"{moves} and remakes versions newer than its checkpoint",
         ),
         (numbered(run_dir.digests_dir, ".json"), lambda version, path: check_record(path, run_dir.weights(version)), records),

@@ -80,7 +80,9 @@ def fill_blocks(batch: MicroBatch, ranks: int) -> MicroBatch:
     length = len(batch.input_ids)
     row = padded(batch.input_ids, batch.position_ids, batch.subtree_ends, whole_blocks(length, ranks))
     padding = len(row[0]) - length
-    routes = None if batch.routes is None else torch.nn.functional.pad(batch.routes, (0, 0, 0, padding))
+    routes = batch.routes
+    if routes is not None:  # to the experts of the last token: one route for all of the padding of a run would burden its experts alone
+        routes = torch.cat([routes, routes[-1:].expand(padding, -1)])
     return replace(batch, input_ids=row[0], position_ids=row[1], subtree_ends=row[2], routes=routes, padding=padding)
 
 

@@ -66,9 +66,10 @@ class ParitySums:
 class ParityWatch:
     """Judges by each batch or a probe whether a run's trainer agrees with its inference."""
 
-    def __init__(self, limit: Limit, strict: bool | None, client: OrchestratorClient | None):
-        """`strict`: whether a disagreement ends the run; None: only beyond GROSS and in the first comparison. `client`: only on rank 0."""
-        self.limit, self.strict, self.client = limit, strict, client
+    def __init__(self, limit: Limit, strict: bool | None, client: OrchestratorClient | None, has_adapters: bool = False):
+        """`strict`: whether a disagreement ends the run; None: only beyond GROSS and in the first comparison. `client`: only on rank 0.
+        `has_adapters`: whether what is trained adds nothing to version 0, so that its comparison is not yet the first."""
+        self.limit, self.strict, self.client, self.has_adapters = limit, strict, client, has_adapters
         self.is_first = True
         self.seen = False
         """Whether anything has been compared since the last checkpoint."""
@@ -77,11 +78,12 @@ class ParityWatch:
         self.wait_s = PROBE_WAIT_S
         """Seconds that the next probe may take: twice as many after each wait in vain, because large models take longer to load."""
 
-    def judge(self, found: Parity | None) -> dict[str, float]:
-        """Returns the metrics of a comparison; empty if nothing was compared. Raises RunError for a disagreement that ends the run."""
+    def judge(self, found: Parity | None, version: int) -> dict[str, float]:
+        """Returns the metrics of a comparison of this version; empty if nothing was compared. Raises RunError for a disagreement that ends
+        the run."""
         if found is None:
             return {}
-        is_first, self.is_first = self.is_first, False
+        is_first, self.is_first = self.is_first, self.is_first and self.has_adapters and version == 0
         self.seen, agrees = True, found.within(self.limit)
         if not agrees and self.strict:
             raise RunError(f"{found.complaint(self.limit)}. This ends the run because of trainer.strict_parity = true")
@@ -114,7 +116,7 @@ class ParityWatch:
         for row in pack(TrainBatch(step=step + 1, samples=samples)).micro_batches:
             part = row.to(world.device)
             sums.add(differences(model, part, world), part.fresh)
-        metrics = self.judge(sums.total(world))
+        metrics = self.judge(sums.total(world), step)
         self.seen = False
         return metrics
 

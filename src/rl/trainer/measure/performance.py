@@ -16,6 +16,7 @@ from rl.run_dir import spans
 from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.data.packing import Packed
 from rl.trainer.model.modes import layer_windows
+from rl.trainer.model.routes import CHOSEN
 from rl.trainer.parallel.world import World
 
 PEAK_FLOPS = {
@@ -94,7 +95,7 @@ class Work:
 def work_of(model: PreTrainedModel) -> Work:
     """Counts the operations from the model's own matrices, whatever their names."""
     config = model.config.get_text_config()
-    per_token = sum(times * matrix.shape[-2:].numel() * (6 if matrix.requires_grad else 4) for matrix, times in layer_matrices(model))
+    per_token = sum(weights * (6 if matrix.requires_grad else 4) for matrix, weights in layer_matrices(model))
     heads = getattr(config, "num_attention_heads", 0)  # models without attention have none
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     widths = getattr(config, "qk_head_dim", head_dim) + getattr(config, "v_head_dim", head_dim)
@@ -111,15 +112,21 @@ def attention_windows(model: PreTrainedModel) -> list[int | None]:
 
 
 def layer_matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yields the layers' matrices and how often a token is multiplied with each: once, or once per expert that it is routed to."""
+    """Yields the layers' matrices and with how many weights of each a token is multiplied: with all, or those of its experts."""
     config = model.config.get_text_config()
-    # Architectures use different names for this.
-    experts = next((value for name in ("num_experts_per_tok", "moe_topk", "top_k") if (value := getattr(config, name, None))), 1)
+    chosen = next((value for name in (*CHOSEN, "top_k") if (value := getattr(config, name, None))), 1)
     apart = {weight for module in model.modules() if isinstance(module, nn.Embedding) for weight in module.parameters()}
     apart |= set(model.get_output_embeddings().parameters())
+    factors = {
+        weight: len(getattr(wrapper.get_base_layer(), wrapper.parameter_name))  # peft has the factors of all experts in one matrix
+        for wrapper in model.modules()
+        if type(wrapper).__name__ == "ParamWrapper"
+        for weight in (*wrapper.lora_A.parameters(), *wrapper.lora_B.parameters())
+    }
     for weight in model.parameters():
         if weight.ndim >= 2 and weight not in apart:
-            yield weight, experts if weight.ndim == 3 else 1
+            share = chosen / factors[weight] if weight in factors else chosen if weight.ndim == 3 else 1
+            yield weight, round(weight.shape[-2:].numel() * share)
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -8,6 +8,7 @@ change of the log-probabilities, times MARGIN, is the limit.
 import copy
 import io
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from rl.system.errors import RunError
 from rl.trainer.measure.performance import is_out_of_memory
 from rl.trainer.model.modes import WIDER_WINDOWS, Mode, implementation
 from rl.trainer.model.rope import freeze_rope, kinds_by_length
+from rl.trainer.parallel.experts import experts_of
 from rl.trainer.parallel.world import World
 
 PREFIX, BRANCHES, FAR = 12, (20, 17), 24
@@ -171,8 +173,17 @@ def part_of(folder: str, config: ModelConfig, world: World) -> PreTrainedConfig:
             setattr(text, name, NARROW)
     size = sum(path.stat().st_size for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".bin"))
     if size > WHOLE_BYTES:
-        keep_layers(text, world.broadcast_int(fitting_layers(size / text.num_hidden_layers, world.device)))
+        fitting = world.broadcast_int(fitting_layers(size / text.num_hidden_layers, world.device))
+        keep_layers(text, max(fitting, first_with_experts(shape, config.trust_remote_code)))
     return shape
+
+
+def first_with_experts(shape: PreTrainedConfig, trust_remote_code: bool) -> int:
+    """Returns the number of layers up to the first one with experts, which some models have after dense ones; 0 without any."""
+    with torch.device("meta"), quiet():
+        model = AutoModelForCausalLM.from_config(shape, trust_remote_code=trust_remote_code)
+    numbers = [int(number) for name in experts_of(model) for number in re.findall(r"\.(\d+)\.", f".{name}.")[:1]]
+    return min(numbers, default=-1) + 1
 
 
 def fitting_layers(layer_bytes: float, device: torch.device) -> int:

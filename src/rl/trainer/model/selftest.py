@@ -1,9 +1,9 @@
 """Finds the mode (trainer/model/modes.py) that is exact for a model: at each start, on its own weights, before any sampling or training.
 
-What is tested is what trains: all ranks make the policy as for training, sharded, with its head, adapters, rotary embeddings, windows,
-recomputation and compiled layers, and score a row with it; of a large model only the first layers. The row has the samples of
-trainer/model/alone.py, which says what they must get: two as a tree, then the third. The first mode whose difference is within rounding is
-used; a model without such a mode is refused.
+What is tested is what trains: all ranks make the policy as for training, sharded, with its head, rotary embeddings, windows and compiled
+layers, and score a row with it; of a large model only the first layers. The row has the samples of trainer/model/alone.py, which says what
+they must get: two as a tree, then the third. The first mode whose difference is within rounding is used; a model without such a mode is
+refused. Gradients are not tested, nor adapters, which add nothing before they are trained: see `ParityWatch`.
 
 The test runs in float32, where rounding hides little. FlexAttention and compiled layers have kernels for each type, so they are tested in
 the run's type too.
@@ -97,10 +97,10 @@ def choose_mode(candidate: Candidate) -> ModeChoice:
 def digest(candidate: Candidate, modes: list[Mode]) -> str:
     """Returns a hash of everything the result depends on: the model's code, shape and some of its weights, versions, settings, ranks."""
     found, config, settings, world = hashlib.blake2b(digest_size=16), candidate.config, candidate.settings, candidate.world
-    versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
+    versions = [importlib.metadata.version(name) for name in ("torch", "transformers", *(["peft"] if settings.lora else []))]
     here = Path(__file__).parent
     own = [file.read_bytes() for file in sorted([*here.glob("*.py"), *here.with_name("parallel").glob("*.py")])]
-    ranks = [world.device.type, world.size, tuple(world.mesh.shape), world.context_size]
+    ranks = [world.device.type, world.size, tuple(world.mesh.shape), world.context_size, world.experts and tuple(world.experts.shape)]
     put_in = [settings.compile, settings.activation_checkpointing, settings.lora, settings.router_replay, candidate.frozen]
     found.update(repr([versions, own, modes, ranks, put_in, config.dtype, config.max_model_len]).encode())
     for path in sorted(Path(candidate.folder).iterdir()):
@@ -226,7 +226,8 @@ class Test:
         return float(torch.nan_to_num(found, nan=math.inf).max()) if len(found) else 0.0
 
     def rows(self, alone: Alone, mode: Mode) -> list[MicroBatch]:
-        """Returns the samples as training has them: two as a tree, and after it the third, which must not depend on them.
+        """Returns the samples as training has them: two as a tree, and after it the third, which must not depend on them. Every other group
+        of ranks has the two in the other order, so that what one gets from another one by mistake differs.
 
         Unpacked, the two alone in reverse order, to reveal state that a model carries from call to call.
         """
@@ -237,12 +238,14 @@ class Test:
             raise RunError("it takes no position ids")
         if getattr(self.shape.get_text_config(), SPARSE, None):
             raise RunError("its attention selects among all tokens of a row")
+        order = (1, 0, 2) if self.world.data_rank % 2 else (0, 1, 2)
+        ids, positions, tokens, logprobs = ([values[n] for n in order] for values in (ids, positions, alone.tokens, alone.logprobs))
         first, tree = len(ids[0]), sum(map(len, ids[:2])) - PREFIX
         subtree_ends = torch.full((tree + FAR,), tree + FAR)
         subtree_ends[:tree] = tree
         subtree_ends[PREFIX:first] = first
         whole = (torch.cat([values[0], values[1][PREFIX:], values[2]]) for values in (ids, positions))
-        expected = ([*values[0], *values[1][PREFIX:], *values[2]] for values in (alone.tokens, alone.logprobs))
+        expected = ([*values[0], *values[1][PREFIX:], *values[2]] for values in (tokens, logprobs))
         row = row_of(*whole, subtree_ends, *expected)
         return [fill_blocks(row, self.world.context_size) if mode == "flex" else row]
 

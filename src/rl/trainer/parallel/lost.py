@@ -1,4 +1,5 @@
-"""Which rank a failed collective has lost: neither gloo nor nccl says it."""
+"""Which rank a failed collective has lost, which gloo does not say. After NCCL's timeout its watchdog ends the process before Python can
+say anything; a rank that has died or stands still is then named by its launcher."""
 
 import socket
 import time

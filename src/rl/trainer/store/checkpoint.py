@@ -179,6 +179,7 @@ def fault_of(path: Path, world: World, verified: bool = False) -> str:
             verify_checkpoint(path, world.rank, world.size)
     except CorruptFileError as error:
         fault = str(error)
+    world.barrier()  # for which no collective waits: one rank's disk may be slower than another's
     return next(filter(None, world.gather_bytes(fault.encode())), b"").decode()
 
 
@@ -199,13 +200,23 @@ def newest_sound(directory: Path, world: World, found: Found | None = None) -> t
     return (directory / f"{step:06d}", read_manifest(directory / f"{step:06d}")) if step else None
 
 
-def load(path: Path, manifest: dict[str, Any], model: PreTrainedModel, optimizer: Optimizer, world: World) -> int:
-    """Reads a verified checkpoint into model, optimizer and RNG; returns its step. The number of ranks may differ from the writer's."""
+def load(
+    path: Path,
+    manifest: dict[str, Any],
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    world: World,
+    group: dist.ProcessGroup | None = None,
+) -> int:
+    """Reads a verified checkpoint into model, optimizer and RNG; returns its step. The number of ranks may differ from the writer's.
+
+    `group`: one whose collectives may wait for disks.
+    """
     check_model(path, manifest, model)
     state = tensors_of(model, optimizer, world)
     if manifest["world_size"] != world.size:  # RNG streams belong to ranks, and mean nothing to another number of ranks
         state = {name: value for name, value in state.items() if not name.startswith("rng.")}
-    dcp.load(state, storage_reader=Reader(path))
+    dcp.load(state, storage_reader=Reader(path), process_group=group)
     if f"rng.cpu.{world.rank}" in state:
         torch.set_rng_state(state[f"rng.cpu.{world.rank}"])
     if f"rng.cuda.{world.rank}" in state:

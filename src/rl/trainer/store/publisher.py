@@ -18,7 +18,7 @@ from rl.config.trainer import WeightsConfig
 from rl.run_dir import spans
 from rl.run_dir.checksums import check_record, first_difference, is_delta, read_digests, verify_version
 from rl.run_dir.digests import Digest
-from rl.run_dir.files import CorruptFileError, make_durable
+from rl.run_dir.files import CorruptFileError, make_durable, remove_directory
 from rl.run_dir.lease import check_fence
 from rl.run_dir.over_network import Memory
 from rl.run_dir.paths import RunDir
@@ -133,7 +133,8 @@ class Publisher:
                 make_durable(made)
         if needed is None:  # the trainer leaves; its next start announces this version again
             return
-        keep = {*needed.keep, *checkpoints}  # the best versions of evaluations, and the start of a resume
+        # The next one may become a delta of this version; the best versions of evaluations; and the start of a resume.
+        keep = {number, *needed.keep, *checkpoints}
         self.retention.delete_old(number, keep, needed.oldest_needed)
 
     def _announce(self, version: WeightVersion, since: float) -> Acknowledged | None:
@@ -165,6 +166,7 @@ class Publisher:
 
     def _is_same(self, number: int, path: Path, before: dict[str, Any], found: dict[str, Digest], now: dict[str, Any]) -> bool:
         """Whether the record `before` and the folder are those of the version with the digests `found`, made under the conditions `now`.
+        A delta is not read, which would take the memory for a whole version, but written again.
 
         Warns if the version on disk differs: then the run is not reproducible, and the new version counts. If only the record differs,
         and the folder has the new version's weights, then the record is damaged.
@@ -172,18 +174,24 @@ class Publisher:
         try:
             tensor = first_difference(before["tensors"], found)
             if tensor is None:
-                return path.exists() and verify_version(path)["tensors"] == before["tensors"]
-            if self._fits(path, found):
+                return path.exists() and not is_delta(path) and verify_version(path)["tensors"] == before["tensors"]
+            if not is_delta(path) and self._fits(path, found):
                 check_record(self.run_dir.digests(number), path)
         except CorruptFileError as error:
             self._warn("damaged", f"{error}; version {number} is written again")
             return False
+        self._delete_changes_since(number)
         made_by = before.get("made_by", {})
         if made_by.get("deterministic") and now.get("deterministic"):
             why = differing_conditions(made_by, now) or "on the same machine with the same settings: please report this"
             message = f"version {number} was trained again and differs from before, first in {tensor} ({why}). The new one counts"
             self._warn("inexact", message)
         return False
+
+    def _delete_changes_since(self, number: int) -> None:
+        """Deletes the deltas that follow a version which is about to be replaced by another one: they cannot be applied to that."""
+        while is_delta(path := self.run_dir.weights(number := number + 1)):
+            remove_directory(path)
 
     def _fits(self, path: Path, found: dict[str, Digest]) -> bool:
         """Whether a folder matches its own digests, and these are `found`."""

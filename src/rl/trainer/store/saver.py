@@ -1,5 +1,6 @@
 """Decides when checkpoints are due, and writes them in a thread, from a copy of the state, while the next steps train."""
 
+import math
 import time
 from functools import partial
 
@@ -13,6 +14,7 @@ from rl.run_dir.lease import check_fence
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
+from rl.system.errors import RESTART, RunError
 from rl.trainer.parallel.world import World
 from rl.trainer.store import checkpoint
 from rl.trainer.store.single_task_thread import SingleTaskThread
@@ -59,9 +61,11 @@ class Saver:
     def due(self, step: int, last: int) -> bool:
         """Whether to save the state after `step`. Every rank calls this; rank 0's clock decides for all.
 
-        Raises the error of the checkpoint in progress if it has failed.
+        Raises the error of the checkpoint in progress if it has failed, or if it takes longer than a wait for it would.
         """
         self.thread.raise_errors()
+        if self.step != self.newest_started and (waited_s := time.monotonic() - (self.last_began or math.inf)) > self.deadline_s:
+            raise RunError(f"waited {waited_s:.0f} s for {self._in_progress()}", RESTART)
         if self.never_due:
             return False
         if self.config.interval is not None:
@@ -101,5 +105,7 @@ class Saver:
 
         Waits for: the disks of this rank and all others. Raises RunError after `deadline_s` seconds.
         """
-        what = f"checkpoint {self.newest_started} to be written to {self.run_dir.checkpoints}: does that disk answer?"
-        self.thread.result(what, self.deadline_s)
+        self.thread.result(self._in_progress(), self.deadline_s)
+
+    def _in_progress(self) -> str:
+        return f"checkpoint {self.newest_started} to be written to {self.run_dir.checkpoints}: does that disk answer?"
