@@ -169,11 +169,11 @@ sys.exit(main())
 
 
 @pytest.mark.proof
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_recipe_works(tmp_path):
     """A real one of one stage, from its copy to the measure."""
     process = start(tmp_path, "recipe", "sums", "--check", "--short", "--seed", "1", PYTHONPATH="", HF_HUB_OFFLINE="1")
-    out, err = process.communicate(timeout=580)
+    out, err = process.communicate(timeout=1180)
     assert process.returncode == 0, out + err
     assert "sums: all stages work, and eval/single-digit-addition/reward_mean is 0." in out.splitlines()[-1]
     assert (tmp_path / "outputs" / "recipes" / "sums-1" / "outputs" / "sums" / "weights" / "000002").is_dir()
