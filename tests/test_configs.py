@@ -1,12 +1,19 @@
 """Every configuration in the repository is valid, and means what its file name says."""
 
+import re
+import shlex
 import subprocess
 import sys
+from itertools import dropwhile
 from pathlib import Path
 
 import pytest
+from PIL import Image
+from recipe_curves import HEAD, drawn_from, table
 
+from rl.commands.recipe_file import RECIPES, copy, names, read
 from rl.config.command_line import build, from_toml, parse_args, to_toml
+from rl.config.environment_id import read_id
 from rl.config.plan import Plan, plan
 from rl.launch import devices
 from rl.system.machine import Machine
@@ -38,3 +45,34 @@ def test_gpus_are_split_as_the_file_says(name, gpus, trainer, inference):
     config = build(parse_args(["@", f"configs/{name}.toml"]))
     split = devices.split(config, Machine(gpus=[str(i) for i in range(gpus)], cores=list(range(16))))
     assert (split.trainer.gpus, split.inference.gpus, split.ranks) == (trainer, inference, len(trainer))
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_recipe_is_whole(name, tmp_path, monkeypatch):
+    """Its copy has the configurations of all stages, which `--check --short` can cut, and finds their environments."""
+    recipe = read(name)
+    copy(name, recipe, tmp_path / name)
+    monkeypatch.chdir(tmp_path / name)
+    for words in map(shlex.split, recipe.stages):
+        if "@" in words:
+            settings = [*dropwhile(lambda word: not word.startswith(("-", "@")), words)]
+            config = build(parse_args([*settings, "--seed", "1", "--max_steps", "2"]))
+            assert not (config.sft and config.sft.epochs), "max_steps, which --short cuts, does not end this stage"
+            for env_id in config.orchestrator.env_ids:
+                read_id(env_id)
+    labels = {"eval": [entry.label for entry in config.orchestrator.eval]}
+    source, label, _ = recipe.measure.split("/")
+    assert label in labels.get(source, [label]), "the last stage does not measure it"
+    text = Path("README.md").read_text()
+    for command in (f"rl recipe {name}", *(f"rl {stage}" for stage in recipe.stages)):
+        assert re.search(rf"{re.escape(command)}\b", text), f"the README does not show {command}"
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_picture_of_a_recipe_shows_its_curves(name):
+    with Image.open(RECIPES / name / "curve.png") as picture:
+        assert picture.text["Description"] == drawn_from(read(name)), f"uv run scripts/recipe_curves.py {name}"
+
+
+def test_the_page_of_recipes_has_all_of_them():
+    assert f"\n{HEAD}{table()}\n" in Path("docs/recipes.md").read_text(), "uv run scripts/recipe_curves.py"

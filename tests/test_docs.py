@@ -178,6 +178,9 @@ def rl(args: list[str]) -> None:
             f"rl {command}", [{"-f": "--follow", "-n": "--lines"}.get(word, word) for word in rest], getattr(module, "OPTIONS", ())
         )
         assert places[0].startswith("outputs/") and len(places) <= 1 + (command == "logs")
+    elif command == "recipe":
+        _, recipe = take("rl recipe", rest, module.OPTIONS)
+        assert len(recipe) < 2 and set(recipe) <= set(module.names())
     elif command in ("show", "compare"):
         _, runs = take(f"rl {command}", rest, getattr(module, "OPTIONS", ()))
         assert len(runs) == (2 if command == "compare" else 1)

@@ -67,6 +67,9 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, model):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     page = {path.relative_to("src").as_posix() for path in Path("src/rl/view/page").rglob("*") if path.is_file()}
     assert page and page <= set(names)
+    examples = [path for folder in ("configs/recipes", "environments") for path in Path(folder).rglob("*") if path.is_file()]
+    examples = [path.as_posix() for path in examples if path.suffix != ".pyc"]
+    assert len(examples) > 20 and {f"rl/{name.removeprefix('configs/')}" for name in examples} <= set(names)
     with tarfile.open(sdist) as archive:
         assert {"LICENSE", "README.md", "configs", "docs", "environments", "src", "tests"} <= {
             name.split("/")[1] for name in archive.getnames()
@@ -76,6 +79,8 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, model):
     rl = env / "bin" / "rl"
     assert run(rl, "--version") == f"rl {metadata.version(DISTRIBUTION)}\n" and "usage: rl " in run(rl, "--help")
     assert str(env) in run(env / "bin" / "python", "-c", "import rl; print(rl.__file__)")
+    assert "One-digit sums" in run(rl, "recipe") and run(rl, "recipe", "sums").endswith("cd sums\nrl @ run.toml\n")
+    assert (tmp_path / "sums" / "environments" / "single_digit_addition" / "pyproject.toml").is_file()
     rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(8)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rewards.py").write_text("def length(completion):\n    return float(len(completion[-1]['content']) % 2)\n")

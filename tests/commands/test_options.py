@@ -96,7 +96,7 @@ def test_help_is_quick(tmp_path, command):
     assert (code, err) == (0, "") and f"usage: rl {command} " in out
     assert len(out.splitlines()) < 56 and max(map(len, out.splitlines())) <= 120
     assert ("trainer.optim" in out) == (command in ("sft", "train", "doctor"))
-    of_a_run = ("replay", "show", "compare", "branch", "view", "watch", "stop", "node")  # which has its settings
+    of_a_run = ("replay", "show", "compare", "branch", "view", "watch", "stop", "node", "recipe")  # which has its settings
     assert ("orchestrator" in out) == (command not in ("sft", "serve", "export", *of_a_run))
     assert ("--max_steps int" in out) == (command in ("sft", "train")) and ("--model.name" in out) == (
         command not in ("doctor", "logs", *of_a_run)

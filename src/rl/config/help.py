@@ -17,6 +17,7 @@ from rl.run_dir.metric_names import METRICS
 from rl.system.errors import ConfigError
 
 COMMANDS = {
+    "recipe": ("rl.commands.recipe", "list recipes, copy one to start from, or check that one still gives its curve"),
     "sft": ("rl.commands.sft", "supervised fine-tuning on examples, or on a run's best rollouts"),
     "train": ("rl.commands.train", "train on recorded rollouts, without environments and inference"),
     "serve": ("rl.commands.serve", "serve the Tinker API: train and sample adapters of a model from other programs"),

@@ -1,0 +1,66 @@
+"""Draws the curve.png of recipes from their recipe.toml, and writes the table of docs/recipes.md.
+
+`uv run scripts/recipe_curves.py [NAME ...]`; without a name, draws all of them.
+"""
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+from rl.commands.recipe_file import RECIPES, Recipe, names, read
+from rl.config.command_line import read_toml
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
+HEAD = "| name | task | model | minutes | before -> after |\n|---|---|---|---|---|\n"
+
+
+def model(name: str, recipe: Recipe) -> str:
+    """The model that the first stage with a file starts from, without its owner."""
+    words = next(words for words in map(shlex.split, recipe.stages) if "@" in words)
+    return read_toml(str(RECIPES / name / words[words.index("@") + 1]))["model"]["name"].rpartition("/")[2]
+
+
+def table() -> str:
+    """The rows of all recipes."""
+    rows = []
+    for name in names():
+        recipe = read(name)
+        before, after = recipe.ends
+        link = f"[`{name}`](../configs/recipes/{name}/README.md)"
+        rows.append(f"| {link} | {recipe.title} | {model(name, recipe)} | {recipe.minutes:g} | {before:.2f} -> {after:.2f} |\n")
+    return "".join(rows)
+
+
+def drawn_from(recipe: Recipe) -> str:
+    """What the picture notes of the numbers that it shows, by which a test sees that it is of the present ones."""
+    return repr((recipe.measure, recipe.curves))
+
+
+def draw(name: str, recipe: Recipe) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    panel = figure.subplots()
+    for seed, values in recipe.seeds.items():
+        panel.plot(recipe.steps, values, marker="o", label=f"seed {seed}")
+    panel.set_title(f"{recipe.title}: {recipe.measure}", fontsize=10)
+    panel.set_xlabel("step")
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.grid(alpha=0.3)
+    panel.legend(loc="best")
+    figure.savefig(RECIPES / name / "curve.png", dpi=100, metadata={"Description": drawn_from(recipe)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    args = parser.parse_args()
+    for name in args.names or names():
+        draw(name, read(name))
+        print(RECIPES / name / "curve.png")
+    PAGE.write_text(re.sub(rf"{re.escape(HEAD)}(\|.*\n)*", HEAD + table(), PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""`rl recipe`: lists recipes, copies one to start from, or checks that one still gives its recorded curve."""
+
+import contextlib
+import itertools
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rl.commands.recipe_file import Recipe, copy, names, program, read
+from rl.config.command_line import build, fail, parse_args
+from rl.config.options import Option, option_lines, take
+from rl.launch.children import Children
+from rl.system.children import Stopped
+from rl.system.errors import RunError
+from rl.system.linux import end_with_parent
+
+OPTIONS = (
+    Option("to", "FOLDER", "folder of the copy; must not exist yet; default: ./NAME"),
+    Option("check", "", "run all stages, and compare the end of the curve with the recorded seeds"),
+    Option("short", "", "with --check: two steps of each stage, to see that all of them work"),
+    Option("seed", "N", "with --check: seed of the stages; default: that of their files"),
+    Option("output", "FOLDER", "with --check: new folder to run in; default: outputs/recipes/NAME-1, NAME-2, ..."),
+)
+HELP = f"""usage: rl recipe [NAME] [--to FOLDER]
+       rl recipe NAME --check [--short] [--seed N] [--output FOLDER]
+
+A recipe is a task with settings that are known to learn it, and the curves of several seeds. Without a name, lists all recipes: minutes of
+one seed on the machine that recipe.toml names, and the measured reward before -> after training. With a name, copies the recipe and its
+environments, and prints the commands that train it; change the copy into your own.
+
+--check trains one in a new folder and compares the last value of the measure with the recorded ones. It passes unless it is lower than the
+worst seed's by more than the seeds differ, or by 0.05 if they differ less. Exit code 0: passed, 1: not.
+
+{option_lines(OPTIONS)}
+"""
+SHORT_STEPS = "2"
+
+
+def main(args: list[str], _children: Children) -> int:
+    values, rest = take("rl recipe", args, OPTIONS, HELP)
+    if len(rest) > 1 or any(word.startswith(("-", "@")) for word in rest):
+        fail("rl recipe", f"{' '.join(rest)}: not understood; give the name of one recipe, {', '.join(names())}")
+    alone = [key for key in ("short", "seed", "output") if values[key] and not values["check"]]
+    if alone or (values["to"] and values["check"]) or (any(values.values()) and not rest):
+        fail("rl recipe", "--to is for a copy, --short, --seed and --output are for --check, and each needs NAME; see rl recipe --help")
+    if not rest:
+        print("\n".join(listed({name: read(name) for name in names()})))
+        return 0
+    name, recipe = rest[0], read(rest[0])
+    if values["check"]:
+        return check(name, recipe, values)
+    folder = Path(values["to"] or name).expanduser()
+    copy(name, recipe, folder)
+    print(f"{folder}: {recipe.title}; about {recipe.minutes:g} minutes on {recipe.machine}. Train it with:\n")
+    print("\n".join([f"cd {shlex.quote(str(folder))}", *(f"{program(folder)} {stage}" for stage in recipe.stages)]))
+    return 0
+
+
+def listed(recipes: dict[str, Recipe]) -> list[str]:
+    """Returns a table of recipes."""
+    rows = [("recipe", "minutes", "before -> after", "task")]
+    for name, recipe in recipes.items():
+        before, after = recipe.ends
+        rows.append((name, f"{recipe.minutes:g}", f"{before:.2f} -> {after:.2f}", recipe.title))
+    first = max(len(row[0]) for row in rows)
+    return [f"{name:<{first}}  {minutes:>7}  {ends:<15}  {title}" for name, minutes, ends, title in rows]
+
+
+def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
+    """Runs all stages in a new folder and prints what they came to. Returns the exit code. Raises RunError."""
+    numbered = (Path("outputs") / "recipes" / f"{name}-{i}" for i in itertools.count(1))
+    folder = Path(values["output"]).expanduser() if values["output"] else next(path for path in numbered if not path.exists())
+    copy(name, recipe, folder)
+    flags = ["--seed", str(values["seed"])] * bool(values["seed"]) + ["--max_steps", SHORT_STEPS] * bool(values["short"])
+    stages = [[*words, *(flags if "@" in words else [])] for words in map(shlex.split, recipe.stages)]  # `export` has no such settings
+    with contextlib.chdir(folder):
+        settings = itertools.dropwhile(lambda word: not word.startswith(("-", "@")), stages[-1])
+        metrics = build(parse_args([*settings], os.environ)).run_dir.metrics.absolute()
+        for words in stages:
+            print(f"{folder}: rl {shlex.join(words)}", flush=True)
+            if code := run_stage(words):
+                raise RunError(f"{name}: `rl {shlex.join(words)}` in {folder} ended with exit code {code}; it says why above")
+    points = measured(recipe, metrics)
+    if values["short"]:
+        print(f"{name}: all stages work, and {recipe.measure} is {points[max(points)]:.3f} at step {max(points)}")
+        return 0
+    lines, passed = verdict(name, recipe, points)
+    print("\n".join(lines))
+    return 0 if passed else 1
+
+
+def run_stage(words: list[str]) -> int:
+    """Runs `rl` with these arguments on this terminal. Returns its exit code. A signal that ends this process ends it first."""
+    with subprocess.Popen([sys.executable, "-m", "rl.main", *words], preexec_fn=end_with_parent) as process:
+        try:
+            return process.wait()
+        except Stopped:
+            process.send_signal(signal.SIGTERM)  # after a Ctrl-C, which the terminal sends it as well, this counts as the same signal
+            raise
+
+
+def measured(recipe: Recipe, metrics: Path) -> dict[int, float]:
+    """Returns a recipe's measure by step, from the metrics.jsonl of its last stage's run. Raises RunError."""
+    from rl.run_dir.numbers import Numbers  # takes 0.1 s, which `--help` should not
+
+    numbers = Numbers.read(metrics)
+    steps, values = numbers.curve(recipe.measure)
+    if not len(steps):
+        close = get_close_matches(recipe.measure, numbers.names, n=1) or numbers.names
+        raise RunError(f"{metrics} has no {recipe.measure}, the recipe's measure; it has {', '.join(close) or 'nothing'}")
+    return dict(zip(steps.tolist(), values.tolist(), strict=True))
+
+
+def verdict(name: str, recipe: Recipe, points: dict[int, float]) -> tuple[list[str], bool]:
+    """Returns lines that show the curve of a run beside the recorded ones, and whether its end passes for that of one more seed."""
+    columns = {"this run": points} | {f"seed {seed}": dict(zip(recipe.steps, values, strict=True)) for seed, values in recipe.seeds.items()}
+    lines = [" ".join(f"{head:>9}" for head in ("step", *columns))]
+    for step in sorted({*recipe.steps, *points}):
+        cells = (f"{column[step]:.3f}" if step in column else "-" for column in columns.values())
+        lines.append(" ".join(f"{cell:>9}" for cell in (str(step), *cells)))
+    last, (low, high) = points[max(points)], recipe.lasts
+    passed = last >= recipe.least
+    ends = f"ends at {last:.3f}; recorded: {low:.3f} to {high:.3f}; needed: {recipe.least:.3f}"
+    return [*lines, f"{name}: {recipe.measure} {ends}: {'passed' if passed else 'FAILED'}"], passed

@@ -1,0 +1,122 @@
+"""Recipes: what a recipe.toml says, where recipes lie, and how one is copied."""
+
+import difflib
+import math
+import shlex
+import shutil
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from rl.config.command_line import read_toml
+from rl.run_dir.files import write_directory
+from rl.system.errors import ConfigError, RunError
+
+PACKAGE = Path(__file__).parents[1]
+CLONE = PACKAGE.parents[1]
+IS_INSTALLED = (PACKAGE / "recipes").is_dir()
+"""Whether this is a wheel's package, which has the recipes and their environments in it."""
+RECIPES, ENVIRONMENTS = (
+    (PACKAGE / "recipes", PACKAGE / "environments") if IS_INSTALLED else (CLONE / "configs" / "recipes", CLONE / "environments")
+)
+LEAST_WIDENING = 0.05
+"""How far below the worst recorded seed a run may end at least: a few seeds do not show all that may happen."""
+
+
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A recipe.toml."""
+
+    title: str
+    """One line for the list of recipes."""
+    environments: list[str]
+    """Folders of environments/ that it needs."""
+    stages: list[str]
+    """Arguments of `rl`, one command after the other, run in the recipe's folder."""
+    measure: str
+    """Metric of the last stage's run that the curves show; more is better."""
+    minutes: float
+    """How long one seed takes on `machine`."""
+    machine: str
+    curves: dict[str, list[float]]
+    """`steps`, and under the number of each seed the measure at these steps."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which msgspec reports with the place."""
+        if not self.stages or "@" not in self.stages[-1].split():
+            raise ValueError('`stages` needs commands, the last with the file of a run: ["@ run.toml"]')
+        if not (steps := self.curves.get("steps")) or not self.seeds:
+            raise ValueError("`curves` needs `steps` and at least one seed: steps = [0, 10], 1 = [0.2, 0.9]")
+        for seed, values in self.curves.items():
+            if seed != "steps" and not seed.isdecimal():
+                raise ValueError(f"`curves.{seed}` is neither `steps` nor the number of a seed")
+            if len(values) != len(steps) or not all(map(math.isfinite, values)):
+                raise ValueError(f"`curves.{seed}` needs one finite number for each of the {len(steps)} steps")
+
+    @property
+    def steps(self) -> list[int]:
+        return [int(step) for step in self.curves["steps"]]
+
+    @property
+    def seeds(self) -> dict[str, list[float]]:
+        """The measure at each step, by seed."""
+        return {seed: values for seed, values in self.curves.items() if seed != "steps"}
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The means over the seeds of the first and of the last values."""
+        return fmean(values[0] for values in self.seeds.values()), fmean(values[-1] for values in self.seeds.values())
+
+    @property
+    def lasts(self) -> tuple[float, float]:
+        """The lowest and the highest of the seeds' last values."""
+        lasts = [values[-1] for values in self.seeds.values()]
+        return min(lasts), max(lasts)
+
+    @property
+    def least(self) -> float:
+        """The last value that a run must reach to pass for one more seed."""
+        low, high = self.lasts
+        return low - max(LEAST_WIDENING, high - low)
+
+
+def names() -> list[str]:
+    """Returns the names of all recipes."""
+    return sorted(path.parent.name for path in RECIPES.glob("*/recipe.toml"))
+
+
+def read(name: str) -> Recipe:
+    """Returns a recipe. Raises ConfigError if there is none of this name, or for a fault in its file."""
+    if name not in names():
+        close = difflib.get_close_matches(name, names(), n=1)
+        raise ConfigError(f"{name}: no such recipe; " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(names())}"))
+    path = RECIPES / name / "recipe.toml"
+    try:
+        return msgspec.convert(read_toml(str(path)), Recipe)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def copy(name: str, recipe: Recipe, target: Path) -> None:
+    """Copies a recipe and its environments to a new folder, all or nothing. Raises RunError."""
+    if target.exists() or target.is_symlink():
+        raise RunError(f"{target} exists already; name another folder, or move it away")
+    ignore = shutil.ignore_patterns("__pycache__")
+
+    def fill(folder: Path) -> None:
+        shutil.copytree(RECIPES / name, folder, ignore=ignore, dirs_exist_ok=True)
+        for environment in recipe.environments:
+            if not (ENVIRONMENTS / environment).is_dir():
+                raise RunError(
+                    f"{RECIPES / name / 'recipe.toml'}: environments: there is no {ENVIRONMENTS / environment}; correct the name"
+                )
+            shutil.copytree(ENVIRONMENTS / environment, folder / "environments" / environment, ignore=ignore)
+
+    write_directory(target, fill, new=True)
+
+
+def program(folder: Path) -> str:
+    """Returns how `rl` is called in a folder: by uv in a clone, whose project uv finds above the folder or has to be told."""
+    if IS_INSTALLED:
+        return "rl"
+    return "uv run rl" if CLONE in folder.resolve().parents else f"uv run --project {shlex.quote(str(CLONE))} rl"

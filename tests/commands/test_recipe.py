@@ -1,0 +1,179 @@
+"""`rl recipe`: the list, a copy, and what a check says of runs that are written here; the proof trains."""
+
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+
+from rl.commands import recipe as command
+from rl.commands import recipe_file
+from rl.commands.recipe import run_stage
+from rl.run_dir.metrics import MetricsLog
+from tests.commands.driver import called, start
+from tests.waiting import until
+
+MEASURE = "eval/adding/reward_mean"
+RECIPE = f"""
+title = "Sums"
+environments = ["adding"]
+stages = ["sft @ sft.toml", "export outputs/warm --to warm", "@ run.toml"]
+measure = "{MEASURE}"
+minutes = 1.5
+machine = "two cores"
+[curves]
+steps = [0, 10, 20]
+1 = [0.1, 0.8, 0.9]
+2 = [0.2, 0.6, 1]
+"""
+
+
+@pytest.fixture
+def recipes(tmp_path, monkeypatch):
+    """A recipe of three stages and its environment, in a place of their own."""
+    folder = tmp_path / "recipes" / "sums"
+    folder.mkdir(parents=True)
+    (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "run.toml").write_text('name = "last"\nmax_steps = 20\n[orchestrator.environment]\nid = "adding"\n')
+    (tmp_path / "environments" / "adding").mkdir(parents=True)
+    monkeypatch.setattr(recipe_file, "RECIPES", tmp_path / "recipes")
+    monkeypatch.setattr(recipe_file, "ENVIRONMENTS", tmp_path / "environments")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.fixture
+def stages(recipes, monkeypatch):
+    """The stages that a check has run, in place of which a run of these evaluations is written."""
+    ran, values = [], {0: 0.25, 20: 0.95}
+
+    def run(words):
+        ran.append((Path.cwd().name, shlex.join(words)))
+        log = MetricsLog(Path("outputs/last/metrics.jsonl"), "eval")
+        for step, value in values.items():
+            log.write(step, {MEASURE: value})
+        return 0
+
+    monkeypatch.setattr(command, "run_stage", run)
+    return ran, values
+
+
+def test_the_list(recipes, capsys):
+    other = recipes.with_name("longer-name")
+    other.mkdir()
+    (other / "recipe.toml").write_text(RECIPE.replace("1.5", "12").replace("Sums", "Other sums"))
+    assert called(capsys, "recipe") == (0, """\
+recipe       minutes  before -> after  task
+longer-name       12  0.15 -> 0.95     Other sums
+sums             1.5  0.15 -> 0.95     Sums
+""", "")  # fmt: skip
+
+
+def test_a_copy_and_how_it_is_trained(recipes, capsys, monkeypatch):
+    monkeypatch.setattr(recipe_file, "IS_INSTALLED", True)
+    assert called(capsys, "recipe", "sums", "--to", "my sums") == (0, """\
+my sums: Sums; about 1.5 minutes on two cores. Train it with:
+
+cd 'my sums'
+rl sft @ sft.toml
+rl export outputs/warm --to warm
+rl @ run.toml
+""", "")  # fmt: skip
+    assert Path("my sums/run.toml").read_text() == (recipes / "run.toml").read_text() and Path("my sums/environments/adding").is_dir()
+    assert called(capsys, "recipe", "sums")[0] == 0 and Path("sums").is_dir()
+    assert called(capsys, "recipe", "sums") == (1, "", "rl recipe: sums exists already; name another folder, or move it away\n")
+
+
+@pytest.mark.parametrize(
+    "args", [["sums", "x"], ["@", "run.toml"], ["sums", "--seed", "1"], ["sums", "--short"], ["sums", "--check", "--to", "x"], ["--check"]]
+)
+def test_arguments_that_say_nothing(recipes, capsys, args):
+    code, out, err = called(capsys, "recipe", *args)
+    assert (code, out) == (2, "") and err.startswith("rl recipe: ") and not Path("x").exists()
+
+
+def test_an_unknown_name_and_a_damaged_file(recipes, capsys):
+    assert called(capsys, "recipe", "sumz") == (2, "", "rl recipe: sumz: no such recipe; did you mean sums?\n")
+    (recipes / "recipe.toml").write_text(RECIPE + "4 = []\n")
+    for args in ([], ["sums"]):
+        said = f"rl recipe: {recipes}/recipe.toml: `curves.4` needs one finite number for each of the 3 steps\n"
+        assert called(capsys, "recipe", *args) == (2, "", said)
+
+
+def test_a_check_runs_the_stages_and_shows_the_curve_beside_the_recorded_ones(stages, capsys):
+    assert called(capsys, "recipe", "sums", "--check", "--seed", "7") == (0, """\
+outputs/recipes/sums-1: rl sft @ sft.toml --seed 7
+outputs/recipes/sums-1: rl export outputs/warm --to warm
+outputs/recipes/sums-1: rl @ run.toml --seed 7
+     step  this run    seed 1    seed 2
+        0     0.250     0.100     0.200
+       10         -     0.800     0.600
+       20     0.950     0.900     1.000
+sums: eval/adding/reward_mean ends at 0.950; recorded: 0.900 to 1.000; needed: 0.800: passed
+""", "")  # fmt: skip
+    assert stages[0] == [
+        ("sums-1", "sft @ sft.toml --seed 7"), ("sums-1", "export outputs/warm --to warm"), ("sums-1", "@ run.toml --seed 7")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("last", "code"), [(0.79, 1), (0.81, 0), (1.5, 0)])
+def test_the_end_of_the_curve_decides(stages, capsys, last, code):
+    stages[1].update({10: 0.0, 20: last})
+    assert called(capsys, "recipe", "sums", "--check")[0] == code
+    assert called(capsys, "recipe", "sums", "--check", "--output", "again")[0] == code
+    assert {folder for folder, _ in stages[0]} == {"sums-1", "again"}, "a check has a folder of its own"
+
+
+def test_a_short_check_wants_stages_that_work_and_the_measure(stages, capsys):
+    stages[1].clear()
+    code, out, err = called(capsys, "recipe", "sums", "--check", "--short")
+    metrics = Path("outputs/recipes/sums-1/outputs/last/metrics.jsonl").absolute()
+    assert (code, err) == (1, f"rl recipe: {metrics} has no {MEASURE}, the recipe's measure; it has nothing\n")
+    stages[1].update({0: 0.0, 2: 0.125})
+    code, out, err = called(capsys, "recipe", "sums", "--check", "--short")
+    assert (code, err) == (0, "") and out.endswith(f"sums: all stages work, and {MEASURE} is 0.125 at step 2\n")
+    assert stages[0][-3:] == [
+        ("sums-2", "sft @ sft.toml --max_steps 2"), ("sums-2", "export outputs/warm --to warm"), ("sums-2", "@ run.toml --max_steps 2")
+    ]  # fmt: skip
+
+
+def test_a_stage_that_fails_ends_the_check(recipes, capsys, monkeypatch):
+    monkeypatch.setattr(command, "run_stage", lambda words: 3)
+    code, out, err = called(capsys, "recipe", "sums", "--check")
+    assert (code, len(out.splitlines())) == (1, 1)
+    assert err == "rl recipe: sums: `rl sft @ sft.toml` in outputs/recipes/sums-1 ended with exit code 3; it says why above\n"
+
+
+def test_a_stage_is_rl(capfd):
+    assert run_stage(["no-such-command"]) == 2
+    assert capfd.readouterr().err.startswith("rl: no-such-command: no such command")
+
+
+def test_a_signal_ends_the_stage_first(recipes, tmp_path):
+    """A program that needs a moment to end stands for `rl`, which then has written how it is resumed."""
+    stage = tmp_path / "stage"
+    stage.write_text("#!/bin/sh\ntrap 'echo > ended; exit 143' TERM\necho > began\nwhile :; do sleep 0.1; done\n")
+    stage.chmod(0o755)
+    code = f"""
+import sys; from pathlib import Path; from rl.commands import recipe_file; from rl.main import main
+recipe_file.RECIPES, recipe_file.ENVIRONMENTS = Path({str(recipes.parent)!r}), Path({str(tmp_path / "environments")!r})
+sys.executable = {str(stage)!r}
+sys.exit(main())
+"""
+    process = start(tmp_path, "recipe", "sums", "--check", code=code)
+    folder = tmp_path / "outputs" / "recipes" / "sums-1"
+    until((folder / "began").exists, 120)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143 and (folder / "ended").exists()
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1200)
+def test_a_recipe_works(tmp_path):
+    """A real one of one stage, from its copy to the measure."""
+    process = start(tmp_path, "recipe", "sums", "--check", "--short", "--seed", "1", PYTHONPATH="", HF_HUB_OFFLINE="1")
+    out, err = process.communicate(timeout=1180)
+    assert process.returncode == 0, out + err
+    assert "sums: all stages work, and eval/single-digit-addition/reward_mean is 0." in out.splitlines()[-1]
+    assert (tmp_path / "outputs" / "recipes" / "sums-1" / "outputs" / "sums" / "weights" / "000002").is_dir()
