@@ -219,7 +219,8 @@ gradient).
 | - | no tiny model could be made of its configuration: not measured |
 
 What no list can know, the start finds out: a model that is not here, or code that comes with it, is tested in the same way, but for
-gradients, on its own weights. Sinks (gpt-oss) and caps on scores (Gemma 2) are part of blocks and flex. Models that see images or sound are too large here, their
+gradients, on its own weights.
+Sinks (gpt-oss) and caps on scores (Gemma 2) are part of blocks and flex. Models that see images or sound are too large here, their
 text models are families of their own.
 
 "vLLM" is of those whose architecture vLLM has, by versions {vllm}: the largest
