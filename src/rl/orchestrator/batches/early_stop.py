@@ -6,6 +6,8 @@ from itertools import takewhile
 
 import msgspec
 
+from rl.config.run import RLConfig
+from rl.diagnosis.remedies import cut_off_remedy, equal_remedy
 from rl.run_dir.status import EndKind
 from rl.wire.rollouts import Group
 
@@ -17,6 +19,8 @@ class RewardHistory(msgspec.Struct, kw_only=True):
     """(environment, reward) of the rollouts since the last group with a signal."""
     episodes: int = 0
     """Number of episodes that these rollouts are of: each trained agent of an episode has a rollout of its own."""
+    cut_off: int = 0
+    """Number of these rollouts with an answer that was cut off."""
     ranges: dict[str, tuple[float, float]] = {}
     """Lowest and highest reward so far, by environment."""
 
@@ -34,8 +38,9 @@ class RewardHistory(msgspec.Struct, kw_only=True):
             signal = len({*rewards, *(reward for env, reward in self.without_signal if env == group.env)}) > 1
         if group.why is None and signal:
             self.without_signal.clear()
-            self.episodes = 0
+            self.episodes = self.cut_off = 0
         else:
+            self.cut_off += sum(rollout.truncated for rollout in group.rewarded)
             self.without_signal.extend((group.env, reward) for reward in rewards)
             self.episodes += len({rollout.episode for rollout in group.rewarded})
 
@@ -61,12 +66,23 @@ class RewardHistory(msgspec.Struct, kw_only=True):
             of_env.setdefault(env, []).append(f"{count} times {reward:g}")
         return "; ".join(f"rewards of {env}: {', '.join(texts)}" for env, texts in of_env.items())
 
-    def diagnosis(self) -> str:
-        """Returns why a run ends that had no signal for too long and is not solved."""
+    def diagnosis(self, config: RLConfig) -> str:
+        """Returns why a run ends that had no signal for too long and is not solved, and the remedy."""
+        count, rewards = len(self.without_signal), {reward for _, reward in self.without_signal}
+        had = max(self.ranges[env][1] for env, _ in self.without_signal)
+        share = self.cut_off / count
+        if had > max(rewards):
+            collapsed = f"the policy has collapsed, and trainer.optim.lr = {config.trainer.optim.lr:g} is too high"
+            why = f"rewards were up to {had:g} before: if often, {collapsed}; if seldom, the task is too hard"
+        elif share > 0.5:
+            why = cut_off_remedy(share, config)
+        elif len(rewards) == 1:
+            why = equal_remedy(rewards.pop())
+        else:
+            why = "raise group_size or temperature, or take tasks of which the model solves some"
         return (
-            f"{len(self.without_signal)} rollouts in a row without any signal: in each group all rewards are equal, or orchestrator.filter "
-            f"dropped it ({self.histogram()}). Is the task too hard or the reward function wrong? Look at the "
-            "answers, raise group_size or temperature, or start with easier tasks"
+            f"{count} rollouts in a row without any signal: in each group all rewards are equal, or orchestrator.filter dropped it "
+            f"({self.histogram()}). {why[0].upper()}{why[1:]}"
         )
 
 
