@@ -24,7 +24,8 @@ def clear_causes(state: RunState) -> list[Problem]:
     if found := [Problem(text, serious=False, metrics=metrics) for text in said] or collapse(state):
         return found
     shares, rewards, silent = (newest(state, "orchestrator", name) for name in ("rollouts/truncated", "reward/mean", SILENT))
-    if shares and (share := statistics.fmean(shares)) > MOSTLY:
+    rises = bool(rewards) and rewards[-1] > state.values("orchestrator", "reward/mean")[0]
+    if shares and (share := statistics.fmean(shares)) > MOSTLY and not rises:
         found = [Problem(f"{cut_off_remedy(share, state.config)} (rollouts/truncated)", serious=False, metrics=metrics)]
     settings = state.config.orchestrator
     taught = settings.teacher or any(env.teacher for env in settings.environment)

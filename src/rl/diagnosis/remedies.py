@@ -17,5 +17,5 @@ def cut_off_remedy(share: float, config: RLConfig) -> str:
     """Returns how many answers were cut off, and the remedy."""
     limits = sorted({config.sampling_of(env)["max_tokens"] for env in config.orchestrator.environment})
     remedy = f"raise orchestrator.sampling.max_tokens = {', '.join(map(str, limits))}"
-    never = "if they run on at any length, the model does not know where to stop: is model.chat_template its own?"
+    never = "if they run on at any length, the model does not know where to stop: check model.chat_template"
     return f"{share:.0%} of the answers were cut off: {remedy}; {never}"

@@ -43,10 +43,10 @@ def reward_problems(state: RunState) -> list[Problem]:
 
 def early_problems(values: list[float], clear: list[Problem]) -> list[Problem]:
     """Returns the causes that are clear before a trend is, below the rewards so far."""
-    if not clear or (values and (values[-1] > values[0] or values[-1] >= SOLVED)):
+    if not clear or (values and values[-1] >= SOLVED):
         return []
-    so_far = f"{values[0]:.3f} in step 1, {values[-1]:.3f} in step {len(values)}" if values else "no step has been trained"
-    return [hint(f"the reward does not rise: {so_far}.", "reward/mean"), *clear]
+    so_far = f"{values[0]:.3f} in the first step, {values[-1]:.3f} in step {len(values)}" if values else "no step has been trained"
+    return [hint(f"the reward is low: {so_far}.", "reward/mean"), *clear]
 
 
 def variance(values: list[float], mean: float) -> float:

@@ -80,10 +80,9 @@ class RewardHistory(msgspec.Struct, kw_only=True):
             why = equal_remedy(rewards.pop())
         else:
             why = "raise group_size or temperature, or take tasks of which the model solves some"
-        return (
-            f"{count} rollouts in a row without any signal: in each group all rewards are equal, or orchestrator.filter dropped it "
-            f"({self.histogram()}). {why[0].upper()}{why[1:]}"
-        )
+        filtered = ", or orchestrator.filter dropped it" if config.orchestrator.filter else ""
+        head = f"{count} rollouts in a row without any signal: in each group all rewards are equal{filtered} ({self.histogram()})"
+        return f"{head}. {why[0].upper()}{why[1:]}"
 
 
 def only_failures(groups: Sequence[Group], limit: int) -> str:
