@@ -3,7 +3,7 @@
 import statistics
 
 from rl.diagnosis.problems import Problem
-from rl.diagnosis.remedies import cut_off_remedy, equal_remedy
+from rl.diagnosis.remedies import MOSTLY, cut_off_remedy, equal_remedy
 from rl.diagnosis.state import RunState
 
 FEW_STEPS = 3
@@ -13,8 +13,6 @@ COLLAPSED = 0.25
 ENTROPY_FACTOR, CUT_OFF_RISE = 3.0, 0.25
 """Changes since the first step that confirm a collapse: of the entropy, up or down, and of the share of answers cut off."""
 SILENT = "rollouts/zero_advantage"
-MOSTLY = 0.8
-"""Share of answers cut off above which little else matters."""
 
 
 def clear_causes(state: RunState) -> list[Problem]:

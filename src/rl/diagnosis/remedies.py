@@ -2,6 +2,9 @@
 
 from rl.config.run import RLConfig
 
+MOSTLY = 0.8
+"""Share of answers cut off above which little else matters; a model that has not learned to be brief may reach two thirds."""
+
 
 def equal_remedy(reward: float) -> str:
     """Returns why every answer has the same reward, and the remedy: another one for 0 than for any other number."""

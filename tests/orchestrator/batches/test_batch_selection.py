@@ -294,13 +294,14 @@ def test_a_reward_that_was_never_another_one_is_no_proof_of_success(reward):
         ([group(0, 0.5, 0.5)], "The reward function does not tell answers apart: call it with a right and with a wrong answer"),
         ([group(0, 0.0, 0.0), group(1, 0.5, 0.5)], "Raise group_size or temperature, or take tasks of which the model solves some"),
         (
-            [group(0, 0.0, 0.0, truncated=True), group(1, 0.0, 0.0, truncated=True), group(2, 0.0, 0.0)],
-            "67% of the answers were cut off: raise orchestrator.sampling.max_tokens = 16; if they run on at any length, ",
+            [group(0, *[0.0] * 9, truncated=True), group(1, 0.0)],
+            "90% of the answers were cut off: raise orchestrator.sampling.max_tokens = 16; if they run on at any length, ",
         ),
         (
-            [group(0, 0.0, 0.0, truncated=True), group(1, 0.0, 1.0), group(2, 0.0, 0.0)],
-            "Rewards were up to 1 before: if often, the policy has collapsed, and trainer.optim.lr = 0.5 is too high; if seldom, ",
+            [group(0, 0.0, 0.0), group(1, 0.0, 1.0), group(2, 0.0, 0.0, truncated=True)],
+            "The mean reward was 0.250 before, and is 0.000 now: the policy has collapsed; start over with a tenth of trainer.optim.lr =",
         ),
+        ([group(0, *[0.0] * 14), group(1, 0.0, 1.0), group(2, 0.0, 0.0)], "Either no answer is right, "),  # a lucky one is no fall
     ],
 )
 def test_a_run_without_signal_ends_with_the_remedy_for_its_cause(groups, said):

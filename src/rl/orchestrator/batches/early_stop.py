@@ -7,9 +7,13 @@ from itertools import takewhile
 import msgspec
 
 from rl.config.run import RLConfig
-from rl.diagnosis.remedies import cut_off_remedy, equal_remedy
+from rl.diagnosis.environments import MANY_LONG
+from rl.diagnosis.remedies import MOSTLY, cut_off_remedy, equal_remedy
 from rl.run_dir.status import EndKind
 from rl.wire.rollouts import Group
+
+FALL = 0.1
+"""Part of the range of rewards by which their mean must have fallen to count as a collapse."""
 
 
 class RewardHistory(msgspec.Struct, kw_only=True):
@@ -21,6 +25,9 @@ class RewardHistory(msgspec.Struct, kw_only=True):
     """Number of episodes that these rollouts are of: each trained agent of an episode has a rollout of its own."""
     cut_off: int = 0
     """Number of these rollouts with an answer that was cut off."""
+    num: int = 0
+    total: float = 0.0
+    """Number and sum of all rewards so far."""
     ranges: dict[str, tuple[float, float]] = {}
     """Lowest and highest reward so far, by environment."""
 
@@ -30,6 +37,7 @@ class RewardHistory(msgspec.Struct, kw_only=True):
     def add(self, group: Group) -> None:
         """Counts a finished group. If its signal is None, it has one if its rewards, and those since the last signal, are not all equal."""
         rewards = group.rewards
+        self.num, self.total = self.num + len(rewards), self.total + sum(rewards)
         if rewards:
             low, high = self.ranges.get(group.env, (rewards[0], rewards[0]))
             self.ranges[group.env] = (min(low, *rewards), max(high, *rewards))
@@ -69,15 +77,16 @@ class RewardHistory(msgspec.Struct, kw_only=True):
     def diagnosis(self, config: RLConfig) -> str:
         """Returns why a run ends that had no signal for too long and is not solved, and the remedy."""
         count, rewards = len(self.without_signal), {reward for _, reward in self.without_signal}
-        had = max(self.ranges[env][1] for env, _ in self.without_signal)
-        share = self.cut_off / count
-        if had > max(rewards):
-            collapsed = f"the policy has collapsed, and trainer.optim.lr = {config.trainer.optim.lr:g} is too high"
-            why = f"rewards were up to {had:g} before: if often, {collapsed}; if seldom, the task is too hard"
-        elif share > 0.5:
+        share, now = self.cut_off / count, sum(reward for _, reward in self.without_signal)
+        before = (self.total - now) / (self.num - count) if self.num > count else 0.0
+        low, high = (pick(pick(self.ranges[env]) for env, _ in self.without_signal) for pick in (min, max))
+        if before - now / count > FALL * (high - low):
+            fell = f"the mean reward was {before:.3f} before, and is {now / count:.3f} now"
+            why = f"{fell}: the policy has collapsed; start over with a tenth of trainer.optim.lr = {config.trainer.optim.lr:g}"
+        elif share > MOSTLY:
             why = cut_off_remedy(share, config)
         elif len(rewards) == 1:
-            why = equal_remedy(rewards.pop())
+            why = equal_remedy(rewards.pop()) + (f"; {share:.0%} of the answers were cut off" if share > MANY_LONG else "")
         else:
             why = "raise group_size or temperature, or take tasks of which the model solves some"
         filtered = ", or orchestrator.filter dropped it" if config.orchestrator.filter else ""
