@@ -33,8 +33,10 @@ def test_rewards_that_are_always_0(run):
 
 
 def test_rewards_that_are_always_the_same(run):
-    _, cause = hints(run, [0.5] * 3, truncated=0.1, zero_advantage=1.0)
-    assert cause.startswith("all rewards are 0.5 (rollouts/zero_advantage): the reward function does not tell answers apart: call it with")
+    _, cause, other = hints(run, [0.5] * 3, truncated=0.9, zero_advantage=1.0)
+    assert other.startswith("90% of the answers were cut off") and cause.startswith(
+        "all rewards are 0.5 (rollouts/zero_advantage): the reward function does not tell answers apart: call it with"
+    )
 
 
 def test_answers_that_are_cut_off_come_before_rewards_that_are_therefore_equal(run):

@@ -16,7 +16,8 @@ SILENT = "rollouts/zero_advantage"
 
 
 def clear_causes(state: RunState) -> list[Problem]:
-    """Returns the causes that need no trend. One that explains others stands alone."""
+    """Returns the causes that need no trend, the likeliest first: answers that are cut off explain rewards of 0, not other equal ones. One
+    that explains all others stands alone."""
     metrics = ("rollouts/truncated", "rollouts/length_mean")
     said = dict.fromkeys(event.reason for event in state.recent_events if event.about == "template")
     if found := [Problem(text, serious=False, metrics=metrics) for text in said] or collapse(state):
@@ -29,7 +30,7 @@ def clear_causes(state: RunState) -> list[Problem]:
     taught = settings.teacher or any(env.teacher for env in settings.environment)
     if not taught and rewards and min(rewards) == max(rewards) and min(silent, default=0) == 1:
         text = f"all rewards are {rewards[0]:g} ({SILENT}): {equal_remedy(rewards[0])}; `rl show {state.run_dir.root}` shows them"
-        found.append(Problem(text, serious=False, metrics=(SILENT, "reward/mean"), why="no_signal"))
+        found.insert(0 if rewards[0] > 0 else len(found), Problem(text, serious=False, metrics=(SILENT, "reward/mean"), why="no_signal"))
     return found
 
 

@@ -291,7 +291,10 @@ def test_a_reward_that_was_never_another_one_is_no_proof_of_success(reward):
     ("groups", "said"),
     [
         ([group(0, 0.0, 0.0)], "Either no answer is right, or the reward function misses the right ones. Read ten answers: "),
-        ([group(0, 0.5, 0.5)], "The reward function does not tell answers apart: call it with a right and with a wrong answer"),
+        (
+            [group(0, 0.5, 0.5, truncated=True)],
+            "The reward function does not tell answers apart: call it with a right and with a wrong answer",
+        ),
         ([group(0, 0.0, 0.0), group(1, 0.5, 0.5)], "Raise group_size or temperature, or take tasks of which the model solves some"),
         (
             [group(0, *[0.0] * 9, truncated=True), group(1, 0.0)],

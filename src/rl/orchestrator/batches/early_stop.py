@@ -83,7 +83,7 @@ class RewardHistory(msgspec.Struct, kw_only=True):
         if before - now / count > FALL * (high - low):
             fell = f"the mean reward was {before:.3f} before, and is {now / count:.3f} now"
             why = f"{fell}: the policy has collapsed; start over with a tenth of trainer.optim.lr = {config.trainer.optim.lr:g}"
-        elif share > MOSTLY:
+        elif share > MOSTLY and min(rewards) <= 0:
             why = cut_off_remedy(share, config)
         elif len(rewards) == 1:
             why = equal_remedy(rewards.pop()) + (f"; {share:.0%} of the answers were cut off" if share > MANY_LONG else "")
