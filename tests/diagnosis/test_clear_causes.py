@@ -55,6 +55,15 @@ def test_a_collapse_explains_answers_that_are_cut_off(run):
     ]
 
 
+def test_a_collapse_is_told_before_the_reward_is_0(run):
+    """Regression: the numbers of another run of the same configuration."""
+    _, *causes = hints(run, [0.286, 0.062, 0.081], [2.15, 1.13, 1.26], truncated=[0.54, 1.0, 1.0], zero_advantage=[0.5, 0.75, 0.92])
+    (cause,) = causes
+    assert cause.startswith(
+        "the policy has collapsed: the reward fell from 0.286 in step 1 to 0.081, and the share cut off went from 0.54 to 1"
+    )
+
+
 def test_a_late_collapse_is_told_first_although_the_reward_has_risen_since_the_beginning(run):
     rewards = [0.05, 0.06, 0.05, 0.06, *[0.9] * 8, *[0.2] * 8]
     head, cause, *_ = hints(run, rewards, [1.0] * 12 + [6.0] * 8, truncated=[0.1] * 12 + [1.0] * 8)

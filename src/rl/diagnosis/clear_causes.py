@@ -8,7 +8,7 @@ from rl.diagnosis.state import RunState
 
 FEW_STEPS = 3
 """Steps that a run must have before anything is said of them."""
-COLLAPSED = 0.25
+COLLAPSED = 0.4
 """Share of the highest reward below which that of the newest steps has collapsed."""
 ENTROPY_FACTOR, CUT_OFF_RISE = 3.0, 0.25
 """Changes since the first step that confirm a collapse: of the entropy, up or down, and of the share of answers cut off."""

@@ -12,7 +12,7 @@ from rl.diagnosis.remedies import MOSTLY, cut_off_remedy, equal_remedy
 from rl.run_dir.status import EndKind
 from rl.wire.rollouts import Group
 
-FALL = 0.1
+FALL = 0.05
 """Part of the range of rewards by which their mean must have fallen to count as a collapse."""
 
 
