@@ -32,6 +32,13 @@ def test_dry_run_prints_a_configuration_that_resolves_to_itself(path, tmp_path):
     assert config == build(parse_args(["@", str(path)])) and to_toml(config) == done.stdout
 
 
+@pytest.mark.parametrize("path", sorted(Path("configs/why_not").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_run_that_fails_on_purpose_is_the_small_quickstart_with_one_mistake(path):
+    base, config = (build(parse_args(["@", "configs/why_not/base.toml", "@", str(one)])) for one in (path.with_stem("base"), path))
+    changed = [key for key in ("model", "orchestrator", "trainer") if getattr(config, key) != getattr(base, key)]
+    assert config.name == path.stem and len(changed) == (path.stem != "base")
+
+
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_a_cluster_is_divided_as_its_file_says(name):
     config = build(parse_args(["@", f"configs/{name}.toml"]))

@@ -97,7 +97,7 @@ def place(tmp_path_factory) -> Iterator[Path]:
     (folder / "my_run.toml").write_text(
         next(block for page in PAGES for block in blocks(page.read_text(), "toml") if "./environments/my_env" in block)
     )
-    for name in ("x", "first", "my_env-SmolLM2-135M-Instruct"):
+    for name in ("x", "first", "learning_rate", "my_env-SmolLM2-135M-Instruct"):
         config = build(parse_args(["@", str(folder / "run.toml"), "--output_dir", str(folder / "outputs"), "--name", name]))
         (folder / "outputs" / name / "checkpoints" / "000040").mkdir(parents=True)
         (folder / "outputs" / name / "config.toml").write_text(to_toml(config))

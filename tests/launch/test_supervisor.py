@@ -189,6 +189,7 @@ def test_a_process_says_what_its_user_is_to_know_once_in_each_attempt(make):
     run.until(lambda: len(run.events("warning", "orchestrator")) == 3)
     texts = ["environment e: no"] * 2 + ["environment f: no"]
     assert [(event["env"], event["reason"]) for event in run.events("warning")] == [(text[12], text) for text in texts]
+    assert [event["about"] for event in run.events("warning")] == ["failed", "failed", "lost"]
     assert [text for text in run.said if "environment" in text] == [f"warning: {text}" for text in texts]
 
 

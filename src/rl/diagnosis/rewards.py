@@ -5,6 +5,7 @@ import statistics
 from collections import defaultdict
 
 from rl.config.quick import TOKENS
+from rl.diagnosis.clear_causes import clear_causes
 from rl.diagnosis.environments import max_tokens
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.rollouts import Row, read_all
@@ -20,19 +21,32 @@ SOLVED = 0.95
 
 
 def reward_problems(state: RunState) -> list[Problem]:
-    """Returns that the reward does not rise, then possible causes. Empty if it rises, or it is too early to tell."""
+    """Returns that the reward does not rise, then possible causes. Empty if it rises, or it is too early to tell and no cause is clear."""
     values = state.values("orchestrator", "reward/mean")
-    if not state.config.plays or len(values) < ENOUGH_STEPS:
+    if not state.config.plays:
         return []
+    clear = clear_causes(state)
+    if len(values) < ENOUGH_STEPS:
+        return early_problems(values, clear)
     size = len(values) // 4
     early, late = statistics.fmean(values[:size]), statistics.fmean(values[-size:])
     error = math.sqrt((variance(values[:size], early) + variance(values[-size:], late)) / size)
-    if late >= SOLVED or late - early > CLEAR * error:
+    fell = any("reward/mean" in problem.metrics[:1] for problem in clear)
+    if late >= SOLVED or (late - early > CLEAR * error and not fell):
         return []
-    found = [*rollout_hints(state), *trainer_hints(state)]
+    told = {metric for problem in clear for metric in problem.metrics}
+    found = [*clear, *(one for one in (*rollout_hints(state), *trainer_hints(state)) if one.metrics[0] not in told)]
     none = "" if found else " No metric of the run shows why; try more steps, a higher trainer.optim.lr, or an easier task"
     head = f"the reward does not rise: {early:.3f} in the first {size} steps, {late:.3f} in the last {size}.{none}"
     return [hint(head, "reward/mean"), *found]
+
+
+def early_problems(values: list[float], clear: list[Problem]) -> list[Problem]:
+    """Returns the causes that are clear before a trend is, below the rewards so far."""
+    if not clear or (values and values[-1] >= SOLVED):
+        return []
+    so_far = f"{values[0]:.3f} in the first step, {values[-1]:.3f} in step {len(values)}" if values else "no step has been trained"
+    return [hint(f"the reward is low: {so_far}.", "reward/mean"), *clear]
 
 
 def variance(values: list[float], mean: float) -> float:

@@ -45,12 +45,16 @@ TALKS: ContextVar[list[Talk]] = ContextVar("TALKS")
 class Policy:
     """The policy of a worker: either a client of our own servers (`servers`, `renderer`) or an `endpoint`."""
 
+    template_fault = ""
+    """What is wrong with the chat template that we render; empty if nothing seems to be."""
+
     def __init__(self, spec: PolicySpec, timeout_s: float):
         self.spec = spec
         self.endpoint: Endpoint | None = spec.endpoint
         if spec.endpoint is None:
             config = RendererConfig(**spec.renderer)
             self.renderer: Renderer = load_renderer(spec.model_path, config, trust_remote_code=spec.trust_remote_code)
+            self.template_fault = self.renderer.fault
             self.servers = InferenceServers(
                 spec.inference_urls, Path(spec.inference_status), timeout_s, inference_proxy=spec.inference_proxy
             )

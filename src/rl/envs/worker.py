@@ -95,7 +95,7 @@ class Worker:
     async def run(self, pool: MessageStream) -> None:
         """Plays what the pool orders, until the pool closes the worker or disconnects."""
         env = self.env
-        ready = Ready(env.num_tasks("train"), env.num_tasks("eval"), env.scores_groups, env.notice)
+        ready = Ready(env.num_tasks("train"), env.num_tasks("eval"), env.scores_groups, env.notice, self.policy.template_fault)
         await pool.send(ENCODER.encode(ready))
         heartbeats = asyncio.create_task(self.send_heartbeats(pool))
         try:

@@ -153,7 +153,7 @@ class Keeper:
         state.came_up = state.came_up or attempt.works()
         for warning in attempt.status.warnings[attempt.num_warnings :]:
             attempt.num_warnings += 1
-            self.event("warning", state.name, env=warning.env, reason=warning.text)
+            self.event("warning", state.name, env=warning.env, about=warning.about, reason=warning.text)
             self.say(f"warning: {warning.text}")
 
     def _watch(self, state: RoleState, attempt: Attempt, slow_s: float) -> Death | None:

@@ -38,6 +38,8 @@ class Renderer:
 
     supports_tools = True
     stop_token_ids: list[int]
+    fault = ""
+    """Why the model hardly knows where its answers begin or end; empty if nothing seems wrong."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -115,6 +117,17 @@ class TemplateRenderer(Renderer):
         self.end = "" if self.end_id is None else tokenizer.convert_ids_to_tokens(self.end_id)
         self.stop_token_ids = [id for id in dict.fromkeys((self.end_id, tokenizer.eos_token_id)) if id is not None]
         self.supports_tools = self._shows_tools()
+        self.fault = self._fault()
+
+    def _fault(self) -> str:
+        """Why a model that was trained with another template would not stop, or would begin with what its template leaves out."""
+        if self.end_id is None:
+            return "the chat template writes no special token after an answer, so answers run to the limit"
+        answered = self.render([*probes.ASK, {"role": "assistant", "content": PLACEHOLDER}], header=False)
+        opening = answered.partition(PLACEHOLDER)[0].removeprefix(self.render(probes.ASK, header=False))
+        if not self.header and any(id in self.special_ids for id in self.encode(opening)):
+            return f"the chat template ignores add_generation_prompt, so a prompt lacks {opening.strip()!r}, with which an answer begins"
+        return ""
 
     def _shows_tools(self) -> bool:
         """Whether the template writes tools, results, and calls in the form that chat.read_calls reads."""

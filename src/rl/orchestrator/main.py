@@ -31,12 +31,13 @@ from rl.run_dir.access_token import run_token
 from rl.run_dir.files import clean_leftovers, write_file
 from rl.run_dir.lease import ROLE_WAIT_S, check_fence, forget_dead_servers, hold_role
 from rl.run_dir.metrics import merging
-from rl.run_dir.status import Phase, RunEnd, Status
+from rl.run_dir.status import Phase, RunEnd, RunWarning, Status
 from rl.system.errors import DAMAGED, GIVE_UP, LASTING, RESTART, RunError
 from rl.system.linux import LAUNCHER, die_with_parent, raise_open_files
 from rl.system.prefork import leave
 from rl.wire.inference_client import Expected, InferenceServers
 from rl.wire.transport import TrainerServer
+from rl.wire.worker_messages import TEMPLATE_REMEDY
 
 log = logging.getLogger("rl.orchestrator")
 
@@ -70,6 +71,8 @@ async def run(config: RLConfig, status: Status, model_path: str, homes: Homes) -
             setup.spans = str(config.run_dir.spans.absolute())
         await pool.start_all(setups)
         ready = await pool.sizes(settings.worker_timeout_s)
+        for fault in {sizes.template_fault for sizes in ready.values()} - {""}:
+            status.warn(RunWarning("template", "", f"{fault}: {TEMPLATE_REMEDY}"))
         log.info("environments are ready: %s", {env: (sizes.num_train, sizes.num_eval) for env, sizes in ready.items()})
         if faults := task_faults(config, ready):
             raise RunError("\n".join(faults))

@@ -27,6 +27,8 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """`rl` for events of the whole run, such as its start, its stop, and its end before max_steps."""
     env: str = ""
     """The environment that a warning is about."""
+    about: str = ""
+    """What kind of warning it is, see RunWarning."""
     attempt: int | None = None
     exit: int | None = None
     reason: str = ""

@@ -145,6 +145,10 @@ class Close(msgspec.Struct, tag=True):
     """Shut down what the environment has started, then exit."""
 
 
+TEMPLATE_REMEDY = "leave out model.chat_template, or name the template that the model was trained with"
+"""What to do about a template_fault."""
+
+
 class Ready(msgspec.Struct, tag=True):
     """The environment is loaded. Sizes are in tasks; None: endless."""
 
@@ -154,6 +158,8 @@ class Ready(msgspec.Struct, tag=True):
     """Whether the episodes of a task are scored together, and so finish together."""
     notice: str = ""
     """A notice to the user about how the environment is played."""
+    template_fault: str = ""
+    """What is wrong with the model's chat template; empty if nothing seems to be."""
 
 
 class LoadFailed(msgspec.Struct, tag=True):

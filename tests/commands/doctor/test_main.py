@@ -93,11 +93,12 @@ def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):
 
     @asynccontextmanager
     async def loaded(*_args, **_options):
-        yield PlaySession(None, {"say-digit": Ready(4, 0)}, config, None)
+        yield PlaySession(None, {"say-digit": Ready(4, 0, template_fault="no end")}, config, None)
 
     monkeypatch.setattr(configuration, "play_session", loaded)
-    found = [(check.level, check.name) for check in configuration.environments(config, None, tmp_path / "work", children)]
-    assert found == [("ok", "environment"), ("FAIL", "tasks"), ("warn", "prompts")]
+    found = {check.name: check for check in configuration.environments(config, None, tmp_path / "work", children)}
+    levels = {"environment": "ok", "template": "warn", "tasks": "FAIL", "prompts": "warn"}
+    assert {name: check.level for name, check in found.items()} == levels and found["template"].text.startswith("no end: leave out model.")
 
 
 def test_a_smoke_that_fails_says_what_the_process_said(tmp_path, children, monkeypatch):

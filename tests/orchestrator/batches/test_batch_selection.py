@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from rl.config.orchestrator import NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
+from rl.config.run import RLConfig
 from rl.orchestrator.batches.batch_builder import GroupWarnings
 from rl.orchestrator.batches.batch_metrics import batch_metrics
 from rl.orchestrator.batches.batch_selection import (
@@ -284,6 +285,37 @@ def test_a_reward_that_was_never_another_one_is_no_proof_of_success(reward):
     assert history.success() == (f"solved: the last 2 rollouts all have the highest reward (rewards of e: 2 times {reward:g})", "early")
     mixed = RewardHistory(without_signal=[("np", 0.5), ("exit", 1.0), ("np", 0.25), ("np", 0.5)])
     assert mixed.histogram() == "rewards of exit: 1 times 1; rewards of np: 1 times 0.25, 2 times 0.5"
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([group(0, 0.0, 0.0)], "Either no answer is right, or the reward function misses the right ones. Read ten answers: "),
+        (
+            [group(0, 0.5, 0.5, truncated=True)],
+            "The reward function does not tell answers apart: call it with a right and with a wrong answer",
+        ),
+        ([group(0, 0.0, 0.0), group(1, 0.5, 0.5)], "Raise group_size or temperature, or take tasks of which the model solves some"),
+        (
+            [group(0, *[0.0] * 9, truncated=True), group(1, 0.0)],
+            "90% of the answers were cut off: raise orchestrator.sampling.max_tokens = 16; if they run on at any length, ",
+        ),
+        (
+            [group(0, 0.0, 0.0), group(1, 0.0, 1.0), group(2, 0.0, 0.0, truncated=True)],
+            "The mean reward was 0.250 before, and is 0.000 now: the policy has collapsed; start over with a tenth of trainer.optim.lr =",
+        ),
+        ([group(0, *[0.0] * 30), group(1, 0.0, 1.0), group(2, 0.0, 0.0)], "Either no answer is right, "),  # a lucky one is no fall
+    ],
+)
+def test_a_run_without_signal_ends_with_the_remedy_for_its_cause(groups, said):
+    """Regression: every such run was asked whether its task is too hard, also if all answers were cut off or the policy had collapsed."""
+    history, sampling = RewardHistory(), {"max_tokens": 16}
+    for one in groups:
+        history.add(one)
+    config = RLConfig.model_validate(
+        {"orchestrator": {"environment": [{"id": "e"}], "sampling": sampling}, "trainer": {"optim": {"lr": 0.5}}}
+    )
+    assert history.diagnosis(config).partition("). ")[2].startswith(said)
 
 
 def test_a_teacher_is_a_signal():

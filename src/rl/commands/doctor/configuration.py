@@ -25,7 +25,7 @@ from rl.orchestrator.workers.setups import task_faults
 from rl.run_dir.access_token import given_token
 from rl.system.errors import ConfigError, RunError
 from rl.system.machine import machine, memory_bytes, visible_gpus
-from rl.wire.worker_messages import Ready
+from rl.wire.worker_messages import TEMPLATE_REMEDY, Ready
 
 MODEL_TIMEOUT_S = 300.0
 """Includes the time to convert a packaged model."""
@@ -209,6 +209,8 @@ def environments(config: RLConfig, model: Path | None, work: Path, children: Chi
     for name, ready in loaded.items():
         train = "endless tasks" if ready.num_train is None else f"{ready.num_train} training examples"
         yield Check("ok", "environment", f"{name}: {train}" + ("" if ready.num_eval is None else f", {ready.num_eval} for evaluation"))
+    faults = {ready.template_fault for ready in loaded.values()} - {""}
+    yield from (Check("warn", "template", f"{fault}: {TEMPLATE_REMEDY}") for fault in faults)
     yield from (Check("FAIL", "tasks", fault) for fault in task_faults(config, loaded))
     if not model:
         yield Check("warn", "prompts", "not measured against model.max_model_len, because the model is not on this machine")

@@ -286,7 +286,7 @@ class BatchBuilder:
             raise RunError(f"{problem}\n`rl show {self.run_dir.root}` shows them")
         if self.history.episodes >= MAX_WITHOUT_SIGNAL * batch_size and self.progress.final > self.progress.newest:
             if not self.history.is_solved():
-                raise RunError(f"{self.history.diagnosis()}. `rl show {self.run_dir.root}` shows them")
+                raise RunError(f"{self.history.diagnosis(self.config)}. `rl show {self.run_dir.root}` shows them")
             self.progress.end(*self.history.success())
             log.info(self.progress.end_reason)
 

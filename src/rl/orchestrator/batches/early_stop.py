@@ -6,8 +6,14 @@ from itertools import takewhile
 
 import msgspec
 
+from rl.config.run import RLConfig
+from rl.diagnosis.environments import MANY_LONG
+from rl.diagnosis.remedies import MOSTLY, cut_off_remedy, equal_remedy
 from rl.run_dir.status import EndKind
 from rl.wire.rollouts import Group
+
+FALL = 0.05
+"""Part of the range of rewards by which their mean must have fallen to count as a collapse."""
 
 
 class RewardHistory(msgspec.Struct, kw_only=True):
@@ -17,6 +23,11 @@ class RewardHistory(msgspec.Struct, kw_only=True):
     """(environment, reward) of the rollouts since the last group with a signal."""
     episodes: int = 0
     """Number of episodes that these rollouts are of: each trained agent of an episode has a rollout of its own."""
+    cut_off: int = 0
+    """Number of these rollouts with an answer that was cut off."""
+    num: int = 0
+    total: float = 0.0
+    """Number and sum of all rewards so far."""
     ranges: dict[str, tuple[float, float]] = {}
     """Lowest and highest reward so far, by environment."""
 
@@ -26,6 +37,7 @@ class RewardHistory(msgspec.Struct, kw_only=True):
     def add(self, group: Group) -> None:
         """Counts a finished group. If its signal is None, it has one if its rewards, and those since the last signal, are not all equal."""
         rewards = group.rewards
+        self.num, self.total = self.num + len(rewards), self.total + sum(rewards)
         if rewards:
             low, high = self.ranges.get(group.env, (rewards[0], rewards[0]))
             self.ranges[group.env] = (min(low, *rewards), max(high, *rewards))
@@ -34,8 +46,9 @@ class RewardHistory(msgspec.Struct, kw_only=True):
             signal = len({*rewards, *(reward for env, reward in self.without_signal if env == group.env)}) > 1
         if group.why is None and signal:
             self.without_signal.clear()
-            self.episodes = 0
+            self.episodes = self.cut_off = 0
         else:
+            self.cut_off += sum(rollout.truncated for rollout in group.rewarded)
             self.without_signal.extend((group.env, reward) for reward in rewards)
             self.episodes += len({rollout.episode for rollout in group.rewarded})
 
@@ -61,13 +74,24 @@ class RewardHistory(msgspec.Struct, kw_only=True):
             of_env.setdefault(env, []).append(f"{count} times {reward:g}")
         return "; ".join(f"rewards of {env}: {', '.join(texts)}" for env, texts in of_env.items())
 
-    def diagnosis(self) -> str:
-        """Returns why a run ends that had no signal for too long and is not solved."""
-        return (
-            f"{len(self.without_signal)} rollouts in a row without any signal: in each group all rewards are equal, or orchestrator.filter "
-            f"dropped it ({self.histogram()}). Is the task too hard or the reward function wrong? Look at the "
-            "answers, raise group_size or temperature, or start with easier tasks"
-        )
+    def diagnosis(self, config: RLConfig) -> str:
+        """Returns why a run ends that had no signal for too long and is not solved, and the remedy."""
+        count, rewards = len(self.without_signal), {reward for _, reward in self.without_signal}
+        share, now = self.cut_off / count, sum(reward for _, reward in self.without_signal)
+        before = (self.total - now) / (self.num - count) if self.num > count else 0.0
+        low, high = (pick(pick(self.ranges[env]) for env, _ in self.without_signal) for pick in (min, max))
+        if before - now / count > FALL * (high - low):
+            fell = f"the mean reward was {before:.3f} before, and is {now / count:.3f} now"
+            why = f"{fell}: the policy has collapsed; start over with a tenth of trainer.optim.lr = {config.trainer.optim.lr:g}"
+        elif share > MOSTLY and min(rewards) <= 0:
+            why = cut_off_remedy(share, config)
+        elif len(rewards) == 1:
+            why = equal_remedy(rewards.pop()) + (f"; {share:.0%} of the answers were cut off" if share > MANY_LONG else "")
+        else:
+            why = "raise group_size or temperature, or take tasks of which the model solves some"
+        filtered = ", or orchestrator.filter dropped it" if config.orchestrator.filter else ""
+        head = f"{count} rollouts in a row without any signal: in each group all rewards are equal{filtered} ({self.histogram()})"
+        return f"{head}. {why[0].upper()}{why[1:]}"
 
 
 def only_failures(groups: Sequence[Group], limit: int) -> str:
