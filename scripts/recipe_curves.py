@@ -44,8 +44,10 @@ def draw(name: str, recipe: Recipe) -> None:
     panel = figure.subplots()
     for seed, values in recipe.seeds.items():
         panel.plot(recipe.steps, values, marker="o", label=f"seed {seed}")
-    panel.set_title(f"{recipe.title}: {recipe.measure}", fontsize=10)
+    panel.set_title(recipe.title, fontsize=10)
     panel.set_xlabel("step")
+    panel.set_ylabel(recipe.measure, fontsize=8)
+    panel.set_ylim(bottom=min(0.0, *(value for values in recipe.seeds.values() for value in values)))
     panel.xaxis.get_major_locator().set_params(integer=True)
     panel.grid(alpha=0.3)
     panel.legend(loc="best")
