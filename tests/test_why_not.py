@@ -34,7 +34,7 @@ def test_a_reward_function_that_never_fires(tmp_path):
 @pytest.mark.proof
 @pytest.mark.timeout(1100)
 def test_a_chat_template_without_an_end(tmp_path):
-    said = "the chat template writes no special token after an answer, so answers run to the limit: leave out model.chat_template, or name"
+    said = "the chat template writes no special token after an answer: a model that was not fine-tuned with it hardly stops: give"
     printed, doctor = fails("template", tmp_path, "--max_steps", "1")
     assert f"warning: {said}" in printed
     lines = doctor.splitlines()

@@ -85,12 +85,13 @@ def load_environment(most: int = 31, max_guesses: int = 7, eval_count: int = 8, 
 
     Args:
         most: the greatest number; at least 31, which five guesses always find by halves.
-        max_guesses: guesses of a game.
+        max_guesses: guesses of a game, at least the four of the solved game in the prompt.
         eval_count: how many of the numbers are held out for evaluation.
         seed: another seed holds out other numbers.
     """
-    if most < 31 or not 0 < eval_count < most:
-        raise ValueError(f"most = {most}, eval_count = {eval_count}; most must be at least 31, and eval_count from 1 to most - 1")
+    if most < 31 or not 0 < eval_count < most or max_guesses < len(EXAMPLE):
+        given = f"most = {most}, max_guesses = {max_guesses}, eval_count = {eval_count}"
+        raise ValueError(f"{given}; most must be at least 31, max_guesses {len(EXAMPLE)}, and eval_count from 1 to most - 1")
     numbers = random.Random(seed).sample(range(1, most + 1), most)
     rows = [row(number, most, max_guesses) for number in numbers]
     rubric = vf.Rubric(funcs=[found, allowed], weights=[FOUND_WEIGHT, 1 - FOUND_WEIGHT])

@@ -5,7 +5,7 @@ import pytest
 from rl.diagnosis.waits import diagnose
 from tests.diagnosis.test_waits import Run
 
-TEMPLATE = "the chat template writes no special token after an answer, so answers run to the limit: leave out model.chat_template"
+TEMPLATE = "the chat template writes no special token after an answer: a model that was not fine-tuned with it hardly stops: give another"
 SETTINGS = {"orchestrator": {"environment": [{"id": "sums"}], "sampling": {"max_tokens": 16}}, "trainer": {"optim": {"lr": 1e-3}}}
 
 
@@ -72,9 +72,11 @@ def test_a_late_collapse_is_told_first_although_the_reward_has_risen_since_the_b
     )
 
 
-def test_a_wrong_chat_template_explains_all_else(run):
+def test_a_wrong_chat_template_explains_answers_that_are_cut_off_and_nothing_else(run):
     run.event("warning", "orchestrator", 60, about="template", reason=TEMPLATE)
     assert [hint.text for hint in diagnose(run.dir, run.config).hints] == ["the reward is low: no step has been trained.", TEMPLATE]
+    _, cause, last = hints(run, [0.5] * 3, truncated=0.1, zero_advantage=1.0)
+    assert cause.startswith("all rewards are 0.5 ") and last == TEMPLATE
     assert hints(run, [0.083, 0.021, 0.083], [3.2, 2.5, 2.6], truncated=[0.92, 0.85, 0.88], zero_advantage=0.8)[1:] == [TEMPLATE]
 
 
@@ -87,6 +89,8 @@ def test_a_wrong_chat_template_explains_all_else(run):
         ([0.0, 0.1, 0.0], 1.0, {"truncated": 0.1, "zero_advantage": 0.9}),
         ([0.4, 0.3, 0.05], 1.0, {"truncated": 0.1}),  # nothing confirms a collapse
         ([0.2, 0.5, 0.9], [1.4, 0.5, 0.02], {"truncated": 0.1}),  # entropy falls as the policy learns
+        ([0.02, 0.4, 0.15], [1.4, 0.5, 0.3], {"truncated": 0.1}),  # one lucky step, and an entropy that falls as it should
+        ([-0.8, 0.05, 0.01], [1.0, 2.0, 3.5], {"truncated": 0.1}),  # rewards below 0 that rise
     ],
 )
 def test_nothing_is_said_of_what_is_not_clear(run, rewards, entropy, shares):

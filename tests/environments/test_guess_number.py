@@ -43,3 +43,5 @@ def test_splits():
     assert numbers() == [train, held_out] and numbers(seed=1)[1] != held_out
     with pytest.raises(RuntimeError, match="most must be at least 31"):
         load("guess-number", most=10)
+    with pytest.raises(RuntimeError, match="max_guesses 4"):
+        load("guess-number", max_guesses=3)

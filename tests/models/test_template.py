@@ -116,7 +116,7 @@ def test_a_template_in_which_answers_do_not_begin_or_end_is_told(smol, smol_path
     assert smol.fault == ""
     written = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     no_end = templated(smol_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    assert no_end.fault == "the chat template writes no special token after an answer, so answers run to the limit"
+    assert no_end.fault == "the chat template writes no special token after an answer: a model that was not fine-tuned with it hardly stops"
     lacks = "the chat template ignores add_generation_prompt, so a prompt lacks '<|im_start|>assistant', with which an answer begins"
     assert templated(smol_path, written).fault == lacks
     assert templated(smol_path, written + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}").fault == ""
@@ -124,3 +124,5 @@ def test_a_template_in_which_answers_do_not_begin_or_end_is_told(smol, smol_path
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}<|im_end|>{% endif %}"
     )
     assert templated(smol_path, brackets + "{% endfor %}", name="template").fault == ""  # an answer begins with nothing
+    ends = "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}"
+    assert templated(smol_path, written + ends, name="template").fault == ""  # as Phi's

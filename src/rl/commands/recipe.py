@@ -29,8 +29,8 @@ OPTIONS = (
 HELP = f"""usage: rl recipe [NAME] [--to FOLDER]
        rl recipe NAME --check [--short] [--seed N] [--output FOLDER]
 
-A recipe is a task with settings that are known to learn it, and the curves of several seeds. Without a name, lists all recipes: minutes of
-one seed on the machine that recipe.toml names, and the measured reward before -> after training. With a name, copies the recipe and its
+A recipe is a task with settings, and the curves of one or more seeds: how far a model got. Without a name, lists all recipes: minutes of
+one seed on the machine that recipe.toml names, and the reward before -> after the last stage. With a name, copies the recipe and its
 environments, and prints the commands that train it; change the copy into your own.
 
 --check trains one in a new folder and compares the last value of the measure with the recorded ones. It passes unless it is lower than the

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 from rl.config.command_line import read_toml
 from rl.run_dir.files import write_directory
 from rl.system.errors import ConfigError, RunError
+from rl.system.machine import visible_gpus
 
 PACKAGE = Path(__file__).parents[1]
 CLONE = PACKAGE.parents[1]
@@ -119,4 +121,9 @@ def program(folder: Path) -> str:
     """Returns how `rl` is called in a folder: by uv in a clone, whose project uv finds above the folder or has to be told."""
     if IS_INSTALLED:
         return "rl"
-    return "uv run rl" if CLONE in folder.resolve().parents else f"uv run --project {shlex.quote(str(CLONE))} rl"
+    words = ["uv", "run"]
+    if visible_gpus(dict(os.environ)):  # without them uv puts vLLM's build for CPUs in the place of the one for GPUs
+        words += ["--no-group", "cpu", "--group", "gpu"]
+    if CLONE not in folder.resolve().parents:
+        words += ["--project", str(CLONE)]
+    return shlex.join([*words, "rl"])

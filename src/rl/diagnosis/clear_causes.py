@@ -9,9 +9,9 @@ from rl.diagnosis.state import RunState
 FEW_STEPS = 3
 """Steps that a run must have before anything is said of them."""
 COLLAPSED = 0.4
-"""Share of the highest reward below which that of the newest steps has collapsed."""
+"""Share of the way from the lowest reward to the highest below which that of the newest steps has collapsed."""
 ENTROPY_FACTOR, CUT_OFF_RISE = 3.0, 0.25
-"""Changes since the first step that confirm a collapse: of the entropy, up or down, and of the share of answers cut off."""
+"""Changes since the first step that confirm a collapse: of the entropy and of the share of answers cut off."""
 SILENT = "rollouts/zero_advantage"
 
 
@@ -20,9 +20,12 @@ def clear_causes(state: RunState) -> list[Problem]:
     that explains all others stands alone."""
     metrics = ("rollouts/truncated", "rollouts/length_mean")
     said = dict.fromkeys(event.reason for event in state.recent_events if event.about == "template")
-    if found := [Problem(text, serious=False, metrics=metrics) for text in said] or collapse(state):
+    template = [Problem(text, serious=False, metrics=metrics) for text in said]
+    if found := collapse(state):
         return found
     shares, rewards, silent = (newest(state, "orchestrator", name) for name in ("rollouts/truncated", "reward/mean", SILENT))
+    if template and (not shares or statistics.fmean(shares) > MOSTLY):
+        return template
     rises = bool(rewards) and rewards[-1] > state.values("orchestrator", "reward/mean")[0]
     if shares and (share := statistics.fmean(shares)) > MOSTLY and not rises:
         found = [Problem(f"{cut_off_remedy(share, state.config)} (rollouts/truncated)", serious=False, metrics=metrics)]
@@ -31,7 +34,7 @@ def clear_causes(state: RunState) -> list[Problem]:
     if not taught and rewards and min(rewards) == max(rewards) and min(silent, default=0) == 1:
         text = f"all rewards are {rewards[0]:g} ({SILENT}): {equal_remedy(rewards[0])}; `rl show {state.run_dir.root}` shows them"
         found.insert(0 if rewards[0] > 0 else len(found), Problem(text, serious=False, metrics=(SILENT, "reward/mean"), why="no_signal"))
-    return found
+    return found + template
 
 
 def newest(state: RunState, source: str, metric: str) -> list[float]:
@@ -44,15 +47,16 @@ def collapse(state: RunState) -> list[Problem]:
     """Returns that the reward fell while the entropy leapt or far more answers were cut off, if so."""
     steps, rewards = state.numbers.points("orchestrator", "reward/mean")
     late = newest(state, "orchestrator", "reward/mean")[-max(1, len(rewards) // 2) :]
-    if not late or (peak := max(rewards)) <= 0 or (now := statistics.fmean(late)) > COLLAPSED * peak:
+    if not late or (now := statistics.fmean(late)) > (low := min(rewards)) + COLLAPSED * ((peak := max(rewards)) - low) or low == peak:
         return []
-    signs = []
+    signs, confirmed = list[str](), False
     for source, metric, what in (("trainer", "entropy/mean", "entropy"), ("orchestrator", "rollouts/truncated", "share cut off")):
         values = state.values(source, metric) or [0.0]
         first, last = values[0], statistics.fmean(values[-len(late) :])
-        leapt = max(first, last) > ENTROPY_FACTOR * min(first, last) if source == "trainer" else last - first > CUT_OFF_RISE
-        signs += [f"the {what} went from {first:.2g} to {last:.2g} ({metric})"] if leapt else []
-    if not signs:
+        changed = max(first, last) > ENTROPY_FACTOR * min(first, last) if source == "trainer" else last - first > CUT_OFF_RISE
+        signs += [f"the {what} went from {first:.2g} to {last:.2g} ({metric})"] if changed else []
+        confirmed = confirmed or (changed and last > first)  # an entropy that falls, as it does when a policy learns, shows nothing alone
+    if not confirmed:
         return []
     text = (
         f"the policy has collapsed: the reward fell from {peak:.3f} in step {steps[rewards.index(peak)]} to {now:.3f}, and "

@@ -112,6 +112,7 @@ class TemplateRenderer(Renderer):
         self.dict_arguments = False
         with_header, without = self.render(probes.ASK), self.render(probes.ASK, header=False)
         self.header = with_header.removeprefix(without) if with_header.startswith(without) else ""
+        self.ignores_header = with_header == without
         self.closing = self.render([*probes.ASK, {"role": "assistant", "content": PLACEHOLDER}], header=False).rpartition(PLACEHOLDER)[2]
         self.end_id = next((id for id in self.encode(self.closing) if id in self.special_ids), None)
         self.end = "" if self.end_id is None else tokenizer.convert_ids_to_tokens(self.end_id)
@@ -122,10 +123,10 @@ class TemplateRenderer(Renderer):
     def _fault(self) -> str:
         """Why a model that was trained with another template would not stop, or would begin with what its template leaves out."""
         if self.end_id is None:
-            return "the chat template writes no special token after an answer, so answers run to the limit"
+            return "the chat template writes no special token after an answer: a model that was not fine-tuned with it hardly stops"
         answered = self.render([*probes.ASK, {"role": "assistant", "content": PLACEHOLDER}], header=False)
         opening = answered.partition(PLACEHOLDER)[0].removeprefix(self.render(probes.ASK, header=False))
-        if not self.header and any(id in self.special_ids for id in self.encode(opening)):
+        if self.ignores_header and any(id in self.special_ids for id in self.encode(opening)):
             return f"the chat template ignores add_generation_prompt, so a prompt lacks {opening.strip()!r}, with which an answer begins"
         return ""
 

@@ -145,7 +145,7 @@ class Close(msgspec.Struct, tag=True):
     """Shut down what the environment has started, then exit."""
 
 
-TEMPLATE_REMEDY = "leave out model.chat_template, or name the template that the model was trained with"
+TEMPLATE_REMEDY = "give the template that the model was trained with, write eos_token after an answer, or `rl sft` first"
 """What to do about a template_fault."""
 
 

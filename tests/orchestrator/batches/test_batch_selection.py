@@ -305,6 +305,7 @@ def test_a_reward_that_was_never_another_one_is_no_proof_of_success(reward):
             "The mean reward was 0.250 before, and is 0.000 now: the policy has collapsed; start over with a tenth of trainer.optim.lr =",
         ),
         ([group(0, *[0.0] * 30), group(1, 0.0, 1.0), group(2, 0.0, 0.0)], "Either no answer is right, "),  # a lucky one is no fall
+        ([group(0, 0.0, 1.0), group(1, 1.0, 1.0), group(2, 0.0, 0.0)], "Raise group_size or temperature, "),  # certain, not collapsed
     ],
 )
 def test_a_run_without_signal_ends_with_the_remedy_for_its_cause(groups, said):

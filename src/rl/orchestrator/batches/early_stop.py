@@ -14,6 +14,8 @@ from rl.wire.rollouts import Group
 
 FALL = 0.05
 """Part of the range of rewards by which their mean must have fallen to count as a collapse."""
+LEFT = 0.4
+"""Part of the mean above the lowest reward that may be left then: a smaller fall may be chance, or harder tasks."""
 
 
 class RewardHistory(msgspec.Struct, kw_only=True):
@@ -80,7 +82,7 @@ class RewardHistory(msgspec.Struct, kw_only=True):
         share, now = self.cut_off / count, sum(reward for _, reward in self.without_signal)
         before = (self.total - now) / (self.num - count) if self.num > count else 0.0
         low, high = (pick(pick(self.ranges[env]) for env, _ in self.without_signal) for pick in (min, max))
-        if before - now / count > FALL * (high - low):
+        if before - now / count > FALL * (high - low) and now / count - low <= LEFT * (before - low):
             fell = f"the mean reward was {before:.3f} before, and is {now / count:.3f} now"
             why = f"{fell}: the policy has collapsed; start over with a tenth of trainer.optim.lr = {config.trainer.optim.lr:g}"
         elif share > MOSTLY and min(rewards) <= 0:

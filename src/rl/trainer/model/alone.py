@@ -179,10 +179,12 @@ def part_of(folder: str, config: ModelConfig, world: World) -> PreTrainedConfig:
 
 
 def first_with_experts(shape: PreTrainedConfig, trust_remote_code: bool) -> int:
-    """Returns the number of layers up to the first one with experts, which some models have after dense ones; 0 without any."""
-    with torch.device("meta"), quiet():
+    """Returns the number of layers up to the first one with experts, which some models have after dense ones; 0 without any, or if the
+    model cannot be made without memory."""
+    numbers: list[int] = []
+    with suppress(*MODEL_ERRORS), torch.device("meta"), quiet():
         model = AutoModelForCausalLM.from_config(shape, trust_remote_code=trust_remote_code)
-    numbers = [int(number) for name in experts_of(model) for number in re.findall(r"\.(\d+)\.", f".{name}.")[:1]]
+        numbers = [int(number) for name in experts_of(model) for number in re.findall(r"\.(\d+)\.", f".{name}.")[:1]]
     return min(numbers, default=-1) + 1
 
 
