@@ -27,6 +27,7 @@ from rl.inference.routes import make_router
 from rl.inference.server import bind, vllm_arguments
 from rl.inference.weight_files import WeightsGoneError, check_weights
 from rl.inference.worker import count_uncompiled
+from rl.run_dir.checksums import content_of
 from rl.run_dir.deltas import Mirror
 from rl.run_dir.digests import HASH, digest
 from rl.run_dir.files import temporary_name
@@ -151,7 +152,8 @@ def test_the_newest_sound_version_is_served(tmp_path, capfd):
             (file.parent / "digests.json").write_text(
                 json.dumps({"hash": HASH, "tensors": zeros | ({"b.weight": "0"} if version == 3 else {})})
             )
-    assert newest_sound_version(run_dir, Mirror(), claimed.append) == WeightVersion(2, str(run_dir.weights(2)))
+    content = content_of({"a.weight": digest(bytes(24)), "b.weight": digest(bytes(4))})
+    assert newest_sound_version(run_dir, Mirror(), claimed.append) == WeightVersion(2, str(run_dir.weights(2)), content=content)
     assert claimed == [4, 3, 2]  # each before it is read
     said = capfd.readouterr().err.splitlines()
     assert [line.partition(": /")[0] for line in said] == [f"inference: WARNING: skipping policy version {v}" for v in (4, 3)]
