@@ -98,7 +98,7 @@ def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):
     monkeypatch.setattr(configuration, "play_session", loaded)
     found = {check.name: check for check in configuration.environments(config, None, tmp_path / "work", children)}
     levels = {"environment": "ok", "template": "warn", "tasks": "FAIL", "prompts": "warn"}
-    assert {name: check.level for name, check in found.items()} == levels and found["template"].text.startswith("no end: give the template ")
+    assert {name: check.level for name, check in found.items()} == levels and found["template"].text.startswith("no end: give the ")
 
 
 def test_a_smoke_that_fails_says_what_the_process_said(tmp_path, children, monkeypatch):
