@@ -137,7 +137,7 @@ def test_own_routes_give_the_same_bits(folder, world, settings):
 @pytest.mark.timeout(900)
 @pytest.mark.proof
 def test_compiled_layers_take_the_routes(folder, world):
-    """In one graph, which recomputation uses, too."""
+    """Their experts and routers stay out of the graph; recomputation takes the routes, too."""
     plain, ours = (load(folder("qwen3_moe"), world, router_replay="engine", **more)
                    for more in ({}, {"compile": True, "activation_checkpointing": "full"}))  # fmt: skip
     batch = branching_batch()

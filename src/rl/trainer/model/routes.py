@@ -86,7 +86,8 @@ class Routers:
                 raise RunError(f"{name} chooses experts in a way of its own, which cannot be replayed; set trainer.router_replay = off")
             return output
 
-        block.forward = routed
+        # A compiled layer leaves it out: the experts, which must stay out of a graph, would break one within this context.
+        block.forward = torch.compiler.disable(routed)
 
     def set(self, batch: MicroBatch) -> None:
         """Sets the routes of the next pass: the batch's, or free choice. They stay, for activations may be computed again."""
