@@ -11,21 +11,11 @@ from rl.commands import recipe_file
 from rl.commands.recipe import run_stage
 from rl.run_dir.metrics import MetricsLog
 from tests.commands.driver import called, start
+from tests.commands.test_recipe_file import SOUND
 from tests.waiting import until
 
 MEASURE = "eval/adding/reward_mean"
-RECIPE = f"""
-title = "Sums"
-environments = ["adding"]
-stages = ["sft @ sft.toml", "export outputs/warm --to warm", "@ run.toml"]
-measure = "{MEASURE}"
-minutes = 1.5
-machine = "two cores"
-[curves]
-steps = [0, 10, 20]
-1 = [0.1, 0.8, 0.9]
-2 = [0.2, 0.6, 1]
-"""
+RECIPE = SOUND.replace('"sft @ sft.toml", ', '"sft @ sft.toml", "export outputs/warm --to warm", ')
 
 
 @pytest.fixture

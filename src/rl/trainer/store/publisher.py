@@ -168,8 +168,8 @@ class Publisher:
         """Whether the record `before` and the folder are those of the version with the digests `found`, made under the conditions `now`.
         A delta is not read, which would take the memory for a whole version, but written again.
 
-        Warns if the version on disk differs: then the run is not reproducible, and the new version counts. If only the record differs,
-        and the folder has the new version's weights, then the record is damaged.
+        Warns if the version on disk differs: then the run is not reproducible, and the new version counts; the deltas that follow the old
+        one are deleted. If only the record differs, and the folder has the new version's weights, then the record is damaged.
         """
         try:
             tensor = first_difference(before["tensors"], found)
