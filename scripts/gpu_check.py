@@ -8,9 +8,9 @@ What a case raises is said, and its part goes on. --tiny runs all of it on a CPU
 On a machine that has compiled nothing yet all parts take five calls of at most nine minutes:
 
   python scripts/gpu_check.py --only gradients --only attention --only offload
-  python scripts/gpu_check.py --only tests --only experts
+  python scripts/gpu_check.py --only tests --only profile --only head --only storage
   python scripts/gpu_check.py --only replay --only train_0.6B --only memory
-  python scripts/gpu_check.py --only train_4B --only tree --only bare --only head --only storage
+  python scripts/gpu_check.py --only experts --only train_4B --only tree --only bare
   python scripts/gpu_check.py --only routes
 
 The part routes needs vLLM, too, and says so without it.
@@ -35,10 +35,11 @@ LIMITS = {
     "memory": 90,
     "tests": 300,
     "replay": 240,
-    "experts": 180,
+    "experts": 240,
     "train_0.6B": 150,
     "tree": 60,
     "bare": 60,
+    "profile": 80,
     "train_4B": 150,
     "head": 40,
     "storage": 50,

@@ -20,8 +20,9 @@ import msgspec
 import torch
 from benchmarks.gpu_attention import attention
 from benchmarks.gpu_bench import Bench, apart, case, compilations, in_process, passed_on, say
+from benchmarks.gpu_profile import profile_step
 from benchmarks.gpu_routes import routes
-from benchmarks.trainer import measure
+from benchmarks.trainer import bare_step, measure
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -186,6 +187,18 @@ def bare(bench: Bench) -> None:
         theirs = hugging_face_seconds(bench, folder, data)
         ratio = round(ours["ours"]["step"] / theirs, 3) if ours else None
         say("Hugging Face", ratio=ratio, hugging_face_s=round(theirs, 4), peak_gib=bench.peak_gib())
+
+
+def profile(bench: Bench) -> None:
+    """What the GPU does during our step, and during the bare one, on the rows of `train_0.6B`."""
+    sample, tokens = (64, 256) if bench.tiny else (SAMPLE, 16384)
+    data = FakeDataConfig(samples=2 * tokens // sample, group_size=1, prompt_tokens=sample // 4, completion_tokens=sample - sample // 4)
+    config, context = ready(bench, "0.6B", bench.world(), micro_batch_tokens=tokens, compile=bench.on_gpu)
+    packed = batch_for(config, context, data)
+    bare = bare_step(str(bench.model("0.6B")), config, context.world)
+    for title, step in {"ours": partial(train, bench, context, packed), "bare": partial(bare, packed)}.items():
+        seconds = bench.seconds(step)
+        profile_step(bench, f"{title}: {seconds:.3f} s a step", step)
 
 
 def hugging_face_seconds(bench: Bench, folder: str, data: FakeDataConfig) -> float:
@@ -363,6 +376,7 @@ PARTS: dict[str, Callable[..., None]] = {
     "train_0.6B": partial(training, name="0.6B"),
     "tree": tree,
     "bare": bare,
+    "profile": profile,
     "memory": memory,
     "train_4B": partial(training, name="4B"),
     "head": head,

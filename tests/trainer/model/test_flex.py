@@ -47,6 +47,8 @@ def test_one_compilation_for_each_window_and_grad_mode_whatever_the_lengths(coun
                     out = attend_flex(*tensors, TreeMask(subtree_ends, positions), window, 0.25)
                 assert out.shape == (1, len(subtree_ends), 6, 16) and out.requires_grad == gradient
     assert len(counted) == flex.compiled_kernel.cache_info().currsize == 6
+    calls = [node for graph in counted for node in graph.graph.nodes if node.target is torch.ops.higher_order.flex_attention]
+    assert [call.args[6]["IS_DIVISIBLE"] for call in calls] == [True] * 6  # rows are whole blocks: no bound is checked
 
 
 def test_rows_have_whole_blocks_on_every_rank():

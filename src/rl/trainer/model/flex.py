@@ -73,13 +73,17 @@ def block_list(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
-def kernel(scale: float, cap: float | None, sums: bool) -> Callable[..., Any]:
-    """Returns FlexAttention with these settings: (query, key, value, mask) -> output [1, H, T', D], with `sums` also its log-sum-exps."""
+def kernel(scale: float, cap: float | None, sums: bool, is_whole: bool) -> Callable[..., Any]:
+    """Returns FlexAttention with these settings: (query, key, value, mask) -> output [1, H, T', D], with `sums` also its log-sum-exps.
+
+    `is_whole`: T and T' are whole blocks. The compiler cannot know that of lengths that are symbols, and would check every bound.
+    """
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
     settings: dict[str, Any] = {"score_mod": capped if cap else None, "scale": scale, "return_aux": AuxRequest(lse=True) if sums else None}
+    settings["kernel_options"] = {"IS_DIVISIBLE": is_whole}
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Any:
         return flex_attention(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1], **settings)
@@ -88,12 +92,12 @@ def kernel(scale: float, cap: float | None, sums: bool) -> Callable[..., Any]:
 
 
 @functools.cache
-def compiled_kernel(scale: float, cap: float | None, sums: bool, window: int | None, gradient: bool) -> Callable[..., Any]:
+def compiled_kernel(scale: float, cap: float | None, sums: bool, is_whole: bool, window: int | None, gradient: bool) -> Callable[..., Any]:
     """Returns the compiled `kernel` for layers with these settings and this window, and for passes with or without gradient.
 
     Torch limits compilations per code object, so each kernel gets its own; between its calls only the row's length differs.
     """
-    attend = kernel(scale, cap, sums)
+    attend = kernel(scale, cap, sums, is_whole)
     attend.__code__ = attend.__code__.replace()
     return compiled(attend, "set trainer.attention = blocks", KEEP_RESULT)
 
@@ -109,7 +113,7 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes attention with the mask of the layers with this window; the other arguments are as in attention.block_attention."""
-    kind = (scale, cap, sinks is not None)
+    kind = (scale, cap, sinks is not None, query.shape[2] % BLOCK == key.shape[2] % BLOCK == 0)
     function = kernel(*kind)
     if query.device.type in COMPILED_ON:
         function = compiled_kernel(*kind, window, torch.is_grad_enabled())
