@@ -1,6 +1,6 @@
 """Draws the curve.png of recipes from their recipe.toml, and writes the table of docs/recipes.md.
 
-`uv run scripts/recipe_curves.py [NAME ...]`; without a name, draws all of them.
+`uv run scripts/recipe_curves.py [NAME ...]`; without a name, draws all of them. One that was never run has nothing to draw.
 """
 
 import argparse
@@ -26,9 +26,8 @@ def table() -> str:
     rows = []
     for name in names():
         recipe = read(name)
-        before, after = recipe.ends
         link = f"[`{name}`](../configs/recipes/{name}/README.md)"
-        rows.append(f"| {link} | {recipe.title} | {model(name, recipe)} | {recipe.minutes:g} | {before:.2f} -> {after:.2f} |\n")
+        rows.append(f"| {link} | {recipe.title} | {model(name, recipe)} | {recipe.time} | {recipe.ends} |\n")
     return "".join(rows)
 
 
@@ -59,8 +58,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     args = parser.parse_args()
     for name in args.names or names():
-        draw(name, read(name))
-        print(RECIPES / name / "curve.png")
+        if (recipe := read(name)).curves:
+            draw(name, recipe)
+        print(RECIPES / name / "curve.png" if recipe.curves else f"{name} was never run: no picture")
     PAGE.write_text(re.sub(rf"{re.escape(HEAD)}(\|.*\n)*", HEAD + table(), PAGE.read_text()))
 
 

@@ -11,7 +11,7 @@ from rl.commands import recipe_file
 from rl.commands.recipe import run_stage
 from rl.run_dir.metrics import MetricsLog
 from tests.commands.driver import called, start
-from tests.commands.test_recipe_file import SOUND
+from tests.commands.test_recipe_file import NOT_RUN, SOUND
 from tests.waiting import until
 
 MEASURE = "eval/adding/reward_mean"
@@ -57,6 +57,17 @@ recipe       minutes  before -> after  task
 longer-name       12  0.15 -> 0.95     Other sums
 sums             1.5  0.15 -> 0.95     Sums
 """, "")  # fmt: skip
+
+
+def test_a_recipe_that_was_never_run_says_so(recipes, stages, capsys):
+    (recipes / "recipe.toml").write_text(NOT_RUN)
+    assert called(capsys, "recipe")[1].endswith("sums       ~1.5  not run          Sums\n")
+    assert called(capsys, "recipe", "sums", "--to", "x")[1].startswith("x: Sums; never run; estimated 1.5 minutes on two cores. Train")
+    remedy = "add --short to see whether its stages work; docs/recipes.md says how a curve is recorded"
+    said = f"rl recipe: sums was never run, so there is no curve to compare with: {remedy}\n"
+    assert called(capsys, "recipe", "sums", "--check") == (2, "", said) and not Path("outputs").exists()
+    code, out, err = called(capsys, "recipe", "sums", "--check", "--short")
+    assert (code, err) == (0, "") and out.endswith(f"sums: all stages work, and {MEASURE} is 0.950 at step 20\n")
 
 
 def test_a_copy_and_how_it_is_trained(recipes, capsys, monkeypatch):

@@ -18,6 +18,8 @@ steps = [0, 10, 20]
 1 = [0.1, 0.8, 0.9]
 2 = [0.2, 0.6, 1]
 """
+CURVES = SOUND[SOUND.index("[curves]") :]
+NOT_RUN = SOUND.replace(CURVES, 'aim = "0.4 -> 0.7 (https://example.com)"\n')
 
 
 @pytest.fixture
@@ -39,7 +41,14 @@ def test_numbers_of_a_recipe(recipes):
     recipe = read("sums")
     assert names() == ["sums", "words"] and recipe.steps == [0, 10, 20]
     assert recipe.seeds == {"1": [0.1, 0.8, 0.9], "2": [0.2, 0.6, 1.0]}
-    assert recipe.ends == pytest.approx((0.15, 0.95)) and recipe.lasts == (0.9, 1.0)
+    assert (recipe.time, recipe.ends, recipe.lasts) == ("1.5", "0.15 -> 0.95", (0.9, 1.0))
+
+
+def test_a_recipe_that_was_never_run_has_an_aim_in_place_of_curves(recipes):
+    (recipes / "sums" / "recipe.toml").write_text(NOT_RUN)
+    recipe = read("sums")
+    assert (recipe.aim, recipe.curves) == ("0.4 -> 0.7 (https://example.com)", {})
+    assert (recipe.time, recipe.ends) == ("~1.5", "not run")
 
 
 @pytest.mark.parametrize(("lasts", "least"), [([0.9], 0.85), ([0.9, 0.92], 0.85), ([0.9, 0.6, 0.8], 0.3)])
@@ -62,6 +71,8 @@ def test_a_run_may_end_below_the_worst_seed_by_as_much_as_the_seeds_differ_and_b
         ("1 = [0.1", "mean = [0.1", "`curves.mean` is neither `steps` nor the number of a seed"),
         ("steps = [0, 10, 20]", "", "`curves` needs `steps` and at least one seed"),
         ('title = "Sums"', "title = Sums", "not readable as TOML"),
+        (CURVES, "", "needs either [curves], the measure by step, or, if it was never run, `aim`, what others published"),
+        ("[curves]", 'aim = "0.7"\n[curves]', "needs either [curves]"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_fault(recipes, old, new, said):

@@ -30,8 +30,9 @@ HELP = f"""usage: rl recipe [NAME] [--to FOLDER]
        rl recipe NAME --check [--short] [--seed N] [--output FOLDER]
 
 A recipe is a task with settings, and the curves of one or more seeds: how far a model got. Without a name, lists all recipes: minutes of
-one seed on the machine that recipe.toml names, and the reward before -> after the last stage. With a name, copies the recipe and its
-environments, and prints the commands that train it; change the copy into your own.
+one seed on the machine that recipe.toml names, and the reward before -> after the last stage. Of a recipe that was `not run` the minutes
+are estimated (~), and its README says what others published. With a name, copies the recipe and its environments, and prints the commands
+that train it; change the copy into your own.
 
 --check trains one in a new folder and compares the last value of the measure with the recorded ones. It passes unless it is lower than the
 worst seed's by more than the seeds differ, or by 0.05 if they differ less. Exit code 0: passed, 1: not.
@@ -53,10 +54,14 @@ def main(args: list[str], _children: Children) -> int:
         return 0
     name, recipe = rest[0], read(rest[0])
     if values["check"]:
+        if recipe.aim and not values["short"]:
+            remedy = "add --short to see whether its stages work; docs/recipes.md says how a curve is recorded"
+            fail("rl recipe", f"{name} was never run, so there is no curve to compare with: {remedy}")
         return check(name, recipe, values)
     folder = Path(values["to"] or name).expanduser()
     copy(name, recipe, folder)
-    print(f"{folder}: {recipe.title}; about {recipe.minutes:g} minutes on {recipe.machine}. Train it with:\n")
+    time = f"{'never run; estimated ' if recipe.aim else 'about '}{recipe.minutes:g} minutes on {recipe.machine}"
+    print(f"{folder}: {recipe.title}; {time}. Train it with:\n")
     print("\n".join([f"cd {shlex.quote(str(folder))}", *(f"{program(folder)} {stage}" for stage in recipe.stages)]))
     return 0
 
@@ -64,9 +69,7 @@ def main(args: list[str], _children: Children) -> int:
 def listed(recipes: dict[str, Recipe]) -> list[str]:
     """Returns a table of recipes."""
     rows = [("recipe", "minutes", "before -> after", "task")]
-    for name, recipe in recipes.items():
-        before, after = recipe.ends
-        rows.append((name, f"{recipe.minutes:g}", f"{before:.2f} -> {after:.2f}", recipe.title))
+    rows += [(name, recipe.time, recipe.ends, recipe.title) for name, recipe in recipes.items()]
     first = max(len(row[0]) for row in rows)
     return [f"{name:<{first}}  {minutes:>7}  {ends:<15}  {title}" for name, minutes, ends, title in rows]
 

@@ -38,15 +38,21 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measure: str
     """Metric of the last stage's run that the curves show; more is better."""
     minutes: float
-    """How long one seed takes on `machine`."""
+    """How long one seed takes on `machine`; an estimate if it was never run."""
     machine: str
-    curves: dict[str, list[float]]
+    curves: dict[str, list[float]] = {}
     """`steps`, and under the number of each seed the measure at these steps."""
+    aim: str = ""
+    """In place of `curves` for a recipe that was never run: what others reached, and where they published it."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, which msgspec reports with the place."""
         if not self.stages or "@" not in self.stages[-1].split():
             raise ValueError('`stages` needs commands, the last with the file of a run: ["@ run.toml"]')
+        if bool(self.aim) == bool(self.curves):
+            raise ValueError("needs either [curves], the measure by step, or, if it was never run, `aim`, what others published")
+        if self.aim:
+            return
         if not (steps := self.curves.get("steps")) or not self.seeds:
             raise ValueError("`curves` needs `steps` and at least one seed: steps = [0, 10], 1 = [0.2, 0.9]")
         for seed, values in self.curves.items():
@@ -65,9 +71,16 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {seed: values for seed, values in self.curves.items() if seed != "steps"}
 
     @property
-    def ends(self) -> tuple[float, float]:
-        """The means over the seeds of the first and of the last values."""
-        return fmean(values[0] for values in self.seeds.values()), fmean(values[-1] for values in self.seeds.values())
+    def time(self) -> str:
+        """`minutes` for a table, marked if they are an estimate."""
+        return f"{'~' * bool(self.aim)}{self.minutes:g}"
+
+    @property
+    def ends(self) -> str:
+        """The means over the seeds of the first and of the last values, for a table."""
+        if self.aim:
+            return "not run"
+        return " -> ".join(f"{fmean(values[i] for values in self.seeds.values()):.2f}" for i in (0, -1))
 
     @property
     def lasts(self) -> tuple[float, float]:
