@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 from recipe_curves import HEAD, drawn_from, table
 
+from rl.cluster.submit import dry_run
 from rl.commands.recipe_file import RECIPES, copy, names, read
-from rl.config.command_line import build, from_toml, parse_args, to_toml
+from rl.config.command_line import build, from_toml, load_config_or_exit, parse_args, to_toml
 from rl.config.environment_id import read_id
 from rl.config.plan import Plan, plan
 from rl.launch import devices
@@ -20,6 +21,7 @@ from rl.system.machine import Machine
 
 CLUSTERS = ("slurm", "kubernetes", "ray")
 CONFIGS = [path for path in sorted(Path("configs").glob("*.toml")) if path.stem not in CLUSTERS]
+SETTINGS_OF_RECIPES = [path for path in sorted(RECIPES.glob("*/*.toml")) if path.name != "recipe.toml"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -39,14 +41,34 @@ def test_a_run_that_fails_on_purpose_is_the_small_quickstart_with_one_mistake(pa
     assert config.name == path.stem and len(changed) == (path.stem != "base")
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_a_cluster_is_divided_as_its_file_says(name):
-    config = build(parse_args(["@", f"configs/{name}.toml"]))
-    assert config.cluster and config.cluster.engine == name and plan(config) == Plan(trainers=2, servers=2)
+@pytest.mark.parametrize("path", SETTINGS_OF_RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_file_of_a_copied_recipe_is_valid(path, tmp_path, monkeypatch, capsys):
+    name = path.parent.name
+    copy(name, read(name), tmp_path / name)
+    monkeypatch.chdir(tmp_path / name)
+    words = ["@", path.name, "--dry-run"]
+    with pytest.raises(SystemExit) as end:
+        load_config_or_exit(words, variables={}, dry_run=dry_run)
+    out, err = capsys.readouterr()
+    assert (end.value.code, err) == (0, "") and build(parse_args(words)).name in out
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "trainer", "inference"), [("single_gpu", 1, [0], [0]), ("eight_gpus", 8, [0, 1, 2, 3], [4, 5, 6, 7])]
+    ("name", "engine", "divided"), [*((name, name, Plan(2, 2)) for name in CLUSTERS), ("recipes/gsm8k/qwen3_30b_a3b", "slurm", Plan(1, 1))]
+)
+def test_a_cluster_is_divided_as_its_file_says(name, engine, divided):
+    config = build(parse_args(["@", f"configs/{name}.toml"]))
+    assert config.cluster and config.cluster.engine == engine and plan(config) == divided
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "trainer", "inference"),
+    [
+        ("single_gpu", 1, [0], [0]),
+        ("eight_gpus", 8, [0, 1, 2, 3], [4, 5, 6, 7]),
+        ("recipes/gsm8k/run", 1, [0], [0]),
+        ("recipes/gsm8k/qwen3_4b", 8, [0, 1, 2, 3], [4, 5, 6, 7]),
+    ],
 )
 def test_gpus_are_split_as_the_file_says(name, gpus, trainer, inference):
     config = build(parse_args(["@", f"configs/{name}.toml"]))
@@ -71,6 +93,9 @@ def test_a_recipe_is_whole(name, tmp_path, monkeypatch):
     source, label, _ = recipe.measure.split("/")
     assert label in labels.get(source, [label]), "the last stage does not measure it"
     text = Path("README.md").read_text()
+    assert set(re.findall(r"https://[^\s)]+", recipe.aim)) <= set(re.findall(r"https://[^\s)]+", text)), (
+        "the README names no source of the aim"
+    )
     for command in (f"rl recipe {name}", *(f"rl {stage}" for stage in recipe.stages)):
         assert re.search(rf"{re.escape(command)}\b", text), f"the README does not show {command}"
 
