@@ -1,0 +1,108 @@
+"""What matters: one-digit sums (configs/recipes/sums), trained on equal samples with one setting changed at a time.
+
+`uv run scripts/ablations.py [--only lr ...] [--seeds 1 2 3]` trains what is missing, two to three minutes each, and adds it to
+scripts/ablations.json; `--table` only writes the table of docs/recipes.md again. Every run has 640 rollouts.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+
+from rl.run_dir.numbers import Numbers
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "scripts" / "ablations.json", ROOT / "docs" / "recipes.md"
+HELD_OUT = "eval/single-digit-addition/reward_mean"
+STEPS, BATCH = 10, 64
+LOSS, CREDIT = "--trainer.loss.type", "--orchestrator.credit.type"
+KINDS: dict[str, dict[str, list[str]]] = {
+    "loss": {name: [LOSS, name] for name in ("clip", "cispo", "gspo", "dppo", "dro")},
+    "credit": {name: [CREDIT, name] for name in ("grpo", "rloo", "max_rl", "reinforce_pp")},
+    "learning rate": {lr: ["--trainer.optim.lr", lr] for lr in ("2e-6", "5e-6", "1e-5", "4e-5", "1e-4")},
+    "max_lag": {lag: ["--max_lag", lag] for lag in ("1", "2", "4")},
+    "group size": {size: ["--orchestrator.group_size", size] for size in ("4", "16")},
+    "batch size": {
+        str(size): [
+            "--orchestrator.batch_size",
+            str(size),
+            "--max_steps",
+            str(STEPS * BATCH // size),
+            "--orchestrator.eval.interval",
+            str(STEPS * BATCH // size),
+        ]
+        for size in (32, 128)
+    },
+    "optimizer steps a batch": {
+        f"{name} of {loss}": [LOSS, loss, *flags]
+        for loss in ("clip", "policy_gradient")
+        for name, flags in {"2 minibatches": ["--trainer.minibatches", "2"], "2 epochs": ["--trainer.epochs", "2"]}.items()
+    },
+    "mask": {"none": ["--trainer.loss.token_mask", "[0, inf]"], "0.5 to 2": ["--trainer.loss.token_mask", "[0.5, 2.0]"]},
+    "KL": {weight: ["--trainer.loss.kl_coefficient", weight] for weight in ("0.01", "0.1")},
+    "aggregation": {name: ["--trainer.loss.aggregation", name] for name in ("sequence", "constant")},
+}
+"""The changed settings, by kind and name."""
+DEFAULT = ("default", "loss policy_gradient, credit dr_grpo, learning rate 2e-5, max_lag 0, groups of 8, batch of 64")
+HEAD = "| setting | value | runs | training reward, mean | held out at the end |\n|---|---|---|---|---|\n"
+
+
+def train(flags: list[str], seed: int) -> list[float]:
+    """Trains one run; returns the mean reward of its rollouts, and the held-out reward before and after."""
+    with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
+        settings = [
+            "--max_steps",
+            str(STEPS),
+            "--orchestrator.eval.interval",
+            str(STEPS),
+            "--seed",
+            str(seed),
+            "--output_dir",
+            folder,
+            *flags,
+        ]
+        command = [sys.executable, "-m", "rl.main", "@", "configs/recipes/sums/run.toml", *settings]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200)
+        if done.returncode:
+            sys.exit(f"{' '.join(settings)}: exit code {done.returncode}\n{done.stdout[-3000:]}")
+        numbers = Numbers.read(Path(folder) / "sums" / "metrics.jsonl")
+        held_out = numbers.curve(HELD_OUT)[1]
+        return [round(float(x), 4) for x in (numbers.curve("reward/mean")[1].mean(), held_out[0], held_out[-1])]
+
+
+def table(results: dict[str, dict[str, list[float]]]) -> str:
+    """The rows of all settings that have been run, with the range of their seeds."""
+    rows = []
+    for key, seeds in results.items():
+        kind, name = key.split(": ")
+        columns = list(zip(*seeds.values(), strict=True))
+        cells = [f"{fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in (columns[0], columns[2])]
+        rows.append(f"| {kind} | {name} | {len(seeds)} | {' | '.join(cells)} |\n")
+    return "".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=["default", *KINDS], default=["default", *KINDS], metavar="KIND")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--table", action="store_true", help="train nothing")
+    args = parser.parse_args()
+    results: dict[str, dict[str, list[float]]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    wanted = {": ".join(DEFAULT): []} | {f"{kind}: {name}": flags for kind, values in KINDS.items() for name, flags in values.items()}
+    for seed in [] if args.table else args.seeds:
+        for key, flags in wanted.items():
+            if key.split(": ")[0] in args.only and str(seed) not in results.get(key, {}):
+                found = train(flags, seed)
+                print(key, seed, *found, flush=True)
+                results.setdefault(key, {})[str(seed)] = found
+                ordered = {name: dict(sorted(results[name].items())) for name in wanted if name in results}
+                RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+    PAGE.write_text(re.sub(rf"{re.escape(HEAD)}(\|.*\n)*", lambda _: HEAD + table(results), PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
