@@ -79,6 +79,14 @@ def test_a_machine_without_the_volume_only_submits(engine, tmp_path, capsys):
         submit(config, CommandLine(resume=3), None)
 
 
+@pytest.mark.parametrize(("here", "model", "said"), [(False, {}, 1), (False, {"dtype": "float32"}, 0), (True, {}, 0)])
+def test_a_default_of_the_machine_that_submits_is_not_passed_on_in_silence(engine, monkeypatch, tmp_path, capsys, here, model, said):
+    monkeypatch.setattr("rl.config.run.multiplies_bfloat16", lambda: here)
+    place = {"name": "x", "output_dir": str(tmp_path), "orchestrator": {"environment": [{"id": "first-half"}]}}
+    submit(RLConfig.model_validate(place | {"model": model, "cluster": {"nodes": 3, "engine": "slurm"}}), CommandLine(), None)
+    assert capsys.readouterr().out.count("set bfloat16 if the run's machines do") == said
+
+
 def test_without_an_engine_it_says_what_to_start(engine, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(module, "engine_of", lambda config: None)
     assert submit(make(tmp_path), CommandLine(), None) == 7

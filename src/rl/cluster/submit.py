@@ -73,12 +73,15 @@ def start(config: RLConfig, line: CommandLine, children: Children, again: str) -
 
 def submit(config: RLConfig, line: CommandLine, children: Children) -> int:
     """Starts a run on its machines, and follows it. Returns the exit code. Raises RunError and OSError."""
+    is_given = "dtype" in config.model.model_fields_set
     config = with_open_hosts(config.with_absolute_paths())
     run_dir, engine = config.run_dir, engine_of(config)
     if queued := active(run_dir, config):  # others would compete with them
         remedy = f"`rl watch {run_dir.root}` shows the run, `rl stop {run_dir.root}` ends it"
         raise RunError(f"jobs {', '.join(queued)} of {run_dir.root} are queued or running: {remedy}")
     raise_all([f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in (engine.faults(config) if engine else ())])
+    if engine and config.model.dtype == "float32" and not is_given:
+        print("model.dtype = float32, because this machine does not multiply bfloat16; set bfloat16 if the run's machines do", flush=True)
     sees_directory = config.cluster is None or config.cluster.engine != "kubernetes" or Path(config.cluster.kubernetes.mount).is_dir()
     if not sees_directory and (line.resume is not None or "clean" in line.switches):
         remedy = "leave it out, and an existing run is continued; give it where the volume is mounted"
