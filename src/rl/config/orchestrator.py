@@ -119,8 +119,8 @@ class EnvSource(Settings):
     """Attributes set on a classic environment after loading, such as max_total_completion_tokens."""
     name: str | None = None
     """Name of the environment in metrics and files. Default: the id without owner and version."""
-    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
-    """Number of processes that run the environment's code; `auto`: as many as it keeps busy, at most one per core."""
+    workers: int = Field(1, ge=1)
+    """Number of processes that run the environment's code."""
     python: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
     """Python interpreter of a virtual environment that you made for it: `.venvs/x/bin/python`. Default: rl makes one."""
     isolation: Literal["none", "sandbox"] = "none"

@@ -83,8 +83,6 @@ class WorkerSetup(msgspec.Struct, kw_only=True):
     keys: list[str] = []
     read: list[str] = []
     """Files and directories visible in the sandbox in addition to the environment's own."""
-    most: int = 0
-    """Maximum number of such workers, of which the pool starts as many as the load demands; 0: the number is fixed."""
     spans: str = ""
     """Folder for its spans, see rl.run_dir.spans; empty: none are recorded."""
 
@@ -183,9 +181,6 @@ class Played(msgspec.Struct, tag=True):
 
 class Heartbeat(msgspec.Struct, tag=True):
     """Shows that the worker's event loop runs; without heartbeats the environment's code is blocking it."""
-
-    busy: float = 0.0
-    """Share of the time since the last heartbeat in which the worker computed, or its event loop was blocked."""
 
 
 class Description(msgspec.Struct, tag=True):
