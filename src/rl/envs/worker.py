@@ -150,8 +150,7 @@ class Worker:
                 refuse_unfit(rollout)
                 if order.split == "train":
                     refuse_logprobs(rollout)
-            failed = next((rollout for rollout in chain(*episodes) if rollout.error), None)
-            if not failed or failed.cause == "not_append_only":  # the template would do the same again
+            if not any(rollout.error for rollout in chain(*episodes)):
                 break
         return episodes
 

@@ -54,8 +54,6 @@ class PolicySpec(msgspec.Struct, kw_only=True):
     """Status file of the run's own inference server. It and those next to it are read if there are no URLs, until a ServerSet comes."""
     inference_proxy: str = ""
     """Unix socket for requests to the servers; empty: they go over the network."""
-    enforce_monotonicity: bool = False
-    """Whether to fail a rollout whose next prompt does not continue the ids of an earlier turn."""
     routes: bool = False
     """Whether the servers give the routes of tokens (trainer.router_replay = engine)."""
     endpoint: Endpoint | None = None

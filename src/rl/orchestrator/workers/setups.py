@@ -50,7 +50,6 @@ def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
         renderer=config.renderer.model_dump(),
         inference_urls=config.orchestrator.inference_urls,
         inference_status=str(config.run_dir.status("inference").absolute()),
-        enforce_monotonicity=config.orchestrator.enforce_monotonicity,
         routes=config.trainer.router_replay == "engine",
     )
 
