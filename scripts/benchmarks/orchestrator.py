@@ -211,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 1000, 10000])
     parser.add_argument("--rollouts", type=int, default=20000, help="at least, for each number in flight")
-    parser.add_argument("--workers", nargs="+", default=["1"], help="numbers of them, or auto")
+    parser.add_argument("--workers", nargs="+", default=["1"], help="numbers of them")
     parser.add_argument("--v1", action="store_true", help="an environment of the v1 API")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds that an answer takes")

@@ -4,7 +4,7 @@ import pytest
 
 from rl.config.fields import field_tree
 from rl.config.foreign import BY_NAME, FOREIGN
-from rl.config.hints import hint
+from rl.config.hints import REMOVED, hint
 from rl.config.run import ALIASES, RLConfig
 
 
@@ -39,6 +39,7 @@ from rl.config.run import ALIASES, RLConfig
             "critic.optim.lr",
             "there is no critic, value loss or discount here; credit comes from groups of rollouts (orchestrator.credit)",
         ),
+        ("orchestrator.keep_partial_groups", "leave it out: a group with a failed rollout is never trained"),
         *((key, "see --help all") for key in ("version", "bogus", "nope", "foo.name", "trainer.top_n", "x.interval", "ops")),
     ],
 )
@@ -52,5 +53,5 @@ def test_the_table_names_keys_that_there_are_and_none_of_ours():
         for key in row.here.split(" and ") if row.here else ():
             assert key in tree or key.startswith(("--", "inference.vllm.")), row
         assert row.here or row.note
-    assert not BY_NAME.keys() & {*tree, *ALIASES}
+    assert not {*BY_NAME, *REMOVED} & {*tree, *ALIASES}
     assert len(BY_NAME) == sum(len(row.names.split()) for row in FOREIGN) > 150

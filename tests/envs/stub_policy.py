@@ -110,10 +110,9 @@ class StubPolicy(Policy):
         reply: Callable[[str], Any] = lambda prompt: "ok",
         *,
         max_model_len: int = 4096,
-        monotonic: bool = False,
         endpoint: Endpoint | None = None,
     ):
-        self.spec = PolicySpec(max_model_len=max_model_len, enforce_monotonicity=monotonic)
+        self.spec = PolicySpec(max_model_len=max_model_len)
         self.endpoint = endpoint
         self.renderer = StubRenderer()
         self.servers = StubServers(reply)

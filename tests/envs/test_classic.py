@@ -466,9 +466,7 @@ def test_policy_failures_have_their_causes():
             return [vf.UserMessage(content=f"turn {len(state['trajectory'])}")]
 
     build = lambda: Forgets(dataset=rows(), rubric=rubric(), max_turns=2)  # noqa: E731
-    rollout = only(played(made(build, policy=StubPolicy(lambda prompt: "0", monotonic=True))))
-    assert rollout.cause == "not_append_only" and "enforce_monotonicity" in rollout.error
-    assert len(only(played(made(build))).turns) == 2
+    assert len(only(played(made(build))).turns.chains) == 2  # no failure, but a new sample
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     env = made(single(dataset=Dataset.from_list([{"prompt": image, "answer": ""}])))
     assert only(played(env)).cause == "environment" and "take the image out" in check_prompts(env, 1)

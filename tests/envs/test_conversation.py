@@ -6,13 +6,10 @@ import random
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rl.envs.classic.client import LazyList, TextConversation
 from rl.envs.policy import Conversation
-from rl.wire.messages import VersionSpan
-from rl.wire.turns import Turn, Turns
+from rl.wire.turns import Turns
 from tests.envs.stub_policy import StubPolicy
 
 SAMPLING = {"max_tokens": 64, "temperature": 1.0}
@@ -79,17 +76,6 @@ def test_branches_continue_the_turn_that_they_leave(seed):
     assert [turn.prompt_ids for turn in turns] == sent(policy)
     for ids, text in ((ids, "".join(map(chr, ids))) for ids in sent(policy)):
         assert text.endswith("assistant: ") and text.count("begin") == 1 and len(ids) == len(text)
-
-
-@given(st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=6), st.lists(st.integers(0, 1), max_size=2)), max_size=7))
-def test_the_first_turn_that_continues_no_earlier_one(played):
-    turns = [
-        Turn(prompt_ids=prompt, completion_ids=ids, logprobs=[0.0] * len(ids), policy_versions=[VersionSpan(0, len(ids))], finish_reason="")
-        for prompt, ids in played
-    ]
-    wholes = [turn.token_ids for turn in turns]
-    expected = (i for i in range(1, len(turns)) if not any(turns[i].prompt_ids[: len(ids)] == ids for ids in wholes[:i]))
-    assert Turns.of(turns).first_rewritten() == next(expected, None)
 
 
 def test_a_text_is_kept_once():

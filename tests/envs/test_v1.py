@@ -221,12 +221,13 @@ def test_a_prompt_without_room_ends_the_talk_and_is_no_error():
     assert later.overlong and len(later.turns) == 1 and not later.error and later.stop == "context_length"
 
 
-def test_a_prompt_that_does_not_continue_is_refused_where_that_is_asked_for():
+def test_a_prompt_that_does_not_continue_begins_a_new_sample():
     policy = saying("seven")
-    policy.spec.enforce_monotonicity = True
+    whole = policy.renderer.prompt_ids
     policy.renderer.next_prompt_ids = lambda *args: None
+    policy.renderer.prompt_ids = lambda messages, tools=None: whole(messages[-1:], tools)  # as a template that drops what was before
     [[rollout]] = play(load("v1-guess", policy))
-    assert rollout.cause == "not_append_only" and len(rollout.turns) == 1
+    assert not rollout.error and len(rollout.turns.chains) == len(rollout.turns) == 3
 
 
 def test_so_many_episodes_at_once_as_allowed():

@@ -21,14 +21,15 @@ ROOT = Path(__file__).parents[2]
 BOOTSTRAP = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from tests.orchestrator.light_worker import main; main(sys.argv[2])"
 
 
-def start(pool: WorkerPool, monkeypatch, name: str = "light", most: int = 0, **args) -> None:
-    """Starts a light worker in `pool`, as a worker with its own interpreter. `args`: see `work`."""
+def start(pool: WorkerPool, monkeypatch, name: str = "light", workers: int = 1, **args) -> None:
+    """Starts light workers in `pool`, as workers with their own interpreter. `args`: see `work`."""
     monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", BOOTSTRAP)
-    pool.start(worker_setup(name, args=args, orchestrator=pool.address, python=sys.executable, most=most))
+    for i in range(workers):
+        pool.start(worker_setup(name, worker_id=f"{name}-{i}", args=args, orchestrator=pool.address, python=sys.executable))
 
 
 def run(tmp_path: Path, monkeypatch, work: Callable[[WorkerPool], Awaitable[T]], **args: Any) -> T:
-    """Runs `work(pool)` with a light worker; `args`: see `start`."""
+    """Runs `work(pool)` with light workers; `args`: see `start`."""
 
     async def main() -> T:
         pool = WorkerPool(tmp_path / "logs")
@@ -48,8 +49,7 @@ async def work(setup: WorkerSetup) -> None:
     as the file `args.hold` is there. With `args.lies` it reports -1 unfinished episodes.
 
     It dies when asked for a description, or with `args.deaf` never answers. `args.log` gets a line `task episode` for each finished
-    episode; the file `args.busy` has its busy share. With `args.address` the reward is the answer of that address, 0 for none, and the
-    message lists the environment variables.
+    episode. With `args.address` the reward is the answer of that address, 0 for none, and the message lists the environment variables.
     """
     encode, args = msgspec.msgpack.Encoder().encode, setup.env.args
     pool = await MessageStream.connect(setup.orchestrator)
@@ -77,15 +77,8 @@ async def work(setup: WorkerSetup) -> None:
 
         await asyncio.gather(*map(episode, list(left)))
 
-    async def say_how_busy() -> None:
-        while True:
-            await pool.send(encode(Heartbeat(float(Path(args["busy"]).read_text() or 0.5))))
-            await asyncio.sleep(0.05)
-
-    if "busy" in args:
-        plays.add(asyncio.create_task(say_how_busy()))
     while True:
-        await pool.send(encode(Heartbeat(0.5)))
+        await pool.send(encode(Heartbeat()))
         match msgspec.msgpack.decode(await pool.receive() or encode(Close()), type=ToWorker):
             case PlayGroup() as order:
                 plays.add(asyncio.create_task(play(order)))

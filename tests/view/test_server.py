@@ -444,7 +444,7 @@ def test_failed_rollouts_have_no_reward_and_a_tasks_change_is_by_version(alone):
         failed = {"error": "boom", "cause": "environment"}
         rollouts = [rollout(1.0, step, episode=0), rollout(0.0, turns=[], episode=1, **failed), rollout(0.5, step, episode=2)]
         one = Group(group_id=step, env="sums", task=1, rollouts=rollouts)
-        write_step(files, step, [credit_group(one, Rules(keep_partial=True)), group(10 + step, [1.0, 1.0], task=2, version=step - 1)])
+        write_step(files, step, [credit_group(one, Rules()), group(10 + step, [1.0, 1.0], task=2, version=step - 1)])
     write_eval_of(files, 0, [0.0, 1.0])
     write_eval_of(files, 8, [0.0, 1.0])
     rows = handlers.tasks(TasksParameters(run="x", number=1)).rows
@@ -453,7 +453,8 @@ def test_failed_rollouts_have_no_reward_and_a_tasks_change_is_by_version(alone):
     one = handlers.task(TaskParameters(run="x", env="sums", task=1))
     assert [(version.version, version.mean) for version in one.versions] == [(1, 0.75), (2, 0.75), (3, 0.75)] and one.without_version == 3
     found = handlers.rollouts(Wanted(run="x", why="error"))
-    assert (found.total, found.facets["why"]["error"], {row.reward for row in found.rows}) == (3, 3, {None})
+    assert (found.total, found.facets["why"]["error"]) == (9, 9)
+    assert {(row.why, row.reward) for row in found.rows} == {("environment", None), ("error", 1.0), ("error", 0.5)}
     assert handlers.rollouts(Wanted(run="x", lowest=-1.0)).total == 12  # of 15
 
 

@@ -141,12 +141,6 @@ def check_sampling(config: RLConfig) -> Iterator[Fault]:
 
 def check_source(key: str, entry: EnvSource) -> Iterator[Fault]:
     """Yields faults of one entry, which must name a package, rows with a reward function, or rows with a NeMo Gym server."""
-    if entry.workers == "auto" and max(entry.max_generating, entry.max_scoring) > 0:
-        yield (
-            f"{key}.workers",
-            entry.workers,
-            "cannot divide max_generating or max_scoring among workers: give a number, or leave those out",
-        )
     if bool(entry.id) == bool(entry.dataset):
         remedy = "give either id (an environment's package), or dataset (rows) with reward or head_server"
         yield f"{key}.id", entry.id or "", remedy

@@ -94,14 +94,14 @@ class Reads:
 RUN = ("name", "output_dir", "max_steps", "seed", "model")
 PLAYING = (
     "name", "output_dir", "seed", "model", "renderer", "inference", "orchestrator.environment", "orchestrator.sampling",
-    "orchestrator.inference_urls", "orchestrator.enforce_monotonicity", "orchestrator.rollout_timeout_s", "orchestrator.rollout_retries",
+    "orchestrator.inference_urls", "orchestrator.rollout_timeout_s", "orchestrator.rollout_retries",
     "orchestrator.worker_memory_gib", "orchestrator.worker_silence_s", "orchestrator.worker_timeout_s",
 )  # fmt: skip
 OF_TRAINING = tuple(f"orchestrator.environment.{key}" for key in ("weight", "group_size", "credit", "difficulty", "teacher"))
 OF_BATCHES = tuple(
     f"orchestrator.{key}" for key in (
         "batch_size", "credit", "filter", "sampling.temperature", "max_off_policy_steps", "replace_no_signal", "mask_truncated",
-        "keep_partial_groups", "enforce_monotonicity", "trainer_timeout_s", "host", "port", "batches", "rollouts",
+        "trainer_timeout_s", "host", "port", "batches", "rollouts",
     )
 )  # fmt: skip
 READS = {

@@ -13,6 +13,12 @@ SURE = 0.85
 MOST = 4
 """Most keys that may share a last part for it to be a useful hint; one like `name` is too common."""
 
+REMOVED = {
+    "orchestrator.enforce_monotonicity": "leave it out: a turn that rewrites earlier ones always begins a new sample",
+    "orchestrator.keep_partial_groups": "leave it out: a group with a failed rollout is never trained",
+}
+"""Keys that earlier versions wrote into the config.toml of every run, and the remedy."""
+
 
 def without_numbers(key: str) -> str:
     """Returns a dotted key without list indices: the key of its field."""
@@ -20,10 +26,11 @@ def without_numbers(key: str) -> str:
 
 
 def hint(key: str) -> str:
-    """Returns the remedy for an unknown key: its name here, the `type` that has it, similar known keys, or the list of all keys."""
+    """Returns the remedy for an unknown key: its name here, the `type` that has it, leaving it out if it was removed, similar known keys,
+    or the list of all keys."""
     plain = without_numbers(key)
-    if kinds := types_with(plain):
-        return kinds
+    if remedy := types_with(plain) or REMOVED.get(plain):
+        return remedy
     in_section = alike(plain) if "." in plain else []
     if not in_section and (elsewhere := known_elsewhere(plain)):
         return elsewhere

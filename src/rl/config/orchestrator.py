@@ -119,8 +119,8 @@ class EnvSource(Settings):
     """Attributes set on a classic environment after loading, such as max_total_completion_tokens."""
     name: str | None = None
     """Name of the environment in metrics and files. Default: the id without owner and version."""
-    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
-    """Number of processes that run the environment's code; `auto`: as many as it keeps busy, at most one per core."""
+    workers: int = Field(1, ge=1)
+    """Number of processes that run the environment's code."""
     python: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
     """Python interpreter of a virtual environment that you made for it: `.venvs/x/bin/python`. Default: rl makes one."""
     isolation: Literal["none", "sandbox"] = "none"
@@ -279,11 +279,6 @@ class OrchestratorConfig(Settings):
     short; 1: nothing is replaced as long as any rollout can be trained on."""
     mask_truncated: bool = False
     """Whether the tokens of truncated rollouts are excluded from training. Their reward still counts in the group's baseline."""
-    keep_partial_groups: bool = False
-    """Whether the rest of a group is trained on when some of its rollouts failed for good. Off: the group is dropped, because the rest
-    is biased."""
-    enforce_monotonicity: bool = False
-    """Whether a rollout fails (`not_append_only`) if a prompt rewrites earlier turns, instead of starting a new sample there."""
     rollout_timeout_s: float = Field(600.0, gt=0)
     """Time limit in seconds for generating one rollout, and again for scoring it; beyond it the rollout fails (`timeout`)."""
     rollout_retries: int = Field(2, ge=0)

@@ -87,15 +87,6 @@ class Policy:
             routes_from=sampling.get("routes_from", 0),
         )
 
-    def check_append_only(self, num_turns: int) -> None:
-        """Called for a prompt that continues none of the `num_turns` earlier turns. Raises RolloutError if that is forbidden."""
-        if num_turns and self.spec.enforce_monotonicity:
-            raise RolloutError(
-                "not_append_only",
-                f"turn {num_turns + 1} does not continue an earlier turn's token ids, and orchestrator.enforce_monotonicity is set; "
-                'try renderer.thinking_retention = "all", or unset enforce_monotonicity so that such a turn starts a new sample',
-            )
-
 
 @dataclass
 class Past:
@@ -174,7 +165,6 @@ class Conversation:
             ids = self.policy.renderer.next_prompt_ids(self.turns.token_ids(past.index), messages, num_known, tools)
             if ids is not None:
                 return past, ids
-        self.policy.check_append_only(len(self.history))
         return None, self.policy.renderer.prompt_ids(messages, tools)
 
     def continued(self, compared: list[Message], tools: list[Tool] | None) -> Iterator[tuple[Past, int]]:

@@ -7,12 +7,11 @@ import logging
 import math
 import os
 import sys
-import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -61,26 +60,6 @@ RENDERING = ("jinja2", "transformers.models.auto.tokenization_auto", "renderers.
 """Modules that render conversations for our own servers."""
 
 
-class Clocks(NamedTuple):
-    """Clock readings in seconds, from which the load of this process follows."""
-
-    wall: float
-    cpu: float
-    kept_waiting: float
-    """Time in which this process was runnable, but others ran."""
-
-    @classmethod
-    def now(cls) -> "Clocks":
-        delay_ns = int(Path("/proc/self/schedstat").read_bytes().split()[1])
-        return cls(time.monotonic(), time.process_time(), delay_ns / 1e9)
-
-    def busy_since(self, before: "Clocks") -> float:
-        """The share of the time since `before` in which this process computed, or in which its event loop was blocked (a late heartbeat
-        shows that), whichever is larger. Time that other processes took does not count."""
-        passed, cpu, kept = (after - earlier for after, earlier in zip(self, before, strict=True))
-        return max(cpu, passed - HEARTBEAT_S - kept) / passed if passed > 0 else 0.0
-
-
 class Worker:
     """Takes orders from the orchestrator's pool and sends the episodes of each group as they finish."""
 
@@ -117,11 +96,8 @@ class Worker:
 
     async def send_heartbeats(self, pool: MessageStream) -> None:
         """Sends heartbeats from a task, not a thread: they prove that the event loop runs."""
-        before = Clocks.now()
         while True:
-            now = Clocks.now()
-            await pool.send(ENCODER.encode(Heartbeat(now.busy_since(before))))
-            before = now
+            await pool.send(ENCODER.encode(Heartbeat()))
             spans.gauges(playing=len(self.plays))
             for _ in range(spans.FLUSHES):
                 spans.flush()
@@ -174,8 +150,7 @@ class Worker:
                 refuse_unfit(rollout)
                 if order.split == "train":
                     refuse_logprobs(rollout)
-            failed = next((rollout for rollout in chain(*episodes) if rollout.error), None)
-            if not failed or failed.cause == "not_append_only":  # the template would do the same again
+            if not any(rollout.error for rollout in chain(*episodes)):
                 break
         return episodes
 

@@ -7,7 +7,7 @@ from rl.system.errors import RunError
 from rl.view.responses import RolloutRow
 
 REASONS = {
-    "error": "another rollout of its group failed, and the rest of a group would be biased (see orchestrator.keep_partial_groups)",
+    "error": "another rollout of its group failed, and the rest of a group would be biased",
     "stale": "it is older than orchestrator.max_off_policy_steps allows",
     "surplus": "its batch was filled by groups begun before it (more are begun than needed, as some have no signal); its task comes next",
     "empty": "no token was sampled",
@@ -20,7 +20,6 @@ REASONS = {
     "inference": "it failed: the inference server did not answer",
     "timeout": "it failed: a deadline passed",
     "worker": "it failed: its worker process died",
-    "not_append_only": "it failed: a later prompt rewrites earlier turns, which enforce_monotonicity forbids",
     "teacher": "it failed: the teacher did not score it",
     "logprobs": "it failed: the sampler returned a log-probability that is not finite",
     "pending": "no batch has settled it yet",

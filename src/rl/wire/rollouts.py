@@ -14,10 +14,10 @@ MAX_NUMBER = 1e18
 MAX_NAME = 200
 """Maximum length of the name of a metric or an agent; it becomes part of names in metrics.jsonl and of table headers."""
 
-Cause = Literal["environment", "reward", "inference", "timeout", "worker", "not_append_only", "teacher", "logprobs"]
+Cause = Literal["environment", "reward", "inference", "timeout", "worker", "teacher", "logprobs"]
 """Why a rollout failed, in order: the environment's code raised; a reward function raised or returned no finite number (or its judge is
-down); inference did not answer; a deadline passed; the worker process died; enforce_monotonicity refused it; the teacher did not score it;
-the sampler returned a log-probability that is not finite."""
+down); inference did not answer; a deadline passed; the worker process died; the teacher did not score it; the sampler
+returned a log-probability that is not finite."""
 
 
 class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -181,20 +181,6 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
             chain = self.chains[chain.base]
         return array("i", b"".join(reversed(parts)))
 
-    def first_rewritten(self) -> int | None:
-        """Returns the index of the first turn whose prompt does not begin with prompt and completion of any earlier turn; None if none.
-
-        Only turns that begin a chain need checking: those that extend one continue its tokens.
-        """
-        begun = set[int]()
-        for index, answer in enumerate(self.answers):
-            if index and answer.chain not in begun:
-                common = self._common(self.ids(answer.chain, answer.start).tobytes())
-                if not any(other.end <= common[other.chain] for other in self.answers[:index]):
-                    return index
-            begun.add(answer.chain)
-        return None
-
     def by_chain(self) -> list[list[AnswerSpan]]:
         """Returns the answers in each chain."""
         found: list[list[AnswerSpan]] = [[] for _ in self.chains]

@@ -54,8 +54,6 @@ class PolicySpec(msgspec.Struct, kw_only=True):
     """Status file of the run's own inference server. It and those next to it are read if there are no URLs, until a ServerSet comes."""
     inference_proxy: str = ""
     """Unix socket for requests to the servers; empty: they go over the network."""
-    enforce_monotonicity: bool = False
-    """Whether to fail a rollout whose next prompt does not continue the ids of an earlier turn."""
     routes: bool = False
     """Whether the servers give the routes of tokens (trainer.router_replay = engine)."""
     endpoint: Endpoint | None = None
@@ -83,8 +81,6 @@ class WorkerSetup(msgspec.Struct, kw_only=True):
     keys: list[str] = []
     read: list[str] = []
     """Files and directories visible in the sandbox in addition to the environment's own."""
-    most: int = 0
-    """Maximum number of such workers, of which the pool starts as many as the load demands; 0: the number is fixed."""
     spans: str = ""
     """Folder for its spans, see rl.run_dir.spans; empty: none are recorded."""
 
@@ -183,9 +179,6 @@ class Played(msgspec.Struct, tag=True):
 
 class Heartbeat(msgspec.Struct, tag=True):
     """Shows that the worker's event loop runs; without heartbeats the environment's code is blocking it."""
-
-    busy: float = 0.0
-    """Share of the time since the last heartbeat in which the worker computed, or its event loop was blocked."""
 
 
 class Description(msgspec.Struct, tag=True):

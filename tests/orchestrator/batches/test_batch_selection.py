@@ -53,16 +53,6 @@ def test_judge_names_the_reason():
     assert (partly.why, partly.advantages) == ("error", [0.0, 0.0])
 
 
-def test_a_partial_group_is_trained_only_if_that_is_wanted():
-    rollouts = [rollout(1.0), rollout(0.0, episode=1), rollout(0.5, episode=2, error="boom")]
-    assert credit_group(Group(group_id=0, env="e", task=0, rollouts=rollouts), Rules()).why == "error"
-    kept = credit_group(Group(group_id=0, env="e", task=0, rollouts=rollouts), Rules(keep_partial=True))
-    assert (kept.why, kept.advantages) == (None, [0.5, -0.5, 0.0])
-    assert [sample.rollout_id for sample in group_samples(kept)] == [0, 1]
-    alone = Group(group_id=0, env="e", task=0, rollouts=rollouts[1:])
-    assert credit_group(alone, Rules(keep_partial=True)).why == "error"  # nothing to compare it with
-
-
 def test_groups_without_signal_fill_their_place_if_they_are_not_replaced():
     silent = Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0), rollout(1.0, episode=1)])
     kept = credit_group(silent, Rules(replace_no_signal=False))

@@ -104,9 +104,9 @@ def test_the_filter_sees_what_would_be_trained_and_its_advantages(file):
     assert (
         credit_group(group_of(1.0, 1.0), rules).why == "no_signal" and credit_group(group_of(1.0, 0.0, error="boom"), rules).why == "error"
     )
-    seen = Rules(keep_partial=True, **filtered(file, "group.rewards == [1.0, 0.0] and group.advantages == [0.5, -0.5] and group.task == 5"))
+    seen = Rules(**filtered(file, "group.rewards == [1.0, 0.0] and group.advantages == [0.5, -0.5] and group.task == 5"))
     partly = group_of(1.0, 0.0, 7.0)
-    partly.rollouts[2].error = "boom"
+    partly.rollouts[2].trainable = False
     assert credit_group(partly, seen).why is None and credit_group(group_of(1.0, 0.5), seen).why == "filtered"
 
 

@@ -20,6 +20,7 @@ from rl.system import process_table
 from rl.system.errors import RESTART, RunError
 from rl.wire.worker_messages import PolicySpec
 from tests.interpreters import worker_python
+from tests.orchestrator import light_worker
 from tests.orchestrator.made import worker_setup
 from tests.orchestrator.stub_inference import StubInference
 
@@ -135,6 +136,17 @@ def test_a_tool_server_that_died_comes_back_with_a_new_worker(tmp_path, model):
 
     assert run(tmp_path, model, work, ("calc", {}, ""), env_id="v1-calc") == (True, 2, ["calc_add"])
     assert "its tool server (pid" in (tmp_path / "logs" / "worker-calc-0.log").read_text()
+
+
+def test_groups_go_to_the_worker_that_has_the_fewest(tmp_path, monkeypatch):
+    async def work(pool):
+        plays = [asyncio.create_task(pool.play("light", "train", task, 1, {"seconds": 0.3}, 0)) for task in range(9)]
+        while sum(worker.num_plays for worker in pool.workers.values()) < len(plays):
+            await asyncio.sleep(0)
+        spread = [worker.num_plays for worker in pool.workers.values()]
+        return spread, [(await play)[0].reward for play in plays]
+
+    assert light_worker.run(tmp_path, monkeypatch, work, workers=3) == ([3, 3, 3], [float(task) for task in range(9)])
 
 
 def test_a_stopped_worker_is_noticed_and_what_it_started_ends_with_it(tmp_path, model, monkeypatch):

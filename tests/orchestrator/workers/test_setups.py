@@ -10,9 +10,10 @@ from rl.wire.worker_messages import PolicySpec, Ready
 
 def test_every_worker_is_started_once_whatever_the_labels():
     """A training environment with the name of an evaluation's own workers gets its workers only once."""
-    environments = '[{id = "a", name = "eval-a", workers = 2}, {id = "b"}]'
+    environments = '[{id = "a", name = "eval-a", workers = 2, max_generating = 5}, {id = "b"}]'
     config = build(parse_args(["--orchestrator.environment", environments, "--orchestrator.eval", '[{id = "a", name = "a"}, {id = "c"}]']))
-    assert [setup.worker_id for setup in worker_setups(config, PolicySpec(), "")] == ["eval-a-0", "eval-a-1", "b-0", "eval-c-0"]
+    setups = {setup.worker_id: setup.env.max_generating for setup in worker_setups(config, PolicySpec(), "")}
+    assert setups == {"eval-a-0": 2, "eval-a-1": 2, "b-0": -1, "eval-c-0": -1}
 
 
 def test_an_evaluation_has_no_workers_of_another_environment():

@@ -103,7 +103,6 @@ class TextConversation(Conversation):
                 ids = self.turns.token_ids(before.index) + renderer.encode(new)
                 break
         else:
-            self.policy.check_append_only(len(self.history))
             before, new, ids = None, text, renderer.encode(text)
         turn = await self.sample(ids, overrides)
         completion = renderer.decode(turn.completion_ids)

@@ -18,7 +18,6 @@ from rl.envs.nemo_gym.head import Head
 from rl.envs.nemo_gym.wire import (
     SAMPLING_PARAMS,
     chat_prompt,
-    check_append_only,
     decode_reply,
     digest_of,
     input_items,
@@ -110,10 +109,7 @@ class NemoGymEnvironment:
             version = await self._policy_version(agent)
             reply = decode_reply(await self.head.post(lambda: f"{self.head.agents[agent].url}/run", body, "environment"))
             exact = await self._exact_versions(agent, reply)
-        rollout = to_rollout(reply, body, version, exact)
-        if self.policy.spec.enforce_monotonicity:
-            check_append_only(rollout)
-        return [rollout]
+        return [to_rollout(reply, body, version, exact)]
 
     async def _policy_version(self, agent: str) -> int | None:
         """The oldest version on the agent's servers; None if an endpoint plays."""

@@ -76,8 +76,6 @@ class GymConversation(Conversation):
         """The policy's answer to a chat. Raises PromptTooLongError and RolloutError."""
         tools, compared = tools or None, [comparable(message) for message in messages]
         before, num_old = next(self.continued(compared, tools), (None, 0))
-        if before is None:
-            self.policy.check_append_only(len(self.history))
         sampling = self.sampling | {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) is not None}
         body = {key: value for key, value in sampling.items() if value is not None}
         body |= {"messages": self.sent(messages, before, num_old)} | ({"tools": tools} if tools else {})

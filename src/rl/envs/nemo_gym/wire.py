@@ -125,16 +125,6 @@ def to_turns(items: Iterable[dict[str, Any]], version: int, exact: dict[str, lis
     return turns
 
 
-def check_append_only(rollout: Rollout) -> None:
-    """Raises RolloutError if a turn does not continue the ids of an earlier one."""
-    if (rewritten := rollout.turns.first_rewritten()) is not None:
-        raise RolloutError(
-            "not_append_only",
-            f"turn {rewritten + 1} does not continue an earlier turn's token ids: NeMo Gym renders history from text. "
-            "Unset orchestrator.enforce_monotonicity so that such a turn starts a new sample",
-        )
-
-
 def input_items(params: dict[str, Any]) -> list[dict[str, Any]]:
     """The items of a request, whose input may be plain text."""
     items = params["input"]

@@ -32,7 +32,6 @@ class Rules:
     """Set if there is a filter."""
     has_teacher: bool = False
     """Whether a teacher scores the tokens: then there is something to learn regardless of the rewards."""
-    keep_partial: bool = False
     replace_no_signal: bool = True
     mask_truncated: bool = False
 
@@ -50,7 +49,6 @@ def rules_of(settings: OrchestratorConfig, env: EnvConfig, has_teacher: bool) ->
         filter=settings.filter,
         filter_function=user_function("orchestrator.filter.function", settings.filter.function) if settings.filter else None,
         has_teacher=has_teacher,
-        keep_partial=settings.keep_partial_groups,
         replace_no_signal=settings.replace_no_signal,
         mask_truncated=settings.mask_truncated,
     )
@@ -59,15 +57,14 @@ def rules_of(settings: OrchestratorConfig, env: EnvConfig, has_teacher: bool) ->
 def credit_group(group: Group, rules: Rules) -> Group:
     """Sets a finished group's advantages, and the reason if it is not to be trained.
 
-    A group with a failed rollout is not trained at all, unless `keep_partial`: the rest is biased, as failing may depend on the answer.
+    A group with a failed rollout is not trained at all: the rest is biased, as failing may depend on the answer.
     """
     rollouts = group.rollouts
-    whole = [rollout for rollout in rollouts if not rollout.error]
     group.advantages, group.penalties = [0.0] * len(rollouts), [0.0] * len(rollouts)
     group.why, group.signal = None, False
     for rollout in rollouts:
         rollout.filtered = False
-    if len(whole) < len(rollouts) and not (rules.keep_partial and len({rollout.episode for rollout in whole}) > 1):
+    if any(rollout.error for rollout in rollouts):
         group.why = "error"
         return group
     for own in compared(group).values():
@@ -80,7 +77,7 @@ def credit_group(group: Group, rules: Rules) -> Group:
             group.advantages[i] = advantage
     only_batch_can_tell = isinstance(rules.credit, ReinforcePlusPlusConfig) and not rules.credit.group_baseline
     group.signal = rules.has_teacher or any(group.advantages) or (None if only_batch_can_tell else False)
-    trainable = [rollout for rollout in whole if rollout.trainable]
+    trainable = [rollout for rollout in rollouts if rollout.trainable]
     if not any(rollout.num_sampled for rollout in trainable):
         group.why = "overlong" if any(rollout.overlong for rollout in trainable) else "empty"
     elif not any(is_trained(rollout, rules.mask_truncated) for rollout in trainable):
@@ -109,7 +106,7 @@ def filter_rollouts(group: Group, rules: Rules) -> None:
     """Marks the rollouts that the filter drops, and the group if nothing is left to learn from."""
     if not (rules.filter and rules.filter_function):
         return
-    own = [i for i, rollout in enumerate(group.rollouts) if rollout.trainable and not rollout.error]
+    own = [i for i, rollout in enumerate(group.rollouts) if rollout.trainable]
     part = part_of(group, own, [group.rollouts[i].reward for i in own])
     for i, passed in zip(own, may_be_trained(part, rules.filter_function, rules.filter), strict=True):
         group.rollouts[i].filtered = not passed
@@ -120,10 +117,10 @@ def filter_rollouts(group: Group, rules: Rules) -> None:
 
 
 def compared(group: Group) -> dict[str, list[int]]:
-    """Returns by agent the indices of the rollouts compared with each other, without failed rollouts and untrained agents."""
+    """Returns by agent the indices of the rollouts compared with each other, without untrained agents."""
     indices: dict[str, list[int]] = defaultdict(list)
     for i, rollout in enumerate(group.rollouts):
-        if rollout.trainable and not rollout.error:
+        if rollout.trainable:
             indices[rollout.agent].append(i)
     return indices
 

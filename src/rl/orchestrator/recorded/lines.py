@@ -149,9 +149,6 @@ class Converter:
         )
         if fault := unfit(rollout):
             raise RunError(f"{place}: {fault}")
-        if self.config.orchestrator.enforce_monotonicity and (index := made.first_rewritten()) is not None:
-            remedy = "unset orchestrator.enforce_monotonicity, so that such a turn starts a new sample"
-            raise RunError(f"{place}: turns[{index}]: its prompt does not continue the ids of an earlier turn; {remedy}")
         return rollout
 
     def turn(self, turn: RecordedTurn, place: str) -> Turn:

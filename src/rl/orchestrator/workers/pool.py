@@ -6,7 +6,6 @@ and only that group is given up. Once no suspects are left, groups are played to
 """
 
 import asyncio
-import itertools
 import logging
 import os
 import signal
@@ -20,7 +19,6 @@ from typing import Any
 import msgspec
 
 from rl.orchestrator.groups.functions import in_thread
-from rl.orchestrator.workers.autoscaler import Autoscaler
 from rl.orchestrator.workers.pool_worker import (
     ANSWERS,
     MAX_KILLS,
@@ -47,7 +45,6 @@ from rl.wire.worker_messages import (
     Close,
     Describe,
     Description,
-    Heartbeat,
     LoadFailed,
     Played,
     PlayGroup,
@@ -73,8 +70,6 @@ class WorkerPool:
         self.log_dir = log_dir
         log_dir.mkdir(parents=True, exist_ok=True)
         self.memory_gib, self.silence_s = memory_gib, silence_s
-        self.loads: dict[str, Autoscaler] = {}
-        """By environment, for those whose number of workers follows the load."""
         self.directory = tempfile.TemporaryDirectory(prefix="rl-workers-")
         self.address = f"{self.directory.name}/pool"
         self.workers: dict[str, Worker] = {}
@@ -116,8 +111,6 @@ class WorkerPool:
     def start(self, setup: WorkerSetup, warm: bool = True) -> Worker:
         """Starts a worker process, if `warm` from a copy of another one where there is one."""
         self.num_started += 1
-        if setup.most:
-            self.loads.setdefault(setup.env.name, Autoscaler(setup.most))
         marker = f"{os.getpid()}:pool:{setup.worker_id}:{self.num_started}"
         setup_path = Path(self.directory.name) / f"{setup.worker_id}.json"
         log = self.log_dir / f"worker-{setup.worker_id}.log"
@@ -135,7 +128,7 @@ class WorkerPool:
     async def sizes(self, timeout_s: float) -> dict[str, Ready]:
         """Waits until every worker has loaded its environment. Raises RunError if one cannot."""
         result = {}
-        self._watch(self._check_workers(timeout_s))
+        self._watch(self._check_workers())
         for worker_id in list(self.workers):
             ready = await self._first_ready(worker_id, timeout_s)
             env = self.workers[worker_id].setup.env.name
@@ -177,9 +170,6 @@ class WorkerPool:
             reason = worker.kill_reason or f"it ended with code {code}"
             worker.fail_descriptions(reason)
             if env in self.lost:
-                return
-            if worker.retiring and not worker.num_plays:
-                del self.workers[worker.setup.worker_id]
                 return
             self.barren[env] += 1
             num_workers = sum(other.setup.env.name == env for other in self.workers.values())
@@ -223,8 +213,8 @@ class WorkerPool:
             raise EnvLostError(f"environment {env}: {reason}")
         self.on_lost(env, reason)
 
-    async def _check_workers(self, timeout_s: float) -> None:
-        """Loop. Kills workers whose environment blocks their event loop or uses too much memory; adapts their number to the load."""
+    async def _check_workers(self) -> None:
+        """Loop. Kills workers whose environment blocks their event loop or uses too much memory."""
         checked = time.monotonic()
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
@@ -234,45 +224,12 @@ class WorkerPool:
             for worker in self.workers.values():
                 worker.heard += late_s  # this process was stopped or busy, and read no messages meanwhile
                 kill_if_due(worker, inner.get(worker.child.pid, worker.child.pid), self.memory_gib, self.silence_s)
-            for env, load in self.loads.items():
-                await self._follow(env, load, timeout_s)
-
-    def workers_of(self, env: str) -> list[Worker]:
-        """Returns the workers of an environment that get groups."""
-        return [worker for worker in self.workers.values() if worker.setup.env.name == env and not worker.retiring]
-
-    async def _follow(self, env: str, load: Autoscaler, timeout_s: float) -> None:
-        """Starts another worker of an environment, or retires one, as their load demands."""
-        workers = self.workers_of(env)
-        if env in self.lost or not all(worker.ready.done() for worker in workers):
-            return
-        change = load.change([worker.busy for worker in workers])
-        if change > 0:
-            free = next(i for i in itertools.count() if f"{env}-{i}" not in self.workers)
-            log.info("environment %s: its %d workers are busy, another one is started", env, len(workers))
-            self._watch(self._add(msgspec.structs.replace(workers[0].setup, worker_id=f"{env}-{free}"), timeout_s))
-        elif change < 0:
-            worker = min(workers, key=lambda worker: worker.num_plays)
-            log.info("environment %s: %d workers are enough", env, len(workers) - 1)
-            worker.retiring = True
-            await self._pump(worker)
-
-    async def _add(self, setup: WorkerSetup, timeout_s: float) -> None:
-        """Starts another worker, waits until it is ready, and keeps it alive like the others."""
-        try:
-            worker = self.start(setup)
-        except RunError as error:  # the others go on
-            return log.warning("%s", error)
-        await self._join(worker, timeout_s)
-        await self._revive(worker, timeout_s)
 
     # Groups -------------------------------------------------------------------------------------------------------------
 
     async def _take(self, worker_id: str, data: bytes) -> None:
         """Handles a worker's message. Raises the exceptions in UNREADABLE if it is invalid or impossible."""
-        worker = self.workers.get(worker_id)
-        if worker is None:
-            raise msgspec.DecodeError("not a worker of this pool any more")
+        worker = self.workers[worker_id]
         worker.heard = time.monotonic()
         message = ANSWERS.decode(data)
         if isinstance(message, Played) and (play := worker.sent.get(message.play_id)):
@@ -285,8 +242,6 @@ class WorkerPool:
                 if not unfinished:
                     worker.sent.pop(play_id, None)
                     await self._pump(worker)
-            case Heartbeat(busy):
-                worker.busy = busy
             case Ready() as ready if not worker.ready.done():
                 if self.server_set:
                     await self._send(worker, self.server_set)
@@ -328,7 +283,7 @@ class WorkerPool:
         order = PlayGroup(self.next_play, split, task, num_episodes, sampling, session, seed=seed)
         kept = [] if self.scores_groups.get(env) else list(members)
         play = Play(order, asyncio.get_running_loop().create_future(), kept, on_members)
-        workers = self.workers_of(env)
+        workers = [worker for worker in self.workers.values() if worker.setup.env.name == env]
         worker = min([worker for worker in workers if worker.ready.done()] or workers, key=lambda worker: worker.num_plays)
         worker.waiting.append(play)
         await self._pump(worker)
@@ -349,11 +304,9 @@ class WorkerPool:
 
     async def _pump(self, worker: Worker) -> None:
         """Sends waiting groups: suspects first, each while nothing else is played, then all others at once."""
-        while worker.ready.done():
-            play = worker.waiting[0] if worker.waiting else None
-            if play is None or (worker.sent if play.is_suspect else worker.plays_suspect):
-                if worker.retiring and not worker.num_plays:
-                    await self._send(worker, Close())
+        while worker.ready.done() and worker.waiting:
+            play = worker.waiting[0]
+            if worker.sent if play.is_suspect else worker.plays_suspect:
                 return
             worker.waiting.popleft()
             worker.sent[play.order.play_id] = play

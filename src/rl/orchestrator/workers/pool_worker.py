@@ -90,10 +90,6 @@ class Worker:
     """Suspects first: groups that are played alone, because one of them may be what kills the worker."""
     heard: float = field(default_factory=time.monotonic)
     """Monotonic time of its last message, moved forward by the time in which the pool could not read any."""
-    busy: float = 0.0
-    """See Heartbeat."""
-    retiring: bool = False
-    """Whether it gets no further groups, and ends once it has finished those it has."""
     kill_reason: str = ""
     """Why the pool killed it; empty if it did not."""
     descriptions: "deque[asyncio.Future[Description]]" = field(default_factory=deque)

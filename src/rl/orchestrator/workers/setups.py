@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ def env_spec(entry: EnvSource, name: str, config: RLConfig) -> EnvSpec:
     """Returns the spec for one worker of an environment; configured limits are for all workers together, so each gets its part."""
     given: dict[str, Any] = {key: value for key, value in entry.source.items() if key in EnvSpec.__struct_fields__ and value is not None}
     for key in ("max_generating", "max_scoring"):
-        given[key] = -1 if given[key] < 0 or entry.workers == "auto" else max(1, given[key] // entry.workers)
+        given[key] = -1 if given[key] < 0 else max(1, given[key] // entry.workers)
     given["timeout_s"] = entry.timeout_s or config.orchestrator.rollout_timeout_s
     return EnvSpec(name=name, **given)
 
@@ -51,7 +50,6 @@ def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
         renderer=config.renderer.model_dump(),
         inference_urls=config.orchestrator.inference_urls,
         inference_status=str(config.run_dir.status("inference").absolute()),
-        enforce_monotonicity=config.orchestrator.enforce_monotonicity,
         routes=config.trainer.router_replay == "engine",
     )
 
@@ -81,10 +79,9 @@ def worker_setups(config: RLConfig, policy: PolicySpec, address: str) -> list[Wo
             network=bool(entry.network),
             keys=entry.keys,
             read=entry.read,
-            most=len(os.sched_getaffinity(0)) if entry.workers == "auto" else 0,
         )
         for name, entry in wanted.items()
-        for i in range(1 if entry.workers == "auto" else entry.workers)
+        for i in range(entry.workers)
     ]
 
 
