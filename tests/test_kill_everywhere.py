@@ -100,7 +100,6 @@ def train(config) -> None:
         assert decode_batch(answer, "wire").batch.step == step
         if not config.run_dir.weights(step).exists():
             write_directory(config.run_dir.weights(step), lambda folder: (folder / "x").write_text(""))
-        client.hint_prepare(WeightVersion(step, str(config.run_dir.weights(step))))
         with wait:
             client.published(WeightVersion(step, str(config.run_dir.weights(step))), wait)
 
@@ -158,7 +157,6 @@ def test_the_orchestrator_killed_at_every_point(tmp_path, model, zygote, monkeyp
     for kind in ("batch", "pending", "rollouts", "eval", "best"):
         assert {f"{kind}.{place}" for place in ("write", "torn", "fsync", "rename", "fsync_dir", "done")} <= names
     assert {"metrics.write", "metrics.torn", "metrics.done", "http/load_weights", "http/load_weights.answered", "http/status"} <= names
-    assert {"http/prepare_weights", "http/prepare_weights.answered"} <= names
     assert {"answer.BatchReady", "answered.BatchReady", "answer.Acknowledged", "answered.RunEnded"} <= names
     # What comes at the end of a run, `orchestrator.end` too, is not reached in one that goes on.
     chain = chain_of(tmp_path / "trace")
@@ -187,7 +185,7 @@ def test_the_trainer_killed_at_every_point(tmp_path, model, zygote):
     assert {f"checkpoint.{place}" for place in ("saved", "manifest", "fsync", "rename", "done", "remove", "removed")} <= names
     assert {f"digests.{place}" for place in ("write", "torn", "fsync", "rename", "fsync_dir", "done")} <= names
     assert {"metrics.torn", "ask.GetBatch", "asked.GetBatch", "ask.Published", "asked.Published"} <= names
-    assert {"weights.cast", "ask.PrepareHint", "asked.PrepareHint", "weights.in_memory"} <= names
+    assert {"weights.cast", "weights.in_memory"} <= names
     lives = chain_of(tmp_path / "trace")
     batches = [make_batch(step) for step in range(1, 2 * len(lives))]
     killed, straight = (make_config(tmp_path / name, model, "--max_steps", "1000", *flags) for name in ("killed", "straight"))

@@ -37,9 +37,6 @@ class Client:
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def hint_prepare(self, version: Any) -> None:
-        pass
-
     def published(self, version: Any, wait: Any) -> Any:
         from rl.wire.messages import Acknowledged
 
