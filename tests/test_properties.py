@@ -66,7 +66,6 @@ VERSION = st.builds(messages.WeightVersion, st.integers(0, 10**6), TEXT)
 REQUESTS = st.one_of(
     st.builds(messages.GetBatch, st.integers(1, 10**6)),
     st.builds(messages.Published, VERSION),
-    st.builds(messages.PrepareHint, VERSION),
     st.builds(messages.GetProbe, st.integers(0, 10**6)),
 )
 STATUSES = st.builds(status.RoleStatus, phase=st.sampled_from(status.Phase), step=INT64, detail=TEXT)

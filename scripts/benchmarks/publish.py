@@ -38,7 +38,7 @@ class Client:
         self.times: list[float] = []
 
     def hint_prepare(self, version: Any) -> None:
-        pass
+        """Called by checkouts before 2026-11-26."""
 
     def published(self, version: Any, wait: Any) -> Any:
         from rl.wire.messages import Acknowledged

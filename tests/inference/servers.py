@@ -55,9 +55,6 @@ class Server:
         where = {"path": str(path or self.weights[policy_version]), "memory": msgspec.to_builtins(memory), "content": content}
         return self.post("/load_weights", policy_version=policy_version, **where)
 
-    def prepare(self, policy_version: int, memory: Memory) -> httpx.Response:
-        return self.post("/prepare_weights", policy_version=policy_version, path="", memory=msgspec.to_builtins(memory))
-
     def status(self) -> dict:
         return httpx.get(self.url + "/status", timeout=30, headers=self.headers).json()
 

@@ -107,7 +107,7 @@ def test_adapters_side_by_side_are_loaded_without_a_pause(servers):
     answers = answers_during(server, [2, 3])
     assert {tuple(version for version, _ in answer["policy_versions"]) for answer in answers} == {(1,)}  # each keeps the one it began with
     loaded = server.load(1).json()
-    assert (loaded["pause_s"], loaded["drain_s"]) == (0.0, 0.0) and loaded["stage_s"] > 0
+    assert loaded == {"policy_version": 1, "drain_s": 0.0, "pause_s": 0.0, "bytes_read": 0}
     greedy = {"max_tokens": 8, "temperature": 0.0}
     chat = server.post("/v1/completions", model=str(server.weights[0]), prompt=PROMPT, return_token_ids=True, **greedy).json()
     assert chat["choices"][0]["token_ids"] == server.generate(PROMPT, **greedy)["token_ids"]  # other routes get the adapter as well

@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,15 +25,17 @@ from rl.inference.engine_args import parse_engine_args
 from rl.inference.main import newest_sound_version
 from rl.inference.routes import make_router
 from rl.inference.server import bind, vllm_arguments
-from rl.inference.weight_files import WeightsGoneError, check_weights
+from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
 from rl.inference.worker import count_uncompiled
 from rl.run_dir.checksums import content_of
 from rl.run_dir.deltas import Mirror
 from rl.run_dir.digests import HASH, digest
 from rl.run_dir.files import temporary_name
+from rl.run_dir.over_network import OverNetwork
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import TensorEntry
 from rl.system.errors import LASTING, ConfigError, RunError
+from rl.wire.inference_client import LoadedVersion
 from rl.wire.messages import WeightVersion
 from tests import steady
 
@@ -210,7 +212,7 @@ def test_a_file_system_that_hangs_ends_the_server_instead_of_the_run(tmp_path):
     folder.mkdir()
     engine = VersionedEngine.__new__(VersionedEngine)
     engine.policy_version, engine.content, engine.read_timeout_s = 0, "", 0.3
-    engine.load_lock, engine.image, engine.mirror = asyncio.Lock(), ExitStack(), Mirror()
+    engine.load_lock, engine.mirror = asyncio.Lock(), Mirror()
     engine.check_fit = lambda folder: None
     engine.model_config = SimpleNamespace(max_model_len=9)
 
@@ -260,3 +262,44 @@ def test_a_version_is_waited_for_as_long_as_its_trainer_writes(tmp_path):
     (stuck / "model.safetensors").write_bytes(b"x" * (1 << 16))
     with pytest.raises(WeightsGoneError, match=r"000002: announced, but missing: 65,536 bytes of it are written, none in the last 0 s"):
         steady.run(engine.in_time(engine.until_there(tmp_path / "000002", 0.5)))
+
+
+@pytest.mark.parametrize(
+    ("content", "can_stage", "fault", "calls", "said"),
+    [
+        ("right", True, "", ["stages_weights", "stage_weights", "staging_state", "swap"], ""),
+        ("wrong", True, "", ["stages_weights", "stage_weights", "staging_state", "forget_weights"], "not the content"),
+        ("right", True, "it is gone", ["stages_weights", "stage_weights", "staging_state", *["forget_weights"] * 2], "it is gone"),
+        ("right", False, "", ["stages_weights"], "its workers read weights while generation pauses"),
+    ],
+)
+def test_what_is_staged_over_the_network_is_swapped_in_if_its_content_is_right(
+    tmp_path, monkeypatch, capsys, content, can_stage, fault, calls, said
+):
+    """Otherwise the workers forget what they have staged, the folder is waited for, and the old version goes on."""
+    asked, answers = [], {"stages_weights": can_stage, "staging_state": (True, fault, 0)}
+    memory = OverNetwork("", b"", 1, 33, "rl-" + "0" * 32)
+
+    def check_content(version: OverNetwork, expected: Tensors, tied: bool, content: str) -> None:
+        assert version is memory
+        if content != "right":
+            raise RunError("not the content")
+
+    monkeypatch.setattr("rl.inference.loading.check_content", check_content)
+    monkeypatch.setattr("rl.inference.loading.ASKED_AGAIN_S", 0.0)
+
+    async def on_every_worker(method: str, *_: str) -> list[object]:
+        asked.append(method)
+        return [answers.get(method)]
+
+    async def swap(policy_version: int) -> LoadedVersion:
+        asked.append("swap")
+        return LoadedVersion(policy_version)
+
+    engine = VersionedEngine.__new__(VersionedEngine)
+    engine.engine_core, engine.read_timeout_s, engine.mirror, engine.load_lock = None, 60.0, Mirror(), asyncio.Lock()
+    engine.content, engine.expected, engine.on_every_worker, engine.swap = "old", {}, on_every_worker, swap
+    with pytest.raises(WeightsGoneError, match="000001: announced, but missing") if said else nullcontext():
+        assert asyncio.run(engine.load_weights(1, str(tmp_path / "000001"), memory, content)) == LoadedVersion(1)
+    assert (asked, engine.content) == (calls, "old" if said else content)
+    assert said in capsys.readouterr().err

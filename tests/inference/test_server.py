@@ -359,49 +359,36 @@ def test_every_token_has_its_version_while_weights_are_loaded(servers, kind, tmp
     assert_version(server, 2, prompts[-1])  # nothing of the old weights is left, neither in a cached prefix nor in a packed copy
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_version_is_prepared_in_advance_and_not_used_before_it_is_loaded(servers, kind, tmp_path):
-    """Its trainer dies before it has announced it, and makes another one: that is loaded, whatever was prepared."""
-    server = servers[kind]
-    assert server.status()["policy_version"] == 2
-    dead, image = image_of(server.weights[3]), image_of(server.weights[1])
-    memory = image.file
-    assert server.prepare(1, dead.file).json() == {"prepared": True}
-    assert not make_again(dead.file), "its memory was given away under a server that reads it"
-    assert_version(server, 2)
-    assert server.prepare(1, memory).json() == {"prepared": True}
-    assert make_again(dead.file), "nobody wants the other one any more"
-    assert server.prepare(1, dead.file).json() == {"prepared": False}, "it is not what it was"
-    assert server.prepare(1, memory).json() == {"prepared": True}
-    loaded = server.load(1, tmp_path, memory).json()
-    assert loaded["policy_version"] == 1 and loaded["stage_s"] == 0 < loaded["pause_s"]
-    image.file = make_again(memory)
-    assert image.file, "it is still read"
-    image.write_header()
-    assert_version(server, 1)
-    assert server.prepare(1, memory).json() == {"prepared": False}, "it is loaded"
-    assert server.prepare(3, image.file).json() == {"prepared": True}
-    assert server.load(2).json()["stage_s"] > 0, "another version was prepared"
-    assert make_again(image.file)
-    assert_version(server, 2)
-
-
 def assert_version(server: Server, version: int, prompt: list[int] = PROMPT) -> None:
     answer = server.generate(prompt, max_tokens=30, temperature=1.0)
     assert [stamp for stamp, _ in answer["policy_versions"]] == [version]
     assert_logprobs(server, prompt, answer)
 
 
+def test_a_server_lets_go_of_memory_that_it_has_loaded_and_does_not_read_it_once_it_holds_something_else(servers, tmp_path):
+    server, image = servers["tied"], image_of(servers["tied"].weights[1])
+    memory = image.file
+    loaded = server.load(1, tmp_path, memory).json()
+    assert loaded["policy_version"] == 1 and min(loaded["bytes_read"], loaded["pause_s"]) > 0
+    image.file = make_again(memory)
+    assert image.file, "it is still read"
+    image.write_header()
+    assert_version(server, 1)
+    assert server.load(2, memory=memory).json()["policy_version"] == 2  # from its folder: that memory holds something else
+    assert make_again(image.file)
+    assert_version(server, 2)
+
+
 def test_loading_twice(servers):
     server = servers["tied"]
-    assert server.load(2).json() == {"policy_version": 2, "verify_s": 0.0, "stage_s": 0.0, "drain_s": 0.0, "pause_s": 0.0, "bytes_read": 0}
+    assert server.load(2).json() == {"policy_version": 2, "drain_s": 0.0, "pause_s": 0.0, "bytes_read": 0}
     assert server.status()["policy_version"] == 2
     with ThreadPoolExecutor(3) as pool:
         codes = list(pool.map(lambda version: server.load(version).status_code, (3, 1, 2)))
     assert codes == [200, 200, 200]
     server.load(2)
     for content, is_read in (("a", True), ("a", False), ("", False), ("b", True)):  # trained again, it may have come out otherwise
-        assert (server.load(2, content=content).json()["stage_s"] > 0) is is_read
+        assert (server.load(2, content=content).json()["bytes_read"] > 0) is is_read
         assert server.status()["content"] == (content or "a")
 
 

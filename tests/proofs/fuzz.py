@@ -185,7 +185,6 @@ TARGETS = {
         packed(
             messages.GetBatch(3),
             messages.Published(messages.WeightVersion(4, "/w/000004")),
-            messages.PrepareHint(messages.WeightVersion(4, "/w/000004")),
             messages.GetProbe(2),
         ),
     ),

@@ -14,7 +14,6 @@ from rl.wire.messages import (
     BatchReady,
     GetProbe,
     NotReady,
-    PrepareHint,
     Probe,
     Published,
     RunEnded,
@@ -62,8 +61,6 @@ class StubOrchestrator:
         if isinstance(request, Published):
             if not request.version.memory:  # it is announced again when its folder is there
                 self.published.append((request.version.policy_version, request.version.path))
-            return Acknowledged(1_000_000)
-        if isinstance(request, PrepareHint):
             return Acknowledged(1_000_000)
         if isinstance(request, GetProbe):
             return Probe([])  # there is no inference to sample from

@@ -6,7 +6,8 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rl.inference.adapter import check_adapter, is_adapter, read_adapter
-from rl.inference.over_network import checked_content
+from rl.inference.over_network import check_content
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
 from rl.run_dir import spans
 from rl.run_dir.checksums import DIGESTS, check_version, content_of, is_delta
@@ -51,10 +52,6 @@ class LoadingEngine(AsyncLLM):
     """Whether all workers are on this host."""
     head_is_tied: bool = False
     """Whether a version may omit the head because it is the embedding."""
-    prepared: Memory | None = None
-    """The version that the workers have staged, to be loaded soon."""
-    prepared_content: str = ""
-    """Its content_id, if it was read over the network."""
     broken: str = ""
     """Why the engine must no longer be used, although its process is alive."""
     read_timeout_s: float = math.inf
@@ -71,73 +68,15 @@ class LoadingEngine(AsyncLLM):
         self.policy_version, self.content, self.expected = policy_version, content, expected
         self.slots = self.vllm_config.lora_config.max_loras if self.vllm_config.lora_config else 0
         self.load_lock = asyncio.Lock()
-        self.image = contextlib.ExitStack()
-        """Keeps the prepared version open until it is loaded or forgotten: workers may read it until then."""
         self.adapter_ids = itertools.count(1)
         self.adapter_versions: dict[int, int] = {}
         self.loaded_adapters: set[int] = set()
 
-    async def prepare_weights(self, policy_version: int, memory: Memory | None) -> bool:
-        """Makes every worker stage a version from its trainer's memory, for `load_weights` of the same memory to use. Returns whether it
-        is prepared. Raises RunError.
-
-        Nothing may be sampled with it yet: its trainer may die before it has announced the version.
-        """
-        async with self.load_lock:
-            if policy_version == self.policy_version or self.slots:
-                return False
-            await self.forget_prepared()
-            if isinstance(memory, OverNetwork):
-                await self.prepare_over_network(policy_version, memory)
-                return self.prepared is not None
-            if not self.all_here:
-                return False
-            image = self.image.enter_context(opened(memory))
-            if image:
-                try:
-                    await self.in_time(asyncio.to_thread(self.check_fit, image))
-                    await self.in_time(self.stage(policy_version, str(image)))
-                except RunError:
-                    self.image.close()
-                    raise
-                self.prepared = memory
-            return image is not None
-
-    async def prepare_over_network(self, policy_version: int, memory: OverNetwork, content: str | None = None) -> None:
-        """Makes every worker stage its part of a version from the memory of its trainer's ranks, while this process reads and hashes all of
-        it. If that fails, or its content is not `content` (None: not known yet), nothing is prepared, and a warning says why."""
-        try:
-            if memory != self.prepared and not self.slots:
-                await self.forget_prepared()
-                if not all(await self.on_every_worker("stages_weights")):  # before a whole version is read and hashed for nothing
-                    raise RunError("its workers read weights while generation pauses, for which they must stay as they are")
-                reading = asyncio.to_thread(checked_content, memory, self.expected, self.head_is_tied)
-                staging = self.stage(policy_version, "over the network", msgspec.json.encode(memory).decode())
-                found = await self.in_time(asyncio.gather(reading, staging, return_exceptions=True))
-                if errors := [error for error in found if isinstance(error, BaseException)]:
-                    await self.on_every_worker("forget_weights")
-                    raise errors[0]
-                self.prepared, self.prepared_content = memory, found[0]
-            if self.prepared and content not in (None, self.prepared_content):
-                raise RunError("what the trainer's ranks have in memory does not match its digests, or these cannot be read")
-        except RunError as error:
-            if self.broken:
-                raise
-            await self.forget_prepared()
-            print(f"inference: WARNING: version {policy_version} cannot be read over the network: {error}", file=sys.stderr, flush=True)
-
-    async def forget_prepared(self) -> None:
-        """Releases a version that was prepared but not loaded."""
-        if self.prepared:
-            self.prepared = None
-            await self.on_every_worker("forget_weights")
-        self.image.close()
-
     async def load_weights(self, policy_version: int, path: str, memory: Memory | None = None, content: str = "") -> LoadedVersion:
         """Loads a version while requests are running. Raises RunError with the old version still served.
 
-        If `memory` can be reached, the version is read from there, or not at all if it was prepared; otherwise this waits for the folder.
-        Memory of this host is not checked; what is read over the network must be `content`.
+        If `memory` can be reached, the version is read from there; otherwise this waits for the folder. Memory of this host is not checked;
+        what is read over the network must be `content`.
 
         Loading the loaded version again does nothing, unless its `content` is known and differs.
         """
@@ -145,12 +84,9 @@ class LoadingEngine(AsyncLLM):
             if policy_version == self.policy_version and content in ("", self.content):
                 return LoadedVersion(policy_version)
             try:
-                if isinstance(memory, OverNetwork):
-                    await self.prepare_over_network(policy_version, memory, content)
-                if memory and memory == self.prepared:
-                    loaded = await self._load_prepared(policy_version)
+                if isinstance(memory, OverNetwork) and await self.stage_over_network(policy_version, memory, content):
+                    loaded = await self.swap(policy_version)
                 else:
-                    await self.forget_prepared()
                     with opened(memory if self.all_here and isinstance(memory, InMemory) else None) as image:
                         if memory and not image:
                             patience_s = ASKED_AGAIN_S if isinstance(memory, OverNetwork) else STALLED_S
@@ -164,6 +100,32 @@ class LoadingEngine(AsyncLLM):
                 if not self.broken and not Path(path).is_dir():  # not there yet, or deleted or replaced while it was read
                     raise WeightsGoneError(f"{path} does not exist (any more): {error}") from None
                 raise
+
+    async def stage_over_network(self, policy_version: int, memory: OverNetwork, content: str) -> bool:
+        """Makes every worker stage its part of a version from the memory of its trainer's ranks, while this process reads and hashes all of
+        it. Returns whether it is staged: if it cannot be read, or is not `content`, a warning says why."""
+        if self.slots:
+            return False
+        try:
+            if not all(await self.on_every_worker("stages_weights")):  # before a whole version is read and hashed for nothing
+                raise RunError("its workers read weights while generation pauses, for which they must stay as they are")
+            check = partial(check_content, memory, self.expected, self.head_is_tied, content)
+            await self.stage_checked(policy_version, check, "over the network", msgspec.json.encode(memory).decode())
+        except RunError as error:
+            if self.broken:
+                raise
+            print(f"inference: WARNING: version {policy_version} cannot be read over the network: {error}", file=sys.stderr, flush=True)
+            return False
+        return True
+
+    async def stage_checked(self, policy_version: int, check: Callable[[], None], path: str, *over_network: str) -> None:
+        """Makes every worker stage the weights while this process checks them in a thread. If either fails, the workers forget them, and
+        the error is raised: the check's, which says which file is damaged, if both have one."""
+        both = asyncio.to_thread(check), self.stage(policy_version, path, *over_network)
+        for error in await self.in_time(asyncio.gather(*both, return_exceptions=True)):
+            if error is not None:
+                await self.on_every_worker("forget_weights")
+                raise error
 
     async def in_time(self, reading: Awaitable[T]) -> T:
         """Waits for a part of reading a version. If it makes no progress, as in a file system that hangs, the engine is `broken`, which
@@ -182,13 +144,6 @@ class LoadingEngine(AsyncLLM):
         finally:
             task.cancel()
 
-    async def _load_prepared(self, policy_version: int) -> LoadedVersion:
-        """Swaps in the version that every worker has staged."""
-        self.prepared = None
-        with self.image:
-            drain_s, pause_s, bytes_read = await self.swap(policy_version)
-        return LoadedVersion(policy_version, drain_s=drain_s, pause_s=pause_s, bytes_read=bytes_read)
-
     async def readable(self, folder: Path, content: str) -> Path:
         """Where workers can read a version: in its folder, or of a delta, and of what follows one, in this process's memory. Raises
         RunError if the version cannot be made of its deltas; then the next whole version can still be loaded; and WeightsGoneError if they
@@ -205,22 +160,14 @@ class LoadingEngine(AsyncLLM):
 
     async def _load_weights(self, policy_version: int, path: str, content: str) -> LoadedVersion:
         """Loads a version from files. `content`: the content_id that it must have, unless either is not known."""
-        start, folder = time.perf_counter(), await self.readable(Path(path), content)
+        folder = await self.readable(Path(path), content)
         await self.in_time(asyncio.to_thread(self.check_fit, folder))
         if self.slots:
-            must_be(content, await self.in_time(asyncio.to_thread(check_version, folder)), folder)
-            verified = time.perf_counter()
+            await self.in_time(asyncio.to_thread(verify, folder, content))
             await self.add_adapter(policy_version, path)
-            return LoadedVersion(policy_version, verified - start, time.perf_counter() - verified)
-        # The workers read the files while this process verifies their checksums; damaged weights are not swapped in.
-        both = seconds(asyncio.to_thread(verify, folder, content)), seconds(self.stage(policy_version, str(folder)))
-        verified_s, staged_s = await self.in_time(asyncio.gather(*both, return_exceptions=True))
-        if isinstance(verified_s, BaseException):  # of the two errors this one says which file is damaged
-            await self.on_every_worker("forget_weights")
-            raise verified_s
-        if isinstance(staged_s, BaseException):
-            raise staged_s
-        return LoadedVersion(policy_version, verified_s, staged_s, *await self.swap(policy_version))
+            return LoadedVersion(policy_version)
+        await self.stage_checked(policy_version, partial(verify, folder, content), str(folder))
+        return await self.swap(policy_version)
 
     def check_fit(self, folder: Path) -> None:
         """Raises RunError unless the headers of a version's files match the served model."""
@@ -273,11 +220,11 @@ class LoadingEngine(AsyncLLM):
             await self.on_every_worker("forget_weights")
             raise RunError(f"{path}: {faults[0]}")
 
-    async def swap(self, policy_version: int) -> tuple[float, float, int]:
+    async def swap(self, policy_version: int) -> LoadedVersion:
         """Stops between two steps, drops the KV cache (it belongs to the old weights), swaps, and resumes the requests in flight.
 
         Requests keep their tokens; the KV of prompt and tokens is recomputed with the new weights. If anything fails here the model may be
-        half new: `broken` then ends the server. Returns drain_s, pause_s and bytes_read.
+        half new: `broken` then ends the server.
         """
         self.broken, self.swapping = f"loading policy version {policy_version} failed half-way", True
         try:
@@ -297,7 +244,7 @@ class LoadingEngine(AsyncLLM):
         finally:
             self.swapping = False
         self.broken = ""
-        return stopped - ordered, time.perf_counter() - stopped, bytes_read
+        return LoadedVersion(policy_version, stopped - ordered, time.perf_counter() - stopped, bytes_read)
 
     async def until_there(self, folder: Path, patience_s: float) -> None:
         """Waits for the folder of a version that its trainer has announced and is still writing. Raises WeightsGoneError once nothing more
@@ -329,10 +276,3 @@ def written(folder: Path) -> tuple[int, float]:
         found = [file.stat() for file in folder.parent.glob(f".{folder.name}.*.tmp/*")]
         return sum(file.st_size for file in found), max((file.st_mtime for file in found), default=0.0)
     return 0, 0.0
-
-
-async def seconds(work: Awaitable[object]) -> float:
-    """Does the work and returns how many seconds it took."""
-    start = time.perf_counter()
-    await work
-    return time.perf_counter() - start

@@ -172,10 +172,12 @@ class NetworkWeights(Weights):
         return content_of(digests)
 
 
-def checked_content(version: OverNetwork, expected: Tensors, tied: bool) -> str:
-    """Reads all of a version and returns its content_id. Raises RunError if it cannot be read or does not fit the served model."""
+def check_content(version: OverNetwork, expected: Tensors, tied: bool, content: str) -> None:
+    """Reads all of a version. Raises RunError if it cannot be read, does not fit the served model, or does not have the content_id
+    `content`, which is empty if it is not known."""
     weights = NetworkWeights(version)
     check_weights(Path("the version in the trainer's memory"), expected, tied, weights.tensors)
-    content = weights.content()
+    found = weights.content()
     weights.confirm()
-    return content
+    if found != content:
+        raise RunError("what the trainer's ranks have in memory does not match its digests, or these cannot be read")

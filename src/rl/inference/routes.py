@@ -1,4 +1,4 @@
-"""The HTTP routes that we add to vLLM's app: /generate, /prepare_weights, /load_weights, /versions, /status."""
+"""The HTTP routes that we add to vLLM's app: /generate, /load_weights, /versions, /status."""
 
 import asyncio
 from typing import Any
@@ -82,18 +82,6 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
         except asyncio.CancelledError:
             return refusal(503, "stopping", "the server is stopping; repeat the request elsewhere or later")
         return reply(200, sampled)
-
-    @router.post("/prepare_weights")
-    async def prepare_weights(request: Request) -> Response:
-        """Reads a policy version from its trainer's memory while the current one is still served. 422: it does not fit."""
-        try:
-            body = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
-            prepared = await asyncio.shield(engine.prepare_weights(body.policy_version, body.memory))
-        except msgspec.DecodeError as error:
-            return refusal(400, "bad_request", str(error))
-        except RunError as error:
-            return refuse(error)
-        return reply(200, {"prepared": prepared})
 
     @router.post("/load_weights")
     async def load_weights(request: Request) -> Response:

@@ -83,13 +83,9 @@ class Refusal(msgspec.Struct):
 
 
 class LoadedVersion(msgspec.Struct):
-    """The server's answer to `/load_weights`: the version it holds now, and the durations of loading it, seconds."""
+    """The server's answer to `/load_weights`: the version it holds now, and what loading it cost, times in seconds."""
 
     policy_version: int
-    verify_s: float = 0.0
-    """Verifying the files' checksums."""
-    stage_s: float = 0.0
-    """Reading and packing the new weights next to the old ones, concurrently with verifying; generation continues."""
     drain_s: float = 0.0
     """From the request to stop until the running step was done; its tokens count."""
     pause_s: float = 0.0
@@ -315,13 +311,6 @@ class InferenceServers:
                     known: Any = read(content, list[list[VersionSpan] | None]) if status == 200 else []
                     found |= {digest: spans for digest, spans in zip(left, known, strict=False) if spans}
         return found
-
-    async def prepare(self, url: str, version: WeightVersion) -> None:
-        """Makes a server read a version that it must not use yet. Refusals are ignored here and reported when the version is loaded. Raises
-        AwayError, OSError and InferenceLostError."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.timeout_s):
-                await self.send("POST", url, "/prepare_weights", msgspec.to_builtins(version))
 
     async def load(self, url: str, version: WeightVersion) -> float:
         """Loads a version into one server. Returns how long this paused generation, seconds.

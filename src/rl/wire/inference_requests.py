@@ -36,7 +36,7 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
 
 
 class LoadWeightsRequest(Struct, forbid_unknown_fields=True):
-    """Body of `/load_weights` and `/prepare_weights`; the server's machine must see the path."""
+    """Body of `/load_weights`; the server's machine must see the path."""
 
     policy_version: Annotated[int, Meta(ge=0)]
     path: str

@@ -106,12 +106,6 @@ class Published(msgspec.Struct, tag=True):
     version: WeightVersion
 
 
-class PrepareHint(msgspec.Struct, tag=True):
-    """Announces a version that is in memory but whose digests are not written yet: servers may prepare it but must not use it."""
-
-    version: WeightVersion
-
-
 class GetProbe(msgspec.Struct, tag=True):
     """Asks for a few completions by exactly this version: the trainer compares its log-probabilities with inference's."""
 
@@ -143,7 +137,7 @@ class RunEnded(msgspec.Struct, tag=True):
 
 
 class Acknowledged(msgspec.Struct, tag=True):
-    """`Published` or `PrepareHint` was received. Versions below `oldest_needed` may be deleted, except those in `keep`."""
+    """`Published` was received. Versions below `oldest_needed` may be deleted, except those in `keep`."""
 
     oldest_needed: int
     keep: list[int] = []
@@ -156,5 +150,5 @@ class Probe(msgspec.Struct, tag=True):
     samples: list[TrainingSample]
 
 
-Request = GetBatch | Published | PrepareHint | GetProbe
+Request = GetBatch | Published | GetProbe
 Reply = BatchReady | NotReady | RunEnded | Acknowledged | Probe

@@ -35,7 +35,6 @@ from rl.wire.messages import (
     GetBatch,
     GetProbe,
     NotReady,
-    PrepareHint,
     Probe,
     Published,
     Reply,
@@ -49,7 +48,6 @@ ATTEMPT_S = 20.0
 """One request waits this long for an answer before it is sent again; the orchestrator answers NotReady well before that."""
 ADDRESS_CHECK_S = 0.5
 """Interval at which a waiting client checks whether the orchestrator has a new address."""
-HINT_S = 1.0
 ANSWER_WITHIN_S = 5.0
 """The orchestrator answers within this time, even if only with NotReady."""
 MAX_REQUEST_BYTES = 1 << 16
@@ -188,12 +186,6 @@ class OrchestratorClient:
         number = version.policy_version
         what = f"the acknowledgement of version {number}"
         return self._ask_until(Published(version), (Acknowledged,), what, Phase.ANNOUNCING_VERSION, number, wait)
-
-    def hint_prepare(self, version: WeightVersion) -> None:
-        """Announces a version that servers may prepare while it is hashed. Optional, so there is only one attempt of HINT_S seconds."""
-        with contextlib.suppress(NoAnswerError):
-            if address := read_address(self.status_path):
-                self._ask(address, PrepareHint(version), HINT_S)
 
     def probe(self, policy_version: int, timeout_s: float) -> list[TrainingSample]:
         """Returns completions by exactly this version; none if inference holds a later one, or fails to load it within `timeout_s`, or if

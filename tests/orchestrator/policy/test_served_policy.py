@@ -29,7 +29,7 @@ class Servers:
     def __init__(self, *versions, slow=()):
         self.versions = list(versions)
         self.loads, self.refusal, self.slow, self.known, self.silent = [], None, slow, {}, set()
-        self.prepared, self.contents = [], {}
+        self.contents = {}
 
     async def poll_versions(self):
         self.known = {str(i): version for i, version in enumerate(self.versions) if version is not None}
@@ -40,11 +40,6 @@ class Servers:
 
     def follow(self, server_set):
         self.server_set = server_set
-
-    async def prepare(self, url, version):
-        self.prepared.append((url, version.policy_version, version.memory, version.path))
-        await asyncio.sleep(0.01)
-        raise self.refusal or InferenceLostError("gone")  # whatever it is, the load will show it
 
     async def load(self, url, version):
         if self.refusal:
@@ -171,30 +166,6 @@ def test_at_the_start_all_servers_get_one_version(world):
     servers.versions = [12, 12]
     asyncio.run(policy.start())
     assert (servers.versions, policy.loaded) == ([5, 5], 5)
-
-
-def test_servers_prepare_what_is_loaded_next_and_nothing_else(world):
-    servers = Servers(3, 3)
-    config, _, policy = world(servers)
-
-    async def prepare():
-        await policy.servers.poll_versions()
-        policy.loaded = 5
-        policy.prepare(5, "again")  # by a trainer that resumed from a checkpoint
-        policy.prepare(6, "memory")
-        policy.prepare(7, "more")  # while they are at it
-        await asyncio.sleep(0.05)
-        async with policy.pin():
-            policy.prepare(8, "pinned")  # an evaluation may hold them for long
-        async with policy.load_lock:
-            policy.prepare(9, "loading")
-        await asyncio.sleep(0.01)
-        assert not policy.preparing
-
-    asyncio.run(prepare())
-    path = str(config.run_dir.weights(6))
-    assert servers.prepared == [("0", 6, "memory", path), ("1", 6, "memory", path)]
-    assert 6 not in policy.versions and policy.next_version(9) is None, "nobody may use it yet"
 
 
 def test_what_inference_refuses(world, monkeypatch):

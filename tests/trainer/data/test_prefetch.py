@@ -82,9 +82,6 @@ class Client:
     def __init__(self):
         self.versions, self.release = [], threading.Event()
 
-    def hint_prepare(self, version):
-        pass
-
     def published(self, version, wait):
         wait.about(Phase.ANNOUNCING_VERSION, version.policy_version)
         assert self.release.wait(10)
@@ -176,25 +173,20 @@ def test_an_older_version_is_deleted_once_the_newer_is_durable(tmp_path, monkeyp
 
 
 def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there(tmp_path, monkeypatch):
-    client, run_dir, hinted, seen, told = Client(), RunDir(tmp_path, tmp_path / "weights"), [], [], {}
+    client, run_dir, seen, told = Client(), RunDir(tmp_path, tmp_path / "weights"), [], {}
     client.release.set()
     answer = client.published
-
-    def hint_prepare(version):  # by a thread of its own: the digests may be there before it
-        hinted.append((version.memory, run_dir.weights(1).exists()))
 
     def published(version, wait):
         seen.append((version.memory, run_dir.digests(1).exists(), run_dir.weights(1).exists()))
         return answer(version, wait)
 
-    monkeypatch.setattr(client, "hint_prepare", hint_prepare)
     monkeypatch.setattr(client, "published", published)
     publisher = Publisher(run_dir, WeightsConfig(), client, Wait(60, nothing))
     file = make(100)
-    publisher.start(1, Empty(file, lambda: hinted and (told.update(publisher.metrics()) or told)), checkpoints={})
+    publisher.start(1, Empty(file, lambda: told.update(publisher.metrics()) or told), checkpoints={})
     publisher.finish()
     os.close(file.fd)
-    assert hinted == [(file, False)]
     assert seen == [(file, True, False), (None, True, True)]
     assert publisher.metrics() == told, "the second time counts for nothing"
 

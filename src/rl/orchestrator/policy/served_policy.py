@@ -76,8 +76,6 @@ class ServedPolicy:
         """Server -> the load in progress."""
         self.loading: dict[str, int] = {}
         """Server -> the version it is loading."""
-        self.preparing: dict[str, asyncio.Task[None]] = {}
-        """Server -> the preparation in progress."""
         self.pauses: dict[str, float] = {}
         """Server -> how long its last load paused generation, seconds."""
         self.failures: dict[str, Failure] = {}
@@ -103,27 +101,6 @@ class ServedPolicy:
     def _add_version(self, number: int, memory: Memory | None, content: str) -> None:
         self.versions[number] = WeightVersion(number, str(self.run_dir.weights(number)), memory, content)
         self.servers.contents[number] = content
-
-    def prepare(self, number: int, memory: Memory | None) -> None:
-        """Makes the servers read a version that must not be used yet, so that loading it later takes only milliseconds.
-
-        Skipped for a version that is not newer than the loaded one (it is trained again), and while a load or an evaluation is in progress:
-        servers would hold the prepared version for long, perhaps for nothing.
-        """
-        if number <= self.loaded or self.num_pins or self.load_lock.locked():
-            return
-        version = WeightVersion(number, str(self.run_dir.weights(number)), memory)
-        for url in self.servers.known:
-            if url not in self.preparing:
-                self.preparing[url] = asyncio.create_task(self._prepare(url, version))
-
-    async def _prepare(self, url: str, version: WeightVersion) -> None:
-        try:
-            await self.servers.prepare(url, version)
-        except (AwayError, OSError, InferenceLostError) as error:  # a full load follows, and reports lasting problems
-            log.info("inference at %s did not prepare version %d: %s", url, version.policy_version, error)
-        finally:
-            del self.preparing[url]
 
     def forget(self, final: int) -> None:
         """Drops versions before the loaded one that no evaluation waits for: they are never loaded again."""

@@ -18,7 +18,6 @@ from rl.wire.messages import (
     GetBatch,
     GetProbe,
     NotReady,
-    PrepareHint,
     Probe,
     Published,
     RunEnded,
@@ -52,9 +51,6 @@ class Policy(Protocol):
 
     def note(self, number: int, memory: Memory | None = None) -> None:
         """Called for a version that is complete."""
-
-    def prepare(self, number: int, memory: Memory | None) -> None:
-        """Called for a version that will be complete soon."""
 
     def forget(self, final: int) -> None:
         """Called when versions may no longer be needed. `final`: the last batch of the run."""
@@ -91,19 +87,12 @@ class TrainerRequests:
                     group.create_task(self.answer_batch(server, sender, step))
                 case GetProbe(version):
                     group.create_task(self.answer_probe(server, sender, version))
-                case PrepareHint(version):
-                    await server.reply(sender, self.acknowledged())
-                    self.policy.prepare(version.policy_version, version.memory)
                 case Published(version):
                     self.activity += 1
                     self.policy.note(version.policy_version, version.memory)
                     self.policy.forget(self.progress.final)
-                    await server.reply(sender, self.acknowledged())
+                    await server.reply(sender, Acknowledged(*self.policy.needed(self.progress.final)))
                     await self.progress.notify()
-
-    def acknowledged(self) -> Acknowledged:
-        """Returns the versions that are still needed."""
-        return Acknowledged(*self.policy.needed(self.progress.final))
 
     async def answer_batch(self, server: TrainerServer, sender: bytes, step: int) -> None:
         """Answers BatchReady, RunEnded, or within a few seconds NotReady. Raises CorruptFileError for a damaged batch."""

@@ -56,9 +56,6 @@ class Unserved:
         """Remembers the newest version."""
         self.newest = max(self.newest, number)
 
-    def prepare(self, number: int, memory: Memory | None) -> None:
-        """Does nothing: no server prepares a version."""
-
     def forget(self, final: int) -> None:
         """Does nothing: no version is remembered but the newest."""
 

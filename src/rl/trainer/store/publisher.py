@@ -1,13 +1,11 @@
 """The threads that announce, write and delete policy versions while the next step trains: one on each rank, for the rank's slices.
 
-A hint (`PrepareHint`) makes servers on this host read a version from the trainer's memory and prepare it while it is being hashed. The
-version is announced (`Published`) as soon as its digests are known, so that it can be used, and again when its files are complete. They are
-made durable after that, by a thread of rank 0's, because no resume depends on them. Until then older versions are kept; meanwhile the next
-version may be announced and written.
+A version is announced (`Published`) as soon as its digests are known, so that servers can read it from the trainer's memory, and again when
+its files are complete. They are made durable after that, by a thread of rank 0's, because no resume depends on them. Until then older
+versions are kept; meanwhile the next version may be announced and written.
 """
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -90,9 +88,6 @@ class Publisher:
         self.wait.about(Phase.PUBLISHING, number, "writing it")
         is_new = self.ranks.of_main(lambda: not path.exists())
         memory = self._in_memory(version)
-        if self.client and is_new and memory:
-            hinted = WeightVersion(number, str(path), memory)
-            threading.Thread(target=self.client.hint_prepare, args=(hinted,), name="hint_prepare", daemon=True).start()
         if not self._is_there(number, path, version):
             fence = partial(check_fence, self.run_dir.lock("trainer"))
             with spans.span("digest_version", "publisher", number):
