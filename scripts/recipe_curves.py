@@ -49,7 +49,7 @@ def draw(name: str, recipe: Recipe) -> None:
     panel.set_ylim(bottom=min(0.0, *(value for values in recipe.seeds.values() for value in values)))
     panel.xaxis.get_major_locator().set_params(integer=True)
     panel.grid(alpha=0.3)
-    panel.legend(loc="best")
+    panel.legend(loc="lower right")
     figure.savefig(RECIPES / name / "curve.png", dpi=100, metadata={"Description": drawn_from(recipe)})
 
 
