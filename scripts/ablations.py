@@ -1,7 +1,8 @@
-"""What matters: one-digit sums (configs/recipes/sums), trained on equal samples with one setting changed at a time.
+"""What matters: one-digit sums (configs/recipes/sums), trained with one setting changed at a time.
 
-`uv run scripts/ablations.py [--only lr ...] [--seeds 1 2 3]` trains what is missing, two to three minutes each, and adds it to
-scripts/ablations.json; `--table` only writes the table of docs/recipes.md again. Every run has 640 rollouts.
+`uv run scripts/ablations.py [--only "learning rate" ...] [--seeds 1 2 3]` trains what is missing, three to five minutes each, and adds it
+to scripts/ablations.json; `--table` only writes the table of docs/recipes.md again. Every run has batches of 640 rollouts together; groups
+without a signal are replaced. A run that ends early, because it has solved the task, counts with its last reward for the steps that are left.
 """
 
 import argparse
@@ -13,10 +14,12 @@ import tempfile
 from pathlib import Path
 from statistics import fmean
 
+from rl.config.command_line import build, parse_args
 from rl.run_dir.numbers import Numbers
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "scripts" / "ablations.json", ROOT / "docs" / "recipes.md"
+RECIPE = "configs/recipes/sums/run.toml"
 HELD_OUT = "eval/single-digit-addition/reward_mean"
 STEPS, BATCH = 10, 64
 LOSS, CREDIT = "--trainer.loss.type", "--orchestrator.credit.type"
@@ -65,13 +68,14 @@ def train(flags: list[str], seed: int) -> list[float]:
             folder,
             *flags,
         ]
-        command = [sys.executable, "-m", "rl.main", "@", "configs/recipes/sums/run.toml", *settings]
+        command = [sys.executable, "-m", "rl.main", "@", RECIPE, *settings]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200)
         if done.returncode:
             sys.exit(f"{' '.join(settings)}: exit code {done.returncode}\n{done.stdout[-3000:]}")
         numbers = Numbers.read(Path(folder) / "sums" / "metrics.jsonl")
-        held_out = numbers.curve(HELD_OUT)[1]
-        return [round(float(x), 4) for x in (numbers.curve("reward/mean")[1].mean(), held_out[0], held_out[-1])]
+        rewards, held_out = (numbers.curve(name)[1].tolist() for name in ("reward/mean", HELD_OUT))
+        steps = build(parse_args(["@", RECIPE, *settings])).max_steps
+        return [round(x, 4) for x in (fmean(rewards + rewards[-1:] * (steps - len(rewards))), held_out[0], held_out[-1])]
 
 
 def table(results: dict[str, dict[str, list[float]]]) -> str:
@@ -101,6 +105,7 @@ def main() -> None:
                 results.setdefault(key, {})[str(seed)] = found
                 ordered = {name: dict(sorted(results[name].items())) for name in wanted if name in results}
                 RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+    assert HEAD in PAGE.read_text(), f"{PAGE} has no table with this head: {HEAD}"
     PAGE.write_text(re.sub(rf"{re.escape(HEAD)}(\|.*\n)*", lambda _: HEAD + table(results), PAGE.read_text()))
 
 

@@ -133,7 +133,7 @@ class Probe:
         return sum(process.memory_info().rss for process in [psutil.Process(), *self.workers()])
 
 
-async def measure(args: argparse.Namespace, in_flight: int, steps: int, workers: str, folder: Path, model: Path) -> dict[str, Any]:
+async def measure(args: argparse.Namespace, in_flight: int, steps: int, workers: int, folder: Path, model: Path) -> dict[str, Any]:
     """One run of the real orchestrator with the real workers, and what it cost from the first batch to the last."""
     from rl.config.command_line import build, parse_args
     from rl.homes.resolve import homes_of
@@ -146,7 +146,7 @@ async def measure(args: argparse.Namespace, in_flight: int, steps: int, workers:
     os.environ["PYTHONPATH"] = str(folder)
     flags = ["--name", "bench", "--output_dir", str(folder), "--orchestrator.environment.id", "bench-env", "--max_steps", str(steps)]
     flags += ["--orchestrator.batch_size", str(in_flight // 2), "--orchestrator.sampling.max_tokens", str(num_tokens), "--max_lag", "1"]
-    config = build(parse_args([*flags, "--orchestrator.environment.workers", workers]))
+    config = build(parse_args([*flags, "--orchestrator.environment.workers", str(workers)]))
     os.chdir(folder)  # where a module is looked for
     status_path = config.run_dir.status("inference")
     status_path.parent.mkdir(parents=True)
@@ -211,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 1000, 10000])
     parser.add_argument("--rollouts", type=int, default=20000, help="at least, for each number in flight")
-    parser.add_argument("--workers", nargs="+", default=["1"], help="numbers of them")
+    parser.add_argument("--workers", nargs="+", type=int, default=[1], help="numbers of them")
     parser.add_argument("--v1", action="store_true", help="an environment of the v1 API")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds that an answer takes")

@@ -2,10 +2,12 @@
 
 import pytest
 
+from rl.config.command_line import from_toml, read_toml
 from rl.config.fields import field_tree
 from rl.config.foreign import BY_NAME, FOREIGN
 from rl.config.hints import REMOVED, hint
 from rl.config.run import ALIASES, RLConfig
+from rl.system.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,15 @@ from rl.config.run import ALIASES, RLConfig
 )
 def test_hints(key, said):
     assert hint(key) == said
+
+
+def test_a_removed_switch_that_is_off_is_dropped_when_a_run_of_an_earlier_version_is_read(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text("[orchestrator]\nkeep_partial_groups = false\nenforce_monotonicity = false\nbatch_size = 8\n")
+    assert read_toml(str(path)) == {"orchestrator": {"batch_size": 8}}
+    path.write_text("[orchestrator]\nkeep_partial_groups = true\n")
+    with pytest.raises(ConfigError, match="leave it out: a group with a failed rollout is never trained"):
+        from_toml(path)
 
 
 def test_the_table_names_keys_that_there_are_and_none_of_ours():

@@ -80,7 +80,7 @@ def submit(config: RLConfig, line: CommandLine, children: Children) -> int:
         remedy = f"`rl watch {run_dir.root}` shows the run, `rl stop {run_dir.root}` ends it"
         raise RunError(f"jobs {', '.join(queued)} of {run_dir.root} are queued or running: {remedy}")
     raise_all([f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in (engine.faults(config) if engine else ())])
-    if engine and config.model.dtype == "float32" and not is_given:
+    if config.model.dtype == "float32" and not is_given:
         print("model.dtype = float32, because this machine does not multiply bfloat16; set bfloat16 if the run's machines do", flush=True)
     sees_directory = config.cluster is None or config.cluster.engine != "kubernetes" or Path(config.cluster.kubernetes.mount).is_dir()
     if not sees_directory and (line.resume is not None or "clean" in line.switches):

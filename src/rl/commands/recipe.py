@@ -30,9 +30,9 @@ HELP = f"""usage: rl recipe [NAME] [--to FOLDER]
        rl recipe NAME --check [--short] [--seed N] [--output FOLDER]
 
 A recipe is a task with settings, and the curves of one or more seeds: how far a model got. Without a name, lists all recipes: minutes of
-one seed on the machine that recipe.toml names, and the reward before -> after the last stage. Of a recipe that was `not run` the minutes
-are estimated (~), and its README says what others published. With a name, copies the recipe and its environments, and prints the commands
-that train it; change the copy into your own.
+one seed on the machine that recipe.toml names, and the measure, mostly a reward, before -> after the last stage. Of a recipe that was
+`not run` the minutes are estimated (~), and its README says what others published. With a name, copies the recipe and its environments,
+and prints the commands that train it; change the copy into your own.
 
 --check trains one in a new folder and compares the last value of the measure with the recorded ones. It passes unless it is lower than the
 worst seed's by more than the seeds differ, or by 0.05 if they differ less. Exit code 0: passed, 1: not.

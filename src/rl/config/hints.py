@@ -1,6 +1,7 @@
 """Guesses what an unknown key was meant to be. A doubtful guess is not shown."""
 
 import difflib
+from typing import Any
 
 from rl.config.fields import field_tree, models_in, tags
 from rl.config.foreign import known_elsewhere
@@ -18,6 +19,14 @@ REMOVED = {
     "orchestrator.keep_partial_groups": "leave it out: a group with a failed rollout is never trained",
 }
 """Keys that earlier versions wrote into the config.toml of every run, and the remedy."""
+
+
+def drop_removed(table: dict[str, Any]) -> None:
+    """Drops removed switches that are off, as they are in the config.toml of every run begun before: what is done now is the same."""
+    for key in REMOVED:
+        section, _, name = key.rpartition(".")
+        if isinstance(settings := table.get(section), dict) and settings.get(name) is False:
+            del settings[name]
 
 
 def without_numbers(key: str) -> str:
