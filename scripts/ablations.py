@@ -2,7 +2,7 @@
 
 `uv run scripts/ablations.py [--only "learning rate" ...] [--seeds 1 2 3]` trains what is missing, three to five minutes each, and adds it
 to scripts/ablations.json; `--table` only writes the table of docs/recipes.md again. Every run has batches of 640 rollouts together; groups
-without a signal are replaced. A run that ends early, because it has solved the task, counts with its last reward for the steps that are left.
+without a signal are replaced. A run that ends early, because it has solved the task, counts with its last reward for the steps left.
 """
 
 import argparse
