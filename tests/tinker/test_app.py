@@ -115,6 +115,7 @@ class Client:
         self.work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.work
+        await asyncio.get_running_loop().run_in_executor(self.training.thread, int)  # a state is copied after its call is answered
         await self.http.aclose()
 
     async def post(self, path, body, status=200):
