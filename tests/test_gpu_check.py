@@ -46,7 +46,8 @@ def test_all_parts_run_with_the_trainers_packages_alone(tmp_path):
     code, results, printed = check(tmp_path)
     assert code == 0 and {result["state"] for result in results.values()} == {"done"}, printed
     cases = {(part, case["case"]): case for part, result in results.items() for case in result["cases"]}
-    assert len(results) == 14 and cases["replay", "compile False"]["equal"]
+    assert len(results) == 15 and cases["replay", "compile False"]["equal"]
+    assert all({"softmax of the head", "idle"} <= case.keys() for (part, _), case in cases.items() if part == "profile")
     assert cases["gradients", "attention blocks"]["gradient"] <= 1e-5 and cases["attention", "flex 768"]["output"] < 1e-6
     for special in ("window", "cap", "sinks", "all"):
         blocks = cases["attention", f"blocks 384 {special}"]
