@@ -7,39 +7,37 @@ without a signal are replaced. A run that ends early, because it has solved the 
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import fmean
 
+from recipe_curves import write_table
+
 from rl.config.command_line import build, parse_args
 from rl.run_dir.numbers import Numbers
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "scripts" / "ablations.json", ROOT / "docs" / "recipes.md"
+RESULTS = ROOT / "scripts" / "ablations.json"
 RECIPE = "configs/recipes/sums/run.toml"
 HELD_OUT = "eval/single-digit-addition/reward_mean"
 STEPS, BATCH = 10, 64
 LOSS, CREDIT = "--trainer.loss.type", "--orchestrator.credit.type"
+
+
+def trained_for(steps: int) -> list[str]:
+    """Flags of a run of so many steps that is evaluated before and after."""
+    return ["--max_steps", str(steps), "--orchestrator.eval.interval", str(steps)]
+
+
 KINDS: dict[str, dict[str, list[str]]] = {
     "loss": {name: [LOSS, name] for name in ("clip", "cispo", "gspo", "dppo", "dro")},
     "credit": {name: [CREDIT, name] for name in ("grpo", "rloo", "max_rl", "reinforce_pp")},
     "learning rate": {lr: ["--trainer.optim.lr", lr] for lr in ("2e-6", "5e-6", "1e-5", "4e-5", "1e-4")},
     "max_lag": {lag: ["--max_lag", lag] for lag in ("1", "2", "4")},
     "group size": {size: ["--orchestrator.group_size", size] for size in ("4", "16")},
-    "batch size": {
-        str(size): [
-            "--orchestrator.batch_size",
-            str(size),
-            "--max_steps",
-            str(STEPS * BATCH // size),
-            "--orchestrator.eval.interval",
-            str(STEPS * BATCH // size),
-        ]
-        for size in (32, 128)
-    },
+    "batch size": {size: ["--orchestrator.batch_size", size, *trained_for(STEPS * BATCH // int(size))] for size in ("32", "128")},
     "optimizer steps a batch": {
         f"{name} of {loss}": [LOSS, loss, *flags]
         for loss in ("clip", "policy_gradient")
@@ -57,17 +55,7 @@ HEAD = "| setting | value | runs | training reward, mean | held out at the end |
 def train(flags: list[str], seed: int) -> list[float]:
     """Trains one run; returns the mean reward of its rollouts, and the held-out reward before and after."""
     with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
-        settings = [
-            "--max_steps",
-            str(STEPS),
-            "--orchestrator.eval.interval",
-            str(STEPS),
-            "--seed",
-            str(seed),
-            "--output_dir",
-            folder,
-            *flags,
-        ]
+        settings = [*trained_for(STEPS), "--seed", str(seed), "--output_dir", folder, *flags]
         command = [sys.executable, "-m", "rl.main", "@", RECIPE, *settings]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200)
         if done.returncode:
@@ -105,8 +93,7 @@ def main() -> None:
                 results.setdefault(key, {})[str(seed)] = found
                 ordered = {name: dict(sorted(results[name].items())) for name in wanted if name in results}
                 RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
-    assert HEAD in PAGE.read_text(), f"{PAGE} has no table with this head: {HEAD}"
-    PAGE.write_text(re.sub(rf"{re.escape(HEAD)}(\|.*\n)*", lambda _: HEAD + table(results), PAGE.read_text()))
+    write_table(HEAD, table(results))
 
 
 if __name__ == "__main__":

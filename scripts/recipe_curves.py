@@ -53,6 +53,13 @@ def draw(name: str, recipe: Recipe) -> None:
     figure.savefig(RECIPES / name / "curve.png", dpi=100, metadata={"Description": drawn_from(recipe)})
 
 
+def write_table(head: str, rows: str) -> None:
+    """Puts these rows below the one table of the page with this head."""
+    text, found = re.subn(rf"{re.escape(head)}(\|.*\n)*", lambda _: head + rows, PAGE.read_text())
+    assert found == 1, f"{PAGE} has {found} tables with this head: {head}"
+    PAGE.write_text(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
@@ -61,7 +68,7 @@ def main() -> None:
         if (recipe := read(name)).curves:
             draw(name, recipe)
         print(RECIPES / name / "curve.png" if recipe.curves else f"{name} was never run: no picture")
-    PAGE.write_text(re.sub(rf"{re.escape(HEAD)}(\|.*\n)*", HEAD + table(), PAGE.read_text()))
+    write_table(HEAD, table())
 
 
 if __name__ == "__main__":

@@ -120,6 +120,11 @@ def experts(bench: Bench) -> None:
     training(bench, "30B-A3B")
 
 
+def two_rows(tokens: int, sample: int) -> FakeDataConfig:
+    """Samples of so many tokens, a quarter of them the prompt, that fill two rows."""
+    return FakeDataConfig(samples=2 * tokens // sample, group_size=1, prompt_tokens=sample // 4, completion_tokens=sample - sample // 4)
+
+
 def training(bench: Bench, name: str) -> None:
     """Steps of two rows of samples of 4,096 tokens."""
     aim = {"0.6B": "mfu >= 0.45 and state_gib <= 12.5 at 16k", "4B": "mfu >= 0.5", "30B-A3B": "mfu >= 0.3"}[name]
@@ -134,7 +139,7 @@ def training(bench: Bench, name: str) -> None:
     for tokens, settings, compile_layers in [(256, cases[0][1], False)] if bench.tiny else cases:
         size = str(tokens) if bench.tiny else f"{tokens // 1024}k"
         title = " ".join([size, *map(str, settings.values())] + ["compiled"] * compile_layers)
-        data = FakeDataConfig(samples=2 * tokens // sample, group_size=1, prompt_tokens=sample // 4, completion_tokens=sample - sample // 4)
+        data = two_rows(tokens, sample)
         with case(title):
             figures = train_rows(bench, name, world, data, micro_batch_tokens=tokens, compile=compile_layers, **settings)
             say(title, **figures, aim=aim)
@@ -192,7 +197,7 @@ def bare(bench: Bench) -> None:
 def profile(bench: Bench) -> None:
     """What the GPU does during our step, and during the bare one, on the rows of `train_0.6B`."""
     sample, tokens = (64, 256) if bench.tiny else (SAMPLE, 16384)
-    data = FakeDataConfig(samples=2 * tokens // sample, group_size=1, prompt_tokens=sample // 4, completion_tokens=sample - sample // 4)
+    data = two_rows(tokens, sample)
     config, context = ready(bench, "0.6B", bench.world(), micro_batch_tokens=tokens, compile=bench.on_gpu)
     packed = batch_for(config, context, data)
     bare = bare_step(str(bench.model("0.6B")), config, context.world)

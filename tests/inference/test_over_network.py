@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.config.trainer import WeightsConfig
 from rl.inference import over_network
+from rl.inference.loading import ASKED_AGAIN_S
 from rl.inference.over_network import NetworkWeights, NixlReader, check_content
 from rl.inference.weight_files import WeightsGoneError
 from rl.models.tiny import make_tiny_model
@@ -40,8 +41,8 @@ pytest.importorskip(nixl.PACKAGE, reason="needs NIXL: uv sync --extra nixl", exc
 PROMPT = list(range(10, 40))
 MATRIX = torch.randn(64, 40_000)
 GOOD = {"matrix": MATRIX, "numbers": 100 + torch.arange(7.0).bfloat16(), "none": torch.empty(0, 5)}
-LIMIT_S = 15.0
-"""For everything that a server is asked while a rank is killed."""
+LIMIT_S = over_network.READ_S + ASKED_AGAIN_S + 6.0
+"""For each order while a rank is killed: it waits for a read, then for the folder; the rest is for the machine."""
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def start(config: RLConfig, line: CommandLine, children: Children, again: str) -
 
 def submit(config: RLConfig, line: CommandLine, children: Children) -> int:
     """Starts a run on its machines, and follows it. Returns the exit code. Raises RunError and OSError."""
-    is_given = "dtype" in config.model.model_fields_set
+    is_given = "dtype" in config.model.model_fields_set  # the next line makes every key a given one
     config = with_open_hosts(config.with_absolute_paths())
     run_dir, engine = config.run_dir, engine_of(config)
     if queued := active(run_dir, config):  # others would compete with them
