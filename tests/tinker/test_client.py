@@ -268,7 +268,8 @@ def test_answers_are_of_the_version_that_was_held_and_groups_are_one_request(tmp
             assert len(logs) == 1 and logs[0].read_bytes().count(b'num_samples":3') == 1
             loaded = await http.post("/load_weights", json={"policy_version": 1, "path": str(config.run_dir.weights(1)), "content": "c"})
             assert loaded.json()["policy_version"] == 1 and (await http.get("/status")).json()["content"] == "c"
-            assert (await generate([1, 2])).json()["policy_versions"] == [[1, 2]]
+            assert (await generate([1, 2], seed=2**40 + 5)).json()["policy_versions"] == [[1, 2]]
+            assert any(b'"seed":5' in log.read_bytes() for log in (tmp_path / "service").rglob("sampling/*.log"))
             gone = await http.post("/load_weights", json={"policy_version": 9, "path": str(config.run_dir.weights(9))})
             assert gone.status_code == 404 and gone.json()["error"]["policy_version"] == 1
             long = await generate([1] * 64)
@@ -283,7 +284,7 @@ def test_answers_are_of_the_version_that_was_held_and_groups_are_one_request(tmp
 def test_a_lost_session_is_made_again_and_a_lost_version_skipped(tmp_path, service, capsys):
     config = config_of(tmp_path, service.url)
     write_version(config.run_dir, Place("tinker://x:train:0/sampler_weights/a", 3), lambda: None)
-    sampler = Sampler(config, Status(config.run_dir.status("inference"), "inference"))
+    sampler = Sampler(config, status := Status(config.run_dir.status("inference"), "inference"))
     sampler.begin()
     assert sampler.held.path is None and "skipping policy version 3" in capsys.readouterr().err
     asked = GenerateRequest([1, 2], Sampling(4))
@@ -291,4 +292,5 @@ def test_a_lost_session_is_made_again_and_a_lost_version_skipped(tmp_path, servi
     before.client._sampling_session_id = "gone:sample:0"
     with pytest.raises(RunError, match="does not sample"):
         asyncio.run(sampler.generate(asked))
+    assert [warning.about for warning in status.current.warnings] == ["service"] and "does not sample" in status.current.warnings[0].text
     assert sampler.held is not before and asyncio.run(sampler.generate(asked)).token_ids == [7, 8]

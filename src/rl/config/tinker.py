@@ -20,6 +20,7 @@ from rl.config.loss import (
 PACKAGE = "tinker"
 MISSING = "needs the Tinker SDK: `uv sync --extra tinker`, or `pip install 'rl-triad[tinker]'`"
 BASE_URL = "TINKER_BASE_URL"
+PUBLIC_SERVICE = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 
 
 class TinkerConfig(Settings):

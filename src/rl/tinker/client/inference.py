@@ -7,7 +7,9 @@ import asyncio
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,10 @@ from rl.run_dir.access_token import is_loopback, run_token
 from rl.run_dir.checksums import content_id
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import numbered
-from rl.run_dir.status import Phase, Status, reachable
+from rl.run_dir.status import Phase, RunWarning, Status, reachable
 from rl.system.errors import RunError
 from rl.tinker.client.places import sound_version
-from rl.tinker.client.service import ERRORS, asking, base_model, is_refusal, main, url_of, wait_for_service
+from rl.tinker.client.service import ERRORS, answered, asking, base_model, is_refusal, main, url_of, wait_for_service
 from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL, Generation, HeldVersion
 from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
@@ -36,6 +38,10 @@ from rl.wire.token_gate import Gate
 
 TOGETHER_S = 0.02
 """How long a request waits for others with the same prompt."""
+WARN_S = 600.0
+"""The least time between two warnings that the service does not sample."""
+MAX_SEED = 2**31 - 1
+"""skyrl-tx, for one, takes no larger seeds, and answers none of the requests that it has put together with such a one."""
 KEEP_ALIVE_S = 600
 """Idle connections stay open longer than any client keeps them."""
 
@@ -67,6 +73,8 @@ class Sampler:
         self.tasks = set[asyncio.Task[None]]()
         self.opening = asyncio.Lock()
         self.num_running = 0
+        self.warned_at = -inf
+        """When the user was last told that the service does not sample."""
 
     def open(self, number: int, content: str, path: str | None) -> Held:
         """Makes a session at the service for a version. Raises RunError. Waits for: the service."""
@@ -74,7 +82,7 @@ class Sampler:
         try:
             with asking(self.config, f"sample from {path or name}"):
                 self.service = self.service or tinker.ServiceClient({"run": self.config.name}, base_url=url_of(self.config))
-                client = self.service.create_sampling_client(path, None if path else name).result(self.timeout_s)
+                client = answered(self.service.create_sampling_client(path, None if path else name), self.timeout_s)
         except RunError:
             self.service = None  # its session may be at fault
             raise
@@ -138,12 +146,16 @@ class Sampler:
             with asking(self.config, "sample"):
                 try:
                     async with asyncio.timeout(self.timeout_s):
-                        answer = await held.client.sample(prompt, count, params)
+                        request = held.client.sample(prompt, count, params)
+                        answer = await (request if hasattr(request, "__await__") else asyncio.wrap_future(request))  # an older SDK's
                 except ERRORS as error:
                     if is_refusal(error):
                         raise BadRequestError(f"{url_of(self.config)} refuses to sample: {error}") from None
                     raise
-        except RunError:
+        except RunError as error:
+            if time.monotonic() - self.warned_at > WARN_S:
+                self.warned_at = time.monotonic()
+                self.status.warn(RunWarning("service", "", f"{error}; it is asked again until it does"))
             await self._open_again(held)
             raise
         self.status.advance(sum(len(one.tokens) for one in answer.sequences))
@@ -166,7 +178,7 @@ def sampling_params(sampling: Sampling) -> tinker.SamplingParams:
         raise BadRequestError("this run's inference has no min_p, ignore_eos, prompt_logprobs and routes: leave them out")
     return tinker.SamplingParams(
         max_tokens=sampling.max_tokens,
-        seed=sampling.seed,
+        seed=None if sampling.seed is None else sampling.seed & MAX_SEED,
         stop=texts or sampling.stop_token_ids or None,
         temperature=sampling.temperature,
         top_k=sampling.top_k or -1,

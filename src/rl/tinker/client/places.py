@@ -18,6 +18,7 @@ from rl.run_dir.files import CorruptFileError, write_directory, write_file
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
 from rl.run_dir.version_files import DIGESTS, MANIFEST, REMOTE, checksum
+from rl.tinker.client.service import ERRORS
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -73,13 +74,14 @@ def write_checkpoint(run_dir: RunDir, place: Place, model: str, fence: Callable[
 class RemoteRetention(Retention):
     """Deletes old entries at the service, too, which need not succeed: what is left over there costs only its room."""
 
-    rest: tinker.RestClient
+    rest: "tinker.RestClient"
 
     def _delete(self, number: int) -> None:
         folder = self.directory / f"{number:06d}"
         try:
-            self.rest.delete_checkpoint_from_tinker_path(read_place(folder).path).future().add_done_callback(tell_failure)
-        except CorruptFileError as error:
+            request = self.rest.delete_checkpoint_from_tinker_path(read_place(folder).path)
+            getattr(request, "future", lambda: request)().add_done_callback(tell_failure)  # an older SDK returns the future itself
+        except (CorruptFileError, *ERRORS) as error:
             print(f"not deleted at the service: {error}", file=sys.stderr, flush=True)
         super()._delete(number)
 

@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import httpx
 import tinker
-from tinker.lib.base_url import resolve_base_url
 
 from rl.config.command_line import from_toml, load_config_or_exit
 from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
+from rl.config.tinker import PUBLIC_SERVICE
 from rl.run_dir import spans
 from rl.run_dir.lease import ROLE_WAIT_S, hold_role
 from rl.run_dir.status import Status
@@ -26,6 +26,8 @@ from rl.system.linux import die_with_parent
 from rl.wire.http import RETRY_S
 
 KEY = "TINKER_API_KEY"
+KEY_REFUSED = (401, 402)
+"""Unknown, and without means to pay."""
 REACH_S = 20.0
 """Seconds in which a service must answer before a run is started."""
 KEY_REMEDY = f"set {KEY} (`rl serve` prints that of its own), or write it into .env: {KEY}=tml-..."
@@ -34,7 +36,7 @@ ERRORS = (tinker.TinkerError, httpx.HTTPError, OSError, ValueError, RuntimeError
 
 
 def url_of(config: RLConfig) -> str:
-    return resolve_base_url(config.tinker.base_url)
+    return (config.tinker.base_url or PUBLIC_SERVICE).rstrip("/")
 
 
 def base_model(config: RLConfig) -> str:
@@ -67,13 +69,13 @@ def asking(
     url = url_of(config)
     try:
         yield
-    except (tinker.AuthenticationError, tinker.BillingError) as error:
-        raise RunError(f"{url} does not take the key ({error}): {KEY_REMEDY}") from None
     except TimeoutError:
         away(f"{url} to {what}")
         late = f"waited {config.tinker.answer_timeout_s:.0f} s (tinker.answer_timeout_s) for {url} to {what}"
         raise RunError(f"{late}: is it up, and not just slow?", RESTART) from None
     except ERRORS as error:
+        if isinstance(error, tinker.APIStatusError) and error.status_code in KEY_REFUSED:
+            raise RunError(f"{url} does not take the key ({error}): {KEY_REMEDY}") from None
         if KEY in str(error):
             raise RunError(f"there is no key for {url}: {KEY_REMEDY}") from None
         refused = is_refusal(error)
@@ -81,6 +83,17 @@ def asking(
             away(f"{url} to {what}")
         why = f"{type(error).__name__}: {error}" + f"; {remedy}" * (refused and bool(remedy))
         raise RunError(f"{url} does not {what}: {why}", exit_code if refused else RESTART) from error
+
+
+def answered(request: Any, timeout_s: float) -> Any:
+    """Returns what a method of the SDK answers: older SDKs, which older services need, return some of it themselves, newer ones a future.
+    Raises TimeoutError. Waits for: the service."""
+    return request.result(timeout_s) if hasattr(request, "result") else request
+
+
+def rest_client(url: str) -> Any:
+    """Returns the SDK's client for all that a key has at the service."""
+    return tinker.RestClient(base_url=url) if hasattr(tinker, "RestClient") else tinker.ServiceClient(base_url=url).create_rest_client()
 
 
 def problem_of(url: str) -> str:
@@ -113,14 +126,15 @@ def check(config: RLConfig) -> str:
     url, name = url_of(config), base_model(config)
     wait_for_service(config, REACH_S, lambda text: None)
     with asking(config, "tell what it has"):
-        offered = tinker.RestClient(base_url=url).get_server_capabilities().result(REACH_S).supported_models
-    names = sorted(model.model_name for model in offered if model.model_name and model.trainable is not False)
-    found = next((model for model in offered if model.model_name == name and model.trainable is not False), None)
-    if found is None:
-        remedy = f"set tinker.base_model to one of these: {', '.join(names) or 'none'}"
+        client = getattr(tinker, "RestClient", tinker.ServiceClient)(base_url=url)
+        offered = answered(client.get_server_capabilities(), REACH_S).supported_models
+    trained = {model.model_name: model for model in offered if model.model_name and getattr(model, "trainable", None) is not False}
+    if (found := trained.get(name)) is None:
+        remedy = f"set tinker.base_model to one of these: {', '.join(sorted(trained)) or 'none'}"
         raise RunError(f"{url} does not train {name!r}; {remedy}")
-    if found.max_context_length and config.model.max_model_len > found.max_context_length:
-        limit = f"model.max_model_len = {config.model.max_model_len} is more than the {found.max_context_length} tokens of {name}"
+    longest = getattr(found, "max_context_length", None)
+    if longest and config.model.max_model_len > longest:
+        limit = f"model.max_model_len = {config.model.max_model_len} is more than the {longest} tokens of {name}"
         raise RunError(f"{limit} at {url}: set it to at most that")
     return f"{url} trains {name}"
 

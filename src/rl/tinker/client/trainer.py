@@ -24,7 +24,7 @@ from rl.system import faults
 from rl.system.errors import GIVE_UP, RunError
 from rl.tinker.client.datums import Prepared, metrics_of, prepare
 from rl.tinker.client.places import Place, RemoteRetention, read_place, sound_version, write_checkpoint, write_version
-from rl.tinker.client.service import asking, base_model, main, problem_of, url_of, wait_for_service
+from rl.tinker.client.service import answered, asking, base_model, main, problem_of, rest_client, url_of, wait_for_service
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import RunEnded, WeightVersion
 from rl.wire.transport import OrchestratorClient, Wait
@@ -46,7 +46,7 @@ class RemoteTrainer:
         self.orchestrator = OrchestratorClient(self.run_dir)
         self.fence = partial(check_fence, self.run_dir.lock("trainer"))
         self.metrics = MetricsLog(self.run_dir.metrics, "trainer", self.fence)
-        self.rest = tinker.RestClient(base_url=url_of(config))
+        self.rest = rest_client(url_of(config))
         self.versions, self.checkpoints = (
             RemoteRetention(folder, ("",), kept.keep_last, kept.keep_every)
             for folder, kept in ((self.run_dir.weights_dir, self.settings.weights), (self.run_dir.checkpoints, self.settings.checkpoint))
@@ -72,10 +72,10 @@ class RemoteTrainer:
             self.step = self.saved = step
             remedy = "if it is gone there, resume the run at another step: --resume N"
             with asking(self.config, f"load {path} of checkpoint {step}", GIVE_UP, remedy=remedy):
-                return service.create_training_client_from_state_with_optimizer(path).result(self.timeout_s)
+                return answered(service.create_training_client_from_state_with_optimizer(path), self.timeout_s)
         rank, name = self.config.tinker.lora_rank, base_model(self.config)
         with asking(self.config, f"make adapters of rank {rank} of {name}", GIVE_UP):
-            return service.create_lora_training_client(name, rank, self.config.seed).result(self.timeout_s)
+            return answered(service.create_lora_training_client(name, rank, self.config.seed), self.timeout_s)
 
     # The loop -----------------------------------------------------------------------------------------------------------
 
