@@ -8,6 +8,7 @@ import uvicorn
 
 from rl.config.run import RLConfig
 from rl.tinker.app import Api, make_app
+from rl.tinker.downloads import Downloads
 from rl.tinker.gate import KEY_PREFIX, Gate
 from rl.tinker.listing import Listing
 from rl.tinker.places import Places
@@ -47,9 +48,9 @@ class Service:
         places = Places(config.run_dir)
         training = Training(config, places, self.learner)
         sampling = Sampling(config, places, self.servers, training.name, self.learner.vocab_size)  # type: ignore[arg-type]
-        app = Gate(make_app(Api(training, sampling, places), Listing(training, sampling, places)), KEY, loopback=True)
+        app = make_app(Api(training, sampling, places), Listing(training, sampling, places), Downloads(places, KEY))
         sampling.begin()
         work = asyncio.create_task(training.run())
-        self.server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="warning", lifespan="off"))
+        self.server = uvicorn.Server(uvicorn.Config(Gate(app, KEY, loopback=True), port=self.port, log_level="warning", lifespan="off"))
         await self.server.serve()
         work.cancel()

@@ -1,7 +1,11 @@
 """A program that uses the tinker SDK, run in an environment of its own by test_sdk.py: trains, samples, and tells what it got."""
 
 import json
+import subprocess
 import sys
+import tempfile
+import urllib.request
+from pathlib import Path
 
 import tinker
 from tinker import types
@@ -65,6 +69,13 @@ def main(steps: int) -> None:
     tell(names=names())
     rest = tinker.RestClient()
     tell(listed=[one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints] == [path])
+    external = training.save_weights_external("given").result().path
+    given = {name: urllib.request.urlopen(url).read() for name, url in rest.get_external_weights_urls(external).result().urls.items()}
+    rest.delete_checkpoint_from_tinker_path(external).result()
+    with tempfile.TemporaryDirectory() as folder:  # the SDK's own command, for what `save_state` made
+        subprocess.run([sys.executable, "-m", "tinker.cli", "checkpoint", "download", path, "--output", folder], check=True, stdout=2)
+        downloaded = {file.name: file.read_bytes() for file in Path(folder).rglob("adapter_*")}
+    tell(downloaded=sorted(given) if given == downloaded else [sorted(given), sorted(downloaded)])
     tell(
         refused={
             "loss": error_of(lambda: training.forward_backward(data, "stable_reinforce").result()),

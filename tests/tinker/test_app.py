@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import time
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,7 @@ from rl.run_dir.digests import HASH
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
 from rl.tinker.app import Api, make_app
+from rl.tinker.downloads import Downloads
 from rl.tinker.gate import Gate
 from rl.tinker.listing import Listing
 from rl.tinker.places import Places
@@ -68,7 +70,9 @@ class CountingLearner:
 
     def publish(self, name, folder, record):
         folder.mkdir(parents=True)
-        write_file(record, json.dumps({"hash": HASH, "tensors": {"a": "0" * 31 + str(self.steps[name])}}).encode())
+        (folder / "adapter_model.safetensors").write_bytes(bytes([self.steps[name]]))
+        if record:
+            write_file(record, json.dumps({"hash": HASH, "tensors": {"a": "0" * 31 + str(self.steps[name])}}).encode())
 
 
 class Servers:
@@ -103,7 +107,8 @@ class Client:
         self.learner, self.servers = CountingLearner(), Servers()
         self.training = Training(config, places, self.learner)
         self.sampling = Sampling(config, places, self.servers, self.training.name, self.learner.vocab_size)
-        app = Gate(make_app(Api(self.training, self.sampling, places), Listing(self.training, self.sampling, places)), KEY, loopback=True)
+        listing = Listing(self.training, self.sampling, places)
+        app = Gate(make_app(Api(self.training, self.sampling, places), listing, Downloads(places, KEY)), KEY, loopback=True)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", headers={"x-api-key": f"tml-{KEY}"})
 
     async def __aenter__(self):
@@ -340,6 +345,38 @@ def test_sessions_sample_their_own_versions_and_the_base(tmp_path):
     asyncio.run(scenario())
 
 
+def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(tmp_path, monkeypatch):
+    async def scenario():
+        async with Client(tmp_path) as client:
+            model = await new_model(client)
+            await client.post("forward_backward", forward_backward(model, 1))
+            await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+            saved = await client.call("save_weights_external", {"model_id": model, "seq_id": 3, "path": "e", "ttl_seconds": 7200})
+            assert saved["path"] == f"tinker://{model}/external_weights/e"
+            named = f"/api/v1/training_runs/{model}/checkpoints/external_weights/e"
+            (listed,) = (await client.http.get("/api/v1/checkpoints")).json()["checkpoints"]
+            assert listed["checkpoint_type"] == "external" and listed["expires_at"]
+            urls = (await client.http.get(f"{named}/external_weights_urls")).json()["urls"]
+            (url,) = urls.values()
+            assert [*urls] == ["adapter_model.safetensors"]
+            key = client.http.headers.pop("x-api-key")
+            assert (await client.http.get(url)).content == b"\x01"
+            assert (await client.http.get(f"{url}0")).status_code == 401
+            assert (await client.http.get(url.replace("adapter_model", "other"))).status_code == 401
+            assert (await client.http.get(url.split("?")[0])).status_code == 401
+            with monkeypatch.context() as later:
+                now = time.time()
+                later.setattr("rl.tinker.gate.time.time", lambda: now + 3601)
+                assert (await client.http.get(url)).status_code == 401
+            client.http.headers["x-api-key"] = key
+            path = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 0, "model_path": saved["path"]}
+            assert "cannot be sampled" in (await client.post("create_sampling_session", path, 400))["detail"]
+            assert (await client.http.delete(named)).status_code == 200
+            assert (await client.http.get(url)).status_code == 404
+
+    asyncio.run(scenario())
+
+
 BAD = {
     "unknown loss": (("ppo2",), {}, "known are"),
     "no formula": (("stable_reinforce",), {}, "importance_sampling"),
@@ -363,8 +400,8 @@ def test_what_is_wrong_fails_alone_and_says_why(tmp_path):
             for offset, (key, value) in enumerate((("learning_rate", "NaN"), ("beta1", "1.5"), ("eps", "0.0"))):
                 body = f'{{"model_id": "{model}", "seq_id": {len(BAD) + 1 + offset}, "adam_params": {{"{key}": {value}}}}}'.encode()
                 assert (await client.call("optim_step", body))["category"] == "user"
-            external = {"model_id": model, "seq_id": len(BAD) + 4, "path": "e"}
-            assert "rl export" in (await client.call("save_weights_external", external))["error"]
+            external = {"model_id": model, "seq_id": len(BAD) + 4, "path": "e", "age_encryption_recipients": ["age1"]}
+            assert "does not encrypt" in (await client.call("save_weights_external", external))["error"]
             assert client.learner.done == [("create", 4)]
             assert await new_model(client, rank=9) is None
             other = {"session_id": model.partition(":")[0], "model_seq_id": 5, "base_model": "no/such", "lora_config": {}}

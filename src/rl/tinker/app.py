@@ -11,9 +11,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from rl.tinker.downloads import Downloads
+from rl.tinker.gate import DOWNLOADS
 from rl.tinker.listing import Listing
 from rl.tinker.openai import OpenAi
-from rl.tinker.places import MODEL_ID, Places, write_json
+from rl.tinker.places import EXTERNAL, MODEL_ID, Places, write_json
 from rl.tinker.proto import MESSAGE
 from rl.tinker.replies import answered, future, problem, reply, try_again
 from rl.tinker.requests import (
@@ -36,7 +38,7 @@ NOT_HERE = {
     "audit": "audit log", "billing": "billing", "auth": "tokens beside its key", "copy_weights": "copies of weights",
     "create_custom_loss": "losses of clients: leave custom_loss_server_side off",
     "publish": "publication: all that have its key read everything", "project": "projects", "trace_export": "traces",
-    "search": "search", "external_weights_urls": "signed addresses: use `rl export`",
+    "search": "search",
 }  # fmt: skip
 """The last part of a path that belongs to the public service alone, or the first after /api/v1 -> what this server does not have."""
 
@@ -184,7 +186,7 @@ def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
     return answering
 
 
-def make_app(api: Api, listing: Listing) -> Starlette:
+def make_app(api: Api, listing: Listing, downloads: Downloads) -> Starlette:
     calls = ("forward_backward", "optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
     posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "client/config": api.client_config,
@@ -215,6 +217,9 @@ def make_app(api: Api, listing: Listing) -> Starlette:
     named = "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"
     routes = [Route(f"/api/v1/{path}", guarded(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
     routes += [Route(f"/api/v1/{path}", guarded(endpoint)) for path, endpoint in gets.items()]
+    files = {f"/api/v1/training_runs/{{model_id}}/checkpoints/{EXTERNAL}/{{name}}/external_weights_urls": downloads.addresses}
+    files[f"{DOWNLOADS}{{model_id}}/{{name}}/{{file}}"] = downloads.file
+    routes += [Route(path, guarded(endpoint)) for path, endpoint in files.items()]
     plain = OpenAi(api.sampling)
     routes += [Route(f"/v1/{path}", guarded(plain.complete), methods=["POST"]) for path in ("chat/completions", "completions")]
     routes += [Route("/v1/models", guarded(plain.models))]

@@ -9,11 +9,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rl.tinker.places import TRAINING, Places, Saved, new_saved, tinker_path
+from rl.tinker.places import EXTERNAL, SAMPLER, TRAINING, Places, Saved, new_saved, tinker_path
 from rl.tinker.replies import reply
 from rl.tinker.requests import SetTtl
 from rl.tinker.sampling import Sampling
 from rl.tinker.training import Model, Training
+
+TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 
 
 def when(seconds: float) -> str:
@@ -30,7 +32,7 @@ def page(request: Request, name: str, rows: list[Any]) -> Response:
 def checkpoint(model_id: str, kind: str, name: str, saved: Saved) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{kind}/{name}",
-        "checkpoint_type": "training" if kind == TRAINING else "sampler",
+        "checkpoint_type": TYPES[kind],
         "time": when(saved.time),
         "tinker_path": tinker_path(model_id, kind, name),
         "user_metadata": saved.user_metadata,
@@ -80,7 +82,7 @@ class Listing:
     def _named(self, request: Request) -> tuple[str, str, str, Saved]:
         """Returns what a request names. Raises KeyError."""
         where = tuple(request.path_params[key] for key in ("model_id", "kind", "name"))
-        saved = self.places.read_saved(*where) if where[1] in ("weights", "sampler_weights") else None
+        saved = self.places.read_saved(*where) if where[1] in TYPES else None
         if saved is None:
             raise KeyError(f"{tinker_path(*where)} does not exist on this server")
         return *where, saved

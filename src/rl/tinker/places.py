@@ -19,13 +19,14 @@ from rl.run_dir.files import write_file
 from rl.run_dir.paths import RunDir
 from rl.wire.training_calls import CallError
 
-TRAINING, SAMPLER = "weights", "sampler_weights"
+TRAINING, SAMPLER, EXTERNAL = KINDS = ("weights", "sampler_weights", "external_weights")
 MODEL_ID, SAMPLING_ID = re.compile(r"([\w-]{1,80}):train:(\d{1,9})"), re.compile(r"([\w-]{1,80}):sample:(\d{1,9})")
-PATH = re.compile(rf"tinker://([^/]+)/({TRAINING}|{SAMPLER})/([\w.-]+)")
+PATH = re.compile(rf"tinker://([^/]+)/({'|'.join(KINDS)})/([\w.-]+)")
 
 
 class Saved(Struct):
-    """What a client has named: the trainer's state (`weights`) or a policy version (`sampler_weights`)."""
+    """What a client has named: the trainer's state (`weights`), a policy version (`sampler_weights`), or a copy of one to be downloaded
+    (`external_weights`)."""
 
     time: float
     policy_version: int
@@ -95,7 +96,7 @@ class Places:
     def all_saved(self, model_id: str) -> list[tuple[str, str, Saved]]:
         """Returns (kind, name, record) of all that a model's client has named, the newest first."""
         found = []
-        for kind in (TRAINING, SAMPLER):
+        for kind in KINDS:
             for record in (self.model(model_id).root / "saved" / kind).glob(".*.json"):
                 name = record.name[1 : -len(".json")]
                 if saved := self.read_saved(model_id, kind, name):

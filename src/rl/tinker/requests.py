@@ -123,6 +123,16 @@ class SaveWeightsForSampler(Struct):
     user_metadata: dict[str, str] | None = None
 
 
+class SaveWeightsExternal(Struct):
+    """Writes the adapter of a model for others to load."""
+
+    model_id: str
+    seq_id: Number
+    path: Name
+    ttl_seconds: Ttl = None
+    age_encryption_recipients: list[str] | None = None
+
+
 class SetTtl(Struct):
     """How long something named is to be kept from now on; None: for good."""
 

@@ -27,8 +27,8 @@ from rl.system import faults
 from rl.system.errors import RESTART, RunError
 from rl.tinker import codec
 from rl.tinker.log import Answer, Call, Log
-from rl.tinker.places import SAMPLER, TRAINING, Places, new_saved, tinker_path
-from rl.tinker.requests import CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler
+from rl.tinker.places import EXTERNAL, SAMPLER, TRAINING, Places, new_saved, tinker_path
+from rl.tinker.requests import CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsExternal, SaveWeightsForSampler
 from rl.wire.training_calls import CallError, Learner, NoRoomError
 
 T = TypeVar("T")
@@ -345,7 +345,13 @@ class Training:
         return json.dumps(answer).encode(), True
 
     def _save_external(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
-        raise CallError(f"this server exports by `rl export {model.run_dir.root} --to DIR`")
+        request = decode(call.body, SaveWeightsExternal)
+        if request.age_encryption_recipients:
+            raise CallError("this server does not encrypt: leave age_encryption_recipients out")
+        if first:
+            self.learner.publish(model.id, self.places.saved(model.id, EXTERNAL, request.path), None)
+            self.places.write_saved(model.id, EXTERNAL, request.path, new_saved(model.version, request.ttl_seconds, None))
+        return json.dumps({"path": tinker_path(model.id, EXTERNAL, request.path), "type": "save_weights_external"}).encode(), True
 
     def _delete_old(self, model: Model) -> None:
         """Deletes versions that are neither among the newest, nor named, nor sampled from."""

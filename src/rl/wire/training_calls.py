@@ -90,6 +90,6 @@ class Learner(Protocol):
         """Reads what `save` wrote, under any name; without `optimizer`, its moments begin at 0."""
         ...
 
-    def publish(self, name: str, folder: Path, record: Path) -> None:
+    def publish(self, name: str, folder: Path, record: Path | None) -> None:
         """Writes adapters as a policy version that inference loads, and its digests."""
         ...

@@ -216,7 +216,7 @@ class AdapterLearner:
         for key in (key for key in found if optimizer or key.startswith("weight.")):
             cut(key, own.tensors[key], own.rank).copy_(found[key])
 
-    def publish(self, name: str, folder: Path, record: Path) -> None:
+    def publish(self, name: str, folder: Path, record: Path | None) -> None:
         own, dtype, now = self.adapters[name], DTYPES[self.config.model.dtype], self._tensors(name)
         names = {f"weight.{parameter}": lora.name_in_file(parameter) for parameter in self.parameters}
         tensors = {names[key]: cut(key, now[key], own.rank).to(dtype).cpu().contiguous() for key in names}
@@ -231,7 +231,8 @@ class AdapterLearner:
             config.write_text(json.dumps(json.loads(config.read_text()) | {"r": own.rank}, indent=2))
             (temporary / DIGESTS).write_text(json.dumps(content | {"files": {config.name: digest_of_file(config)}}, indent=1))
 
-        write_file(record, json.dumps(content, indent=1).encode())
+        if record:
+            write_file(record, json.dumps(content, indent=1).encode())
         write_directory(folder, fill)
 
 
