@@ -12,6 +12,7 @@ from PIL import Image
 from recipe_curves import HEAD, drawn_from, table
 
 from rl.cluster.submit import dry_run
+from rl.commands.recipe import commands
 from rl.commands.recipe_file import RECIPES, copy, names, read
 from rl.config.command_line import build, from_toml, load_config_or_exit, parse_args, to_toml
 from rl.config.environment_id import read_id
@@ -96,8 +97,8 @@ def test_a_recipe_is_whole(name, tmp_path, monkeypatch):
     assert set(re.findall(r"https://[^\s)]+", recipe.aim)) <= set(re.findall(r"https://[^\s)]+", text)), (
         "the README names no source of the aim"
     )
-    for command in (f"rl recipe {name}", *(f"rl {stage}" for stage in recipe.stages)):
-        assert re.search(rf"{re.escape(command)}\b", text), f"the README does not show {command}"
+    for command in (f"rl recipe {name}", *commands(recipe, "rl")):
+        assert re.search(rf"{re.escape(command)}(?!\w)", text), f"the README does not show {command}"
 
 
 @pytest.mark.parametrize("name", [name for name in names() if read(name).curves])
