@@ -12,9 +12,12 @@ from PIL import Image
 from recipe_curves import HEAD, drawn_from, table
 
 from rl.cluster.submit import dry_run
+from rl.commands.collect import OPTIONS
+from rl.commands.recipe import commands
 from rl.commands.recipe_file import RECIPES, copy, names, read
 from rl.config.command_line import build, from_toml, load_config_or_exit, parse_args, to_toml
 from rl.config.environment_id import read_id
+from rl.config.options import take
 from rl.config.plan import Plan, plan
 from rl.launch import devices
 from rl.system.machine import Machine
@@ -85,6 +88,8 @@ def test_a_recipe_is_whole(name, tmp_path, monkeypatch):
     for words in map(shlex.split, recipe.stages):
         if "@" in words:
             settings = [*dropwhile(lambda word: not word.startswith(("-", "@")), words)]
+            if words[0] == "collect":
+                settings = take("rl collect", settings, OPTIONS)[1]
             config = build(parse_args([*settings, "--seed", "1", "--max_steps", "2"]))
             assert not (config.sft and config.sft.epochs), "max_steps, which --short cuts, does not end this stage"
             for env_id in config.orchestrator.env_ids:
@@ -96,8 +101,8 @@ def test_a_recipe_is_whole(name, tmp_path, monkeypatch):
     assert set(re.findall(r"https://[^\s)]+", recipe.aim)) <= set(re.findall(r"https://[^\s)]+", text)), (
         "the README names no source of the aim"
     )
-    for command in (f"rl recipe {name}", *(f"rl {stage}" for stage in recipe.stages)):
-        assert re.search(rf"{re.escape(command)}\b", text), f"the README does not show {command}"
+    for command in (f"rl recipe {name}", *commands(recipe, "rl")):
+        assert re.search(rf"{re.escape(command)}(?!\w)", text), f"the README does not show {command}"
 
 
 @pytest.mark.parametrize("name", [name for name in names() if read(name).curves])

@@ -145,6 +145,37 @@ def test_a_stage_that_fails_ends_the_check(recipes, capsys, monkeypatch):
     assert err == "rl recipe: sums: `rl sft @ sft.toml` in outputs/recipes/sums-1 ended with exit code 3; it says why above\n"
 
 
+def test_a_teacher_serves_while_the_last_stage_runs(recipes, capsys, monkeypatch):
+    """A program that waits stands for the server."""
+    (recipes / "recipe.toml").write_text(RECIPE.replace("minutes", 'teacher = "@ outputs/warm/config.toml --inference.port 8917"\nminutes'))
+    monkeypatch.setenv("RL_TOKEN", "0123456789abcdef")
+    monkeypatch.setattr(recipe_file, "IS_INSTALLED", True)
+    lines = called(capsys, "recipe", "sums", "--to", "x")[1].splitlines()
+    assert lines[-4:] == [
+        "export RL_TOKEN=$(openssl rand -hex 16)",
+        "inference @ outputs/warm/config.toml --inference.port 8917 > teacher.log 2>&1 &",
+        "rl @ run.toml",
+        "kill %1",
+    ]
+    server = recipes.with_name("server")
+    server.write_text('#!/bin/sh\necho "$RL_TOKEN $*"\nexec sleep 600\n')
+    server.chmod(0o755)
+    monkeypatch.setattr(command.sys, "executable", str(server))
+    seen = []
+
+    def run(words):
+        if words[0] == "@":
+            until(lambda: Path("teacher.log").read_text(), 60)
+        seen.append((words[0], Path("teacher.log").exists()))
+        return int(words[0] == "@")
+
+    monkeypatch.setattr(command, "run_stage", run)
+    assert called(capsys, "recipe", "sums", "--check")[0] == 1, "it ends also when the stage fails"
+    assert seen == [("sft", False), ("export", False), ("@", True)]
+    said = "0123456789abcdef -m rl.inference.main @ outputs/warm/config.toml --inference.port 8917\n"
+    assert Path("outputs/recipes/sums-1/teacher.log").read_text() == said
+
+
 def test_a_stage_is_rl(capfd):
     assert run_stage(["no-such-command"]) == 2
     assert capfd.readouterr().err.startswith("rl: no-such-command: no such command")

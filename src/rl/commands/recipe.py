@@ -3,10 +3,12 @@
 import contextlib
 import itertools
 import os
+import secrets
 import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from rl.commands.recipe_file import Recipe, copy, names, program, read
 from rl.config.command_line import build, fail, parse_args
 from rl.config.options import Option, option_lines, take
 from rl.launch.children import Children
-from rl.system.children import Stopped
+from rl.run_dir.access_token import VARIABLE
+from rl.system.children import STOP_DEADLINE_S, Stopped
 from rl.system.errors import RunError
 from rl.system.linux import end_with_parent
 
@@ -62,8 +65,17 @@ def main(args: list[str], _children: Children) -> int:
     copy(name, recipe, folder)
     time = f"{'never run; estimated ' if recipe.aim else 'about '}{recipe.minutes:g} minutes on {recipe.machine}"
     print(f"{folder}: {recipe.title}; {time}. Train it with:\n")
-    print("\n".join([f"cd {shlex.quote(str(folder))}", *(f"{program(folder)} {stage}" for stage in recipe.stages)]))
+    print("\n".join([f"cd {shlex.quote(str(folder))}", *commands(recipe, program(folder))]))
     return 0
+
+
+def commands(recipe: Recipe, rl: str) -> list[str]:
+    """Returns the lines of a shell that train a recipe; `rl` is how `rl` is called."""
+    lines = [f"{rl} {stage}" for stage in recipe.stages]
+    if recipe.teacher:
+        server = f"{rl.removesuffix('rl')}inference {recipe.teacher} > teacher.log 2>&1 &"
+        lines[-1:] = [f"export {VARIABLE}=$(openssl rand -hex 16)", server, lines[-1], "kill %1"]
+    return lines
 
 
 def listed(recipes: dict[str, Recipe]) -> list[str]:
@@ -85,9 +97,10 @@ def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
         settings = itertools.dropwhile(lambda word: not word.startswith(("-", "@")), stages[-1])
         metrics = build(parse_args([*settings], os.environ)).run_dir.metrics.absolute()
         for words in stages:
-            print(f"{folder}: rl {shlex.join(words)}", flush=True)
-            if code := run_stage(words):
-                raise RunError(f"{name}: `rl {shlex.join(words)}` in {folder} ended with exit code {code}; it says why above")
+            with teaching(recipe.teacher if words is stages[-1] else "", folder):
+                print(f"{folder}: rl {shlex.join(words)}", flush=True)
+                if code := run_stage(words):
+                    raise RunError(f"{name}: `rl {shlex.join(words)}` in {folder} ended with exit code {code}; it says why above")
     points = measured(recipe, metrics)
     if values["short"]:
         print(f"{name}: all stages work, and {recipe.measure} is {points[max(points)]:.3f} at step {max(points)}")
@@ -95,6 +108,25 @@ def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
     lines, passed = verdict(name, recipe, points)
     print("\n".join(lines))
     return 0 if passed else 1
+
+
+@contextlib.contextmanager
+def teaching(arguments: str, folder: Path) -> Iterator[None]:
+    """A recipe's teacher, if it has one, which serves until the block ends. Nothing waits for its start here: its run does."""
+    if not arguments:
+        yield
+        return
+    os.environ.setdefault(VARIABLE, secrets.token_hex(16))  # the key by which the run may ask the server
+    print(f"{folder}: inference {arguments} (log: teacher.log)", flush=True)
+    words = [sys.executable, "-m", "rl.inference.main", *shlex.split(arguments)]
+    with open("teacher.log", "wb") as log, subprocess.Popen(words, stdout=log, stderr=log, preexec_fn=end_with_parent) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_DEADLINE_S)
+            process.kill()
 
 
 def run_stage(words: list[str]) -> int:

@@ -40,6 +40,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     minutes: float
     """How long one seed takes on `machine`; an estimate if it was never run."""
     machine: str
+    teacher: str = ""
+    """Arguments of `inference`: a server that the last stage learns from, which may serve what a stage before it has trained."""
     curves: dict[str, list[float]] = {}
     """`steps`, and under the number of each seed the measure at these steps."""
     aim: str = ""
