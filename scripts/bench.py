@@ -8,6 +8,7 @@ BENCHMARKS = {
     "roofline": "what every phase of the loop takes over what the machine allows, and who owns the difference",
     "trainer": "a training step over a bare PyTorch one",
     "publish": "what a policy version costs the ranks: seconds that training stands, memory, bytes between ranks",
+    "resume": "how long ranks take to check and load a checkpoint",
     "deltas": "the bytes of delta versions over those of a whole one, after real optimizer steps",
     "pause": "what a weight update costs generation",
     "slices": "how one worker of several loads a version: bytes, time, pause",

@@ -25,9 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZES = {
     "0.1B": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 32000},
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "vocab_size": 151936},
+    "0.9B": {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 20, "num_attention_heads": 12, "vocab_size": 151936},
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "vocab_size": 151936},
 }
-"""Of Qwen2.5's models, with a tied head."""
+"""Of Qwen2.5's models, with a tied head; one between two of them, for a checkpoint of 10 GiB."""
 GIB = 1 << 30
 
 
@@ -52,16 +53,31 @@ def resident() -> dict[str, int]:
     return {name: int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM", "RssShmem")}
 
 
+def random_model(size: str, world: Any) -> Any:
+    """Returns a Llama of random weights that is sharded over the ranks; the weights were never in one place."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rl.trainer.parallel.sharding import shard_model
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES[size], num_key_value_heads=2, tie_word_embeddings=True))
+    shard_model(model, torch.bfloat16, world)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter.to_local(), std=0.02)
+    return model
+
+
 def rank_main(size: str, versions: int, folder: Path) -> None:
     """One rank; its code is whatever is in the path."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from rl.config.trainer import WeightsConfig
     from rl.run_dir.lease import hold_role
     from rl.run_dir.paths import RunDir
-    from rl.trainer.parallel.sharding import shard_model
     from rl.trainer.parallel.world import start_world
     from rl.trainer.store import versions as store
     from rl.trainer.store.publisher import Publisher
@@ -80,13 +96,7 @@ def rank_main(size: str, versions: int, folder: Path) -> None:
     world = start_world(False, 600.0)
     run_dir = RunDir(folder, folder / "weights")
     lock = hold_role(run_dir.lock("trainer"), 5.0) if world.is_main else None
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**SIZES[size], num_key_value_heads=2, tie_word_embeddings=True))
-    shard_model(model, torch.bfloat16, world)
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter.to_local(), std=0.02)
+    model = random_model(size, world)
     base = folder / "base"
     if world.is_main:
         model.config.save_pretrained(base)
@@ -122,22 +132,27 @@ def rank_main(size: str, versions: int, folder: Path) -> None:
     os._exit(0)
 
 
+def run_ranks(checkout: Path, command: list[str], count: int, timeout_s: float) -> None:
+    """Runs a command as each of `count` ranks with the code of a checkout; exits if one fails."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    env = os.environ | {"PYTHONPATH": str(checkout / "src"), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([sys.executable, *command], env=env | {"RANK": str(rank)}) for rank in range(count)]
+    try:
+        codes = [rank.wait(timeout_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(codes):
+        sys.exit(f"{checkout}: the ranks ended with {codes}")
+
+
 def measure(checkout: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One start of all ranks with the code of a checkout; what each has found."""
-    with tempfile.TemporaryDirectory(dir=args.dir) as folder, socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        server.close()
-        env = os.environ | {"PYTHONPATH": str(checkout / "src"), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        env |= {"WORLD_SIZE": str(args.ranks), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--size", args.size, "--versions", str(args.versions), "--rank-in", folder]
-        ranks = [subprocess.Popen(command, env=env | {"RANK": str(rank)}) for rank in range(args.ranks)]
-        try:
-            codes = [rank.wait(args.timeout_s) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            sys.exit(f"{checkout}: the ranks ended with {codes}")
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+        command = [__file__, "--size", args.size, "--versions", str(args.versions), "--rank-in", folder]
+        run_ranks(checkout, command, args.ranks, args.timeout_s)
         return [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(args.ranks)]
 
 
