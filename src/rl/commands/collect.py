@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, name_of_play, usage
-from rl.commands.play_session import Job, PlaySession, play_session, run, say, task_count
+from rl.commands.play_session import Job, PlaySession, play_session, run, task_count
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import CommandLine, fail
 from rl.config.options import Option
@@ -24,6 +24,7 @@ from rl.launch.children import Children
 from rl.run_dir.files import append_file
 from rl.run_dir.lease import NO_LOCKS
 from rl.system.errors import RunError
+from rl.system.terminal import say
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Ready
 

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 from rl.commands.options import usage
-from rl.commands.play_session import say
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
 from rl.config.environment_id import fetched, homes_root, module_name, read_id
@@ -18,6 +17,7 @@ from rl.homes.request import Request
 from rl.launch.children import Children
 from rl.run_dir.files import clean_leftovers
 from rl.system.errors import RunError
+from rl.system.terminal import say
 
 KIND = Option("kind", "classic|v1", "the API to use for a package that has both")
 REQUIRE = Option("requirements", "A,B", "further packages, as in orchestrator.environment.requirements")

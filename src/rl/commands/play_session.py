@@ -34,7 +34,7 @@ from rl.run_dir.status import describe, read_status
 from rl.system.children import STOP_DEADLINE_S, Child, descendants, kill_descendants
 from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError
 from rl.system.machine import machine
-from rl.system.terminal import visible
+from rl.system.terminal import say
 from rl.wire.rollouts import Rollout, Split
 from rl.wire.worker_messages import Endpoint, PolicySpec, Ready
 
@@ -49,11 +49,6 @@ PROGRESS_S = 20.0
 """Seconds between two progress lines."""
 Wanted = Callable[[dict[str, Ready]], bool]
 """Decides from the sizes of the environments whether there is anything to play."""
-
-
-def say(text: str) -> None:
-    """Prints progress to stderr; stdout is reserved for the command's result."""
-    print(visible(text), file=sys.stderr, flush=True)
 
 
 def run(program: str, children: Children, work: Coroutine[Any, Any, int]) -> int:

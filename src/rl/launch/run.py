@@ -40,7 +40,7 @@ from rl.system.errors import GIVE_UP, RunError, system_error
 from rl.system.linux import shared_memory_fault
 from rl.system.machine import machine
 from rl.system.sandbox import fault as sandbox_fault
-from rl.system.terminal import visible
+from rl.system.terminal import say
 
 POLL_S = 0.2
 EXIT_S = 2.0
@@ -225,7 +225,7 @@ def run(prepared: Prepared, placement: Placement, children: Children, again: str
     elif code > 128:
         watch.supervisor.event("stop", "rl", reason=signal.Signals(code - 128).name)
     if why:
-        print(visible(why), file=sys.stderr, flush=True)  # it may quote logs, which may contain model output
+        say(why)  # it may quote logs, which may contain model output
     stuck = children.stop(placement.stop_s)
     if code > 1 and not stuck and not lost:
         watch.supervisor.keeper.archive_statuses()
@@ -253,11 +253,6 @@ def resume_command(args: list[str], program: str = "rl") -> str:
         elif word not in ("--resume", "--clean"):
             kept.append(word)
     return shlex.join([*program.split(), *kept, "--resume"])
-
-
-def tell(text: str) -> None:
-    """Prints a message before there is a console."""
-    print(visible(text), file=sys.stderr, flush=True)
 
 
 def home_lines(homes: Homes, told: list[str]) -> list[str]:
@@ -291,7 +286,7 @@ def launch(
 
     def tell_of_homes(text: str) -> None:
         told.append(text)
-        tell(text)
+        say(text)
 
     homes = homes_of(config, tell_of_homes, recorded=line.resume is not None) if config.plays else {}
     placement = place(config)
