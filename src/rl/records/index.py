@@ -2,22 +2,23 @@
 
 import heapq
 import os
-import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from rl.records import cache
 from rl.records.columns import DECODER, Columns, Kind, Line, Source
-from rl.run_dir.files import CorruptFileError
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.files import CorruptFileError, files_in
+from rl.run_dir.paths import RunDir, numbers
 from rl.wire.batch_file import sound_rollouts
 from rl.wire.messages import UNREADABLE
 
-STEP_FILE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})\.jsonl(\.gz)?")
+T = TypeVar("T")
 CHUNK = 8192
 """Number of rows added at once."""
 SUSPECTS = 3
@@ -72,7 +73,7 @@ class RolloutIndex:
         _, changed_at = identity_of(folder) or (0, 0)
         if changed_at and changed_at == self.looked and folder not in self.denied:
             return set()
-        there = {Source(Kind.STEP, int(match[1])) for match in map(STEP_FILE.fullmatch, self._names(folder)) if match}
+        there = {Source(Kind.STEP, step) for step in self._listed(folder, self.run_dir.rollout_files)}
         known = {source for source in self.files if source.kind is Kind.STEP}
         suspects = set(heapq.nlargest(SUSPECTS, known))
         if self.looked is None or not there.issuperset(suspects) or any(map(self._replaced, suspects)):
@@ -83,33 +84,24 @@ class RolloutIndex:
     def _changed_evals(self) -> set[Source]:
         """The files of evaluations that are new, gone or replaced."""
         sources = {source for source in self.files if source.kind is Kind.EVAL}
-        for version, folder in self._versions().items():
-            sources |= {Source(Kind.EVAL, version, name.removesuffix(".jsonl")) for name in self._names(folder) if name.endswith(".jsonl")}
+        evals = self.run_dir.evals
+        for version in self._listed(evals, lambda: numbers(evals)):
+            folder = evals / f"{version:06d}"
+            sources |= {Source(Kind.EVAL, version, path.stem) for path in self._listed(folder, partial(files_in, folder, ".jsonl"))}
         return set(filter(self._replaced, sources))
 
     def _replaced(self, source: Source) -> bool:
         """Whether a file is not the one that was read; one that is not there was not read."""
         return self._identity(source) != self.files.get(source)
 
-    def _names(self, folder: Path) -> tuple[str, ...]:
-        """The sorted names in a folder."""
+    def _listed(self, folder: Path, entries: Callable[[], Collection[T]]) -> Collection[T]:
+        """The entries of a folder, none if it may not be read: `denied` says so."""
         self.denied.pop(folder, None)
         try:
-            return tuple(sorted(os.listdir(folder)))
-        except FileNotFoundError:
-            return ()
+            return entries()
         except PermissionError as error:
             self.denied[folder] = str(error)
             return ()
-
-    def _versions(self) -> dict[int, Path]:
-        """The folders of evaluated versions."""
-        self.denied.pop(self.run_dir.evals, None)
-        try:
-            return numbered(self.run_dir.evals)
-        except PermissionError as error:
-            self.denied[self.run_dir.evals] = str(error)
-            return {}
 
     def _identity(self, source: Source) -> cache.Identity | None:
         """The size and mtime of a file; None if it does not exist or is not accessible."""
