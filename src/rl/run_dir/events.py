@@ -4,7 +4,6 @@ On a cluster each machine that serves writes `events-node3.jsonl` beside it, bec
 """
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -49,12 +48,8 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 
 def append_event(path: Path, event: Event) -> None:
     """Appends a line. OSErrors are ignored: a full disk must not end the run here."""
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(fd, msgspec.json.encode(event) + b"\n")
-        finally:
-            os.close(fd)
+    with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
+        file.write(msgspec.json.encode(event) + b"\n")
 
 
 class EventsReader:
