@@ -47,8 +47,8 @@ config = from_toml(root / "config.toml")
 '''
 scripts = {scripts!r}
 rl.launch.roles.command = lambda name, run_dir, ranks: [sys.executable, "-c", prelude + scripts[name], name, str(run_dir.root)]
-import rl.main, rl.launch.run
-rl.launch.run.CURVES_AFTER_S = 1.0
+import rl.main, rl.launch.curves
+rl.launch.curves.EVERY_S = 1.0
 sys.exit(rl.main.main())
 """
 SCRIPTS = {
