@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rl.config.run import RLConfig
+from rl.launch.run import trackers
 from rl.launch.tensorboard_log import TensorboardLog
-from rl.launch.trackers import trackers
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 

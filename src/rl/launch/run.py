@@ -29,7 +29,8 @@ from rl.launch.children import Children
 from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
-from rl.launch.trackers import trackers
+from rl.launch.tensorboard_log import TensorboardLog
+from rl.launch.wandb_log import WandbLog
 from rl.run_dir.lease import check_fence, lost_to
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, sources_dir
@@ -58,6 +59,17 @@ def manifest_lines(manifest: dict[str, Any]) -> list[str]:
             left_out = "".join(f"; {number:,} {what}" for what, number in part["left_out"].items())
             lines.append(f"data      {part['dataset']}{' (validation)' if name == 'validation' else ''}: {sizes}{left_out}")
     return lines + [f"warning: {text}" for text in manifest["warnings"]]
+
+
+def trackers(config: RLConfig, run_dir: RunDir, say: Callable[[str], None]) -> list[WandbLog | TensorboardLog]:
+    """Returns what receives the lines of metrics.jsonl in addition, and reports its own failures as warnings. `send` first brings existing
+    lines, some of which it may have received in an earlier start. Raises RunError if a package is not installed."""
+    found: list[WandbLog | TensorboardLog] = []
+    if config.wandb:
+        found.append(WandbLog(config, run_dir, say))
+    if config.tensorboard:
+        found.append(TensorboardLog(run_dir, say))
+    return found
 
 
 class Watch:

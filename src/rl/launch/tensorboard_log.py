@@ -14,7 +14,7 @@ PACKAGE = "tensorboardX"
 
 
 class TensorboardLog:
-    """A tracker, see rl.launch.trackers."""
+    """The event files of a run."""
 
     def __init__(self, run_dir: RunDir, say: Callable[[str], None]):
         """Raises RunError without the package."""
