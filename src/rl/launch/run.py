@@ -149,7 +149,6 @@ class Watch:
             self.console.say(line)
 
     def tell_data(self) -> None:
-        """Prints the data of supervised fine-tuning."""
         for line in manifest_lines(json.loads((self.run_dir.data / "manifest.json").read_bytes())):
             self.console.say(line)
 

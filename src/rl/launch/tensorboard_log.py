@@ -51,7 +51,6 @@ class TensorboardLog:
             self._give_up(error)
 
     def close(self, exit_code: int) -> None:
-        """Closes the file."""
         if self.writer is not None:
             try:
                 self.writer.close()

@@ -82,7 +82,6 @@ class RolloutIndex:
         return known ^ there | set(filter(self._replaced, suspects))
 
     def _changed_evals(self) -> set[Source]:
-        """The files of evaluations that are new, gone or replaced."""
         sources = {source for source in self.files if source.kind is Kind.EVAL}
         evals = self.run_dir.evals
         for version in self._listed(evals, lambda: numbers(evals)):
@@ -120,7 +119,6 @@ class RolloutIndex:
         return next((path for path in paths if os.path.exists(path)), paths[0])
 
     def _forget(self, sources: list[Source]) -> None:
-        """Drops the rows of files."""
         known = [source for source in sources if self.files.pop(source, None)]
         for source in sources:
             self.damaged.pop(source, None)

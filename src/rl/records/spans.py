@@ -51,7 +51,6 @@ class SpanFile:
         """See `begins`."""
 
     def refresh(self) -> None:
-        """Reads new lines."""
         while lines := self.reader.new():
             for text in lines:
                 try:

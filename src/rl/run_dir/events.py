@@ -59,7 +59,6 @@ class EventsReader:
         self.path, self.readers = path, dict[Path, LineReader]()
 
     def skip(self) -> None:
-        """Skips the events that exist now."""
         for reader in self._files():
             reader.skip()
 

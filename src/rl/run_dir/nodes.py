@@ -126,7 +126,6 @@ class Nodes:
         return self.folder / f"{index}.json"
 
     def config_path(self, index: int) -> Path:
-        """The configuration with which a machine has started."""
         return self.folder / f"{index}.toml"
 
     def lock(self, index: int) -> Path:
@@ -164,7 +163,6 @@ class Nodes:
         return read_json(self.jobs_path, Jobs)
 
     def stop_world(self, world: World, stop: Stop) -> None:
-        """Tells the agents of a world to end."""
         self.write(self.world_path, msgspec.structs.replace(world, stop=stop))
 
 

@@ -114,11 +114,9 @@ class Numbers:
 
     @property
     def names(self) -> list[str]:
-        """Names of all metrics."""
         return sorted({name for table in self.tables.values() for name in table.arrays})
 
     def names_of(self, source: str) -> list[str]:
-        """Returns the names of the metrics of a source."""
         return sorted(self.tables[source].arrays) if source in self.tables else []
 
     def columns(self, source: str | None = None) -> dict[str, np.ndarray]:

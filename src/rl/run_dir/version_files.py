@@ -66,7 +66,6 @@ def first_difference(expected: Mapping[str, Digest], found: Mapping[str, Digest]
 
 
 def is_delta(folder: Path) -> bool:
-    """Returns whether a folder has a delta version."""
     return (folder / DELTA).exists()
 
 
