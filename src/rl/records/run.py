@@ -1,4 +1,4 @@
-"""One run directory, live or finished, as an object; see rl.records for an overview."""
+"""One run directory, live or finished, as an object; see docs/python.md."""
 
 import math
 import re
