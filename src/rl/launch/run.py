@@ -160,12 +160,6 @@ class Watch:
             doubt = f"; `rl show {self.run_dir.root}` shows the rollouts"
             self.console.say(f"warning: {text}{doubt}" if end.kind == "doubtful" else text)
 
-    def nothing_trained(self) -> str:
-        """See rl.diagnosis.run_outcome.nothing_trained."""
-        from rl.run_dir.numbers import Numbers
-
-        return nothing_trained(Numbers.read(self.run_dir.metrics))
-
     def close(self, exit_code: int) -> None:
         """Prints the last lines and the report, and closes the trackers."""
         from rl.launch.curves import final_report
@@ -206,6 +200,8 @@ def on_this_machine(config: RLConfig) -> Placement:
 
 def run(prepared: Prepared, placement: Placement, children: Children, again: str, view: bool = False) -> int:
     """Runs everything from the prepared directory to the report. Returns the exit code."""
+    from rl.run_dir.numbers import Numbers
+
     config = placement.config
     watch = Watch(config, prepared, children, view)
     code, why, lost = 0, "", ""
@@ -218,7 +214,7 @@ def run(prepared: Prepared, placement: Placement, children: Children, again: str
         if config.sft:
             watch.tell_data()
         watch.until_finished(placement.roles(prepared.run_dir))
-        if fault := watch.nothing_trained():
+        if fault := nothing_trained(Numbers.read(prepared.run_dir.metrics)):
             raise RunError(fault, resume_at=0)
         watch.tell_end()
     except Stopped as stop:
