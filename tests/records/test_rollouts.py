@@ -117,7 +117,7 @@ def test_a_table_has_all_fields(run_dir):
     assert len(frame[~frame.failed]) == 4 and len(frame[frame.truncated]) == 0
     columns = Run(run_dir.root).rollouts().frame("columns")
     assert columns["task"].tolist() == [3, 3, 4, 4, 3, 3, 0, 0] and "offset" not in columns
-    with pytest.raises(RunError, match=r"arrow: is not installed; available: pandas.*columns"):
+    with pytest.raises(RunError, match="kind = 'arrow': give pandas, polars or columns"):
         Run(run_dir.root).rollouts().frame("arrow")
 
 

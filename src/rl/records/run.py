@@ -18,9 +18,8 @@ from rl.diagnosis.waits import Diagnosis, diagnose
 from rl.models.folder import folder_here, has_tokenizer, read_json, resolve_model, template_text, with_template
 from rl.records.cache import cache_file
 from rl.records.columns import Kind
-from rl.records.frames import frame
 from rl.records.index import RolloutIndex
-from rl.records.rollouts import KINDS, Rollouts, all_rollouts, is_number
+from rl.records.rollouts import KINDS, Rollouts, all_rollouts, frame, is_number
 from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
@@ -127,8 +126,8 @@ class Run:
     def metrics(self, source: str | None = None, kind: str | None = None) -> Any:
         """A table with a row per (step, source) and a column per metric; missing values are nan.
 
-        source: only `trainer`, `orchestrator` or `eval`. kind: `pandas`, `polars`, or `columns` for a dict of numpy arrays; None takes
-        the first that is installed. Raises RunError for an unknown source.
+        source: only `trainer`, `orchestrator` or `eval`. kind: `pandas` (the default), `polars`, or `columns` for a dict of numpy arrays.
+        Raises RunError for an unknown source.
         """
         with self.reading:
             self._check_source(source)
