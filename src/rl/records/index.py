@@ -35,8 +35,8 @@ PENDING = Source(Kind.PENDING, 0)
 class RolloutIndex:
     """Columns of all rollouts. `refresh` reads what is new, and is not thread-safe."""
 
-    def __init__(self, run_dir: RunDir, cache_file: Path | None = None):
-        """cache_file: where the index is kept beyond this process; None: nowhere."""
+    def __init__(self, run_dir: RunDir, cache_file: Path):
+        """cache_file: where the index is kept beyond this process."""
         self.run_dir, self.cache_file = run_dir, cache_file
         self.columns = Columns()
         self.files: dict[Source, cache.Identity] = {}
@@ -47,7 +47,7 @@ class RolloutIndex:
         """Folders without read permission, with the error."""
         self.looked: int | None = None
         """The mtime of rollouts/ in ns when it was listed; 0 if it may change again with the same one; None before the first time."""
-        if cache_file and (found := cache.load(cache_file)):
+        if found := cache.load(cache_file):
             self.columns, self.files = found
 
     def refresh(self) -> None:
@@ -62,7 +62,7 @@ class RolloutIndex:
             settled = self.columns["kind"] == Kind.STEP
             recent = settled & (self.columns["step"] > self.columns["step"][settled].max(initial=0) - SUSPECTS)
             self._drop(waits & np.isin(self.columns["group_id"], self.columns["group_id"][recent]))
-        if self.cache_file and changed and time.monotonic() - began > CACHE_S:
+        if changed and time.monotonic() - began > CACHE_S:
             sound = {source: identity for source, identity in self.files.items() if source != PENDING and source not in self.damaged}
             cache.save(self.cache_file, self.columns, sound)
 

@@ -78,12 +78,12 @@ class Version:
 class Run:
     """A run directory, read-only. Every answer reflects the files at that moment."""
 
-    def __init__(self, root: Path | str, *, cache: bool = True):
-        """Opens a run. cache: whether to keep an index that took long to build in the user's cache. Raises RunError if there is no run."""
+    def __init__(self, root: Path | str):
+        """Opens a run. Raises RunError if there is none."""
         self.root = Path(root).expanduser().absolute()
         if not (self.root / "config.toml").is_file():
             raise RunError(f"{self.root}: not a run directory; give the directory that has its config.toml")
-        self._cache, self._lock = cache, threading.RLock()
+        self._lock = threading.RLock()
         self.reading = threading.RLock()
         """Held while metrics or spans are read, as another thread may update them. The index of rollouts, which may take a minute to
         build, has its own lock."""
@@ -154,7 +154,7 @@ class Run:
 
     @cached_property
     def _index(self) -> RolloutIndex:
-        return RolloutIndex(self.run_dir, cache_file(self.root) if self._cache else None)
+        return RolloutIndex(self.run_dir, cache_file(self.root))
 
     def rollouts(self, kind: str | None = None, **wanted: Any) -> Rollouts:
         """Selects rollouts by fields: `step`, `version`, `env`, `task`, `group_id`, `outcome`, `why`, `reward`, ..., or a metric's name.
