@@ -263,11 +263,11 @@ def resume_command(args: list[str], program: str = "rl") -> str:
     return shlex.join([*program.split(), *kept, "--resume"])
 
 
-def home_lines(homes: Homes, told: list[str]) -> list[str]:
-    """Returns a line for each home that environments are played in, except those reported when they were made."""
+def home_lines(homes: Homes) -> list[str]:
+    """Returns a line for each home that environments are played in."""
     by_home: dict[str, list[str]] = {}
     for name, one in homes.items():
-        if one.home.version and not any(summary(one.home) in text for text in told):
+        if one.home.version:
             by_home.setdefault(summary(one.home), []).append(name)
     return [f"environment{'s' * (len(names) > 1)} {', '.join(names)}: {text}" for text, names in by_home.items()]
 
@@ -290,13 +290,7 @@ def launch(
     sandboxed = {entry.label for entry in environments(config).values() if entry.isolation == "sandbox"}
     if sandboxed and (problem := sandbox_fault()):
         raise RunError(f'environment {", ".join(sorted(sandboxed))}, isolation = "sandbox": {problem}')
-    told: list[str] = []
-
-    def tell_of_homes(text: str) -> None:
-        told.append(text)
-        say(text)
-
-    homes = homes_of(config, tell_of_homes, recorded=line.resume is not None) if config.plays else {}
+    homes = homes_of(config, say, recorded=line.resume is not None) if config.plays else {}
     placement = place(config)
     config = placement.config
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
@@ -305,7 +299,7 @@ def launch(
         print(f"{prepared.run_dir.root}: all {config.max_steps} steps are done; raise --max_steps to continue", flush=True)
         return 0
     record(config, homes)
-    prepared.notes += [*placement.notes, *home_lines(homes, told)]
+    prepared.notes += [*placement.notes, *home_lines(homes)]
     import rl.launch.curves  # noqa: F401  now: a signal in the middle of NumPy's import would leave it broken for the final report
 
     code = run(prepared, placement, children, again, "view" in line.switches)
