@@ -91,7 +91,7 @@ class RolloutIndex:
 
     def _replaced(self, source: Source) -> bool:
         """Whether a file is not the one that was read; one that is not there was not read."""
-        return self._identity(source) != self.files.get(source)
+        return identity_of(self.path(source)) != self.files.get(source)
 
     def _listed(self, folder: Path, entries: Callable[[], Collection[T]]) -> Collection[T]:
         """The entries of a folder, none if it may not be read: `denied` says so."""
@@ -102,16 +102,14 @@ class RolloutIndex:
             self.denied[folder] = str(error)
             return ()
 
-    def _identity(self, source: Source) -> cache.Identity | None:
-        """The size and mtime of a file; None if it does not exist or is not accessible."""
-        return next((found for path in self.paths(source) if (found := identity_of(path))), None)
-
     def paths(self, source: Source) -> list[Path]:
         """The possible paths of a file: a step's is compressed once it is old."""
         if source.kind is Kind.EVAL:
             return [self.run_dir.eval(source.number, source.name)]
-        plain = self.run_dir.pending_rollouts if source.kind is Kind.PENDING else self.run_dir.rollouts(source.number)
-        return [plain] if source.kind is Kind.PENDING else [plain, compressed(plain)]
+        if source.kind is Kind.PENDING:
+            return [self.run_dir.pending_rollouts]
+        plain = self.run_dir.rollouts(source.number)
+        return [plain, plain.with_name(f"{plain.name}.gz")]
 
     def path(self, source: Source) -> Path:
         """The path of a file, or its default path if it does not exist."""
@@ -172,11 +170,6 @@ def decoded(path: Path, data: bytes) -> Iterator[tuple[Line, tuple[int, int]]]:
         except UNREADABLE as error:
             raise CorruptFileError(f"{path}:{number}: not a rollout of this version of rl: {error}") from None
         offset += len(text)
-
-
-def compressed(path: Path) -> Path:
-    """The path of a step's file once it is old and compressed."""
-    return path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
 
 
 def identity_of(path: Path) -> cache.Identity | None:
