@@ -89,7 +89,8 @@ class Run:
         build, has its own lock."""
         self.heartbeats: Staleness | None = None
         """Set by callers that diagnose repeatedly; if None, a diagnosis may wait for heartbeats from other clocks."""
-        self._batch, self._config = lru_cache(KEPT_BATCHES)(self._read_batch), lru_cache(1)(self._read_config)
+        self._batch = lru_cache(KEPT_BATCHES)(lambda step, _changed: BatchTokens(self.run_dir, step))
+        self._config = lru_cache(1)(lambda _changed: stored_config(self.root))
 
     def __repr__(self) -> str:
         return f"<Run {self.root}>"
@@ -100,9 +101,6 @@ class Run:
     def config(self) -> RLConfig:
         """The resolved configuration. Raises RunError if another version of rl wrote it."""
         return self._config((self.root / "config.toml").stat().st_mtime_ns)
-
-    def _read_config(self, _changed: int) -> RLConfig:
-        return stored_config(self.root)
 
     @cached_property
     def run_dir(self) -> RunDir:
@@ -197,9 +195,6 @@ class Run:
             return {**self._index.denied, **{self._index.path(source): fault for source, fault in self._index.damaged.items()}}
 
     # Tokens -----------------------------------------------------------------------------------------------------------------
-
-    def _read_batch(self, step: int, _changed: tuple[int, int]) -> BatchTokens:
-        return BatchTokens(self.run_dir, step)
 
     def batch(self, step: int) -> BatchTokens:
         """A batch and the trainer's token log. Raises RunError if the batch does not exist (any more), CorruptFileError if damaged."""
