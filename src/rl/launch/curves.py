@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from rl.diagnosis.environments import played_in
-from rl.run_dir.files import write_file
-from rl.run_dir.metrics import MetricsReader
+from rl.run_dir.files import LineReader, write_file
+from rl.run_dir.metrics import all_lines, parse_line
 from rl.run_dir.numbers import Numbers, Points
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
@@ -128,10 +128,8 @@ def duration(seconds: float) -> str:
 
 def seconds_of(run_dir: RunDir, part: str) -> float:
     """Returns the seconds that the trainer spent on a part of its steps; steps trained again after a resume count each time."""
-    reader, total_s = MetricsReader(run_dir.metrics), 0.0
-    while lines := reader.new():
-        total_s += sum(line.get(part) or 0.0 for line in lines if line["source"] == "trainer")
-    return total_s
+    lines = filter(None, map(parse_line, all_lines(LineReader(run_dir.metrics))))
+    return sum(line.get(part) or 0.0 for line in lines if line["source"] == "trainer")
 
 
 def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from rl.run_dir.files import LineReader
+from rl.run_dir.metrics import all_lines
 from rl.run_dir.spans import is_time
 from rl.run_dir.status import UNREADABLE, Phase
 
@@ -77,10 +78,9 @@ class EventsReader:
 def new_events(reader: LineReader) -> list[Event]:
     """Returns the events that were appended to one file since the last call."""
     events = list[Event]()
-    while lines := reader.new():
-        for line in lines:
-            with contextlib.suppress(*UNREADABLE):
-                events.append(msgspec.json.decode(line, type=Event))
+    for line in all_lines(reader):
+        with contextlib.suppress(*UNREADABLE):
+            events.append(msgspec.json.decode(line, type=Event))
     return [event for event in events if is_time(event.time)]
 
 
