@@ -61,15 +61,34 @@ def manifest_lines(manifest: dict[str, Any]) -> list[str]:
     return lines + [f"warning: {text}" for text in manifest["warnings"]]
 
 
-def trackers(config: RLConfig, run_dir: RunDir, say: Callable[[str], None]) -> list[WandbLog | TensorboardLog]:
-    """Returns what receives the lines of metrics.jsonl in addition, and reports its own failures as warnings. `send` first brings existing
-    lines, some of which it may have received in an earlier start. Raises RunError if a package is not installed."""
-    found: list[WandbLog | TensorboardLog] = []
-    if config.wandb:
-        found.append(WandbLog(config, run_dir, say))
-    if config.tensorboard:
-        found.append(TensorboardLog(run_dir, say))
-    return found
+class Trackers:
+    """What receives the lines of metrics.jsonl in addition. One that fails is reported and gets no more."""
+
+    def __init__(self, config: RLConfig, run_dir: RunDir, say: Callable[[str], None]):
+        """Raises RunError if a package is not installed."""
+        self.say = say
+        self.left: list[WandbLog | TensorboardLog] = []
+        if config.wandb:
+            self.left.append(WandbLog(config, run_dir))
+        if config.tensorboard:
+            self.left.append(TensorboardLog(run_dir))
+        self._each(lambda tracker: tracker.start())
+
+    def send(self, lines: list[dict[str, Any]]) -> None:
+        """Sends lines; at first existing ones, some of which a tracker may have received in an earlier start."""
+        if lines:
+            self._each(lambda tracker: tracker.send(lines))
+
+    def close(self, exit_code: int) -> None:
+        self._each(lambda tracker: tracker.close(exit_code))
+
+    def _each(self, act: Callable[[Any], None]) -> None:
+        for tracker in [*self.left]:
+            try:
+                act(tracker)
+            except tracker.failures as error:
+                self.left.remove(tracker)
+                self.say(f"warning: {tracker.fault(error)}")
 
 
 class Watch:
@@ -92,10 +111,9 @@ class Watch:
             self.console.say(note)
         self.cleaned = self.run_dir.cleaned if self.run_dir.cleaned.exists() else None
         """The previous run, until it is deleted."""
-        self.trackers = trackers(config, self.run_dir, self.console.say)
-        while self.trackers and (old_lines := self.reader.new()):  # the console has already read the newest of these itself
-            for tracker in self.trackers:
-                tracker.send(old_lines)
+        self.trackers = Trackers(config, self.run_dir, self.console.say)
+        while self.trackers.left and (old_lines := self.reader.new()):  # the console has already read the newest of these itself
+            self.trackers.send(old_lines)
         self.page = Page(self.run_dir, children, self.console.say) if view else None
         self.over = threading.Event()
         drawing = self.run_dir, config.name, partial(check_fence, self.run_dir.lock("rl")), self.over
@@ -124,8 +142,7 @@ class Watch:
         if self.cleaned and self.run_dir.anything_made():
             threading.Thread(target=shutil.rmtree, args=(self.cleaned,), kwargs={"ignore_errors": True}).start()
             self.cleaned = None
-        for tracker in self.trackers:
-            tracker.send(lines)
+        self.trackers.send(lines)
         return lines
 
     def _merge(self) -> None:
@@ -171,8 +188,7 @@ class Watch:
         self.console.close()
         self.drawing.join(DRAWN_S)
         final_report(Numbers.read(self.run_dir.metrics), self.run_dir, self.config.name, self.console.say)
-        for tracker in self.trackers:
-            tracker.close(exit_code)
+        self.trackers.close(exit_code)
 
 
 @dataclass(frozen=True)
