@@ -1,6 +1,8 @@
 """The page beside a run that ends early, and curves.png, which a thread keeps up to date. The rest is in test_run.py: it needs a run."""
 
 import contextlib
+import os
+import signal
 import threading
 from functools import partial
 
@@ -80,9 +82,10 @@ def test_a_picture_that_cannot_be_drawn_is_drawn_later(tmp_path, drawing):
 
 def test_a_page_that_ends_early_is_a_warning(tmp_path, children):
     said: list[str] = []
-    page = Page(RunDir(tmp_path / "nothing", tmp_path / "weights"), children, said.append)
+    page = Page(RunDir(tmp_path, tmp_path / "weights"), children, said.append)
+    os.kill(page.child.pid, signal.SIGKILL)
     until(lambda: page.poll() or said, 60)
-    log = tmp_path / "nothing" / "logs" / "view-1.log"
-    assert said == [f"warning: the page of --view has ended, the run continues (exit code 1, log: {log})"]
+    log = tmp_path / "logs" / "view-1.log"
+    assert said == [f"warning: the page of --view has ended, the run continues (exit code -9, log: {log})"]
     page.close()
     assert log.exists()
