@@ -17,7 +17,7 @@ import msgspec
 from rl.run_dir.files import write_file
 from rl.run_dir.naming import TakenError
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import read_json, write_status
+from rl.run_dir.status import read_json, temporary_name
 
 START = "RL_START"
 """Environment variable that tells machines of one submission from those of another, where `rl` may not see the end of an earlier one."""
@@ -113,8 +113,6 @@ class Jobs(msgspec.Struct, frozen=True):
 class Nodes:
     """The files in `status/nodes/`."""
 
-    write = staticmethod(write_status)
-
     def __init__(self, run_dir: RunDir):
         self.folder = run_dir.status_dir / "nodes"
         self.known: dict[Path, Any] = {}
@@ -126,6 +124,7 @@ class Nodes:
         return self.folder / f"{index}.json"
 
     def config_path(self, index: int) -> Path:
+        """The configuration with which a machine has started."""
         return self.folder / f"{index}.toml"
 
     def lock(self, index: int) -> Path:
@@ -163,7 +162,15 @@ class Nodes:
         return read_json(self.jobs_path, Jobs)
 
     def stop_world(self, world: World, stop: Stop) -> None:
+        """Tells the agents of a world to end."""
         self.write(self.world_path, msgspec.structs.replace(world, stop=stop))
+
+    def write(self, path: Path, content: msgspec.Struct) -> None:
+        """Replaces a file, without fsync: it is worthless after a power cut."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_name(path)
+        temporary.write_bytes(msgspec.json.encode(content))
+        temporary.rename(path)
 
 
 def is_gone(path: Path) -> bool:

@@ -271,8 +271,8 @@ def reachable(host: str) -> str:
     return os.environ.get(NODE_ADDRESS) or socket.gethostname() if host in ("0.0.0.0", "::") else host
 
 
-def write_status(path: Path, status: msgspec.Struct) -> None:
-    """Replaces a file below status/ without fsync: it is worthless after a power cut."""
+def write_status(path: Path, status: RoleStatus) -> None:
+    """Replaces a status file without fsync: it is worthless after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
     temporary.write_bytes(msgspec.json.encode(status))
