@@ -124,18 +124,6 @@ async def collect(config: RLConfig, homes: Homes, line: CommandLine, values: dic
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise RunError(f"--output {path}: {there} is not writable")
-    with ExitStack() as lock:
-        if not (new := not path.exists()):
-            lock.enter_context(only_writer(path))
-        return await fill(path, lock if new else None, config, homes, line, values, children)
-
-
-async def fill(
-    path: Path, lock: ExitStack | None, config: RLConfig, homes: Homes, line: CommandLine, values: dict[str, Any], children: Children
-) -> int:
-    """Plays what the file lacks. `lock`: holds the file as soon as it is made; None if it is held."""
-    present = read_present(path)
-    source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"])
 
     def left(ready: dict[str, Ready]) -> list[tuple[str, int, int]]:
         """Returns what is left to play in environments of these sizes, in the form of `missing`. Raises RunError."""
@@ -147,17 +135,22 @@ async def fill(
             raise RunError("the environments have no training tasks; check their arguments (args, dataset) and max_samples")
         return list(missing(iter(order), present, values["samples"] or 1))
 
-    name = name_of_play(config, line, [env.label for env in config.orchestrator.environment], source, values["policy"])
-    work = Path(config.output_dir) / f"collect-{name}"
-    wanted = (lambda ready: bool(left(ready))) if present else None  # an existing file may already be complete
-    async with play_session(config, homes, source, work, children, wanted=wanted) as place:
-        todo = left(place.ready)
-        if not todo:
-            print(f"all {sum(map(len, present.values()))} rollouts are in {path}; nothing is left to play")
-            return 0
-        if lock:
-            lock.enter_context(only_writer(path, new=True))
-        await Collection(config, source.label, present, path, tokens=bool(values["tokens"])).play(place, todo, values["concurrency"])
+    with ExitStack() as lock:
+        if not (new := not path.exists()):
+            lock.enter_context(only_writer(path))
+        present = read_present(path)
+        source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"])
+        name = name_of_play(config, line, [env.label for env in config.orchestrator.environment], source, values["policy"])
+        work = Path(config.output_dir) / f"collect-{name}"
+        wanted = (lambda ready: bool(left(ready))) if present else None  # an existing file may already be complete
+        async with play_session(config, homes, source, work, children, wanted=wanted) as place:
+            todo = left(place.ready)
+            if not todo:
+                print(f"all {sum(map(len, present.values()))} rollouts are in {path}; nothing is left to play")
+                return 0
+            if new:
+                lock.enter_context(only_writer(path, new=True))
+            await Collection(config, source.label, present, path, tokens=bool(values["tokens"])).play(place, todo, values["concurrency"])
     return 0
 
 
