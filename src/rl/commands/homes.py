@@ -14,7 +14,6 @@ from rl.homes.home import Pointer, delete, own_bytes, pointers, read, unreferenc
 from rl.homes.make import ensure, install_record, summary
 from rl.homes.records import read_record, read_records, text_of
 from rl.homes.request import Request
-from rl.launch.children import Children
 from rl.run_dir.files import clean_leftovers
 from rl.system.errors import RunError
 from rl.system.terminal import say
@@ -33,7 +32,7 @@ VERBS = {
 }
 
 
-def main(verb: str, args: list[str], children: Children) -> int:
+def main(verb: str, args: list[str]) -> int:
     """Runs one of VERBS. Raises RunError."""
     options = OPTIONS[verb]
     values, rest = take(f"rl env {verb}", args, options, usage(f"usage: {VERBS[verb]}", options))

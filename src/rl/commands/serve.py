@@ -59,7 +59,7 @@ def main(args: list[str], children: Children) -> int:
         trainer = Role(NAME, roles.command(NAME, run_dir, 1), {**os.environ, **division.trainer.env}, division.trainer.cores)
         say(f"starting {Path(config.model.name).name} (logs: {run_dir.logs})")
         keeper.begin([*inference, trainer])
-        watch(keeper, config, run_dir)
+        watch(keeper, run_dir)
     finally:
         children.stop()
         keeper.archive_statuses()
@@ -86,7 +86,7 @@ def poll(keeper: Keeper) -> None:
     time.sleep(POLL_S)
 
 
-def watch(keeper: Keeper, config: RLConfig, run_dir: RunDir) -> None:
+def watch(keeper: Keeper, run_dir: RunDir) -> None:
     """Keeps the processes alive until `rl stop`; prints address and key when both are ready."""
     told = False
     while not run_dir.stop_request.exists():
