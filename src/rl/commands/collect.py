@@ -102,8 +102,8 @@ def read_present(path: Path) -> Samples:
 
 @contextmanager
 def only_writer(path: Path, *, new: bool = False) -> Iterator[None]:
-    """Keeps other processes from writing the file; makes it if it is missing. Raises RunError if one does, or has written a
-    `new` one."""
+    """Keeps other processes from writing the file; makes it if it is missing, and deletes a `new` one in which nothing was written. Raises
+    RunError if another process writes it, or has written a `new` one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         try:
@@ -115,7 +115,11 @@ def only_writer(path: Path, *, new: bool = False) -> Iterator[None]:
                 raise
         if new and file.tell():
             raise RunError(f"{path}: another process has written it since the start; start again to add to it, or choose another file")
-        yield
+        try:
+            yield
+        finally:
+            if new and not os.fstat(file.fileno()).st_size:
+                path.unlink(missing_ok=True)
 
 
 async def collect(config: RLConfig, homes: Homes, line: CommandLine, values: dict[str, Any], children: Children) -> int:
@@ -142,8 +146,7 @@ async def collect(config: RLConfig, homes: Homes, line: CommandLine, values: dic
         source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"])
         name = name_of_play(config, line, [env.label for env in config.orchestrator.environment], source, values["policy"])
         work = Path(config.output_dir) / f"collect-{name}"
-        wanted = (lambda ready: bool(left(ready))) if present else None  # an existing file may already be complete
-        async with play_session(config, homes, source, work, children, wanted=wanted) as place:
+        async with play_session(config, homes, source, work, children) as place:
             todo = left(place.ready)
             if not todo:
                 print(f"all {sum(map(len, present.values()))} rollouts are in {path}; nothing is left to play")
