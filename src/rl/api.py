@@ -34,11 +34,11 @@ STOP_S = 60.0
 """How long an interrupted run may take to stop its processes."""
 
 
-def open(run: str | Path, *, cache: bool = True) -> Run:
+def open(run: str | Path) -> Run:
     """Opens a run, live or finished, by its directory or its name under outputs/. Raises RunError or ConfigError if there is none."""
     if not str(run):
         raise ConfigError("the name of the run is empty: give its directory, or its name under outputs/")
-    return Run(named_run(str(run)), cache=cache)
+    return Run(named_run(str(run)))
 
 
 def train(config: Given | None = None, *, resume: bool | int = False, clean: bool = False, quick: bool = False, **settings: Any) -> Run:

@@ -72,6 +72,9 @@ def test_a_file_has_one_writer(tmp_path):
         pass
     with pytest.raises(RunError, match="another process has written it since the start"), only_writer(path, new=True):
         pass
+    with only_writer(tmp_path / "new.jsonl", new=True):
+        pass
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
@@ -85,7 +88,7 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
         assert code == 0 and len(server.asked) == 6, err
     flags = (*flags, "--model.name", str(model), "--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8")
     code, out, err = rl(tmp_path, "collect", *flags, "--limit", "3", code=with_server("import sys; sys.exit('no server')"))
-    assert code == 0 and f"all 6 rollouts are in {path}; nothing is left to play" in out, err  # and no server was started
+    assert code == 0 and f"all 6 rollouts are in {path}; nothing is left to play" in out, err  # and no server was waited for
     assert not list(tmp_path.glob("outputs/*/server"))
     folders = {path.name for path in (tmp_path / "outputs").iterdir()}  # named by what was played
     assert folders == {"collect-say-digit-good", f"collect-say-digit-{model.name}"}

@@ -81,7 +81,7 @@ def test_a_needed_batch_takes_the_later_steps_with_it(run_dir):
     (away,) = run_dir.discarded.iterdir()
     assert remark == (
         f"{run_dir.batch(5)}: damaged record at byte 0 (magic, length or checksum does not match); everything after step 4 was moved to "
-        f"{away}: batches 5 to 6 are sampled and trained again, and the 4 groups in them are dropped"
+        f"{away}: batches 5 to 6 are sampled and trained again, and the groups in them are dropped"
     )
     assert left(run_dir) == [[1, 2, 3, 4], [2, 4], [4]]
     assert (away / "batches" / "pending.log").read_bytes() == run_dir.pending.read_bytes()  # where groups that wait can be looked up

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rl.config.run import RLConfig
+from rl.launch.run import Trackers
 from rl.launch.tensorboard_log import TensorboardLog
-from rl.launch.trackers import trackers
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 
@@ -40,25 +40,25 @@ def scalars(file: Path) -> dict[str, list[tuple[int, float]]]:
 def test_a_start_writes_all_lines_anew_so_none_is_there_twice(run_dir):
     said: list[str] = []
     for _ in range(2):  # a start, and a resume
-        (log,) = trackers(RLConfig(tensorboard=True), run_dir, said.append)
+        log = Trackers(RLConfig(tensorboard=True), run_dir, said.append)
         log.send(LINES[:2])
         log.send(LINES[2:])
         log.close(0)
     (file,) = run_dir.tensorboard.iterdir()
     assert scalars(file) == {"reward/mean": [(1, 0.25), (2, 0.75)], "loss/mean": [(1, -0.5)]} and said == []
-    assert trackers(RLConfig(), run_dir, said.append) == []
+    assert Trackers(RLConfig(), run_dir, said.append).left == []
 
 
 def test_a_disk_that_cannot_be_written_is_a_warning(run_dir):
     said: list[str] = []
     run_dir.tensorboard.write_text("no folder")
-    log = TensorboardLog(run_dir, said.append)
+    log = Trackers(RLConfig(tensorboard=True), run_dir, said.append)
     log.send(LINES)
     log.close(0)
-    assert len(said) == 1 and said[0].startswith(f"warning: {run_dir.tensorboard} cannot be written (File exists)")
+    assert len(said) == 1 and said[0].startswith("warning: TensorBoard gets no more data, the run continues: [Errno 17] File exists")
 
 
 def test_without_the_package_the_run_does_not_start(run_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(RunError, match="uv pip install tensorboardX"):
-        TensorboardLog(run_dir, print)
+        TensorboardLog(run_dir)

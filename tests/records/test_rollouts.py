@@ -117,7 +117,7 @@ def test_a_table_has_all_fields(run_dir):
     assert len(frame[~frame.failed]) == 4 and len(frame[frame.truncated]) == 0
     columns = Run(run_dir.root).rollouts().frame("columns")
     assert columns["task"].tolist() == [3, 3, 4, 4, 3, 3, 0, 0] and "offset" not in columns
-    with pytest.raises(RunError, match=r"arrow: is not installed; available: pandas.*columns"):
+    with pytest.raises(RunError, match="kind = 'arrow': give pandas, polars or columns"):
         Run(run_dir.root).rollouts().frame("arrow")
 
 
@@ -215,7 +215,6 @@ def test_the_index_of_a_long_run_is_kept_in_the_users_cache(run_dir, monkeypatch
     kept.write_bytes(b"damaged")
     monkeypatch.setattr(index, "CACHE_S", math.inf)
     assert len(Run(run_dir.root).rollouts()) == 4
-    assert len(Run(run_dir.root, cache=False).rollouts()) == 4 and kept.read_bytes() == b"damaged"
 
 
 def test_a_million_rollouts_take_a_hundred_megabytes_and_filters_are_fast():

@@ -111,7 +111,7 @@ def test_reading_a_run_loads_neither_torch_nor_tables(run_dir):
     write_step(run_dir, 1, [group(0, [0.0, 1.0])])
     heavy = ("torch", "vllm", "transformers", "pandas", "verifiers", "matplotlib")
     code = (
-        f"import rl, sys; run = rl.open({str(run_dir.root)!r}, cache=False); print(len(run.rollouts()), run.rollouts()[0].text[:4], "
+        f"import rl, sys; run = rl.open({str(run_dir.root)!r}); print(len(run.rollouts()), run.rollouts()[0].text[:4], "
         f"len(run.metrics(kind='columns')), len(run.problems), *[name for name in {heavy} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

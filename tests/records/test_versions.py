@@ -21,7 +21,7 @@ def test_versions_are_loaded_by_number_or_as_the_best(tmp_path, monkeypatch):
         run_dir.weights(version).mkdir(parents=True)
         (run_dir.weights(version) / "model.safetensors").touch()
     write_eval_of(run_dir, 1, [1.0])
-    run = Run(run_dir.root, cache=False)
+    run = Run(run_dir.root)
     assert [(one.number, one.weights, one.best_of) for one in run.versions] == [
         (0, None, ()),
         (1, run_dir.weights(1), ("held-out",)),
@@ -45,7 +45,7 @@ def test_versions_are_loaded_by_number_or_as_the_best(tmp_path, monkeypatch):
 
 def test_tokens_of_a_batch_without_a_log(tmp_path):
     run_dir = make_run(tmp_path / "x")
-    run = Run(run_dir.root, cache=False)
+    run = Run(run_dir.root)
     write_samples(run_dir, 1, [sample(0, 0), sample(0, 1, teacher=True)])
     first, second = run.tokens(1)
     assert first.token_ids.tolist() == [1, 2, 3, 4, 5] and first.versions.tolist() == [-1, -1, 0, 0, 0]

@@ -126,7 +126,7 @@ def test_end_to_end(straight):
 
 def test_every_token_and_every_part_of_a_step_is_on_record(straight):
     run_dir, _ = straight
-    run = Run(run_dir.root, cache=False)
+    run = Run(run_dir.root)
     for step in (1, STEPS):
         samples = run.tokens(step)
         entropies, ratios = (np.concatenate([getattr(one, name)[one.loss_mask] for one in samples]) for name in ("entropies", "ratio"))

@@ -34,7 +34,7 @@ from rl.run_dir.paths import RunDir
 from rl.system.children import Stopped
 from rl.system.errors import GIVE_UP, RESTART, WRONG_SETTINGS, RunError
 from rl.system.linux import end_with_parent
-from rl.system.terminal import visible
+from rl.system.terminal import say
 
 POLL_S = 1.0
 HEAD_S = 20.0
@@ -152,7 +152,7 @@ def run(config: RLConfig, run_dir: RunDir, children: Children, program: Sequence
     except RunError as error:
         code, text = error.exit_code, f"rl: {error}"
     if text:
-        print(visible(text), file=sys.stderr, flush=True)
+        say(text)
     if code == RESTART:
         print(f"resume with: {resume_command(['@', str(run_dir.config)])}", file=sys.stderr, flush=True)
     driver.close()

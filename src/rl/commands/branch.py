@@ -61,15 +61,11 @@ DATA = ("sft.*", "model.*", "renderer.*")
 
 
 def main(args: list[str], children: Children) -> int:
+    """Creates the branch and trains it. Checks everything before writing anything."""
     _, rest = take("rl branch", args, (), HELP)
     if not rest or rest[0].startswith(("-", "@")):
         fail("rl branch", "which run? Give its directory first: rl branch outputs/NAME[@STEP] --name NEW")
-    return run(rest[0], rest[1:], children)
-
-
-def run(spec: str, flags: list[str], children: Children) -> int:
-    """Creates the branch and trains it. Checks everything before writing anything."""
-    root, version = find_run(spec)
+    flags, (root, version) = rest[1:], find_run(rest[0])
     root = root.resolve()
     parent_config, stored = root / "config.toml", stored_config(root).with_absolute_paths()
     wet = [flag for flag in flags if flag != "--dry-run"]  # a dry run would exit in load_config, before the checks below

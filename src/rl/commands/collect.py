@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, name_of_play, usage
-from rl.commands.play_session import Job, PlaySession, play_session, run, say, task_count
+from rl.commands.play_session import Job, PlaySession, play_session, run, task_count
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import CommandLine, fail
 from rl.config.options import Option
@@ -24,6 +24,7 @@ from rl.launch.children import Children
 from rl.run_dir.files import append_file
 from rl.run_dir.lease import NO_LOCKS
 from rl.system.errors import RunError
+from rl.system.terminal import say
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Ready
 
@@ -101,8 +102,8 @@ def read_present(path: Path) -> Samples:
 
 @contextmanager
 def only_writer(path: Path, *, new: bool = False) -> Iterator[None]:
-    """Keeps other processes from writing the file; makes it if it is missing. Raises RunError if one does, or has written a
-    `new` one."""
+    """Keeps other processes from writing the file; makes it if it is missing, and deletes a `new` one in which nothing was written. Raises
+    RunError if another process writes it, or has written a `new` one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         try:
@@ -114,7 +115,11 @@ def only_writer(path: Path, *, new: bool = False) -> Iterator[None]:
                 raise
         if new and file.tell():
             raise RunError(f"{path}: another process has written it since the start; start again to add to it, or choose another file")
-        yield
+        try:
+            yield
+        finally:
+            if new and not os.fstat(file.fileno()).st_size:
+                path.unlink(missing_ok=True)
 
 
 async def collect(config: RLConfig, homes: Homes, line: CommandLine, values: dict[str, Any], children: Children) -> int:
@@ -123,18 +128,6 @@ async def collect(config: RLConfig, homes: Homes, line: CommandLine, values: dic
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise RunError(f"--output {path}: {there} is not writable")
-    with ExitStack() as lock:
-        if not (new := not path.exists()):
-            lock.enter_context(only_writer(path))
-        return await fill(path, lock if new else None, config, homes, line, values, children)
-
-
-async def fill(
-    path: Path, lock: ExitStack | None, config: RLConfig, homes: Homes, line: CommandLine, values: dict[str, Any], children: Children
-) -> int:
-    """Plays what the file lacks. `lock`: holds the file as soon as it is made; None if it is held."""
-    present = read_present(path)
-    source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"])
 
     def left(ready: dict[str, Ready]) -> list[tuple[str, int, int]]:
         """Returns what is left to play in environments of these sizes, in the form of `missing`. Raises RunError."""
@@ -146,17 +139,21 @@ async def fill(
             raise RunError("the environments have no training tasks; check their arguments (args, dataset) and max_samples")
         return list(missing(iter(order), present, values["samples"] or 1))
 
-    name = name_of_play(config, line, [env.label for env in config.orchestrator.environment], source, values["policy"])
-    work = Path(config.output_dir) / f"collect-{name}"
-    wanted = (lambda ready: bool(left(ready))) if present else None  # an existing file may already be complete
-    async with play_session(config, homes, source, work, children, wanted=wanted) as place:
-        todo = left(place.ready)
-        if not todo:
-            print(f"all {sum(map(len, present.values()))} rollouts are in {path}; nothing is left to play")
-            return 0
-        if lock:
-            lock.enter_context(only_writer(path, new=True))
-        await Collection(config, source.label, present, path, tokens=bool(values["tokens"])).play(place, todo, values["concurrency"])
+    with ExitStack() as lock:
+        if not (new := not path.exists()):
+            lock.enter_context(only_writer(path))
+        present = read_present(path)
+        source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"])
+        name = name_of_play(config, line, [env.label for env in config.orchestrator.environment], source, values["policy"])
+        work = Path(config.output_dir) / f"collect-{name}"
+        async with play_session(config, homes, source, work, children) as place:
+            todo = left(place.ready)
+            if not todo:
+                print(f"all {sum(map(len, present.values()))} rollouts are in {path}; nothing is left to play")
+                return 0
+            if new:
+                lock.enter_context(only_writer(path, new=True))
+            await Collection(config, source.label, present, path, tokens=bool(values["tokens"])).play(place, todo, values["concurrency"])
     return 0
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from rl.commands import homes
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, usage
-from rl.commands.play_session import Job, PlaySession, play_session, run, say, scratch
+from rl.commands.play_session import Job, PlaySession, play_session, run, scratch
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import Spelled, fail
 from rl.config.options import Option, take
@@ -19,7 +19,7 @@ from rl.homes.resolve import Homes, homes_of
 from rl.launch.children import Children
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
-from rl.system.terminal import visible
+from rl.system.terminal import say, visible
 from rl.wire.worker_messages import Description
 
 ARGS = Option("args", "JSON", 'arguments of the environment: \'{"difficulty": "hard"}\', or one at a time as --args.difficulty hard')
@@ -60,7 +60,7 @@ def environment_given(args: list[str]) -> tuple[Spelled, list[str]]:
 
 def main(args: list[str], children: Children) -> int:
     if args and args[0] in homes.VERBS:
-        return homes.main(args[0], args[1:], children)
+        return homes.main(args[0], args[1:])
     given, rest = environment_given(args)
     config, line, values = load("rl env", rest, OPTIONS, HELP, given=given, optional=("orchestrator.environment",))
     if not config.orchestrator.environment:

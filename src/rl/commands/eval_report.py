@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl.commands.play_session import say
 from rl.config.orchestrator import EvalConfig
 from rl.config.run import RLConfig
 from rl.orchestrator.evals.eval_metrics import Difference, Results, difference, episodes, eval_metrics, example_rewards, pass_at_k
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
+from rl.system.terminal import say
 from rl.wire.rollouts import Split
 
 Part = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl.commands.eval_report import eval_part, finished_report, show, write_report
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, name_of_play, usage
-from rl.commands.play_session import Job, play_session, run, say, task_count
+from rl.commands.play_session import Job, play_session, run, task_count
 from rl.commands.policy_spec import Source, check_policy, resolve
 from rl.config.command_line import CommandLine, fail
 from rl.config.options import Option
@@ -19,6 +19,7 @@ from rl.launch.children import Children
 from rl.orchestrator.evals.eval_metrics import Results, write_eval
 from rl.orchestrator.workers.setups import eval_workers
 from rl.system.errors import RunError
+from rl.system.terminal import say
 from rl.wire.rollouts import Split
 from rl.wire.worker_messages import Ready, derived_seed
 

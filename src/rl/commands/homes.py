@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 from rl.commands.options import usage
-from rl.commands.play_session import say
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
 from rl.config.environment_id import fetched, homes_root, module_name, read_id
@@ -15,15 +14,14 @@ from rl.homes.home import Pointer, delete, own_bytes, pointers, read, unreferenc
 from rl.homes.make import ensure, install_record, summary
 from rl.homes.records import read_record, read_records, text_of
 from rl.homes.request import Request
-from rl.launch.children import Children
 from rl.run_dir.files import clean_leftovers
 from rl.system.errors import RunError
+from rl.system.terminal import say
 
 KIND = Option("kind", "classic|v1", "the API to use for a package that has both")
 REQUIRE = Option("requirements", "A,B", "further packages, as in orchestrator.environment.requirements")
 DRY = Option("dry-run", "", "print what would be installed, without installing it")
-TO = Option("to", "FILE", "write to a file")
-OPTIONS: dict[str, tuple[Option, ...]] = {"install": (KIND, REQUIRE, DRY), "list": (), "remove": (), "freeze": (TO,)}
+OPTIONS: dict[str, tuple[Option, ...]] = {"install": (KIND, REQUIRE, DRY), "list": (), "remove": (), "freeze": ()}
 EARLIER = "earlier"
 VERBS = {
     "install": "rl env install ID|FILE.txt   makes an environment's home: owner/name@1.0 of the Environments Hub, pypi:name, ./folder; or\n"
@@ -34,7 +32,7 @@ VERBS = {
 }
 
 
-def main(verb: str, args: list[str], children: Children) -> int:
+def main(verb: str, args: list[str]) -> int:
     """Runs one of VERBS. Raises RunError."""
     options = OPTIONS[verb]
     values, rest = take(f"rl env {verb}", args, options, usage(f"usage: {VERBS[verb]}", options))
@@ -46,7 +44,7 @@ def main(verb: str, args: list[str], children: Children) -> int:
     if verb == "remove":
         return remove(rest[0])
     if verb == "freeze":
-        return freeze(rest[0], "".join(rest[1:]), values["to"])
+        return freeze(rest[0], "".join(rest[1:]))
     if values["dry_run"]:
         print("\n".join(fetched([rest[0]])) or f"{rest[0]}: {read_id(rest[0]).text} would get a home in {homes_root()}, unless it exists")
         return 0
@@ -124,7 +122,7 @@ def remove(name: str) -> int:
     return 0
 
 
-def freeze(run: str, name: str, target: str | None) -> int:
+def freeze(run: str, name: str) -> int:
     """Prints the record of a run's environment as requirements for uv and pip. Without a name, the run must have only one. Raises
     RunError if there is no such record, or several."""
     folder = named_run(run).absolute() / "environments"
@@ -134,10 +132,5 @@ def freeze(run: str, name: str, target: str | None) -> int:
     if name not in records and (name or len(records) > 1):
         raise RunError(f"{run}: which environment? rl env freeze {run} NAME, one of {', '.join(records)}")
     name = name or next(iter(records))
-    text = text_of(name, records[name])
-    if target:
-        Path(target).expanduser().write_text(text)
-        print(f"written to {target}")
-    else:
-        print(text, end="")
+    print(text_of(name, records[name]), end="")
     return 0

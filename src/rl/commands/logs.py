@@ -127,7 +127,6 @@ class View:
         self.followers: dict[str, Follower] = {}
 
     def found(self) -> Logs:
-        """Returns the logs that exist now."""
         found = {}
         for name, attempts in logs_in(self.folder).items():
             role, machine = machine_of(name)

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from rl.run_dir.status import describe, read_status
 from rl.system.children import STOP_DEADLINE_S, Child, descendants, kill_descendants
 from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError
 from rl.system.machine import machine
-from rl.system.terminal import visible
+from rl.system.terminal import say
 from rl.wire.rollouts import Rollout, Split
 from rl.wire.worker_messages import Endpoint, PolicySpec, Ready
 
@@ -47,13 +47,6 @@ HOPELESS = 16
 """Rollouts after which playing ends if all of them have failed."""
 PROGRESS_S = 20.0
 """Seconds between two progress lines."""
-Wanted = Callable[[dict[str, Ready]], bool]
-"""Decides from the sizes of the environments whether there is anything to play."""
-
-
-def say(text: str) -> None:
-    """Prints progress to stderr; stdout is reserved for the command's result."""
-    print(visible(text), file=sys.stderr, flush=True)
 
 
 def run(program: str, children: Children, work: Coroutine[Any, Any, int]) -> int:
@@ -111,22 +104,15 @@ class Server:
     config: RLConfig
     model: str
     """The model's folder."""
-    share: devices.Share
-    log_dir: Path
-    child: Child | None = None
-    """None before `start`."""
-
-    def start(self) -> None:
-        self.child = roles.start(self.children, "inference", self.config.run_dir, self.share, 1, self.log_dir)
+    child: Child
 
     def check(self) -> None:
         """Raises RunError if the server has ended."""
-        if self.child and self.child.exit_code is not None:
+        if self.child.exit_code is not None:
             raise failure(self.child, self.child.ending())
 
     async def ready(self) -> None:
         """Waits until the server is ready. Raises RunError if that takes longer than inference.startup_timeout_s."""
-        assert self.child
         limit, shown = self.config.inference.startup_timeout_s, time.monotonic()
         while not ((status := read_status(self.config.run_dir.status("inference"))) and status.address):
             self.check()
@@ -140,10 +126,9 @@ class Server:
 
     async def end(self) -> None:
         """Stops the server and its processes with SIGTERM, then SIGKILL after the deadline. Deletes its run directory."""
-        if self.child:
-            self.child.terminate()
-            await self.child.wait_async(STOP_DEADLINE_S)
-            self.children.kill_tree(self.child)
+        self.child.terminate()
+        await self.child.wait_async(STOP_DEADLINE_S)
+        self.children.kill_tree(self.child)
         shutil.rmtree(self.config.run_dir.root, ignore_errors=True)
 
 
@@ -162,18 +147,9 @@ def server_config(config: RLConfig, model: str, work: Path, adapter: str = "") -
     return config.with_absolute_paths()
 
 
-async def start_server(config: RLConfig, model: str, work: Path, children: Children) -> Server:
-    """Finds or downloads the model and starts its server, without waiting until it is ready. Raises RunError."""
-    server = await prepare_server(config, model, work, children)
-    server.start()
-    return server
-
-
-async def prepare_server(config: RLConfig, model: str, work: Path, children: Children, adapter: str = "") -> Server:
-    """Finds or downloads the model and returns its server, not started, with the adapters in folder `adapter` if given.
-
-    Raises RunError.
-    """
+async def start_server(config: RLConfig, model: str, work: Path, children: Children, adapter: str = "") -> Server:
+    """Finds or downloads the model and starts its server, with the adapters in folder `adapter` if given, without waiting until it is
+    ready. Raises RunError."""
     if is_delta(Path(model)):
         with readable(Path(model)) as folder:
             model = str(shutil.copytree(folder, work / "model", dirs_exist_ok=True))
@@ -194,7 +170,8 @@ async def prepare_server(config: RLConfig, model: str, work: Path, children: Chi
     if found.exit_code:
         lines = last_lines(found.log)
         raise RunError(f"{lines[-1] if lines else 'the model: ' + found.ending()}\n  the whole log: {found.log}")
-    return Server(children, config, resolve_model(config.model), division.inference, logs)
+    folder = resolve_model(config.model)
+    return Server(children, config, folder, roles.start(children, "inference", run_dir, division.inference, 1, logs))
 
 
 @contextlib.contextmanager
@@ -251,6 +228,9 @@ class PlaySession:
         Close it with `contextlib.aclosing`, which cancels unfinished rollouts. Raises RunError if nothing finishes for longer than the
         rollouts' own deadlines allow, or if all rollouts fail from the start.
         """
+        if self.server:
+            say(f"waiting for inference to serve {label} (log: {self.server.child.log})")
+            await self.server.ready()
         todo, playing = iter(jobs), {}
         finished, failures, last = 0, [], time.monotonic()
         patience_s = self.patience_s()
@@ -306,13 +286,12 @@ async def play_session(
     *,
     model: str = "",
     head_server: str = "",
-    wanted: Wanted | None = None,
 ) -> AsyncIterator[PlaySession]:
-    """Starts the configured environments in their homes and, if the policy is a model, its server; ends them on exit.
+    """Starts the configured environments in their homes and, if the policy is a model, its server; ends them on exit. `play` waits for the
+    server.
 
     Without a source the environments can only be described; `model` is a model folder against whose context their prompts are measured,
     `head_server` one of NeMo Gym, whose model server is the policy.
-    The server starts first; with `wanted`, it starts after the environments, and only if `wanted` returns true for their sizes.
     """
     from rl.orchestrator.workers.pool import WorkerPool  # takes 0.2 s, which `--help` should not
 
@@ -335,20 +314,13 @@ async def play_session(
             config = config.with_absolute_paths()
             policy = policy_spec(config, resolve_model(config.model))
         else:
-            server = await prepare_server(config, source.model, work, children, source.adapter)
+            server = await start_server(config, source.model, work, children, source.adapter)
             policy = policy_spec(server.config, server.model)
-            if not wanted:
-                server.start()
         settings = config.orchestrator
         pool = WorkerPool(work / "logs", memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
         pool.add_metrics = add_metrics
         await pool.start_all(worker_setups(in_homes(config, homes), policy, pool.address))
         ready = await pool.sizes(settings.worker_timeout_s)
-        if server and wanted and wanted(ready):
-            server.start()
-        if server and server.child and source:
-            say(f"environments are ready; waiting for inference to serve {source.label} (log: {server.child.log})")
-            await server.ready()
         yield PlaySession(pool, ready, config, server)
     finally:
         if pool:

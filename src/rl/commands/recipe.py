@@ -79,7 +79,6 @@ def commands(recipe: Recipe, rl: str) -> list[str]:
 
 
 def listed(recipes: dict[str, Recipe]) -> list[str]:
-    """Returns a table of recipes."""
     rows = [("recipe", "minutes", "before -> after", "task")]
     rows += [(name, recipe.time, recipe.ends, recipe.title) for name, recipe in recipes.items()]
     first = max(len(row[0]) for row in rows)

@@ -98,7 +98,6 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def names() -> list[str]:
-    """Returns the names of all recipes."""
     return sorted(path.parent.name for path in RECIPES.glob("*/recipe.toml"))
 
 

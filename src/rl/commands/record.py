@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Coroutine
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -50,7 +49,7 @@ class RecordedEpisode:
     def __init__(self, recorder: "Recorder", env: str, task: int | str):
         self.recorder, self.env, self.task = recorder, env, task
         self.key = secrets.token_hex(16)
-        self.conversation = Conversation(recorder.policy, recorder.next_session(), recorder.sampling)
+        self.conversation = Conversation(recorder.policy, next(recorder.sessions), recorder.sampling)
         self.messages: list[Message] = []
         self.overlong = False
         self.failure: RolloutError | None = None
@@ -187,7 +186,7 @@ class ServerProcess:
             self.process.kill()
 
 
-class Recorder:
+class Recorder(contextlib.AbstractContextManager["Recorder"]):
     """Records episodes of your programs with one policy. Use it in a `with` block, which ends the policy's server."""
 
     def __init__(self, policy: Policy, sampling: dict[str, Any], name: str, output: Path, server: ServerProcess | None = None):
@@ -260,9 +259,6 @@ class Recorder:
         finally:
             task.cancel()
 
-    def next_session(self) -> int:
-        return next(self.sessions)
-
     def episode(self, task: int | str, env: str = "recorded") -> RecordedEpisode:
         """Begins an episode. `task`: number or name of what is played; rollouts of one task are compared with each other. `env`: a name for
         metrics."""
@@ -289,10 +285,7 @@ class Recorder:
         if self.server:
             self.server.close()
 
-    def __enter__(self) -> "Recorder":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

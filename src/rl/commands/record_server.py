@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.commands.options import POLICY, load
-from rl.commands.play_session import POLL_S, prepare_server, run
+from rl.commands.play_session import POLL_S, run, start_server
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
@@ -38,8 +38,7 @@ async def serve(config: RLConfig, values: dict[str, Any], children: Children) ->
         config, server, place = config.with_absolute_paths(), None, Path(folder) / "config.toml"
         try:
             if source.model:
-                server = await prepare_server(config, source.model, Path(folder), children, source.adapter)
-                server.start()
+                server = await start_server(config, source.model, Path(folder), children, source.adapter)
                 await server.ready()
                 config, place = server.config, server.config.run_dir.config
             else:

@@ -1,7 +1,6 @@
 """`rl serve`: the Tinker API over a model, with our trainer and our inference."""
 
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from rl.run_dir.paths import RunDir
 from rl.run_dir.status import read_status
 from rl.system.errors import RunError
 from rl.system.machine import machine
-from rl.system.terminal import visible
+from rl.system.terminal import say
 from rl.tinker.gate import KEY_PREFIX
 
 HELP = (
@@ -31,10 +30,6 @@ HELP = (
     f"{SETTINGS}  --clean                     delete what clients have made, and start over\n"
 )
 POLL_S = 0.2
-
-
-def say(text: str) -> None:
-    print(visible(text), file=sys.stderr, flush=True)
 
 
 def main(args: list[str], children: Children) -> int:
@@ -64,7 +59,7 @@ def main(args: list[str], children: Children) -> int:
         trainer = Role(NAME, roles.command(NAME, run_dir, 1), {**os.environ, **division.trainer.env}, division.trainer.cores)
         say(f"starting {Path(config.model.name).name} (logs: {run_dir.logs})")
         keeper.begin([*inference, trainer])
-        watch(keeper, config, run_dir)
+        watch(keeper, run_dir)
     finally:
         children.stop()
         keeper.archive_statuses()
@@ -91,7 +86,7 @@ def poll(keeper: Keeper) -> None:
     time.sleep(POLL_S)
 
 
-def watch(keeper: Keeper, config: RLConfig, run_dir: RunDir) -> None:
+def watch(keeper: Keeper, run_dir: RunDir) -> None:
     """Keeps the processes alive until `rl stop`; prints address and key when both are ready."""
     told = False
     while not run_dir.stop_request.exists():

@@ -13,7 +13,7 @@ import yaml
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from rl.commands.play_session import CONCURRENCY, PlaySession, play_session, run, say, scratch
+from rl.commands.play_session import CONCURRENCY, PlaySession, play_session, run, scratch
 from rl.commands.serve_process import bind
 from rl.config.run import RLConfig
 from rl.envs.nemo_gym.serving import TASK, agent_entry, aggregate, sampling_of, task_row, to_result
@@ -22,6 +22,7 @@ from rl.launch.children import Children
 from rl.run_dir.access_token import is_loopback
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
+from rl.system.terminal import say
 from rl.wire.gate import host_name
 
 HOST = "127.0.0.1"

@@ -42,15 +42,12 @@ MOST_LISTED = 12
 
 
 def main(args: list[str], _children: Children) -> int:
+    """Prints the selected rollouts. Returns 1 if a file was damaged. Raises RunError if there is nothing to print."""
     values, rest = take("rl show", args, OPTIONS, HELP)
     if len(rest) != 1 or rest[0].startswith(("-", "@")):
         what = f"{rest[-1]}: not understood." if rest else "which run?"
         fail("rl show", f"{what} Give one run, its directory or its name, and flags of `rl show --help`")
-    return show(rest[0], values)
-
-
-def show(spec: str, values: dict[str, Any]) -> int:
-    """Prints the selected rollouts. Returns 1 if a file was damaged. Raises RunError if there is nothing to print."""
+    spec = rest[0]
     files = files_of(spec, values["step"])
     selection, damaged = Selection(values["env"], values["task"], values["why"]), list[str]()
     rows = chosen(files, selection, values, damaged)

@@ -33,7 +33,6 @@ def processes_on(machine: Machine, state: RunState) -> list[str]:
 
 
 def machine_line(machine: Machine, state: RunState) -> str:
-    """Describes a machine for people."""
     status = machine.status
     if status is None:
         return f"machine {machine.index}: is not there; it {does(machine)}"

@@ -58,7 +58,6 @@ def parse_rollout(line: bytes, place: str) -> Row:
 
 
 def is_conversation(value: Any) -> bool:
-    """Returns whether a value is a list of messages."""
     return isinstance(value, list) and all(isinstance(message, dict) for message in value)
 
 

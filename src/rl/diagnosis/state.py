@@ -126,7 +126,6 @@ class Machine:
         return self.state in ("live", "leaving")
 
     def runs(self, process: RoleStatus) -> bool:
-        """Returns whether a process is on this machine."""
         return self.status is not None and bool(process.place) and process.place == self.status.place
 
 
@@ -389,7 +388,6 @@ def read_launcher(lock: Path, now: float) -> Process | None:
 
 
 def span(seconds: float) -> str:
-    """Formats a duration."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -244,7 +244,6 @@ class Console:
         )
 
     def introduce(self) -> None:
-        """Prints a description of the run."""
         for line in intro_lines(self.config):
             self._say_folded(line)
 
@@ -266,7 +265,6 @@ class Console:
         self.say("\n".join(textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)))
 
     def close(self) -> None:
-        """Removes the bar."""
         if self.bar:
             self.bar.live.stop()
             self.bar = None

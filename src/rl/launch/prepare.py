@@ -21,7 +21,7 @@ from rl.config.differences import changed_keys
 from rl.config.outside import argument_fault
 from rl.config.run import RLConfig
 from rl.config.stored import as_written
-from rl.launch.repair import find_fault, repair
+from rl.launch.repair import repair
 from rl.run_dir.files import append_file, clean_leftovers, move
 from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.metrics import cut_metrics, sources_dir
@@ -29,7 +29,6 @@ from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, is_run, numbered, numbers
 from rl.run_dir.status import RunEnd, archive_status, read_json, server_files
 from rl.system.errors import CANNOT_WRITE, RunError
-from rl.wire.batch_file import sound_batch
 
 MAY_CHANGE = (
     "name",
@@ -262,11 +261,7 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
             "  or delete this one with --clean. docs/settings.md ends with what a resume may change",
         )
         raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, *remedies]))
-    batch = run_dir.newest_batch()
-    if batch > config.max_steps and find_fault(sound_batch, run_dir.batch(batch)):
-        sound = (n for n in reversed(numbers(run_dir.batches, ".batch")) if not find_fault(sound_batch, run_dir.batch(n)))
-        batch = next(sound, 0)  # `repair` moves what is newer away
-    newest = max(batch, max(numbers(run_dir.checkpoints), default=0))
+    newest = max([run_dir.newest_batch(), *numbers(run_dir.checkpoints)])
     if (reached := newest if step < 0 else min(newest, step)) > config.max_steps and not (config.sft and config.sft.epochs):
         back = f", or go back with --resume {config.max_steps}" if step < 0 else ""
         raise RunError(f"max_steps = {config.max_steps}: {run_dir.root} already has {reached} steps; give at least that{back}")

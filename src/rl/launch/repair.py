@@ -4,8 +4,6 @@ A run continues from a checkpoint and the batches after it, its orchestrator fro
 all later steps are discarded, as by `--resume` at the previous step, and sampled and trained again.
 """
 
-import contextlib
-import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ from rl.run_dir.files import CorruptFileError, move, write_file
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.system.errors import RunError
-from rl.wire.batch_file import check_rollouts, open_rollouts, sound_batch
+from rl.wire.batch_file import check_rollouts, sound_batch
 
 
 def repair(run_dir: RunDir, *, thorough: bool = True, logged: bool = True) -> list[str]:
@@ -79,12 +77,11 @@ class Repair:
 
     def _cut(self, last: int, newest: int) -> None:
         """Discards everything after step `last`. Pending groups stay: the orchestrator drops those that later versions sampled."""
-        lost = sum(len(finished_groups(path)) for step, path in self.run_dir.rollout_files(after=last).items() if step <= newest)
         why = next((fault for _, fault in sorted(self.faults.items()) if fault), "its checkpoint is damaged")
         away = self.run_dir.discard_after(last, self.away, keep_pending=True)
         self.remarks.append(
             f"{why}; everything after step {last} was moved to {away}: batches {last + 1} to {newest} are sampled and trained again, "
-            f"and the {lost} groups in them are dropped"
+            f"and the groups in them are dropped"
         )
 
     def _repair_weights(self, checkpoint: int) -> None:
@@ -116,14 +113,3 @@ def find_fault(check: Callable[[Path], object], path: Path) -> str:
     except CorruptFileError as error:
         return str(error)
     return ""
-
-
-def finished_groups(rollouts: Path) -> set[bytes]:
-    """Returns the ids of the groups in a rollout file, as far as it can be read."""
-    found = set()
-    with contextlib.suppress(OSError, EOFError, zlib.error), open_rollouts(rollouts) as file:
-        for line in file:
-            before, _, after = line.partition(b'"group_id":')
-            if before and after:
-                found.add(after.split(b",")[0])
-    return found

@@ -1,7 +1,6 @@
 """A run from its configuration to its report."""
 
 import json
-import math
 import os
 import shlex
 import shutil
@@ -24,12 +23,14 @@ from rl.diagnosis.state import read_state
 from rl.homes.make import summary
 from rl.homes.resolve import Homes, homes_of, record
 from rl.homes.resolve import entries as environments
-from rl.launch import beside, devices, roles
+from rl.launch import devices, roles
+from rl.launch.beside import Page
 from rl.launch.children import Children
 from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
-from rl.launch.trackers import trackers
+from rl.launch.tensorboard_log import TensorboardLog
+from rl.launch.wandb_log import WandbLog
 from rl.run_dir.lease import check_fence, lost_to
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, sources_dir
@@ -40,13 +41,13 @@ from rl.system.errors import GIVE_UP, RunError, system_error
 from rl.system.linux import shared_memory_fault
 from rl.system.machine import machine
 from rl.system.sandbox import fault as sandbox_fault
-from rl.system.terminal import visible
+from rl.system.terminal import say
 
 POLL_S = 0.2
 EXIT_S = 2.0
 """Seconds in which a trainer ends whose cluster.grace_s is over: it does so by itself."""
-CURVES_AFTER_S = 60.0
-"""Seconds after which curves.png is kept up to date; a shorter run draws it at its end."""
+DRAWN_S = 30.0
+"""Seconds that the end of a run waits for a picture that is being drawn."""
 
 
 def manifest_lines(manifest: dict[str, Any]) -> list[str]:
@@ -60,11 +61,42 @@ def manifest_lines(manifest: dict[str, Any]) -> list[str]:
     return lines + [f"warning: {text}" for text in manifest["warnings"]]
 
 
+class Trackers:
+    """What receives the lines of metrics.jsonl in addition. One that fails is reported and gets no more."""
+
+    def __init__(self, config: RLConfig, run_dir: RunDir, say: Callable[[str], None]):
+        """Raises RunError if a package is not installed."""
+        self.say = say
+        self.left: list[WandbLog | TensorboardLog] = []
+        if config.wandb:
+            self.left.append(WandbLog(config, run_dir))
+        if config.tensorboard:
+            self.left.append(TensorboardLog(run_dir))
+        self._each(lambda tracker: tracker.start())
+
+    def send(self, lines: list[dict[str, Any]]) -> None:
+        """Sends lines; at first existing ones, some of which a tracker may have received in an earlier start."""
+        if lines:
+            self._each(lambda tracker: tracker.send(lines))
+
+    def close(self, exit_code: int) -> None:
+        self._each(lambda tracker: tracker.close(exit_code))
+
+    def _each(self, act: Callable[[Any], None]) -> None:
+        for tracker in [*self.left]:
+            try:
+                act(tracker)
+            except tracker.failures as error:
+                self.left.remove(tracker)
+                self.say(f"warning: {tracker.fault(error)}")
+
+
 class Watch:
     """The loop of `rl`: supervises the children and shows the run's metrics until the run is over."""
 
     def __init__(self, config: RLConfig, prepared: Prepared, children: Children, view: bool):
         from rl.launch.console import Console
+        from rl.launch.curves import keep_drawn
 
         self.config, self.run_dir, self.children = config, prepared.run_dir, children
         self.merger: Merger | None = Merger(self.run_dir.metrics, partial(check_fence, self.run_dir.lock("rl")))
@@ -79,13 +111,14 @@ class Watch:
             self.console.say(note)
         self.cleaned = self.run_dir.cleaned if self.run_dir.cleaned.exists() else None
         """The previous run, until it is deleted."""
-        self.trackers = trackers(config, self.run_dir, self.console.say)
-        while self.trackers and (old_lines := self.reader.new()):  # the console has already read the newest of these itself
-            for tracker in self.trackers:
-                tracker.send(old_lines)
-        self.beside = [beside.Page(self.run_dir, children, self.console.say)] if view else list[beside.Beside]()
-        self.curves_at = time.monotonic() + CURVES_AFTER_S
-        """Time from which curves.png is drawn."""
+        self.trackers = Trackers(config, self.run_dir, self.console.say)
+        while self.trackers.left and (old_lines := self.reader.new()):  # the console has already read the newest of these itself
+            self.trackers.send(old_lines)
+        self.page = Page(self.run_dir, children, self.console.say) if view else None
+        self.over = threading.Event()
+        drawing = self.run_dir, config.name, partial(check_fence, self.run_dir.lock("rl")), self.over
+        self.drawing = threading.Thread(target=keep_drawn, args=drawing, name="curves", daemon=True)
+        self.drawing.start()
         self.reader.skip()
 
     def until_finished(self, started: list[Role]) -> None:
@@ -104,16 +137,12 @@ class Watch:
         if lines := self.reader.new():
             check_fence(self.run_dir.lock("rl"))  # trackers, and the picture, have one writer, too
         self.console.update(lines)
-        if time.monotonic() >= self.curves_at:
-            self.curves_at = math.inf
-            self.beside.append(beside.curves(self.run_dir, self.config.name, self.children, self.console.say))
-        for process in self.beside:
-            process.poll()
+        if self.page:
+            self.page.poll()
         if self.cleaned and self.run_dir.anything_made():
             threading.Thread(target=shutil.rmtree, args=(self.cleaned,), kwargs={"ignore_errors": True}).start()
             self.cleaned = None
-        for tracker in self.trackers:
-            tracker.send(lines)
+        self.trackers.send(lines)
         return lines
 
     def _merge(self) -> None:
@@ -137,7 +166,6 @@ class Watch:
             self.console.say(line)
 
     def tell_data(self) -> None:
-        """Prints the data of supervised fine-tuning."""
         for line in manifest_lines(json.loads((self.run_dir.data / "manifest.json").read_bytes())):
             self.console.say(line)
 
@@ -149,25 +177,19 @@ class Watch:
             doubt = f"; `rl show {self.run_dir.root}` shows the rollouts"
             self.console.say(f"warning: {text}{doubt}" if end.kind == "doubtful" else text)
 
-    def nothing_trained(self) -> str:
-        """See rl.diagnosis.run_outcome.nothing_trained."""
-        from rl.run_dir.numbers import Numbers
-
-        return nothing_trained(Numbers.read(self.run_dir.metrics))
-
     def close(self, exit_code: int) -> None:
         """Prints the last lines and the report, and closes the trackers."""
         from rl.launch.curves import final_report
         from rl.run_dir.numbers import Numbers
 
-        while self.beside:
-            self.beside.pop().close()
-        self.curves_at = math.inf
+        self.over.set()
+        if self.page:
+            self.page.close()
         self.show()
         self.console.close()
+        self.drawing.join(DRAWN_S)
         final_report(Numbers.read(self.run_dir.metrics), self.run_dir, self.config.name, self.console.say)
-        for tracker in self.trackers:
-            tracker.close(exit_code)
+        self.trackers.close(exit_code)
 
 
 @dataclass(frozen=True)
@@ -195,6 +217,8 @@ def on_this_machine(config: RLConfig) -> Placement:
 
 def run(prepared: Prepared, placement: Placement, children: Children, again: str, view: bool = False) -> int:
     """Runs everything from the prepared directory to the report. Returns the exit code."""
+    from rl.run_dir.numbers import Numbers
+
     config = placement.config
     watch = Watch(config, prepared, children, view)
     code, why, lost = 0, "", ""
@@ -207,7 +231,7 @@ def run(prepared: Prepared, placement: Placement, children: Children, again: str
         if config.sft:
             watch.tell_data()
         watch.until_finished(placement.roles(prepared.run_dir))
-        if fault := watch.nothing_trained():
+        if fault := nothing_trained(Numbers.read(prepared.run_dir.metrics)):
             raise RunError(fault, resume_at=0)
         watch.tell_end()
     except Stopped as stop:
@@ -225,7 +249,7 @@ def run(prepared: Prepared, placement: Placement, children: Children, again: str
     elif code > 128:
         watch.supervisor.event("stop", "rl", reason=signal.Signals(code - 128).name)
     if why:
-        print(visible(why), file=sys.stderr, flush=True)  # it may quote logs, which may contain model output
+        say(why)  # it may quote logs, which may contain model output
     stuck = children.stop(placement.stop_s)
     if code > 1 and not stuck and not lost:
         watch.supervisor.keeper.archive_statuses()
@@ -255,16 +279,11 @@ def resume_command(args: list[str], program: str = "rl") -> str:
     return shlex.join([*program.split(), *kept, "--resume"])
 
 
-def tell(text: str) -> None:
-    """Prints a message before there is a console."""
-    print(visible(text), file=sys.stderr, flush=True)
-
-
-def home_lines(homes: Homes, told: list[str]) -> list[str]:
-    """Returns a line for each home that environments are played in, except those reported when they were made."""
+def home_lines(homes: Homes) -> list[str]:
+    """Returns a line for each home that environments are played in."""
     by_home: dict[str, list[str]] = {}
     for name, one in homes.items():
-        if one.home.version and not any(summary(one.home) in text for text in told):
+        if one.home.version:
             by_home.setdefault(summary(one.home), []).append(name)
     return [f"environment{'s' * (len(names) > 1)} {', '.join(names)}: {text}" for text, names in by_home.items()]
 
@@ -287,13 +306,7 @@ def launch(
     sandboxed = {entry.label for entry in environments(config).values() if entry.isolation == "sandbox"}
     if sandboxed and (problem := sandbox_fault()):
         raise RunError(f'environment {", ".join(sorted(sandboxed))}, isolation = "sandbox": {problem}')
-    told: list[str] = []
-
-    def tell_of_homes(text: str) -> None:
-        told.append(text)
-        tell(text)
-
-    homes = homes_of(config, tell_of_homes, recorded=line.resume is not None) if config.plays else {}
+    homes = homes_of(config, say, recorded=line.resume is not None) if config.plays else {}
     placement = place(config)
     config = placement.config
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
@@ -302,7 +315,7 @@ def launch(
         print(f"{prepared.run_dir.root}: all {config.max_steps} steps are done; raise --max_steps to continue", flush=True)
         return 0
     record(config, homes)
-    prepared.notes += [*placement.notes, *home_lines(homes, told)]
+    prepared.notes += [*placement.notes, *home_lines(homes)]
     import rl.launch.curves  # noqa: F401  now: a signal in the middle of NumPy's import would leave it broken for the final report
 
     code = run(prepared, placement, children, again, "view" in line.switches)

@@ -3,7 +3,6 @@ step is in them twice."""
 
 import importlib.util
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 from rl.run_dir.metrics import ALWAYS
@@ -14,50 +13,36 @@ PACKAGE = "tensorboardX"
 
 
 class TensorboardLog:
-    """A tracker, see rl.launch.trackers."""
+    """The event files of a run."""
 
-    def __init__(self, run_dir: RunDir, say: Callable[[str], None]):
+    failures = (OSError,)
+
+    def __init__(self, run_dir: RunDir):
         """Raises RunError without the package."""
         if importlib.util.find_spec(PACKAGE) is None:
             raise RunError(f"tensorboard: needs a package that is not installed: `uv pip install {PACKAGE}`, or the extra `tensorboard`")
+        self.folder = run_dir.tensorboard
+
+    def start(self) -> None:
         # Not SummaryWriter: a full disk kills its thread, and then every write waits for that thread forever.
         from tensorboardX.event_file_writer import EventsWriter
 
-        self.say, self.folder = say, run_dir.tensorboard
-        self.writer: Any = None
-        """None after a failed write: then nothing more is written."""
-        try:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir()
-            self.writer = EventsWriter(str(self.folder / "events"))
-        except OSError as error:
-            self._give_up(error)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+        self.writer = EventsWriter(str(self.folder / "events"))
 
     def send(self, lines: list[dict[str, Any]]) -> None:
         """Writes the values of these lines at their steps and times."""
-        if self.writer is None or not lines:
-            return
         from tensorboardX.proto.event_pb2 import Event  # ty: ignore[missing-module-member] - made by protobuf at import
         from tensorboardX.proto.summary_pb2 import Summary  # ty: ignore[missing-module-member]
 
-        try:
-            for line in lines:
-                values = [
-                    Summary.Value(tag=key, simple_value=value) for key, value in line.items() if key not in ALWAYS and value is not None
-                ]
-                self.writer.write_event(Event(wall_time=line.get("time"), step=line["step"], summary=Summary(value=values)))
-            self.writer.flush()
-        except OSError as error:
-            self._give_up(error)
+        for line in lines:
+            values = [Summary.Value(tag=key, simple_value=value) for key, value in line.items() if key not in ALWAYS and value is not None]
+            self.writer.write_event(Event(wall_time=line.get("time"), step=line["step"], summary=Summary(value=values)))
+        self.writer.flush()
 
     def close(self, exit_code: int) -> None:
-        """Closes the file."""
-        if self.writer is not None:
-            try:
-                self.writer.close()
-            except OSError as error:
-                self._give_up(error)
+        self.writer.close()
 
-    def _give_up(self, error: OSError) -> None:
-        self.writer = None
-        self.say(f"warning: {self.folder} cannot be written ({error.strerror or error}): TensorBoard gets no more data, the run continues")
+    def fault(self, error: Exception) -> str:
+        return f"TensorBoard gets no more data, the run continues: {error}"

@@ -4,7 +4,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -31,77 +31,68 @@ class WandbLog:
     The table has the first rollouts of the newest step.
     """
 
-    def __init__(self, config: RLConfig, run_dir: RunDir, say: Callable[[str], None]):
+    def __init__(self, config: RLConfig, run_dir: RunDir):
         import wandb
 
         assert config.wandb is not None
-        self.path, self.say, self.run_dir, self.num_rollouts = run_dir.wandb, say, run_dir, config.wandb.rollouts
+        self.config, self.settings, self.path, self.run_dir = config, config.wandb, run_dir.wandb, run_dir
         self.table_at = time.monotonic()
         """Time at which the last table was sent, or at which this start began."""
         state = self._read()
         self.id: str = state.get("id") or uuid.uuid4().hex[:12]
         self.sent: dict[str, int] = state.get("sent", {})
         self.failures = (wandb.Error, OSError, RuntimeError, ValueError)  # faults of wandb's server, its process and its input
-        self.run: Any = None
-        """None after W&B has failed: then nothing more is sent."""
-        settings = config.wandb
-        try:
-            self.run = wandb.init(
-                project=settings.project,
-                entity=settings.entity,
-                name=settings.name or config.name,
-                group=settings.group,
-                tags=settings.tags or None,
-                notes=settings.notes,
-                id=self.id,
-                resume="allow",
-                dir=run_dir.root,
-                config=without_none(config),
-            )
-            self.run.define_metric("step")
-            self.run.define_metric("*", step_metric="step")  # evals come later than the step they belong to
-            self._save()
-        except self.failures as error:
-            self._give_up(error)
+
+    def start(self) -> None:
+        import wandb
+
+        self.run: Any = wandb.init(
+            project=self.settings.project,
+            entity=self.settings.entity,
+            name=self.settings.name or self.config.name,
+            group=self.settings.group,
+            tags=self.settings.tags or None,
+            notes=self.settings.notes,
+            id=self.id,
+            resume="allow",
+            dir=self.run_dir.root,
+            config=without_none(self.config),
+        )
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")  # evals come later than the step they belong to
+        self._save()
 
     def send(self, lines: list[dict[str, Any]]) -> None:
         """Sends the lines of steps that have not been sent yet."""
-        progress = dict(self.sent)
         new = [line for line in lines if line["step"] > self.sent.get(line["source"], -1)]
-        if not new or self.run is None:
+        if not new:
             return
-        try:
-            for line in new:
-                self.run.log({key: value for key, value in line.items() if key not in ("time", "source") and value is not None})
-                progress[line["source"]] = max(progress.get(line["source"], -1), line["step"])
-            self.sent = progress
-            if time.monotonic() - self.table_at > TABLE_S:
-                self._send_table()
-            self._save()
-        except self.failures as error:
-            self._give_up(error)
+        progress = dict(self.sent)
+        for line in new:
+            self.run.log({key: value for key, value in line.items() if key not in ("time", "source") and value is not None})
+            progress[line["source"]] = max(progress.get(line["source"], -1), line["step"])
+        self.sent = progress
+        if time.monotonic() - self.table_at > TABLE_S:
+            self._send_table()
+        self._save()
 
     def _send_table(self) -> None:
         """Sends rollouts of the newest step unless they were sent already."""
         import wandb
 
         self.table_at, step = time.monotonic(), self.sent.get("orchestrator", 0)
-        if step <= self.sent.get(TABLE, 0) or not self.num_rollouts:
+        if step <= self.sent.get(TABLE, 0) or not self.settings.rollouts:
             return
-        rows: list[Any] = list(islice(table_rows(self.run_dir, step), self.num_rollouts))
+        rows: list[Any] = list(islice(table_rows(self.run_dir, step), self.settings.rollouts))
         if rows:
             self.run.log({TABLE: wandb.Table([*FIELDS, "fate", "conversation"], rows), "step": step})
             self.sent[TABLE] = step
 
     def close(self, exit_code: int) -> None:
         """Finishes the W&B run after everything is sent."""
-        if self.run is not None:
-            try:
-                self._send_table()
-                self._save()
-                self.run.finish(exit_code=exit_code)
-            except self.failures as error:
-                self._give_up(error)
+        self._send_table()
+        self._save()
+        self.run.finish(exit_code=exit_code)
 
     def _read(self) -> dict[str, Any]:
         """Reads wandb.json; empty if it is missing or damaged: then a new W&B run gets all lines."""
@@ -114,10 +105,9 @@ class WandbLog:
     def _save(self) -> None:
         write_file(self.path, json.dumps({"id": self.id, "sent": self.sent}).encode())
 
-    def _give_up(self, error: BaseException) -> None:
-        self.run = None
+    def fault(self, error: Exception) -> str:
         reason = f"{type(error).__name__}: {redact(str(error))}"
-        self.say(f"warning: Weights & Biases failed and gets no more metrics, the run continues: {reason}")
+        return f"Weights & Biases failed and gets no more metrics, the run continues: {reason}"
 
 
 def table_rows(run_dir: RunDir, step: int) -> Iterator[list[Any]]:

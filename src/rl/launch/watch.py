@@ -112,7 +112,6 @@ class Watch:
         """What the run was last said to be waited for."""
 
     def show(self) -> None:
-        """Prints what is new."""
         lines, events = self.metrics.new(), self.events.new()
         self.num_events += len(events)
         self.console.update(lines)

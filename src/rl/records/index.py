@@ -2,22 +2,23 @@
 
 import heapq
 import os
-import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from rl.records import cache
 from rl.records.columns import DECODER, Columns, Kind, Line, Source
-from rl.run_dir.files import CorruptFileError
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.files import CorruptFileError, files_in
+from rl.run_dir.paths import RunDir, numbers
 from rl.wire.batch_file import sound_rollouts
 from rl.wire.messages import UNREADABLE
 
-STEP_FILE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})\.jsonl(\.gz)?")
+T = TypeVar("T")
 CHUNK = 8192
 """Number of rows added at once."""
 SUSPECTS = 3
@@ -34,8 +35,8 @@ PENDING = Source(Kind.PENDING, 0)
 class RolloutIndex:
     """Columns of all rollouts. `refresh` reads what is new, and is not thread-safe."""
 
-    def __init__(self, run_dir: RunDir, cache_file: Path | None = None):
-        """cache_file: where the index is kept beyond this process; None: nowhere."""
+    def __init__(self, run_dir: RunDir, cache_file: Path):
+        """cache_file: where the index is kept beyond this process."""
         self.run_dir, self.cache_file = run_dir, cache_file
         self.columns = Columns()
         self.files: dict[Source, cache.Identity] = {}
@@ -46,7 +47,7 @@ class RolloutIndex:
         """Folders without read permission, with the error."""
         self.looked: int | None = None
         """The mtime of rollouts/ in ns when it was listed; 0 if it may change again with the same one; None before the first time."""
-        if cache_file and (found := cache.load(cache_file)):
+        if found := cache.load(cache_file):
             self.columns, self.files = found
 
     def refresh(self) -> None:
@@ -61,7 +62,7 @@ class RolloutIndex:
             settled = self.columns["kind"] == Kind.STEP
             recent = settled & (self.columns["step"] > self.columns["step"][settled].max(initial=0) - SUSPECTS)
             self._drop(waits & np.isin(self.columns["group_id"], self.columns["group_id"][recent]))
-        if self.cache_file and changed and time.monotonic() - began > CACHE_S:
+        if changed and time.monotonic() - began > CACHE_S:
             sound = {source: identity for source, identity in self.files.items() if source != PENDING and source not in self.damaged}
             cache.save(self.cache_file, self.columns, sound)
 
@@ -72,7 +73,7 @@ class RolloutIndex:
         _, changed_at = identity_of(folder) or (0, 0)
         if changed_at and changed_at == self.looked and folder not in self.denied:
             return set()
-        there = {Source(Kind.STEP, int(match[1])) for match in map(STEP_FILE.fullmatch, self._names(folder)) if match}
+        there = {Source(Kind.STEP, step) for step in self._listed(folder, self.run_dir.rollout_files)}
         known = {source for source in self.files if source.kind is Kind.STEP}
         suspects = set(heapq.nlargest(SUSPECTS, known))
         if self.looked is None or not there.issuperset(suspects) or any(map(self._replaced, suspects)):
@@ -81,46 +82,34 @@ class RolloutIndex:
         return known ^ there | set(filter(self._replaced, suspects))
 
     def _changed_evals(self) -> set[Source]:
-        """The files of evaluations that are new, gone or replaced."""
         sources = {source for source in self.files if source.kind is Kind.EVAL}
-        for version, folder in self._versions().items():
-            sources |= {Source(Kind.EVAL, version, name.removesuffix(".jsonl")) for name in self._names(folder) if name.endswith(".jsonl")}
+        evals = self.run_dir.evals
+        for version in self._listed(evals, lambda: numbers(evals)):
+            folder = evals / f"{version:06d}"
+            sources |= {Source(Kind.EVAL, version, path.stem) for path in self._listed(folder, partial(files_in, folder, ".jsonl"))}
         return set(filter(self._replaced, sources))
 
     def _replaced(self, source: Source) -> bool:
         """Whether a file is not the one that was read; one that is not there was not read."""
-        return self._identity(source) != self.files.get(source)
+        return identity_of(self.path(source)) != self.files.get(source)
 
-    def _names(self, folder: Path) -> tuple[str, ...]:
-        """The sorted names in a folder."""
+    def _listed(self, folder: Path, entries: Callable[[], Collection[T]]) -> Collection[T]:
+        """The entries of a folder, none if it may not be read: `denied` says so."""
         self.denied.pop(folder, None)
         try:
-            return tuple(sorted(os.listdir(folder)))
-        except FileNotFoundError:
-            return ()
+            return entries()
         except PermissionError as error:
             self.denied[folder] = str(error)
             return ()
-
-    def _versions(self) -> dict[int, Path]:
-        """The folders of evaluated versions."""
-        self.denied.pop(self.run_dir.evals, None)
-        try:
-            return numbered(self.run_dir.evals)
-        except PermissionError as error:
-            self.denied[self.run_dir.evals] = str(error)
-            return {}
-
-    def _identity(self, source: Source) -> cache.Identity | None:
-        """The size and mtime of a file; None if it does not exist or is not accessible."""
-        return next((found for path in self.paths(source) if (found := identity_of(path))), None)
 
     def paths(self, source: Source) -> list[Path]:
         """The possible paths of a file: a step's is compressed once it is old."""
         if source.kind is Kind.EVAL:
             return [self.run_dir.eval(source.number, source.name)]
-        plain = self.run_dir.pending_rollouts if source.kind is Kind.PENDING else self.run_dir.rollouts(source.number)
-        return [plain] if source.kind is Kind.PENDING else [plain, compressed(plain)]
+        if source.kind is Kind.PENDING:
+            return [self.run_dir.pending_rollouts]
+        plain = self.run_dir.rollouts(source.number)
+        return [plain, plain.with_name(f"{plain.name}.gz")]
 
     def path(self, source: Source) -> Path:
         """The path of a file, or its default path if it does not exist."""
@@ -128,7 +117,6 @@ class RolloutIndex:
         return next((path for path in paths if os.path.exists(path)), paths[0])
 
     def _forget(self, sources: list[Source]) -> None:
-        """Drops the rows of files."""
         known = [source for source in sources if self.files.pop(source, None)]
         for source in sources:
             self.damaged.pop(source, None)
@@ -182,11 +170,6 @@ def decoded(path: Path, data: bytes) -> Iterator[tuple[Line, tuple[int, int]]]:
         except UNREADABLE as error:
             raise CorruptFileError(f"{path}:{number}: not a rollout of this version of rl: {error}") from None
         offset += len(text)
-
-
-def compressed(path: Path) -> Path:
-    """The path of a step's file once it is old and compressed."""
-    return path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
 
 
 def identity_of(path: Path) -> cache.Identity | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -286,13 +287,21 @@ class Rollouts(Sequence[Rollout]):
         return {name: self.column(name) for name in self.fields}
 
     def frame(self, kind: str | None = None) -> Any:
-        """The columns as a table, see rl.records.frames.frame."""
-        from rl.records.frames import frame
-
+        """The columns as a table, see `frame`."""
         return frame(self.columns(), kind)
 
     def __repr__(self) -> str:
         return f"<{len(self)} rollouts>"
+
+
+def frame(columns: Mapping[str, np.ndarray], kind: str | None = None) -> Any:
+    """The columns as a table of `pandas` (the default) or `polars`, if that is installed, or as a dict of numpy arrays (`columns`)."""
+    if kind == "columns":
+        return dict(columns)
+    if kind not in (None, "pandas", "polars"):
+        raise RunError(f"kind = {kind!r}: give pandas, polars or columns")
+    options = {} if kind == "polars" else {"copy": False}
+    return importlib.import_module(kind or "pandas").DataFrame(dict(columns), **options)
 
 
 def is_number(value: Any) -> bool:

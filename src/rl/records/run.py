@@ -1,4 +1,4 @@
-"""One run directory, live or finished, as an object; see rl.records for an overview."""
+"""One run directory, live or finished, as an object; see docs/python.md."""
 
 import math
 import re
@@ -18,9 +18,8 @@ from rl.diagnosis.waits import Diagnosis, diagnose
 from rl.models.folder import folder_here, has_tokenizer, read_json, resolve_model, template_text, with_template
 from rl.records.cache import cache_file
 from rl.records.columns import Kind
-from rl.records.frames import frame
 from rl.records.index import RolloutIndex
-from rl.records.rollouts import KINDS, Rollouts, all_rollouts, is_number
+from rl.records.rollouts import KINDS, Rollouts, all_rollouts, frame, is_number
 from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
@@ -79,18 +78,19 @@ class Version:
 class Run:
     """A run directory, read-only. Every answer reflects the files at that moment."""
 
-    def __init__(self, root: Path | str, *, cache: bool = True):
-        """Opens a run. cache: whether to keep an index that took long to build in the user's cache. Raises RunError if there is no run."""
+    def __init__(self, root: Path | str):
+        """Opens a run. Raises RunError if there is none."""
         self.root = Path(root).expanduser().absolute()
         if not (self.root / "config.toml").is_file():
             raise RunError(f"{self.root}: not a run directory; give the directory that has its config.toml")
-        self._cache, self._lock = cache, threading.RLock()
+        self._lock = threading.RLock()
         self.reading = threading.RLock()
         """Held while metrics or spans are read, as another thread may update them. The index of rollouts, which may take a minute to
         build, has its own lock."""
         self.heartbeats: Staleness | None = None
         """Set by callers that diagnose repeatedly; if None, a diagnosis may wait for heartbeats from other clocks."""
-        self._batch, self._config = lru_cache(KEPT_BATCHES)(self._read_batch), lru_cache(1)(self._read_config)
+        self._batch = lru_cache(KEPT_BATCHES)(lambda step, _changed: BatchTokens(self.run_dir, step))
+        self._config = lru_cache(1)(lambda _changed: stored_config(self.root))
 
     def __repr__(self) -> str:
         return f"<Run {self.root}>"
@@ -101,9 +101,6 @@ class Run:
     def config(self) -> RLConfig:
         """The resolved configuration. Raises RunError if another version of rl wrote it."""
         return self._config((self.root / "config.toml").stat().st_mtime_ns)
-
-    def _read_config(self, _changed: int) -> RLConfig:
-        return stored_config(self.root)
 
     @cached_property
     def run_dir(self) -> RunDir:
@@ -127,8 +124,8 @@ class Run:
     def metrics(self, source: str | None = None, kind: str | None = None) -> Any:
         """A table with a row per (step, source) and a column per metric; missing values are nan.
 
-        source: only `trainer`, `orchestrator` or `eval`. kind: `pandas`, `polars`, or `columns` for a dict of numpy arrays; None takes
-        the first that is installed. Raises RunError for an unknown source.
+        source: only `trainer`, `orchestrator` or `eval`. kind: `pandas` (the default), `polars`, or `columns` for a dict of numpy arrays.
+        Raises RunError for an unknown source.
         """
         with self.reading:
             self._check_source(source)
@@ -155,7 +152,7 @@ class Run:
 
     @cached_property
     def _index(self) -> RolloutIndex:
-        return RolloutIndex(self.run_dir, cache_file(self.root) if self._cache else None)
+        return RolloutIndex(self.run_dir, cache_file(self.root))
 
     def rollouts(self, kind: str | None = None, **wanted: Any) -> Rollouts:
         """Selects rollouts by fields: `step`, `version`, `env`, `task`, `group_id`, `outcome`, `why`, `reward`, ..., or a metric's name.
@@ -198,9 +195,6 @@ class Run:
             return {**self._index.denied, **{self._index.path(source): fault for source, fault in self._index.damaged.items()}}
 
     # Tokens -----------------------------------------------------------------------------------------------------------------
-
-    def _read_batch(self, step: int, _changed: tuple[int, int]) -> BatchTokens:
-        return BatchTokens(self.run_dir, step)
 
     def batch(self, step: int) -> BatchTokens:
         """A batch and the trainer's token log. Raises RunError if the batch does not exist (any more), CorruptFileError if damaged."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl.run_dir.files import LineReader, files_in
+from rl.run_dir.metrics import all_lines
 from rl.run_dir.spans import DECODER, Gauges, Span, Start, is_time, old
 from rl.wire.messages import UNREADABLE
 
@@ -51,17 +52,15 @@ class SpanFile:
         """See `begins`."""
 
     def refresh(self) -> None:
-        """Reads new lines."""
-        while lines := self.reader.new():
-            for text in lines:
-                try:
-                    line = DECODER.decode(text[max(0, text.rfind(START)) :])
-                except UNREADABLE:
-                    continue
-                if isinstance(line, Start):
-                    self.offset = line.time - line.monotonic
-                elif self.offset is not None:
-                    self._add(line, self.offset)
+        for text in all_lines(self.reader):
+            try:
+                line = DECODER.decode(text[max(0, text.rfind(START)) :])
+            except UNREADABLE:
+                continue
+            if isinstance(line, Start):
+                self.offset = line.time - line.monotonic
+            elif self.offset is not None:
+                self._add(line, self.offset)
 
     def _add(self, line: Span | Gauges, offset: float) -> None:
         if isinstance(line, Gauges):

@@ -19,7 +19,6 @@ Digest = str | list[list]
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """Returns the hash of some bytes."""
     return blake3(data).hexdigest()
 
 
@@ -43,7 +42,6 @@ def digest_like(other: Digest, data: bytes | bytearray | memoryview) -> Digest:
 
 
 def digest_of_file(path: Path) -> str:
-    """Returns the hash of a file of any size."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, blake3).hexdigest()  # ty: ignore[no-matching-overload] - blake3 has no `name`
 

@@ -4,13 +4,13 @@ On a cluster each machine that serves writes `events-node3.jsonl` beside it, bec
 """
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from rl.run_dir.files import LineReader
+from rl.run_dir.metrics import all_lines
 from rl.run_dir.spans import is_time
 from rl.run_dir.status import UNREADABLE, Phase
 
@@ -49,12 +49,8 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 
 def append_event(path: Path, event: Event) -> None:
     """Appends a line. OSErrors are ignored: a full disk must not end the run here."""
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(fd, msgspec.json.encode(event) + b"\n")
-        finally:
-            os.close(fd)
+    with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
+        file.write(msgspec.json.encode(event) + b"\n")
 
 
 class EventsReader:
@@ -64,7 +60,6 @@ class EventsReader:
         self.path, self.readers = path, dict[Path, LineReader]()
 
     def skip(self) -> None:
-        """Skips the events that exist now."""
         for reader in self._files():
             reader.skip()
 
@@ -83,10 +78,9 @@ class EventsReader:
 def new_events(reader: LineReader) -> list[Event]:
     """Returns the events that were appended to one file since the last call."""
     events = list[Event]()
-    while lines := reader.new():
-        for line in lines:
-            with contextlib.suppress(*UNREADABLE):
-                events.append(msgspec.json.decode(line, type=Event))
+    for line in all_lines(reader):
+        with contextlib.suppress(*UNREADABLE):
+            events.append(msgspec.json.decode(line, type=Event))
     return [event for event in events if is_time(event.time)]
 
 

@@ -160,7 +160,6 @@ class LineReader:
         self.path, self.offset = path, 0
 
     def skip(self) -> None:
-        """Skips the lines that exist now."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             self.offset = end_of_last_line(file)
 

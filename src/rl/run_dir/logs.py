@@ -69,28 +69,28 @@ def newest_log(logs: Path, role: str) -> Path | None:
     return max(attempts(logs, re.sub(r"^trainer-\d+$", "trainer", role)).items(), default=(0, None))[1]
 
 
+def end_of(log: Path) -> str:
+    """Returns the last 64 KiB of a log; empty if it cannot be read."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
+        return file.read().decode(errors="replace")
+    return ""
+
+
 def last_lines(log: Path | None, count: int = LAST_LINES) -> list[str]:
     """Returns the last `count` lines of a log that are not blank; empty without a readable log.
 
     Leaves out what torchrun says of a failure and vLLM's shutdown lines, which follow the traceback that matters.
     """
-    try:
-        with open(log or os.devnull, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
+    lines = end_of(log).splitlines() if log else []
     end = next((i for i, line in enumerate(lines) if i and TORCHRUN_REPORT.search(line)), None)
     return [line for line in lines[:end] if line.strip() and FAREWELL not in line and TORCHRUN_ENDS not in line][-count:]
 
 
 def killed_rank(log: Path) -> str:
     """Says which rank a signal has ended, if torchrun's report in the last lines of a log says so; empty if not."""
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
-        if found := KILLED_RANK.search(file.read().decode(errors="replace")):
-            return f" because {found[2]} ended rank {found[1]}"
-    return ""
+    found = KILLED_RANK.search(end_of(log))
+    return f" because {found[2]} ended rank {found[1]}" if found else ""
 
 
 def error_line(log: Path | None) -> str:

@@ -219,27 +219,17 @@ def read_metrics(path: Path, source: str = "", last_bytes: int | None = None) ->
     merged: Lines = {}
     mark = f'"source": "{source}"'.encode()  # as MetricsLog writes it
 
-    def add(lines: Iterator[bytes]) -> None:
-        for line in lines:
+    sources = source_files(path)
+    limits = {path: last_bytes}  # of the sources only the newest lines can be missing there; reading others twice changes nothing
+    limits |= dict.fromkeys(sources, (NEWEST_BYTES if last_bytes is None else last_bytes) // max(1, len(sources)))
+    for file, limit in limits.items():
+        reader = LineReader(file)
+        if limit is not None and file.exists():
+            reader.offset = max(0, file.stat().st_size - limit)  # inside a line, which is skipped as damaged
+        for line in all_lines(reader):
             if (not source or mark in line) and (content := parse_line(line)):
                 merge_lines(merged, [content])
-
-    add(whole_lines(path, last_bytes))
-    sources = source_files(path)
-    for file in sources:  # only their newest lines can be missing in metrics.jsonl; reading others twice changes nothing
-        add(whole_lines(file, (NEWEST_BYTES if last_bytes is None else last_bytes) // len(sources)))
     return {key: line for key, line in merged.items() if key[1] == source} if source else merged
-
-
-def whole_lines(path: Path, last_bytes: int | None) -> Iterator[bytes]:
-    """Yields the complete lines in the last bytes of a file, or in all of it; none if there is no file."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        if last_bytes is not None and (start := os.fstat(file.fileno()).st_size - last_bytes) > 0:
-            file.seek(start)
-            file.readline()
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line
 
 
 def environment_rewards(line: dict[str, Any]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rl.run_dir.files import LineReader
-from rl.run_dir.metrics import ALWAYS, MOST_NAMES, NEWEST_BYTES, parse_line, source_files
+from rl.run_dir.metrics import ALWAYS, MOST_NAMES, NEWEST_BYTES, all_lines, parse_line, source_files
 
 Curve = tuple[np.ndarray, np.ndarray]
 """Steps [n] int64, and values of a metric at these steps [n] float64."""
@@ -101,9 +101,8 @@ class Numbers:
                 self.readers[path], self.inodes[path] = LineReader(path), path.stat().st_ino
                 if path != self.path and (size := path.stat().st_size) > NEWEST_BYTES:
                     self.readers[path].offset = size - NEWEST_BYTES  # inside a line, which is skipped as damaged
-            while lines := self.readers[path].new():
-                for line in filter(None, map(parse_line, lines)):
-                    self.tables.setdefault(line["source"], Table()).add(line["step"], line)
+            for line in filter(None, map(parse_line, all_lines(self.readers[path]))):
+                self.tables.setdefault(line["source"], Table()).add(line["step"], line)
 
     def _was_replaced(self, path: Path) -> bool:
         try:
@@ -114,11 +113,9 @@ class Numbers:
 
     @property
     def names(self) -> list[str]:
-        """Names of all metrics."""
         return sorted({name for table in self.tables.values() for name in table.arrays})
 
     def names_of(self, source: str) -> list[str]:
-        """Returns the names of the metrics of a source."""
         return sorted(self.tables[source].arrays) if source in self.tables else []
 
     def columns(self, source: str | None = None) -> dict[str, np.ndarray]:

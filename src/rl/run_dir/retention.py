@@ -1,6 +1,6 @@
 """Decides which numbered entries of a run stay on disk: one rule for batches, rollouts, checkpoints and policy versions."""
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -41,11 +41,12 @@ class Retention:
                 self._delete(self.old.pop(index))
 
     def _add(self, number: int, newest: list[int], keep_last: int) -> None:
-        add(number, newest)
+        if number not in newest:
+            insort(newest, number)
         while len(newest) > keep_last:
             oldest = newest.pop(0)
-            if not (self.keep_every and oldest % self.keep_every == 0):
-                add(oldest, self.old)
+            if not (self.keep_every and oldest % self.keep_every == 0) and oldest not in self.old:
+                insort(self.old, oldest)
 
     def _delete(self, number: int) -> None:
         for suffix in self.suffixes:
@@ -54,10 +55,3 @@ class Retention:
                 remove_directory(path)
             else:
                 path.unlink(missing_ok=True)
-
-
-def add(number: int, ascending: list[int]) -> None:
-    """Inserts a number into an ascending list, unless it is already there."""
-    place = bisect_left(ascending, number)
-    if ascending[place : place + 1] != [number]:
-        ascending.insert(place, number)

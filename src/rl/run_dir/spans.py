@@ -107,12 +107,9 @@ class Recorder:
                 self.begun, self.size = False, 0
             if not self.begun:
                 data = msgspec.json.encode(self.start) + b"\n" + data
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                self.size += os.write(descriptor, data)
+            with self.path.open("ab", buffering=0) as file:
+                self.size += file.write(data)
                 self.begun = True
-            finally:
-                os.close(descriptor)
 
 
 def old(path: Path) -> Path:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rl.run_dir.digests import HASH, Digest, digest_of_file
 from rl.run_dir.files import CorruptFileError, reading
 from rl.run_dir.safetensors import tensor_digests, weights_files
@@ -17,6 +19,14 @@ REMOTE = "tinker.json"
 """Of a version whose weights a service with the Tinker API has: where they are there."""
 MAX_NAME = 256
 """File names are shorter than this, in bytes and therefore in characters."""
+
+
+class Checked(msgspec.Struct):
+    """What a digests file must have; it may have more."""
+
+    hash: str
+    tensors: dict[str, str | list[tuple[int, int, str]]]
+    files: dict[str, str] = {}
 
 
 def newer(path: Path, name: str) -> RunError:
@@ -39,25 +49,12 @@ def read_digests(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
         if isinstance(content["hash"], str) and content["hash"] != HASH:
             raise newer(path, content["hash"])
-        files = content.get("files", {})
-        named = all(len(name) < MAX_NAME and "/" not in name and name not in ("", ".", "..") for name in files)
-        if content["hash"] == HASH and named and are_digests(content["tensors"]) and is_text(files):
+        files = msgspec.convert(content, Checked).files
+        if all(len(name) < MAX_NAME and "/" not in name and name not in ("", ".", "..") for name in files):
             return content
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError):
         pass
     raise CorruptFileError(f"{path}: missing or damaged")
-
-
-def is_text(content: Any) -> bool:
-    """Returns whether this is a dict whose values are strings."""
-    return isinstance(content, dict) and all(isinstance(value, str) for value in content.values())
-
-
-def are_digests(content: Any) -> bool:
-    """Returns whether this is a dict of digests."""
-    kinds = [[int, int, str]]
-    slices = [each for value in content.values() if isinstance(value, list) for each in value]
-    return all(isinstance(value, str | list) for value in content.values()) and all([*map(type, each)] in kinds for each in slices)
 
 
 def first_difference(expected: Mapping[str, Digest], found: Mapping[str, Digest]) -> str | None:
@@ -69,7 +66,6 @@ def first_difference(expected: Mapping[str, Digest], found: Mapping[str, Digest]
 
 
 def is_delta(folder: Path) -> bool:
-    """Returns whether a folder has a delta version."""
     return (folder / DELTA).exists()
 
 

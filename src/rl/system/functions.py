@@ -12,7 +12,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from rl.system.errors import RunError
@@ -21,16 +21,13 @@ FOLDERS: set[Path] = set()
 """Folders of the files that were imported."""
 
 
-class Blame:
+class Blame(contextlib.AbstractContextManager[None]):
     """Turns any exception that third-party code raises in the block into a RunError that says what failed, why, where, and the remedy."""
 
     def __init__(self, what: str, remedy: str, folder: Path | None = None):
         self.what, self.remedy, self.folder = what, remedy, folder
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, Exception | SystemExit) and not isinstance(error, RunError):
             message = f"{self.what} raised {type(error).__name__}: {error} (at {place(error, self.folder)}); {self.remedy}"
             raise RunError(message) from error

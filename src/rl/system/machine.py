@@ -30,7 +30,6 @@ class Machine:
 
 
 def machine() -> Machine:
-    """Detects the hardware that this process may use."""
     return Machine(visible_gpus(dict(os.environ)), sorted(os.sched_getaffinity(0)), cpu_quota(), not is_cpu_vllm())
 
 

@@ -1,5 +1,6 @@
 """Shows untrusted text on a terminal: escapes control characters and shortens long text."""
 
+import sys
 import unicodedata
 from collections.abc import Sequence
 from typing import TextIO
@@ -47,6 +48,11 @@ def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
     """Returns one bar per value, scaled from `low` to `high`; a blank for None."""
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(" " if value is None else BARS[round(min(max(value - low, 0.0), high - low) * scale)] for value in values)
+
+
+def say(text: str) -> None:
+    """Prints a line to stderr; stdout is reserved for the result of a command."""
+    print(visible(text), file=sys.stderr, flush=True)
 
 
 class Lines:

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rl.commands.doctor.check import GIB, Check, fault_of, needed_gib, output, start_module
-from rl.commands.play_session import play_session, say
+from rl.commands.play_session import play_session
 from rl.config.check import exposure
 from rl.config.command_line import write_config
 from rl.config.environment_id import id_faults
@@ -25,6 +25,7 @@ from rl.orchestrator.workers.setups import task_faults
 from rl.run_dir.access_token import given_token
 from rl.system.errors import ConfigError, RunError
 from rl.system.machine import machine, memory_bytes, visible_gpus
+from rl.system.terminal import say
 from rl.wire.worker_messages import TEMPLATE_REMEDY, Ready
 
 MODEL_TIMEOUT_S = 300.0

@@ -54,7 +54,6 @@ def main(args: list[str], children: Children) -> int:
 
 
 def parity(args: list[str], children: Children) -> int:
-    """Runs the comparison of trainer and inference."""
     config, _, values = load("rl doctor", args, OPTIONS, HELP, optional=NOT_PLAYED)
     from rl.commands.doctor.parity import examine
     from rl.commands.play_session import run as play
@@ -63,7 +62,6 @@ def parity(args: list[str], children: Children) -> int:
 
 
 def run(name: str, *, verify: bool, as_json: bool) -> int:
-    """Prints the diagnosis of a run."""
     if name.endswith(".toml"):
         fail("rl doctor", f"{name}: write files as `@ FILE`: rl doctor @ {name}")
     root = named_run(name).absolute()

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from rl.commands.doctor.check import output, start_module
-from rl.commands.play_session import say, start_server
+from rl.commands.play_session import start_server
 from rl.config.command_line import write_config
 from rl.config.run import ModelConfig, RLConfig
 from rl.launch.children import Children
 from rl.launch.role_state import failure
 from rl.orchestrator.policy.probe import complete
 from rl.system.errors import RunError
+from rl.system.terminal import say
 from rl.wire.batch_file import write_batch
 from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import TrainBatch
