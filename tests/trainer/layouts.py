@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from rl.config.run import RLConfig
 from rl.run_dir import version_files
+from rl.run_dir.files import CorruptFileError
 from rl.system.errors import RunError
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer
@@ -189,7 +190,7 @@ def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -
     if source:
         read, right = [], version_files.digest_of_file
         version_files.digest_of_file = lambda path: read.append(path.name) or right(path)
-        assert checkpoint.load(*checkpoint.newest_sound(source, world), model, optimizer, world) == 1
+        assert checkpoint.load(*checkpoint.newest(source, world), model, optimizer, world) == 1
         version_files.digest_of_file = right
         (target.parent / f"read-{target.name}-{world.rank}.json").write_text(json.dumps(read))
     else:
@@ -200,14 +201,18 @@ def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -
     return state(model, optimizer)
 
 
-def damaged(source: Path, world: World) -> tuple[int, dict[int, str]]:
-    """What this rank finds where the file of rank 1 is damaged in the newest of two checkpoints."""
+def damaged(source: Path, world: World) -> str:
+    """What this rank says where the file of rank 1 is damaged in the newest of two checkpoints."""
     if world.is_main:
         shutil.copytree(source / "000001", source / "000002")
         with (source / "000002" / "__1_0.distcp").open("r+b") as file:
             file.write(b"no")
     world.barrier()
-    return checkpoint.find_sound(source, world)
+    try:
+        checkpoint.newest(source, world)
+    except CorruptFileError as error:
+        return str(error)
+    return ""
 
 
 def refusal(config: RLConfig, world: World) -> str:
@@ -318,5 +323,5 @@ def main() -> None:
                 if world.is_main:
                     save_file(tensors, folder / f"passed-{name}.safetensors")
                 if name == "hsdp":
-                    (folder / f"damaged-{rank}.json").write_text(json.dumps(damaged(folder / "checkpoints" / "two", world)))
+                    (folder / f"damaged-{rank}.txt").write_text(damaged(folder / "checkpoints" / "two", world))
         source = target
