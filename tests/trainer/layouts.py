@@ -81,7 +81,7 @@ LAYOUTS = {
     "replicas": Layout(4, dp_replicate=4),
     "context 2": Layout(2, context_parallel=2, micro_batch_tokens=64),
     "context 2, data 2": Layout(4, context_parallel=2, micro_batch_tokens=32),
-    "context 4, hsdp": Layout(4, dp_replicate=2, context_parallel=4, micro_batch_tokens=1024, checkpointing="selective"),
+    "context 4, hsdp": Layout(4, dp_replicate=2, context_parallel=4, micro_batch_tokens=1024, checkpointing="full"),
     "context 4, alone": Layout(4, context_parallel=4, micro_batch_tokens=1, alone=True),
     "context 2, recomputed": Layout(2, context_parallel=2, checkpointing="full"),
 }
