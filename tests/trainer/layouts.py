@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,10 +27,9 @@ from rl.system.errors import RunError
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model import policy
-from rl.trainer.model.policy import load_policy, score
+from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel import world as world_module
-from rl.trainer.parallel.sharding import RowGather
 from rl.trainer.parallel.world import World, check_nodes, start_world
 from rl.trainer.store import checkpoint
 from rl.trainer.train import train_step
@@ -246,34 +245,6 @@ def node_faults(world: World, shared: Path) -> list[str]:
     return said
 
 
-def bytes_kept(config: RLConfig, world: World) -> list[int]:
-    """What autograd keeps of a long row: when this rank computes all of it, and with its part of it."""
-    model = load_policy(config.model.name, config.model, config.trainer, world)
-    long = make_sample(list(range(3, 250)) * 4, list(range(3, 250)) * 2, logprobs=[-5.5] * 247 * 6)
-    kept, pack = [], RowGather.pack
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        kept[-1] += tensor.nbytes
-        return tensor
-
-    def count_parts(row: RowGather, tensor: torch.Tensor):
-        packed = pack(row, tensor)
-        kept[-1] += (packed if isinstance(packed, torch.Tensor) else packed[0]).nbytes
-        return packed
-
-    RowGather.pack = count_parts
-    for seen in (replace(world, context_size=1, context_group=None), world):
-        (row,) = prepare(
-            TrainBatch(step=1, samples=[long]), config, replace(seen, size=seen.context_size, rank=seen.context_rank), 64
-        ).micro_batches
-        kept.append(0)
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            score(model, row, seen).logprobs.sum().backward()
-        model.zero_grad()
-    RowGather.pack = pack
-    return kept
-
-
 def deadlines() -> list[float]:
     """The deadline of the collectives of each process group that this rank has."""
     backends = [group._get_backend(torch.device("cpu")) for group in torch.distributed.distributed_c10d._world.pg_map]
@@ -307,9 +278,6 @@ def main() -> None:
                 if world.is_main:
                     (folder / f"{name}.json").write_text(json.dumps(metrics))
                     save_file(tensors, folder / f"{name}.safetensors")
-    with world_of(Layout(4, context_parallel=4)) as world:
-        kept = bytes_kept(make_config(Layout(context_parallel=4), plan["models"]["llama"]), world)
-        (folder / f"kept-{rank}.json").write_text(json.dumps(kept))
     with world_of(Layout(2)) as world:
         if world:
             (folder / f"nodes-{rank}.json").write_text(json.dumps(node_faults(world, folder / "run")))

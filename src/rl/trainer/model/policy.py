@@ -1,6 +1,5 @@
 """The policy: a Hugging Face causal LM under FSDP2, one code path for any number of ranks."""
 
-from contextlib import nullcontext
 from functools import partial
 from typing import get_args
 
@@ -121,8 +120,7 @@ def score(model: PreTrainedModel, batch: MicroBatch, world: World, entropy_gradi
     row = RowGather(len(batch.input_ids), world) if world.context_size > 1 else None
     tree = TreeMask(batch.subtree_ends, batch.position_ids, batch.queries, row)
     ids, positions = (x if batch.queries is None else x[batch.queries] for x in (batch.input_ids, batch.position_ids))
-    with row.saved_as_parts() if row else nullcontext():
-        found = head.score(model, batch, (ids, positions, tree), entropy_gradient)
+    found = head.score(model, batch, (ids, positions, tree), entropy_gradient)
     if not torch.is_grad_enabled():
         reshard(model)
     return found
