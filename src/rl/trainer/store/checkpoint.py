@@ -116,11 +116,10 @@ def write(
     except CheckpointException as error:  # it is not an Exception, so a thread pool would lose it
         raise cause_of(error, temporary, state) from error
     faults.point("checkpoint.saved")
-    sums = {name: found for name, found in files.sums.items() if name.startswith("__")}  # without .metadata.tmp
-    (temporary / f".sums.{world.rank}").write_text(json.dumps(sums))
-    world.barrier(group)
+    own = {name: found for name, found in files.sums.items() if name.startswith("__")}  # without .metadata.tmp
+    sums = world.gather_bytes(json.dumps(own).encode(), group)
     if world.is_main:
-        write_manifest(temporary, step, model, world)
+        write_manifest(temporary, step, model, sums)
         faults.point("checkpoint.manifest")
         commit_directory(temporary, path, new=True, fence=fence)
     world.barrier(group)
@@ -138,14 +137,12 @@ def cause_of(error: CheckpointException, folder: Path, state: dict[str, Tensor])
     return RuntimeError(f"{folder}: the checkpoint could not be written: {error}")
 
 
-def write_manifest(folder: Path, step: int, model: str, world: World) -> None:
-    """Writes the manifest from the checksums that each rank left for its own files."""
+def write_manifest(folder: Path, step: int, model: str, sums: list[bytes]) -> None:
+    """Writes the manifest. `sums`: for each rank, the checksums of its own files as JSON."""
     files = {".metadata": checksum(folder / ".metadata")}
-    for rank in range(world.size):
-        sums = folder / f".sums.{rank}"
-        files |= json.loads(sums.read_text())
-        sums.unlink()
-    manifest = {"step": step, "world_size": world.size, "model": model, "files": files}
+    for own in sums:
+        files |= json.loads(own)
+    manifest = {"step": step, "world_size": len(sums), "model": model, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
