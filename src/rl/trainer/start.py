@@ -41,12 +41,11 @@ def start(
     base: str,
     status: Status,
     source: BatchSource | None = None,
-    verified: int = 0,
     departure: Departure | None = None,
 ) -> Trainer:
     """Loads the model, and the newest checkpoint if there is one. Batches come from `source`, by default the orchestrator.
 
-    `verified`: see checkpoint.newest. `departure`: by default one that never begins.
+    `departure`: by default one that never begins.
     """
     departure = departure or Departure()
     settings, run_dir = config.trainer, config.run_dir
@@ -54,12 +53,12 @@ def start(
     determinism.apply(settings, world.device)
     if isinstance(settings.loss, CustomConfig):
         custom_function(settings.loss.function)  # fails here, before the model is loaded
+    trained = origin(replay) if replay else run_dir  # the run whose checkpoints and batches are read
+    newest = newest_checkpoint(config, trained, world)
     torch.manual_seed(config.seed)
     model = load_policy(base, config.model, settings, world)
     reference = load_reference(config, base, model, world)
     optimizer = make_optimizer(model, settings.optim)
-    trained = origin(replay) if replay else run_dir  # the run whose checkpoints and batches are read
-    newest = newest_checkpoint(config, trained, world, verified)
     step = checkpoint.load(*newest, model, optimizer, world, world.new_group(settings.patience_s)) if newest else 0
     if settings.data.fake:
         source = FakeBatches(settings.data.fake, model.config.get_text_config().vocab_size, config.seed)
@@ -91,16 +90,16 @@ def start(
     return Trainer(config, Path(base), context, step, batches, publisher, saver, work_of(model), metrics, status, departure=departure)
 
 
-def newest_checkpoint(config: RLConfig, run_dir: RunDir, world: World, verified: int) -> tuple[Path, dict] | None:
+def newest_checkpoint(config: RLConfig, run_dir: RunDir, world: World) -> tuple[Path, dict] | None:
     """Returns the checkpoint that training starts from, None for the base model. A replay starts from the one that its settings name.
 
-    `verified`: see checkpoint.newest, also for a damaged one. Raises RunError if a branch has lost its first checkpoint.
+    Raises CorruptFileError as `checkpoint.newest`, RunError if a branch has lost its first checkpoint.
     """
     replay = config.trainer.data.replay
     if replay:
         at = f"{replay.start:06d}"
         return (run_dir.checkpoints / at, checkpoint.read_manifest(run_dir.checkpoints / at)) if replay.start else None
-    newest = checkpoint.newest(run_dir.checkpoints, world, verified)
+    newest = checkpoint.newest(run_dir.checkpoints, world)
     if newest is None and (parent := read_origin(run_dir)):
         raise RunError(f"{run_dir.checkpoints} is empty, but this run starts at step {parent.step} ({parent}): branch it again")
     return newest

@@ -146,31 +146,24 @@ def write_manifest(folder: Path, step: int, model: str, sums: list[bytes]) -> No
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def newest(directory: Path, world: World, verified: int = 0) -> tuple[Path, dict[str, Any]] | None:
+def newest(directory: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
     """Returns the newest checkpoint with its manifest, the same on every rank; None if there is none. Every rank calls this and reads its
-    share of the files.
-
-    `verified`: the step whose share this rank has read before and found intact; 0 if none. Raises CorruptFileError on every rank if the
-    checkpoint is damaged: then `rl` repairs the run.
+    share of the files. Raises CorruptFileError on every rank if the checkpoint is damaged: then `rl` repairs the run.
     """
     step = world.broadcast_int(max(numbers(directory), default=0))  # another rank may not see the newest yet
     path = directory / f"{step:06d}"
     if not step:
         return None
-    if fault := fault_of(path, world, step == verified):
+    if fault := fault_of(path, world):
         raise CorruptFileError(f"{fault}; `rl` moves {path} away and starts from what is before it: without `rl`, do so yourself")
     return path, read_manifest(path)
 
 
-def fault_of(path: Path, world: World, verified: bool = False) -> str:
-    """Returns the fault that the first of the ranks has found in its share of a checkpoint's files, on every rank; empty if it is intact.
-
-    `verified`: whether this rank has read its share before and found it intact.
-    """
+def fault_of(path: Path, world: World) -> str:
+    """Returns on every rank the fault that the first of them has found in its share of a checkpoint's files; empty if it is intact."""
     fault = ""
     try:
-        if not verified:
-            verify_checkpoint(path, world.rank, world.size)
+        verify_checkpoint(path, world.rank, world.size)
     except CorruptFileError as error:
         fault = str(error)
     world.barrier()  # for which no collective waits: one rank's disk may be slower than another's
