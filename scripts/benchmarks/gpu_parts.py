@@ -131,7 +131,7 @@ def training(bench: Bench, name: str) -> None:
     full = {"activation_checkpointing": "full"}
     cases = [(16384, full, True), (65536, full | {"optim": {"offload": True}}, True), (16384, full, False)]
     if name == "0.6B":
-        cases = [(16384, {}, True), (65536, full, True), (16384, {}, False), (16384, {"activation_checkpointing": "selective"}, False)]
+        cases = [(16384, {}, True), (65536, full, True), (16384, {}, False)]
     if name == "30B-A3B":
         cases = [(16384, full, True), (16384, full | {"lora": {"rank": 32, "targets": "all-linear,experts"}}, True), (16384, full, False)]
     sample = 64 if bench.tiny else SAMPLE

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,14 +22,14 @@ from transformers import PreTrainedModel
 
 from rl.config.run import RLConfig
 from rl.run_dir import version_files
+from rl.run_dir.files import CorruptFileError
 from rl.system.errors import RunError
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model import policy
-from rl.trainer.model.policy import load_policy, score
+from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel import world as world_module
-from rl.trainer.parallel.sharding import RowGather
 from rl.trainer.parallel.world import World, check_nodes, start_world
 from rl.trainer.store import checkpoint
 from rl.trainer.train import train_step
@@ -80,7 +80,7 @@ LAYOUTS = {
     "replicas": Layout(4, dp_replicate=4),
     "context 2": Layout(2, context_parallel=2, micro_batch_tokens=64),
     "context 2, data 2": Layout(4, context_parallel=2, micro_batch_tokens=32),
-    "context 4, hsdp": Layout(4, dp_replicate=2, context_parallel=4, micro_batch_tokens=1024, checkpointing="selective"),
+    "context 4, hsdp": Layout(4, dp_replicate=2, context_parallel=4, micro_batch_tokens=1024, checkpointing="full"),
     "context 4, alone": Layout(4, context_parallel=4, micro_batch_tokens=1, alone=True),
     "context 2, recomputed": Layout(2, context_parallel=2, checkpointing="full"),
 }
@@ -189,7 +189,7 @@ def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -
     if source:
         read, right = [], version_files.digest_of_file
         version_files.digest_of_file = lambda path: read.append(path.name) or right(path)
-        assert checkpoint.load(*checkpoint.newest_sound(source, world), model, optimizer, world) == 1
+        assert checkpoint.load(*checkpoint.newest(source, world), model, optimizer, world) == 1
         version_files.digest_of_file = right
         (target.parent / f"read-{target.name}-{world.rank}.json").write_text(json.dumps(read))
     else:
@@ -200,14 +200,18 @@ def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -
     return state(model, optimizer)
 
 
-def damaged(source: Path, world: World) -> tuple[int, dict[int, str]]:
-    """What this rank finds where the file of rank 1 is damaged in the newest of two checkpoints."""
+def damaged(source: Path, world: World) -> str:
+    """What this rank says where the file of rank 1 is damaged in the newest of two checkpoints."""
     if world.is_main:
         shutil.copytree(source / "000001", source / "000002")
         with (source / "000002" / "__1_0.distcp").open("r+b") as file:
             file.write(b"no")
     world.barrier()
-    return checkpoint.find_sound(source, world)
+    try:
+        checkpoint.newest(source, world)
+    except CorruptFileError as error:
+        return str(error)
+    return ""
 
 
 def refusal(config: RLConfig, world: World) -> str:
@@ -239,34 +243,6 @@ def node_faults(world: World, shared: Path) -> list[str]:
         except RunError as error:
             said.append(str(error))
     return said
-
-
-def bytes_kept(config: RLConfig, world: World) -> list[int]:
-    """What autograd keeps of a long row: when this rank computes all of it, and with its part of it."""
-    model = load_policy(config.model.name, config.model, config.trainer, world)
-    long = make_sample(list(range(3, 250)) * 4, list(range(3, 250)) * 2, logprobs=[-5.5] * 247 * 6)
-    kept, pack = [], RowGather.pack
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        kept[-1] += tensor.nbytes
-        return tensor
-
-    def count_parts(row: RowGather, tensor: torch.Tensor):
-        packed = pack(row, tensor)
-        kept[-1] += (packed if isinstance(packed, torch.Tensor) else packed[0]).nbytes
-        return packed
-
-    RowGather.pack = count_parts
-    for seen in (replace(world, context_size=1, context_group=None), world):
-        (row,) = prepare(
-            TrainBatch(step=1, samples=[long]), config, replace(seen, size=seen.context_size, rank=seen.context_rank), 64
-        ).micro_batches
-        kept.append(0)
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            score(model, row, seen).logprobs.sum().backward()
-        model.zero_grad()
-    RowGather.pack = pack
-    return kept
 
 
 def deadlines() -> list[float]:
@@ -302,9 +278,6 @@ def main() -> None:
                 if world.is_main:
                     (folder / f"{name}.json").write_text(json.dumps(metrics))
                     save_file(tensors, folder / f"{name}.safetensors")
-    with world_of(Layout(4, context_parallel=4)) as world:
-        kept = bytes_kept(make_config(Layout(context_parallel=4), plan["models"]["llama"]), world)
-        (folder / f"kept-{rank}.json").write_text(json.dumps(kept))
     with world_of(Layout(2)) as world:
         if world:
             (folder / f"nodes-{rank}.json").write_text(json.dumps(node_faults(world, folder / "run")))
@@ -318,5 +291,5 @@ def main() -> None:
                 if world.is_main:
                     save_file(tensors, folder / f"passed-{name}.safetensors")
                 if name == "hsdp":
-                    (folder / f"damaged-{rank}.json").write_text(json.dumps(damaged(folder / "checkpoints" / "two", world)))
+                    (folder / f"damaged-{rank}.txt").write_text(damaged(folder / "checkpoints" / "two", world))
         source = target

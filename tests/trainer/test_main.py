@@ -16,6 +16,7 @@ import rl.trainer.main
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.config.trainer import OptimConfig
+from rl.launch.repair import repair
 from rl.records.run import Run
 from rl.run_dir.checksums import verify_version
 from rl.run_dir.files import write_file
@@ -159,7 +160,10 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(straight, tied_folder, 
         (run_dir.weights(version) / "model.safetensors").unlink()
         run_dir.weights(version).rename(run_dir.weights(version).with_suffix(".gone"))
     with StubOrchestrator(run_dir, batches()) as orchestrator:
-        assert "checkpoint 3 is damaged" in run_trainer(config)
+        assert f"{damaged}: damaged" in run_trainer(config, DAMAGED)
+        assert orchestrator.asked == []
+        assert repair(run_dir)  # as `rl` does
+        run_trainer(config)
     assert [version for version, _ in orchestrator.published] == [2, 3, 4, 5]
     assert orchestrator.asked == [3, 4, 5]
     for version in range(1, STEPS + 1):
@@ -177,7 +181,7 @@ def test_two_ranks_equal_one(straight, tied_folder, world, tmp_path):
     assert_alike(config.run_dir, straight[0], STEPS)
     ours = load_file(config.run_dir.weights(STEPS) / "model.safetensors")
     model = load_policy(str(tied_folder), config.model, config.trainer, world)
-    found = checkpoint.newest_sound(config.run_dir.checkpoints, world)
+    found = checkpoint.newest(config.run_dir.checkpoints, world)
     assert checkpoint.load(*found, model, make_optimizer(model, OptimConfig()), world) == STEPS
     assert all((weight.full_tensor() == ours[name]).all() for name, weight in model.named_parameters())
 

@@ -181,9 +181,8 @@ class TrainerConfig(Settings):
     expert_parallel: int = Field(1, ge=1)
     """Number of ranks over which the experts of each layer are divided: tokens travel to their experts, instead of all experts to each
     rank. It divides the experts, and the ranks of one model copy."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What to recompute in the backward pass to save memory: `full` keeps one tensor per layer and costs about a third more compute;
-    `selective` keeps the results of matrix products and attention (in compiled layers, only those of attention) and recomputes the rest."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """What to recompute in the backward pass to save memory: `full` keeps one tensor per layer and costs about a third more compute."""
     router_replay: Literal["off", "trainer", "engine"] = "off"
     """Whose choice of experts training repeats, for mixtures of experts. trainer: its own when it computed the log-probabilities of the
     policy that the batch began with, in all optimizer steps of the batch. engine: that of sampling, which vLLM gives on GPUs; it takes a

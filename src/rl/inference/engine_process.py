@@ -108,7 +108,7 @@ async def engine_death(engine: "VersionedEngine", timeout_s: float) -> str:
                 answer.cancel()
                 return describe_silence(waited_s)
         elif not answer and waited_s >= timeout_s / QUESTIONS_PER_TIMEOUT:
-            answer, waited_s = asyncio.ensure_future(engine.collective_rpc("answer")), 0.0
+            answer, waited_s = asyncio.ensure_future(engine.collective_rpc("check_health")), 0.0
             # An immediate failure means that the engine is dead, which is noticed here soon.
             answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
     return engine.broken or "the engine process died; its last lines are above"

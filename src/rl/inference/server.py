@@ -13,7 +13,7 @@ from argparse import Namespace
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rl.config.run import RLConfig
 from rl.config.trainer import EXPERTS
@@ -33,9 +33,6 @@ from rl.wire.messages import WeightVersion
 CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 32
 """Number of sequences that the KV cache on the CPU is sized for (further requests are queued), and of tokens per block. Only whole blocks
 are shared: with vLLM's 128, each rollout of a group would compute a short prompt again, and 64 answers took 4.6 s instead of 3.2."""
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM allocates buffers for; a smaller rank uses the next larger buffer."""
 
 PORT_WAIT_S = 10.0
 """Wait for a port that a predecessor, or a child of one, has not yet released."""
@@ -289,9 +286,12 @@ def adapter_arguments(config: RLConfig, on_cpu: bool) -> dict[str, Any]:
         return {}
     if experts:
         raise ConfigError("inference.adapters = hot: vLLM is not known to serve adapters of experts; set it to merge")
-    rank = next((rank for rank in LORA_RANKS if rank >= lora.rank), None)
+    from vllm.config.lora import MaxLoRARanks  # those that it has buffers for
+
+    ranks = get_args(MaxLoRARanks)
+    rank = next((rank for rank in ranks if rank >= lora.rank), None)
     if rank is None:
-        raise ConfigError(f"trainer.lora.rank = {lora.rank}: vLLM serves ranks up to {LORA_RANKS[-1]}; set inference.adapters = merge")
+        raise ConfigError(f"trainer.lora.rank = {lora.rank}: vLLM serves ranks up to {ranks[-1]}; set inference.adapters = merge")
     # Requests of max_off_policy_steps + 1 versions can be in flight (older ones are cancelled); one more slot is for the next version.
     return {"enable_lora": True, "max_loras": config.orchestrator.max_off_policy_steps + 2, "max_lora_rank": rank}
 

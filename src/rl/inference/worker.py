@@ -92,10 +92,6 @@ class WeightLoader:
 
         threading.Thread(target=watch, name="die-with-server", daemon=True).start()
 
-    def answer(self) -> bool:
-        """Gives a sign of life."""
-        return True
-
     def stage_weights(self, path: str, over_network: str = "") -> None:
         """Starts to prepare the weights at `path`, or those announced by an `OverNetwork` in JSON, in a thread while the engine keeps
         running."""

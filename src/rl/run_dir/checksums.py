@@ -76,15 +76,6 @@ def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, An
     return manifest
 
 
-def verify_newest(directory: Path, rank: int, ranks: int) -> int:
-    """Returns the step of the newest checkpoint if `rank`'s share of its files is intact, else 0. Raises RunError as `verify_files`."""
-    step = max(numbered(directory), default=0)
-    try:
-        return step if step and verify_checkpoint(directory / f"{step:06d}", rank, ranks) else 0
-    except CorruptFileError:
-        return 0
-
-
 def newest_sound_checkpoint(directory: Path, at_most: int | None = None) -> tuple[int, dict[int, str]]:
     """Returns (step of the newest intact checkpoint, 0 if none; fault of each newer checkpoint). Reads those checkpoints completely."""
     faults: dict[int, str] = {}

@@ -16,7 +16,6 @@ from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
 from rl.models.folder import resolve_model
 from rl.run_dir import spans
-from rl.run_dir.checksums import verify_newest
 from rl.run_dir.files import clean_leftovers
 from rl.run_dir.lease import ROLE_WAIT_S, check_fence, hold_role
 from rl.run_dir.metrics import merging, read_metrics
@@ -27,7 +26,6 @@ from rl.system.linux import LAUNCHER, end_with_parent
 from rl.system.prefork import leave
 from rl.trainer.departure import LEFT, Departure, grace_s
 from rl.trainer.parallel.lost import naming_lost_ranks, status_name
-from rl.trainer.store.single_task_thread import SingleTaskThread
 
 SLOW_IMPORTS = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.sft.source", "rl.trainer.start")
 
@@ -73,15 +71,11 @@ def preload(config: RLConfig) -> None:
 def run(config: RLConfig, rank: int, departure: Departure) -> int:
     """Takes the trainer's role, connects the ranks, trains, and shuts everything down. Returns the exit code: LEFT if SIGTERM ended it."""
     name = status_name(rank)
-    checkpoints = SingleTaskThread()
     lease = None
     if rank == 0:
         lease = hold_role(config.run_dir.lock("trainer"), ROLE_WAIT_S)
         own = (config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests_dir, config.run_dir.tokens_dir)
         clean_leftovers(*own, ours="")
-    # In parallel: reading the checkpoint takes about as long as the imports below (unless `leave` has done them) or loading the model.
-    ranks = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
-    checkpoints.start(verify_newest, config.run_dir.checkpoints, rank, ranks)
     if not config.trainer.data.fake:  # a benchmark writes only what the user asks for
         spans.start(config.run_dir.spans, name)
     status = Status(config.run_dir.status(name), name)
@@ -119,12 +113,10 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
     if isinstance(source, FromExamples):
         config = config.model_copy(update={"max_steps": source.num_steps})
     status.enter(Phase.LOADING_MODEL, max_steps=config.max_steps)
-    what = f"{config.run_dir.checkpoints} to be read: does that disk answer?"
-    verified = checkpoints.result(what, settings.patience_s)
     alone = settings.data.replay or settings.data.fake or (config.sft and LAUNCHER not in os.environ)  # neither `rl` nor an orchestrator
     merges = merging(config.run_dir.metrics, partial(check_fence, config.run_dir.lock("trainer")))
     with merges if alone and rank == 0 else contextlib.nullcontext(), naming_lost_ranks(config.run_dir, rank, world.size):
-        has_left = train(start(config, world, base, status, source, verified, departure))
+        has_left = train(start(config, world, base, status, source, departure))
     world.close()
     status.close()
     if lease:

@@ -1,6 +1,5 @@
-"""Builds the live objects of a rank from its configuration, and the newest intact checkpoint."""
+"""Builds the live objects of a rank from its configuration, and the newest checkpoint."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -8,12 +7,11 @@ import torch
 
 from rl.config.loss import CustomConfig
 from rl.config.run import RLConfig
-from rl.run_dir.files import move, write_file
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import Phase, RunWarning, Status
+from rl.run_dir.status import Phase, Status
 from rl.system.errors import RunError
 from rl.trainer import determinism
 from rl.trainer.data.batch_sources import BatchSource, FromOrchestrator, quarantined_steps
@@ -43,12 +41,11 @@ def start(
     base: str,
     status: Status,
     source: BatchSource | None = None,
-    verified: int = 0,
     departure: Departure | None = None,
 ) -> Trainer:
-    """Loads the model, and the newest intact checkpoint if there is one. Batches come from `source`, by default the orchestrator.
+    """Loads the model, and the newest checkpoint if there is one. Batches come from `source`, by default the orchestrator.
 
-    `verified`: see checkpoint.find_sound. `departure`: by default one that never begins.
+    `departure`: by default one that never begins.
     """
     departure = departure or Departure()
     settings, run_dir = config.trainer, config.run_dir
@@ -56,13 +53,13 @@ def start(
     determinism.apply(settings, world.device)
     if isinstance(settings.loss, CustomConfig):
         custom_function(settings.loss.function)  # fails here, before the model is loaded
+    trained = origin(replay) if replay else run_dir  # the run whose checkpoints and batches are read
+    newest = newest_checkpoint(config, trained, world)
     torch.manual_seed(config.seed)
     model = load_policy(base, config.model, settings, world)
     reference = load_reference(config, base, model, world)
     optimizer = make_optimizer(model, settings.optim)
-    trained = origin(replay) if replay else run_dir  # the run whose checkpoints and batches are read
-    sound = newest_checkpoint(config, trained, world, verified, status.warn)
-    step = checkpoint.load(*sound, model, optimizer, world, world.new_group(settings.patience_s)) if sound else 0
+    step = checkpoint.load(*newest, model, optimizer, world, world.new_group(settings.patience_s)) if newest else 0
     if settings.data.fake:
         source = FakeBatches(settings.data.fake, model.config.get_text_config().vocab_size, config.seed)
     waits = [Wait(settings.batch_timeout_s, status.enter) for _ in range(2)]
@@ -93,36 +90,16 @@ def start(
     return Trainer(config, Path(base), context, step, batches, publisher, saver, work_of(model), metrics, status, departure=departure)
 
 
-def newest_checkpoint(
-    config: RLConfig, run_dir: RunDir, world: World, verified: int, warn: Callable[[RunWarning], None]
-) -> tuple[Path, dict] | None:
+def newest_checkpoint(config: RLConfig, run_dir: RunDir, world: World) -> tuple[Path, dict] | None:
     """Returns the checkpoint that training starts from, None for the base model. A replay starts from the one that its settings name.
 
-    Moves damaged checkpoints away so that retention does not count them, unless no intact one is left: then `rl` repairs the run.
-    `verified`: see checkpoint.find_sound; `warn`: see Status.warn. Raises RunError if a branch has lost its first checkpoint.
+    Raises CorruptFileError as `checkpoint.newest`, RunError if a branch has lost its first checkpoint.
     """
     replay = config.trainer.data.replay
     if replay:
         at = f"{replay.start:06d}"
         return (run_dir.checkpoints / at, checkpoint.read_manifest(run_dir.checkpoints / at)) if replay.start else None
-    found = checkpoint.find_sound(run_dir.checkpoints, world, verified)
-    sound = checkpoint.newest_sound(run_dir.checkpoints, world, found)
-    if sound is None and (parent := read_origin(run_dir)):
+    newest = checkpoint.newest(run_dir.checkpoints, world)
+    if newest is None and (parent := read_origin(run_dir)):
         raise RunError(f"{run_dir.checkpoints} is empty, but this run starts at step {parent.step} ({parent}): branch it again")
-    if world.is_main and sound:
-        for remark in move_away(run_dir, found[1], int(sound[0].name)):
-            warn(RunWarning("damaged", "", remark))
-    return sound
-
-
-def move_away(run_dir: RunDir, damaged: dict[int, str], start: int) -> list[str]:
-    """Moves damaged checkpoints to `discarded/`, as a repair by `rl` does. Writes and returns a remark on each. `damaged`: the fault of
-    each checkpoint by step; `start`: the checkpoint that training starts from instead."""
-    away, remarks = run_dir.new_discarded(), []
-    for step, fault in damaged.items():
-        target = away / "checkpoints" / f"{step:06d}"
-        move(run_dir.checkpoint(step), target)
-        remarks.append(f"{fault}; the trainer starts from checkpoint {start} (moved to {target})")
-    if remarks:
-        write_file(away / "remarks.txt", "\n".join([*remarks, ""]).encode())
-    return remarks
+    return newest

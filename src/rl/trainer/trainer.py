@@ -25,7 +25,6 @@ from rl.trainer.sft.source import validate
 from rl.trainer.store import versions
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.saver import Saver
-from rl.trainer.store.single_task_thread import SingleTaskThread
 from rl.trainer.store.token_files import TokenFiles
 
 
@@ -45,11 +44,6 @@ class TrainContext:
     """Shows progress by micro batch; None if nobody reads it."""
     token_files: TokenFiles | None = None
     """Writes the values computed at each token; None if they are not logged, or if the run has no batch files to read them with."""
-
-    @property
-    def writers(self) -> tuple[SingleTaskThread, ...]:
-        """Threads that write what steps have computed; their errors end a wait."""
-        return (self.token_files.thread,) if self.token_files else ()
 
     def advance(self) -> None:
         """Reports one more micro batch as done."""
@@ -106,7 +100,8 @@ class Trainer:
     def receive(self, step: int) -> Packed | Skipped | None:
         """Returns the batch of `step`, and requests the next one. None: the run has ended, or this trainer leaves it. Raises the errors of
         all threads."""
-        ready = self.batches.take(step, (self.publisher.thread, self.saver.thread, *self.context.writers))
+        writers = (self.publisher, self.saver, self.context.token_files)
+        ready = self.batches.take(step, [writer.thread for writer in writers if writer])
         if self.leaves():
             return None
         if ready is not None and step < self.last:

@@ -1,14 +1,12 @@
-"""What is compiled: refused in place of slow in silence, and seen by selective checkpointing."""
+"""What is compiled is refused in place of slow in silence."""
 
 from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from rl.system.errors import RunError
-from rl.trainer.model.compiled import KEEP_RESULT, compiled
-from rl.trainer.model.policy import KEPT_OPERATIONS
+from rl.trainer.model.compiled import compiled
 
 
 def test_what_is_compiled_too_often_is_refused(monkeypatch):
@@ -30,33 +28,3 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch):
     call = compiled(lambda x: x.sin() * x, "set trainer.compile = false")
     with pytest.raises(RunError, match=r"torch cannot compile .*<lambda> \(TypeError: .* 1 < s50\); set trainer.compile = false$"):
         call(torch.ones(3))
-
-
-@pytest.mark.proof
-def test_selective_checkpointing_keeps_what_is_compiled_to_be_kept():
-    """A stand-in for FlexAttention, which is compiled in the same way but has no backward pass on CPUs."""
-    ran = []
-
-    @torch.library.custom_op("rl_test::ran", mutates_args=())
-    def note(x: torch.Tensor) -> torch.Tensor:
-        ran.append(len(x))
-        return x.clone()
-
-    note.register_fake(torch.empty_like)
-    note.register_autograd(lambda ctx, grad: grad)
-
-    def attend(x):
-        return (note(x).exp() * x).sum(-1, keepdim=True) * x
-
-    def runs(options, kept):
-        ran.clear()
-        inner = compiled(attend, "something else", options)
-        x = torch.arange(6.0).view(3, 2).requires_grad_()
-        context = partial(create_selective_checkpoint_contexts, kept)
-        out = checkpoint(lambda x: inner(x * 1).sin(), x, use_reentrant=False, context_fn=context)
-        out.sum().backward()
-        return len(ran), x.grad
-
-    kept, gradient = runs(KEEP_RESULT, KEPT_OPERATIONS)
-    again, expected = runs(None, [torch.ops.aten.mm.default])
-    assert (kept, again) == (1, 2) and torch.equal(gradient, expected)

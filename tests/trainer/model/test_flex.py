@@ -27,7 +27,7 @@ def counted(monkeypatch):
 
     compile_by_torch = torch.compile
     monkeypatch.setattr(flex, "COMPILED_ON", ("cpu",))
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic, options: compile_by_torch(function, dynamic=dynamic, backend=backend))
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compile_by_torch(function, dynamic=dynamic, backend=backend))
     monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)  # which refuses gradients on CPUs
     flex.compiled_kernel.cache_clear()
     yield graphs

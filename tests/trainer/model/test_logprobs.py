@@ -146,7 +146,7 @@ def test_what_is_compiled_on_gpus_computes_the_same(monkeypatch, backend, entrop
     monkeypatch.setattr(logprobs, "FUSED_ON", ())
     expected = run()
     compile_by_torch, counter = torch.compile, CompileCounterWithBackend(backend)
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic, options: compile_by_torch(function, dynamic=dynamic, backend=counter))
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compile_by_torch(function, dynamic=dynamic, backend=counter))
     monkeypatch.setattr(logprobs, "FUSED_ON", (DEVICE.type,))
     logprobs.fused.cache_clear()
     found = run()

@@ -44,14 +44,13 @@ adapters = {
     "adapters one": Layout(lora=EXPERTS),
     "adapters 1 of 2": Layout(2, lora=EXPERTS),
     "adapters 2 of 4": Layout(4, expert_parallel=2, lora=EXPERTS),
-    "adapters 4 of 4": Layout(4, expert_parallel=4, lora=EXPERTS, checkpointing="selective"),
+    "adapters 4 of 4": Layout(4, expert_parallel=4, lora=EXPERTS, checkpointing="full"),
 }
 DIVISIONS |= {name: replace(layout, model="qwen3_moe") for name, layout in adapters.items()}
 more = {
     "more one": Layout(),
     "more context": Layout(4, context_parallel=2, expert_parallel=4, micro_batch_tokens=40),
     "more full": Layout(4, expert_parallel=2, checkpointing="full", micro_batch_tokens=64),
-    "more selective": Layout(4, expert_parallel=4, checkpointing="selective"),
 }
 DIVISIONS |= {name: replace(layout, model="qwen3_moe") for name, layout in more.items()}
 replayed = {"loss": "clip", "epochs": 2, "minibatches": 2, "model": "qwen3_moe"}

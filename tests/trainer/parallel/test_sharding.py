@@ -52,7 +52,7 @@ def run_ranks(module: str, folder: Path, count: int) -> None:
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     models = {kind: str(make_tiny_model(folder / kind, config)) for kind, config in MODELS.items()}
-    (folder / "plan.json").write_text(json.dumps({"models": models, "ports": free_ports(len(LAYOUTS) + 5)}))
+    (folder / "plan.json").write_text(json.dumps({"models": models, "ports": free_ports(len(LAYOUTS) + 4)}))
     run_ranks("tests.trainer.layouts", folder, 4)
     return folder
 
@@ -90,8 +90,7 @@ def test_ranks_share_the_reading_of_a_checkpoint_and_what_they_find(results):
     read = [json.loads((results / "checkpoints" / f"read-hsdp-{rank}.json").read_text()) for rank in range(4)]
     assert sorted(itertools.chain(*read)) == [".metadata", "__0_0.distcp", "__1_0.distcp"] and max(map(len, read)) == 1
     fault = results / "checkpoints" / "two" / "000002" / "__1_0.distcp"
-    found = [json.loads((results / f"damaged-{rank}.json").read_text()) for rank in range(4)]
-    assert found == [[1, {"2": f"{fault}: damaged"}]] * 4
+    assert all((results / f"damaged-{rank}.txt").read_text().startswith(f"{fault}: damaged; ") for rank in range(4))
 
 
 def test_every_rank_refuses_a_policy_that_is_wrong_on_one(results):
@@ -119,11 +118,3 @@ def test_a_row_is_divided_into_parts_of_equal_cost():
         assert padded[slots].tolist() == list(range(length))
     costs = [int((part + 1).sum()) for part in parts]  # visible keys of one long sequence
     assert max(costs) < 1.02 * min(costs)
-
-
-def test_a_rank_keeps_its_own_part_for_the_backward_pass(results):
-    """Four ranks that share a long row: a quarter each, keys and values included; and one has all blocks with so few keys that they keep
-    their probabilities."""
-    for rank in range(4):
-        whole, part = json.loads((results / f"kept-{rank}.json").read_text())
-        assert whole > 1e7 and part < 0.29 * whole

@@ -12,17 +12,16 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from rl.config.run import ModelConfig, RLConfig
+from rl.config.run import ModelConfig
 from rl.config.trainer import OptimConfig, TrainerConfig
 from rl.models.tiny import make_tiny_model
-from rl.run_dir import checksums, files, version_files
-from rl.run_dir.checksums import checksum, newest_sound_checkpoint
+from rl.run_dir import files, version_files
+from rl.run_dir.checksums import checksum, newest_sound_checkpoint, verify_checkpoint
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import local, make_optimizer
-from rl.trainer.start import newest_checkpoint
 from rl.trainer.store import checkpoint
 from rl.trainer.store import saver as saver_module
 from rl.trainer.store.saver import Saver
@@ -52,7 +51,7 @@ def test_what_is_loaded_is_what_was_saved(trained, tied_folder, world, tmp_path)
     random_after = torch.rand(3)
     toy_step(*trained)
     other = fresh(tied_folder, world)
-    path, manifest = checkpoint.newest_sound(tmp_path, world)
+    path, manifest = checkpoint.newest(tmp_path, world)
     assert checkpoint.load(path, manifest, *other, world) == 7
     assert torch.equal(torch.rand(3), random_after)
     toy_step(*other)
@@ -104,31 +103,28 @@ def test_files_are_hashed_while_they_are_written_and_shared_among_the_ranks_that
         shares = []
         for rank in range(ranks):
             read.clear()
-            assert checksums.verify_newest(tmp_path, rank, ranks) == 1
+            verify_checkpoint(path, rank, ranks)
             shares.append([name for name in read if name != ".metadata"])
         assert sorted(itertools.chain(*shares)) == [f"__{rank}_0.distcp" for rank in range(4)]
         assert max(map(len, shares)) == max(1, 4 // ranks)
-    hurt(path / "__2_0.distcp", "flip")
-    assert [checksums.verify_newest(tmp_path, rank, 4) for rank in range(4)] == [1, 1, 1, 0]
 
 
 def test_no_checkpoint(world, tmp_path):
     (tmp_path / ".000003.tmp").mkdir()
-    assert checkpoint.newest_sound(tmp_path, world) is None
+    assert checkpoint.newest(tmp_path, world) is None
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(trained, world, tmp_path, capsys, file, damage):
+def test_a_damaged_checkpoint_is_refused_and_stays_for_rl_to_repair_the_run(trained, world, tmp_path, file, damage):
     for number in (2, 3):
         save_checkpoint(tmp_path / f"{number:06d}", number, *trained, world)
-    hurt(tmp_path / "000003" / file, damage)
-    path, manifest = checkpoint.newest_sound(tmp_path, world)
-    assert path.name == "000002" and manifest["step"] == 2
-    assert f"000003/{file}" in capsys.readouterr().err
-    hurt(tmp_path / "000002" / file, damage)
-    with pytest.raises(CorruptFileError, match=f"no intact checkpoint.*000002/{file}"):
-        checkpoint.newest_sound(tmp_path, world)
+    path, manifest = checkpoint.newest(tmp_path, world)
+    assert path.name == "000003" and manifest["step"] == 3
+    hurt(path / file, damage)
+    with pytest.raises(CorruptFileError, match=rf"000003/{file}: .*`rl` moves .*000003 away"):
+        checkpoint.newest(tmp_path, world)
+    assert list(numbered(tmp_path)) == [2, 3]
 
 
 def hurt(path, damage):
@@ -162,7 +158,7 @@ def test_a_strangers_checkpoint_runs_nothing(trained, world, tmp_path, kind):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][".metadata"] = checksum(path / ".metadata")
     (path / "manifest.json").write_text(json.dumps(manifest))
-    found, manifest = checkpoint.newest_sound(tmp_path, world)
+    found, manifest = checkpoint.newest(tmp_path, world)
     with pytest.raises(RunError, match=r"nothing of it was run.*move .*000007 away"):
         checkpoint.load(found, manifest, *trained, world)
     with pytest.raises(RunError, match="nothing of it was run"):
@@ -174,7 +170,7 @@ def test_another_model_is_refused(trained, world, tmp_path):
     save_checkpoint(tmp_path / "c" / "000001", 1, *trained, world)
     other = fresh(make_tiny_model(tmp_path / "m", CONFIGS["llama"] | {"num_hidden_layers": 1}), world)
     with pytest.raises(RunError, match="another model"):
-        checkpoint.load(*checkpoint.newest_sound(tmp_path / "c", world), *other, world)
+        checkpoint.load(*checkpoint.newest(tmp_path / "c", world), *other, world)
 
 
 def test_a_checkpoint_is_written_while_the_model_trains_on(trained, tied_folder, world, tmp_path, monkeypatch):
@@ -198,7 +194,7 @@ def test_a_checkpoint_is_written_while_the_model_trains_on(trained, tied_folder,
     saver.finish()
     assert saver.step == 1
     other = fresh(tied_folder, world)
-    assert checkpoint.load(*checkpoint.newest_sound(run_dir.checkpoints, world), *other, world) == 1
+    assert checkpoint.load(*checkpoint.newest(run_dir.checkpoints, world), *other, world) == 1
     assert all(torch.equal(a, b) for a, b in zip(expected, state(*other), strict=True))
     assert checkpoint.differing(run_dir.checkpoint(1), *other, world) == []
     assert len(checkpoint.differing(run_dir.checkpoint(1), *trained, world)) == len(expected)
@@ -230,27 +226,6 @@ def test_errors_of_torch_become_ours(tmp_path):
     full, strange = (CheckpointException("write", {0: (error, None)}) for error in (OSError(28, "No space"), ValueError("what")))
     assert checkpoint.cause_of(full, tmp_path, {}).errno == 28
     assert isinstance(checkpoint.cause_of(strange, tmp_path, {}), RuntimeError)
-
-
-def test_a_damaged_checkpoint_does_not_count_for_retention(trained, world, tmp_path):
-    """It is moved away at the start; if it is the only one, it stays for rl to repair the run."""
-    config = RLConfig(name="r", output_dir=str(tmp_path))
-    run_dir = config.run_dir
-    for number in (2, 3):
-        save_checkpoint(run_dir.checkpoint(number), number, *trained, world)
-    hurt(run_dir.checkpoint(3) / "__0_0.distcp", "flip")
-    said = []
-    path, _ = newest_checkpoint(config, run_dir, world, 0, said.append)
-    assert path == run_dir.checkpoint(2) and list(numbered(run_dir.checkpoints)) == [2]
-    (moved,) = run_dir.discarded.glob("*/checkpoints/*")
-    fault = run_dir.checkpoint(3) / "__0_0.distcp"
-    remark = f"{fault}: damaged; the trainer starts from checkpoint 2 (moved to {moved})"
-    assert moved.name == "000003" and (moved.parents[1] / "remarks.txt").read_text() == remark + "\n"
-    assert [(warning.about, warning.env, warning.text) for warning in said] == [("damaged", "", remark)]
-    hurt(run_dir.checkpoint(2) / "__0_0.distcp", "flip")
-    with pytest.raises(CorruptFileError, match="no intact checkpoint"):
-        newest_checkpoint(config, run_dir, world, 0, said.append)
-    assert list(numbered(run_dir.checkpoints)) == [2]
 
 
 class Clock:

@@ -1,4 +1,3 @@
-import os
 import threading
 import time
 
@@ -15,12 +14,6 @@ def test_what_a_disk_does_not_give_in_time_ends_the_wait():
         reading.result("x to be read", 0.05)
     assert reading.busy and late.value.exit_code == 1  # a line in the log in place of a traceback, and another start
     answers.set()
-
-
-def test_its_thread_alone_gives_way_to_others():
-    background, before = SingleTaskThread(gives_way=True), os.getpriority(os.PRIO_PROCESS, 0)
-    background.start(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-    assert background.result("its priority", 5) == 19 and os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_a_result_or_an_error_comes_once():

@@ -13,7 +13,7 @@ import tinker
 
 from rl.config.run import RLConfig
 from rl.run_dir import spans
-from rl.run_dir.checksums import newest_sound_checkpoint
+from rl.run_dir.checksums import verify_checkpoint
 from rl.run_dir.files import CorruptFileError, clean_leftovers
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog
@@ -63,9 +63,8 @@ class RemoteTrainer:
 
     def _model(self) -> tinker.TrainingClient:
         """Makes a model at the service: from the newest checkpoint, or new adapters of the base model."""
-        step, damaged = newest_sound_checkpoint(self.run_dir.checkpoints)
-        if damaged:
-            raise CorruptFileError(next(iter(damaged.values())))
+        if step := max(numbers(self.run_dir.checkpoints), default=0):
+            verify_checkpoint(self.run_dir.checkpoint(step))
         service = tinker.ServiceClient({"run": self.config.name}, base_url=url_of(self.config))
         if step:
             path = read_place(self.run_dir.checkpoint(step)).path

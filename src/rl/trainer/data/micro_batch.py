@@ -17,7 +17,7 @@ ones fit in its memory; except with eager attention, whose scores and mask grow 
 
 def micro_batch_tokens(settings: TrainerConfig, device: torch.device, mode: Mode) -> int:
     """Returns the most tokens of one pass on one rank; a longer sample gets a pass of its own."""
-    large = device.type == "cuda" and settings.activation_checkpointing != "none" and mode != "eager"
+    large = device.type == "cuda" and settings.activation_checkpointing == "full" and mode != "eager"
     return settings.micro_batch_tokens or (MICRO_BATCH_TOKENS_GPU if large else MICRO_BATCH_TOKENS)
 
 

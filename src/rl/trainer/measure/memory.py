@@ -55,7 +55,7 @@ def advice(model: PreTrainedModel, batch: MicroBatch, config: RLConfig, world: W
     smaller.append(f"trainer.context_parallel = {2 * world.context_size}")
     if experts_of(model) and shards > 1 and settings.expert_parallel < shards:
         smaller.append(f"trainer.expert_parallel = {2 * settings.expert_parallel} (a rank then gathers half as many experts)")
-    if settings.activation_checkpointing != "full":
+    if settings.activation_checkpointing == "none":
         smaller.append('trainer.activation_checkpointing = "full"')
     less = [f"twice as many ranks, or a smaller trainer.dp_replicate ({state.total / 2 / GIB:.2f} GiB)"]
     if not settings.optim.offload and world.device.type == "cuda":

@@ -8,11 +8,8 @@ import torch
 
 from rl.system.errors import RunError
 
-KEEP_RESULT = {"wrap_inductor_compiled_regions": True}
-"""Inductor's option that makes a compiled function a single operation for selective checkpointing, which can then keep its result."""
 
-
-def compiled(function: Callable[..., Any], remedy: str, options: dict[str, Any] | None = None) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], remedy: str) -> Callable[..., Any]:
     """Compiles `function` at its first call, with symbols for all sizes.
 
     Each value of a size or flag that cannot be a symbol costs another compilation, and after eight of one code object torch would continue
@@ -23,7 +20,7 @@ def compiled(function: Callable[..., Any], remedy: str, options: dict[str, Any] 
 
     config.fail_on_recompile_limit_hit = True
     config.specialize_float = True  # caps on scores must be constants of the graph: inductor cannot compile them as symbols
-    inner = torch.compile(function, dynamic=True, options=options)
+    inner = torch.compile(function, dynamic=True)
     name = getattr(function, "__qualname__", "a function")
 
     @functools.wraps(function)

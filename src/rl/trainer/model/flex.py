@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from rl.trainer.model.compiled import KEEP_RESULT, compiled
+from rl.trainer.model.compiled import compiled
 
 BLOCK = 128
 """FlexAttention's own block size."""
@@ -99,7 +99,7 @@ def compiled_kernel(scale: float, cap: float | None, sums: bool, is_whole: bool,
     """
     attend = kernel(scale, cap, sums, is_whole)
     attend.__code__ = attend.__code__.replace()
-    return compiled(attend, "set trainer.attention = blocks", KEEP_RESULT)
+    return compiled(attend, "set trainer.attention = blocks")
 
 
 def attend(

@@ -1,12 +1,10 @@
 """The policy: a Hugging Face causal LM under FSDP2, one code path for any number of ranks."""
 
-from contextlib import nullcontext
 from functools import partial
 from typing import get_args
 
 import torch
-from torch._higher_order_ops import inductor_compiled_code
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl.config.run import ModelConfig
@@ -85,29 +83,11 @@ def assemble(
     return model
 
 
-KEPT_OPERATIONS = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._grouped_mm.default,
-    torch.ops.rl.block_attention.default,
-    inductor_compiled_code,  # compiled attention, see KEEP_RESULT
-]
-"""Operations whose results selective checkpointing keeps: they save the most recomputation per byte.
-Matrix products within a compiled layer are not among them: they are recomputed."""
-
-
 def change_layers(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, world: World) -> None:
     """Compiles the layers and makes them recompute activations, as configured. Call it before sharding: FSDP's hooks must wrap both."""
     compiles = is_compiled(settings, mode)
     if compiles and settings.compile is None and world.is_main:
         print("trainer.compile: true, the default with flex; the first steps spend a minute or more compiling", flush=True)
-    kind = settings.activation_checkpointing
-    contexts = {}
-    if kind == "selective":
-        kept = [*KEPT_OPERATIONS]
-        if any(getattr(module, "has_bias", False) for module in model.modules()):  # the bias is added in place to this result
-            kept.remove(torch.ops.aten._grouped_mm.default)
-        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
     for experts in experts_of(model).values() if compiles else ():
         # In a graph transformers replaces grouped_mm for float32 by a loop that torch cannot compile, and if experts are divided or have
         # adapters the numbers of tokens would break the graph at every step.
@@ -115,8 +95,8 @@ def change_layers(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, w
     for layer in (module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())):
         if compiles:
             layer.forward = compiled(layer.forward, "set trainer.compile = false")
-        if kind != "none":
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
+        if settings.activation_checkpointing == "full":
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def mode_of(*models: PreTrainedModel) -> Mode:
@@ -140,8 +120,7 @@ def score(model: PreTrainedModel, batch: MicroBatch, world: World, entropy_gradi
     row = RowGather(len(batch.input_ids), world) if world.context_size > 1 else None
     tree = TreeMask(batch.subtree_ends, batch.position_ids, batch.queries, row)
     ids, positions = (x if batch.queries is None else x[batch.queries] for x in (batch.input_ids, batch.position_ids))
-    with row.saved_as_parts() if row else nullcontext():
-        found = head.score(model, batch, (ids, positions, tree), entropy_gradient)
+    found = head.score(model, batch, (ids, positions, tree), entropy_gradient)
     if not torch.is_grad_enabled():
         reshard(model)
     return found

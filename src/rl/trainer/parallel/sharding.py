@@ -8,8 +8,7 @@ zigzag of https://arxiv.org/abs/2407.21783, section 3.3.2).
 Each rank weights its own loss tokens, and FSDP sums the gradients over all ranks, whether they share a row or not.
 """
 
-from collections import Counter, deque
-from contextlib import AbstractContextManager
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
@@ -132,15 +130,10 @@ class RowGather:
         self.group, self.ranks = world.context_group, world.context_size
         self.own, self.longest = len(parts[world.context_rank]), max(map(len, parts))
         self.slots = slots_of_row(parts).to(world.device)
-        self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=2)
-        """(whole, part) of the last two calls, which are the keys and values of one layer."""
 
     def __call__(self, part: Tensor) -> Tensor:
         """[..., T', D] at this rank's queries -> [..., T, D] of the whole row. Every rank of the group calls this."""
-        part = part.movedim(-2, 0)
-        whole = GatherRow.apply(part, self)
-        self.recent.append((whole.detach(), part.detach()))
-        return whole.movedim(0, -2)
+        return GatherRow.apply(part.movedim(-2, 0), self).movedim(0, -2)
 
     def gather(self, part: Tensor) -> Tensor:
         """[T', ...] -> [T, ...], without gradient."""
@@ -149,22 +142,6 @@ class RowGather:
         whole = part.new_empty(self.ranks * self.longest, *part.shape[1:])
         dist.all_gather_into_tensor(whole, padded, group=self.group)
         return whole[self.slots]
-
-    def saved_as_parts(self) -> AbstractContextManager:
-        """Context in which autograd saves only this rank's part of a gathered tensor, and gathers it again in the backward pass."""
-        return saved_tensors_hooks(self.pack, self.unpack)
-
-    def pack(self, tensor: Tensor) -> Tensor | tuple[Tensor, torch.Size, tuple[int, ...], int]:
-        for whole, part in self.recent:
-            if tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
-                return part, tensor.size(), tensor.stride(), tensor.storage_offset()
-        return tensor
-
-    def unpack(self, kept: Tensor | tuple[Tensor, torch.Size, tuple[int, ...], int]) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        part, *view = kept
-        return self.gather(part).as_strided(*view)
 
 
 class GatherRow(torch.autograd.Function):

@@ -6,7 +6,6 @@ DCP's own metadata is a pickle, from which `reader` makes only the metadata of t
 
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,11 +116,10 @@ def write(
     except CheckpointException as error:  # it is not an Exception, so a thread pool would lose it
         raise cause_of(error, temporary, state) from error
     faults.point("checkpoint.saved")
-    sums = {name: found for name, found in files.sums.items() if name.startswith("__")}  # without .metadata.tmp
-    (temporary / f".sums.{world.rank}").write_text(json.dumps(sums))
-    world.barrier(group)
+    own = {name: found for name, found in files.sums.items() if name.startswith("__")}  # without .metadata.tmp
+    sums = world.gather_bytes(json.dumps(own).encode(), group)
     if world.is_main:
-        write_manifest(temporary, step, model, world)
+        write_manifest(temporary, step, model, sums)
         faults.point("checkpoint.manifest")
         commit_directory(temporary, path, new=True, fence=fence)
     world.barrier(group)
@@ -139,65 +137,37 @@ def cause_of(error: CheckpointException, folder: Path, state: dict[str, Tensor])
     return RuntimeError(f"{folder}: the checkpoint could not be written: {error}")
 
 
-def write_manifest(folder: Path, step: int, model: str, world: World) -> None:
-    """Writes the manifest from the checksums that each rank left for its own files."""
+def write_manifest(folder: Path, step: int, model: str, sums: list[bytes]) -> None:
+    """Writes the manifest. `sums`: for each rank, the checksums of its own files as JSON."""
     files = {".metadata": checksum(folder / ".metadata")}
-    for rank in range(world.size):
-        sums = folder / f".sums.{rank}"
-        files |= json.loads(sums.read_text())
-        sums.unlink()
-    manifest = {"step": step, "world_size": world.size, "model": model, "files": files}
+    for own in sums:
+        files |= json.loads(own)
+    manifest = {"step": step, "world_size": len(sums), "model": model, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-Found = tuple[int, dict[int, str]]
-"""The step of the newest intact checkpoint, 0 if there is none, and the fault of each newer one by step."""
-
-
-def find_sound(directory: Path, world: World, verified: int = 0) -> Found:
-    """Finds the newest intact checkpoint, the same on every rank. Every rank calls this and reads its share of the files.
-
-    `verified`: the step whose share this rank has read before and found intact; 0 if none.
+def newest(directory: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the newest checkpoint with its manifest, the same on every rank; None if there is none. Every rank calls this and reads its
+    share of the files. Raises CorruptFileError on every rank if the checkpoint is damaged: then `rl` repairs the run.
     """
-    damaged: dict[int, str] = {}
-    steps = json.loads(world.broadcast_bytes(json.dumps(numbers(directory)).encode()))  # another rank may not see the newest yet
-    for step in sorted(steps, reverse=True):
-        if not (fault := fault_of(directory / f"{step:06d}", world, step == verified)):
-            return step, damaged
-        damaged[step] = fault
-    return 0, damaged
+    step = world.broadcast_int(max(numbers(directory), default=0))  # another rank may not see the newest yet
+    path = directory / f"{step:06d}"
+    if not step:
+        return None
+    if fault := fault_of(path, world):
+        raise CorruptFileError(f"{fault}; `rl` moves {path} away and starts from what is before it: without `rl`, do so yourself")
+    return path, read_manifest(path)
 
 
-def fault_of(path: Path, world: World, verified: bool = False) -> str:
-    """Returns the fault that the first of the ranks has found in its share of a checkpoint's files, on every rank; empty if it is intact.
-
-    `verified`: whether this rank has read its share before and found it intact.
-    """
+def fault_of(path: Path, world: World) -> str:
+    """Returns on every rank the fault that the first of them has found in its share of a checkpoint's files; empty if it is intact."""
     fault = ""
     try:
-        if not verified:
-            verify_checkpoint(path, world.rank, world.size)
+        verify_checkpoint(path, world.rank, world.size)
     except CorruptFileError as error:
         fault = str(error)
     world.barrier()  # for which no collective waits: one rank's disk may be slower than another's
     return next(filter(None, world.gather_bytes(fault.encode())), b"").decode()
-
-
-def newest_sound(directory: Path, world: World, found: Found | None = None) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the newest intact checkpoint, and warns about each damaged one; None if there are no checkpoints at all.
-
-    `found`: the result of `find_sound`, if it has been called. Every rank calls this. Raises CorruptFileError if there are checkpoints
-    but none is intact.
-    """
-    step, damaged = found or find_sound(directory, world)
-    for number, fault in damaged.items() if world.is_main else ():
-        print(f"WARNING: checkpoint {number} is damaged and is skipped ({fault})", file=sys.stderr, flush=True)
-    if damaged and not step:
-        raise CorruptFileError(
-            f"no intact checkpoint in {directory}: {'; '.join(damaged.values())}. "
-            "Move these checkpoints away to start from the base model and the logged batches"
-        )
-    return (directory / f"{step:06d}", read_manifest(directory / f"{step:06d}")) if step else None
 
 
 def load(

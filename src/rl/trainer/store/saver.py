@@ -50,7 +50,7 @@ class Saver:
         self.fraction = 0.0
         """That cost divided by the seconds from the start of the previous checkpoint, or of training, to the start of this one."""
         self.stager = checkpoint.make_stager(world)
-        self.thread = SingleTaskThread(gives_way=True)
+        self.thread = SingleTaskThread()
         self.group = world.new_group(self.deadline_s)  # its collectives wait for the disks of other ranks
 
     def start_clock(self) -> None:

@@ -1,7 +1,5 @@
 """Work that threads do during training: prefetching the next batch, and writing the previous version and checkpoint."""
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.pool import AsyncResult, ThreadPool
@@ -13,11 +11,6 @@ POLL_S = 0.1
 """Seconds between two checks of the other threads while waiting for a result."""
 
 
-def give_way() -> None:
-    """Gives this thread the lowest priority: servers may sample on the same cores, and their threads wait for the slowest of them."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-
-
 class SingleTaskThread:
     """A thread with at most one task in progress; a task's error is raised once, by the next call of `raise_errors` or `result`.
 
@@ -25,9 +18,8 @@ class SingleTaskThread:
     BaseException would be lost.
     """
 
-    def __init__(self, gives_way: bool = False) -> None:
-        """`gives_way`: whether the thread runs at the lowest priority."""
-        self._pool = ThreadPool(1, give_way if gives_way else None)
+    def __init__(self) -> None:
+        self._pool = ThreadPool(1)
         self._work: AsyncResult | None = None
         self.on_error: Callable[[], None] = lambda: None
         """Called right before an error of a task is raised."""
