@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -249,10 +250,9 @@ def final_report(numbers: Numbers, run_dir: RunDir, title: str, say: Callable[[s
 
 
 def keep_drawn(run_dir: RunDir, title: str, fence: Callable[[], None], over: threading.Event) -> None:
-    """Draws curves.png when there are new metrics, until the run is `over` or `fence` raises RunError.
-
-    To be run in a thread of its own, of the usual priority: one that waits for a core while it holds the interpreter's lock holds up `rl`.
-    """
+    """Draws curves.png when there are new metrics, until the run is `over` or `fence` raises RunError. To be run in a thread of its own,
+    which has the lowest priority."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     drawn, pause_s = 0, EVERY_S
     while not over.wait(pause_s):
         began = time.monotonic()

@@ -182,7 +182,6 @@ class Watch:
         from rl.launch.curves import final_report
         from rl.run_dir.numbers import Numbers
 
-        self.over.set()
         if self.page:
             self.page.close()
         self.show()
@@ -243,6 +242,7 @@ def run(prepared: Prepared, placement: Placement, children: Children, again: str
     except OSError as error:
         code, why = 1, f"rl: {system_error(error)}"
     finally:
+        watch.over.set()
         watch.console.close()
     if code and (lost := lost_to(prepared.run_dir.lock("rl"))):
         code, why = GIVE_UP, f"rl: {lost}"
