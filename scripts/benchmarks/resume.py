@@ -55,7 +55,8 @@ def rank_main(size: str, folder: Path) -> None:
     for parameter in model.parameters():
         parameter.detach().to_local().zero_()
     since = time.perf_counter()
-    sound = checkpoint.newest_sound(folder, world)
+    newest = getattr(checkpoint, "newest", None) or checkpoint.newest_sound  # type: ignore[attr-defined]  # before 2026-11-27
+    sound = newest(folder, world)
     checked = time.perf_counter()
     assert sound and checkpoint.load(*sound, model, optimizer, world) == 1
     world.barrier()

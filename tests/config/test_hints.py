@@ -53,6 +53,8 @@ def test_a_removed_switch_that_is_off_is_dropped_when_a_run_of_an_earlier_versio
     path = tmp_path / "config.toml"
     path.write_text("[orchestrator]\nkeep_partial_groups = false\nenforce_monotonicity = false\nbatch_size = 8\n")
     assert read_toml(str(path)) == {"orchestrator": {"batch_size": 8}}
+    path.write_text('[trainer]\nactivation_checkpointing = "selective"\n')
+    assert read_toml(str(path)) == {"trainer": {"activation_checkpointing": "full"}}
     path.write_text("[orchestrator]\nkeep_partial_groups = true\n")
     with pytest.raises(ConfigError, match="leave it out: a group with a failed rollout is never trained"):
         from_toml(path)

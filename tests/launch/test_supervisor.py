@@ -552,6 +552,25 @@ def test_damage_is_repaired_while_nobody_works_with_it(make, monkeypatch):
     assert "  moved batches/000003.batch away" in run.said and len(run.events("death")) == 1
 
 
+def test_damage_is_repaired_before_a_run_ends_because_of_it(make, monkeypatch):
+    repaired = []
+    monkeypatch.setitem(sys.modules, "rl.launch.repair", types.SimpleNamespace(repair=lambda *_, **__: repaired.append(1) or ["moved"]))
+    run = make(max_restarts=0)
+    run.begin(trainer=f"sys.exit({DAMAGED})")
+    with pytest.raises(RunError, match="ended with exit code 4"):
+        run.finish()
+    assert repaired == [1]
+
+
+def test_damage_that_only_another_machine_sees_ends_the_run(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rl.launch.repair", types.SimpleNamespace(repair=lambda *_, **__: []))
+    run = make()
+    run.begin(trainer=f"print('checkpoints/000003: not what was written, as rank 1 on b reads it')\nsys.exit({DAMAGED})")
+    with pytest.raises(RunError, match=r"(?s)finds damage where this machine finds none, twice:.*as rank 1 on b reads it"):
+        run.finish()
+    assert len(run.events("repair")) == 2
+
+
 @pytest.mark.parametrize("first", ["orchestrator", "trainer"])
 def test_an_orchestrator_that_has_ended_well_comes_back_for_a_trainer_that_has_not(make, first):
     """Also if it ended while the trainer was dead, which it took for finished: the next attempt would wait for a missing process."""

@@ -15,7 +15,7 @@ from rl.tinker.places import Places
 from rl.tinker.sampling import Sampling
 from rl.tinker.training import Training
 from tests.ports import free_ports
-from tests.tinker.test_app import KEY, CountingLearner, Servers
+from tests.tinker.test_app import KEY, SECRET, CountingLearner, Servers
 from tests.waiting import until
 
 NAME = "meta/x"
@@ -48,9 +48,11 @@ class Service:
         places = Places(config.run_dir)
         training = Training(config, places, self.learner)
         sampling = Sampling(config, places, self.servers, training.name, self.learner.vocab_size)  # type: ignore[arg-type]
-        app = make_app(Api(training, sampling, places), Listing(training, sampling, places), Downloads(places, KEY))
+        app = make_app(Api(training, sampling, places), Listing(training, sampling, places), Downloads(places, SECRET))
         sampling.begin()
         work = asyncio.create_task(training.run())
-        self.server = uvicorn.Server(uvicorn.Config(Gate(app, KEY, loopback=True), port=self.port, log_level="warning", lifespan="off"))
+        self.server = uvicorn.Server(
+            uvicorn.Config(Gate(app, KEY, SECRET, loopback=True), port=self.port, log_level="warning", lifespan="off")
+        )
         await self.server.serve()
         work.cancel()

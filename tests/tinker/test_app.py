@@ -27,7 +27,7 @@ from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
 from rl.wire.training_calls import CallError, Scored
 
-KEY = "k" * 32
+KEY, SECRET = "k" * 32, "s" * 32
 
 
 class CountingLearner:
@@ -108,7 +108,7 @@ class Client:
         self.training = Training(config, places, self.learner)
         self.sampling = Sampling(config, places, self.servers, self.training.name, self.learner.vocab_size)
         listing = Listing(self.training, self.sampling, places)
-        app = Gate(make_app(Api(self.training, self.sampling, places), listing, Downloads(places, KEY)), KEY, loopback=True)
+        app = Gate(make_app(Api(self.training, self.sampling, places), listing, Downloads(places, SECRET)), KEY, SECRET, loopback=True)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", headers={"x-api-key": f"tml-{KEY}"})
 
     async def __aenter__(self):
@@ -353,6 +353,9 @@ def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(tm
             await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
             saved = await client.call("save_weights_external", {"model_id": model, "seq_id": 3, "path": "e", "ttl_seconds": 7200})
             assert saved["path"] == f"tinker://{model}/external_weights/e"
+            await client.post("optim_step", {"model_id": model, "seq_id": 4, "adam_params": {}})
+            again = await client.call("save_weights_external", {"model_id": model, "seq_id": 5, "path": "e"})
+            assert "exists: choose another name" in again["error"]
             named = f"/api/v1/training_runs/{model}/checkpoints/external_weights/e"
             (listed,) = (await client.http.get("/api/v1/checkpoints")).json()["checkpoints"]
             assert listed["checkpoint_type"] == "external" and listed["expires_at"]

@@ -121,11 +121,16 @@ def teaching(arguments: str, folder: Path) -> Iterator[None]:
     with open("teacher.log", "wb") as log, subprocess.Popen(words, stdout=log, stderr=log, preexec_fn=end_with_parent) as process:
         try:
             yield
+        except RunError as error:
+            gone = process.poll() is not None
+            raise RunError(f"{error}; its teacher had ended before, {folder}/teacher.log says why" if gone else str(error)) from None
         finally:
             process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_DEADLINE_S)
-            process.kill()
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_DEADLINE_S)
+            finally:
+                process.kill()
 
 
 def run_stage(words: list[str]) -> int:

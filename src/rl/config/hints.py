@@ -22,7 +22,10 @@ REMOVED = {
 
 
 def drop_removed(table: dict[str, Any]) -> None:
-    """Drops removed switches that are off, as they are in the config.toml of every run begun before: what is done now is the same."""
+    """Drops removed switches that are off, as they are in the config.toml of every run begun before: what is done now is the same. So is
+    what `full` recomputes, where a layer was once recomputed in part."""
+    if isinstance(trainer := table.get("trainer"), dict) and trainer.get("activation_checkpointing") == "selective":
+        trainer["activation_checkpointing"] = "full"
     for key in REMOVED:
         section, _, name = key.rpartition(".")
         if isinstance(settings := table.get(section), dict) and settings.get(name) is False:

@@ -1,9 +1,11 @@
-"""The final report of a run: metrics at the start and the end, where the time went, paths of its files, and curves.png."""
+"""The final report of a run: metrics at the start and the end, where the time went, paths of its files, and curves.png.
 
-import contextlib
+`python -m rl.launch.curves RUN TITLE` keeps curves.png up to date during the run, so that neither the loop of `rl` nor training waits.
+"""
+
 import io
 import os
-import threading
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +14,14 @@ from typing import Any
 
 from rl.diagnosis.environments import played_in
 from rl.run_dir.files import LineReader, write_file
+from rl.run_dir.lease import lease_path, newest_lease
 from rl.run_dir.metrics import all_lines, parse_line
 from rl.run_dir.numbers import Numbers, Points
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
+from rl.run_dir.status import is_over
 from rl.system.errors import RunError
+from rl.system.linux import die_with_parent
 
 ENDS = 3
 """Number of steps at the start and at the end over which a reward is averaged: a single batch is noisy."""
@@ -27,7 +32,7 @@ MOST_PARTS = 6
 INTERVAL = 1.96
 """Standard errors on each side of an evaluation's mean: a 95% interval."""
 EVERY_S = 60.0
-"""Minimum seconds before and between pictures during a run."""
+"""Minimum seconds between two pictures during a run."""
 SHARE = 0.02
 """Maximum share of one core's time spent on them."""
 Series = tuple[str, str, str]
@@ -249,18 +254,30 @@ def final_report(numbers: Numbers, run_dir: RunDir, title: str, say: Callable[[s
         say(line)
 
 
-def keep_drawn(run_dir: RunDir, title: str, fence: Callable[[], None], over: threading.Event) -> None:
-    """Draws curves.png when there are new metrics, until the run is `over` or `fence` raises RunError. To be run in a thread of its own,
-    which has the lowest priority."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    drawn, pause_s = 0, EVERY_S
-    while not over.wait(pause_s):
+def main() -> None:
+    """Draws curves.png when there are new metrics, until it is ended with the run."""
+    die_with_parent()
+    os.nice(19)
+    root, title = Path(sys.argv[1]), sys.argv[2]
+    run_dir, drawn = RunDir(root, root / "weights"), 0
+    lock = run_dir.lock("rl")
+    number = newest_lease(lock) if lock.parent.is_dir() else 0
+
+    def fence() -> None:
+        if number and is_over(lease_path(lock, number)):
+            raise RunError("the `rl` that has started this process has lost or given back its run")
+
+    while True:
+        fence()
         began = time.monotonic()
-        with contextlib.suppress(OSError):  # a full disk: the final report draws it again, or says why not
-            if (size := run_dir.metrics.stat().st_size) != drawn:
-                try:
-                    draw_curves(Numbers.read(run_dir.metrics), run_dir.curves, title, fence)
-                except RunError:
-                    return
-                drawn = size
-        pause_s = max(EVERY_S, (time.monotonic() - began) / SHARE)
+        if (size := run_dir.metrics.stat().st_size if run_dir.metrics.exists() else 0) != drawn:
+            draw_curves(Numbers.read(run_dir.metrics), run_dir.curves, title, fence)
+            drawn = size
+        time.sleep(max(EVERY_S, (time.monotonic() - began) / SHARE))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RunError as error:
+        sys.exit(f"curves: {error}")

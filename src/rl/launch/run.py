@@ -1,6 +1,7 @@
 """A run from its configuration to its report."""
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -23,8 +24,7 @@ from rl.diagnosis.state import read_state
 from rl.homes.make import summary
 from rl.homes.resolve import Homes, homes_of, record
 from rl.homes.resolve import entries as environments
-from rl.launch import devices, roles
-from rl.launch.beside import Page
+from rl.launch import beside, devices, roles
 from rl.launch.children import Children
 from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
@@ -46,8 +46,8 @@ from rl.system.terminal import say
 POLL_S = 0.2
 EXIT_S = 2.0
 """Seconds in which a trainer ends whose cluster.grace_s is over: it does so by itself."""
-DRAWN_S = 30.0
-"""Seconds that the end of a run waits for a picture that is being drawn."""
+CURVES_AFTER_S = 60.0
+"""Seconds after which curves.png is kept up to date; a shorter run draws it at its end."""
 
 
 def manifest_lines(manifest: dict[str, Any]) -> list[str]:
@@ -96,7 +96,6 @@ class Watch:
 
     def __init__(self, config: RLConfig, prepared: Prepared, children: Children, view: bool):
         from rl.launch.console import Console
-        from rl.launch.curves import keep_drawn
 
         self.config, self.run_dir, self.children = config, prepared.run_dir, children
         self.merger: Merger | None = Merger(self.run_dir.metrics, partial(check_fence, self.run_dir.lock("rl")))
@@ -114,11 +113,9 @@ class Watch:
         self.trackers = Trackers(config, self.run_dir, self.console.say)
         while self.trackers.left and (old_lines := self.reader.new()):  # the console has already read the newest of these itself
             self.trackers.send(old_lines)
-        self.page = Page(self.run_dir, children, self.console.say) if view else None
-        self.over = threading.Event()
-        drawing = self.run_dir, config.name, partial(check_fence, self.run_dir.lock("rl")), self.over
-        self.drawing = threading.Thread(target=keep_drawn, args=drawing, name="curves", daemon=True)
-        self.drawing.start()
+        self.beside = [beside.Page(self.run_dir, children, self.console.say)] if view else list[beside.Beside]()
+        self.curves_at = time.monotonic() + CURVES_AFTER_S
+        """Time from which curves.png is drawn."""
         self.reader.skip()
 
     def until_finished(self, started: list[Role]) -> None:
@@ -137,8 +134,11 @@ class Watch:
         if lines := self.reader.new():
             check_fence(self.run_dir.lock("rl"))  # trackers, and the picture, have one writer, too
         self.console.update(lines)
-        if self.page:
-            self.page.poll()
+        if time.monotonic() >= self.curves_at:
+            self.curves_at = math.inf
+            self.beside.append(beside.curves(self.run_dir, self.config.name, self.children, self.console.say))
+        for process in self.beside:
+            process.poll()
         if self.cleaned and self.run_dir.anything_made():
             threading.Thread(target=shutil.rmtree, args=(self.cleaned,), kwargs={"ignore_errors": True}).start()
             self.cleaned = None
@@ -182,11 +182,11 @@ class Watch:
         from rl.launch.curves import final_report
         from rl.run_dir.numbers import Numbers
 
-        if self.page:
-            self.page.close()
+        while self.beside:
+            self.beside.pop().close()
+        self.curves_at = math.inf
         self.show()
         self.console.close()
-        self.drawing.join(DRAWN_S)
         final_report(Numbers.read(self.run_dir.metrics), self.run_dir, self.config.name, self.console.say)
         self.trackers.close(exit_code)
 
@@ -242,7 +242,6 @@ def run(prepared: Prepared, placement: Placement, children: Children, again: str
     except OSError as error:
         code, why = 1, f"rl: {system_error(error)}"
     finally:
-        watch.over.set()
         watch.console.close()
     if code and (lost := lost_to(prepared.run_dir.lock("rl"))):
         code, why = GIVE_UP, f"rl: {lost}"

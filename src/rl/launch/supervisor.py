@@ -42,6 +42,8 @@ class Supervisor:
         """When anything last moved, by the keeper's clock."""
         self.num_lines = 0
         """Number of lines of metrics so far."""
+        self.repaired_nothing = False
+        """Whether the newest repair found nothing, and no step was made since."""
         self.moved = None
         """The counters, `num_lines` among them, when anything last moved: a change shows that the run goes on."""
         self.diagnosis: Thread | None = None
@@ -62,6 +64,7 @@ class Supervisor:
             if state and state.attempt:
                 state.attempt.progressed = True
         self.num_lines += len(lines)
+        self.repaired_nothing = self.repaired_nothing and not lines
         self.quarantine.note_steps([line for line in lines if line["source"] == "trainer"])
         for death in self.keeper.poll():
             self._handle(death)
@@ -75,13 +78,14 @@ class Supervisor:
         """Does what a death demands beside the restart. Raises RunError if the process is not restarted."""
         if death.role == "trainer" and self.quarantine.repeats(death):
             raise self._no_poison(death)
+        if not death.verdict:
+            self.say(f"  {death.role} {death.reason}, {death.again}")
+            if death.role == "trainer":
+                self._quarantine(death)
+        if death.code == DAMAGED:
+            self._repair(death)  # also before the end of the run: the next --resume goes on from what is sound
         if death.verdict:
             raise death.verdict
-        self.say(f"  {death.role} {death.reason}, {death.again}")
-        if death.role == "trainer":
-            self._quarantine(death)
-        if death.code == DAMAGED:
-            self._repair()
 
     def _quarantine(self, death: Death) -> None:
         """Reports a batch that this death puts into quarantine. Raises RunError if the batches cannot be the cause."""
@@ -107,8 +111,9 @@ class Supervisor:
         remedy = f"fix the cause, then continue before the skipped batch: --resume {first - 1}"
         return RunError(f"{reason}; {remedy}\n{failure(death.child, death.reason)}", resume_at=first - 1)
 
-    def _repair(self) -> None:
-        """Stops the processes that use damaged files, moves these files away, and restarts the processes."""
+    def _repair(self, death: Death) -> None:
+        """Stops the processes that use damaged files, moves these files away, and restarts the processes. Raises RunError if twice in a row
+        nothing is damaged as this machine sees it: another machine's view of the disk is, and a restart there finds the same."""
         from rl.launch.repair import repair
 
         for name in ("orchestrator", "trainer"):
@@ -118,6 +123,9 @@ class Supervisor:
         self.event("repair", "rl", lines=lines)
         for line in lines or ["repair found nothing damaged"]:
             self.say(f"  {line}")
+        if not lines and self.repaired_nothing:
+            raise RunError(f"{death.role} finds damage where this machine finds none, twice:\n{failure(death.child, death.reason)}")
+        self.repaired_nothing = not lines
 
     def _check_stall(self) -> None:
         """Warns when nothing moves, with a diagnosis of what everything waits for. It only warns: each wait has its own deadline."""

@@ -301,7 +301,10 @@ def frame(columns: Mapping[str, np.ndarray], kind: str | None = None) -> Any:
     if kind not in (None, "pandas", "polars"):
         raise RunError(f"kind = {kind!r}: give pandas, polars or columns")
     options = {} if kind == "polars" else {"copy": False}
-    return importlib.import_module(kind or "pandas").DataFrame(dict(columns), **options)
+    try:
+        return importlib.import_module(kind or "pandas").DataFrame(dict(columns), **options)
+    except ModuleNotFoundError as error:
+        raise RunError(f'{error}: `pip install {error.name}`, or kind = "columns"') from None
 
 
 def is_number(value: Any) -> bool:

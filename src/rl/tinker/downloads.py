@@ -20,8 +20,8 @@ SIGNED_S = 3600
 class Downloads:
     """The endpoints."""
 
-    def __init__(self, places: Places, token: str):
-        self.places, self.token = places, token
+    def __init__(self, places: Places, secret: str):
+        self.places, self.secret = places, secret
 
     def _files(self, request: Request) -> dict[str, Path]:
         """Returns the files of what a request names. Raises KeyError."""
@@ -35,7 +35,7 @@ class Downloads:
         urls = {}
         for name in self._files(request):
             path = f"{DOWNLOADS}{request.path_params['model_id']}/{request.path_params['name']}/{name}"
-            urls[name] = f"{base}{quote(path)}?expires={expires}&signature={signature(self.token, path, expires)}"
+            urls[name] = f"{base}{quote(path)}?expires={expires}&signature={signature(self.secret, path, expires)}"
         return reply({"urls": urls, "expires": when(expires)})
 
     async def file(self, request: Request) -> Response:

@@ -7,6 +7,7 @@ from urllib.parse import parse_qs
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
+from rl.run_dir.access_token import derived
 from rl.tinker.replies import problem
 from rl.wire.gate import CLOSE, HttpGate, header
 
@@ -17,9 +18,9 @@ DOWNLOADS = "/files/"
 """Beginning of the paths that a signed address may read."""
 
 
-def signature(token: str, path: str, expires: int) -> str:
+def signature(secret: str, path: str, expires: int) -> str:
     """Returns the text with which an address may be read without the key, until `expires` (seconds since the epoch)."""
-    return hmac.new(token.encode(), f"{path} {expires}".encode(), "sha256").hexdigest()
+    return derived(secret, f"download {path} {expires}")
 
 
 class Gate(HttpGate):
@@ -28,9 +29,10 @@ class Gate(HttpGate):
     max_body_bytes = 256 << 20
     """The SDK sends data in parts of 5 MB, but a larger datum whole: 8,192 tokens with 256 targets each have 25 MB."""
 
-    def __init__(self, app: ASGIApp, token: str, loopback: bool):
+    def __init__(self, app: ASGIApp, token: str, secret: str, loopback: bool):
+        """`secret`: what addresses are signed with; not the key, at which whoever has an address could guess."""
         super().__init__(app, token, loopback)
-        self.token = token
+        self.secret = secret
 
     def is_signed(self, scope: Scope) -> bool:
         """Returns whether a request has a signature for its path that has not expired."""
@@ -38,7 +40,7 @@ class Gate(HttpGate):
         expires = given.get("expires", "")
         if not expires.isdecimal() or len(expires) > 12 or int(expires) < time.time():
             return False
-        return hmac.compare_digest(given.get("signature", "").encode(), signature(self.token, scope["path"], int(expires)).encode())
+        return hmac.compare_digest(given.get("signature", "").encode(), signature(self.secret, scope["path"], int(expires)).encode())
 
     def refuse(self, scope: Scope) -> Response | None:
         if header(scope, b"origin"):

@@ -12,7 +12,7 @@ import uvicorn
 
 from rl.config.run import RLConfig
 from rl.config.trainer import ReplayConfig
-from rl.run_dir.access_token import is_loopback, run_token
+from rl.run_dir.access_token import is_loopback, page_secret, run_token
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, Status
 from rl.tinker.app import Api, make_app
@@ -66,9 +66,9 @@ async def run(config: RLConfig, learner: Learner, status: Status, sock: socket.s
     sampling = Sampling(config, places, servers, training.name, learner.vocab_size)
     training.sampled = sampling.versions
     host = config.serve.host
-    token = run_token(run_dir.status_dir)
-    app = make_app(Api(training, sampling, places), Listing(training, sampling, places), Downloads(places, token))
-    app = Gate(app, token, loopback=is_loopback(host))
+    secret = page_secret(run_dir.status_dir)
+    app = make_app(Api(training, sampling, places), Listing(training, sampling, places), Downloads(places, secret))
+    app = Gate(app, run_token(run_dir.status_dir), secret, loopback=is_loopback(host))
     parser = "auto" if is_loopback(host) else "h11"
     settings = uvicorn.Config(app, http=parser, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)
     server = uvicorn.Server(settings)

@@ -348,10 +348,14 @@ class Training:
         request = decode(call.body, SaveWeightsExternal)
         if request.age_encryption_recipients:
             raise CallError("this server does not encrypt: leave age_encryption_recipients out")
+        path = tinker_path(model.id, EXTERNAL, request.path)
         if first:
+            there = self.places.read_saved(model.id, EXTERNAL, request.path)
+            if there and there.policy_version != model.version:
+                raise CallError(f"{path} exists: choose another name, or delete it")
             self.learner.publish(model.id, self.places.saved(model.id, EXTERNAL, request.path), None)
             self.places.write_saved(model.id, EXTERNAL, request.path, new_saved(model.version, request.ttl_seconds, None))
-        return json.dumps({"path": tinker_path(model.id, EXTERNAL, request.path), "type": "save_weights_external"}).encode(), True
+        return json.dumps({"path": path, "type": "save_weights_external"}).encode(), True
 
     def _delete_old(self, model: Model) -> None:
         """Deletes versions that are neither among the newest, nor named, nor sampled from."""

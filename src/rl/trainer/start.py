@@ -99,7 +99,7 @@ def newest_checkpoint(config: RLConfig, run_dir: RunDir, world: World) -> tuple[
     if replay:
         at = f"{replay.start:06d}"
         return (run_dir.checkpoints / at, checkpoint.read_manifest(run_dir.checkpoints / at)) if replay.start else None
-    newest = checkpoint.newest(run_dir.checkpoints, world)
+    newest = checkpoint.newest(run_dir.checkpoints, world, config.trainer.patience_s)
     if newest is None and (parent := read_origin(run_dir)):
         raise RunError(f"{run_dir.checkpoints} is empty, but this run starts at step {parent.step} ({parent}): branch it again")
     return newest

@@ -104,7 +104,7 @@ class Sampler:
         """Samples from a version on disk from now on. Raises RunError."""
         place = sound_version(Path(asked.path))
         async with self.opening:
-            self.held = await asyncio.to_thread(self.open, asked.policy_version, asked.content, place.path)
+            self.held = await self._opened(asked.policy_version, asked.content, place.path)
 
     async def generate(self, asked: GenerateRequest) -> Generation:
         """Waits for: the service. Raises BadRequestError, and RunError if there is no answer."""
@@ -166,7 +166,13 @@ class Sampler:
         async with self.opening:
             if self.held is held:
                 self.service = None
-                self.held = await asyncio.to_thread(self.open, held.number, held.content, held.path)
+                self.held = await self._opened(held.number, held.content, held.path)
+
+    async def _opened(self, number: int, content: str, path: str | None) -> Held:
+        """Returns `open` of a version. Raises RunError, also after `timeout_s`: an older SDK has no deadline of its own."""
+        with asking(self.config, f"sample from {path or base_model(self.config)}"):
+            async with asyncio.timeout(self.timeout_s):
+                return await asyncio.to_thread(self.open, number, content, path)
 
 
 def sampling_params(sampling: Sampling) -> tinker.SamplingParams:

@@ -87,7 +87,7 @@ def asking(
 
 def answered(request: Any, timeout_s: float) -> Any:
     """Returns what a method of the SDK answers: older SDKs, which older services need, return some of it themselves, newer ones a future.
-    Raises TimeoutError. Waits for: the service."""
+    Raises TimeoutError, but where an older SDK has waited already. Waits for: the service."""
     return request.result(timeout_s) if hasattr(request, "result") else request
 
 

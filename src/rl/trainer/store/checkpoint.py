@@ -6,6 +6,7 @@ DCP's own metadata is a pickle, from which `reader` makes only the metadata of t
 
 import json
 import os
+import socket
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from rl.system.errors import RunError
 from rl.trainer.optim import local
 from rl.trainer.parallel.world import World
 from rl.trainer.store.reader import Reader
+from rl.trainer.store.single_task_thread import SingleTaskThread
 from rl.trainer.store.space import require_space
 
 
@@ -146,26 +148,29 @@ def write_manifest(folder: Path, step: int, model: str, sums: list[bytes]) -> No
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def newest(directory: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
+def newest(directory: Path, world: World, deadline_s: float = 600.0) -> tuple[Path, dict[str, Any]] | None:
     """Returns the newest checkpoint with its manifest, the same on every rank; None if there is none. Every rank calls this and reads its
     share of the files. Raises CorruptFileError on every rank if the checkpoint is damaged: then `rl` repairs the run.
+
+    Waits for: the disk; after `deadline_s` seconds raises RunError.
     """
     step = world.broadcast_int(max(numbers(directory), default=0))  # another rank may not see the newest yet
     path = directory / f"{step:06d}"
     if not step:
         return None
-    if fault := fault_of(path, world):
+    if fault := fault_of(path, world, deadline_s):
         raise CorruptFileError(f"{fault}; `rl` moves {path} away and starts from what is before it: without `rl`, do so yourself")
     return path, read_manifest(path)
 
 
-def fault_of(path: Path, world: World) -> str:
+def fault_of(path: Path, world: World, deadline_s: float) -> str:
     """Returns on every rank the fault that the first of them has found in its share of a checkpoint's files; empty if it is intact."""
-    fault = ""
+    fault, reading = "", SingleTaskThread()
+    reading.start(verify_checkpoint, path, world.rank, world.size)
     try:
-        verify_checkpoint(path, world.rank, world.size)
+        reading.result(f"{path} to be read: does that disk answer?", deadline_s)
     except CorruptFileError as error:
-        fault = str(error)
+        fault = f"{error}, as rank {world.rank} on {socket.gethostname()} reads it" if world.size > 1 else str(error)
     world.barrier()  # for which no collective waits: one rank's disk may be slower than another's
     return next(filter(None, world.gather_bytes(fault.encode())), b"").decode()
 
