@@ -35,7 +35,8 @@ def ask(headers: list[tuple[bytes, bytes]], body_bytes: int = 0, path: str = "/h
     pieces = (bytes(min(SENT, body_bytes - at)) for at in range(0, body_bytes, SENT))
     answer = client(loopback).post(path, content=pieces, headers=headers)
     assert TOKEN not in answer.text
-    return answer.status_code, answer.json()["error"]["type"] if answer.is_error else answer.text
+    is_ours = answer.headers["content-type"] == "application/json"
+    return answer.status_code, answer.json()["error"]["type"] if is_ours else answer.text
 
 
 def opens_a_websocket(headers: list[tuple[bytes, bytes]]) -> bool:
@@ -102,7 +103,7 @@ def test_hosts_of_loopback_are_known_and_pages_are_refused():
 def test_bodies_have_a_limit():
     length = [*OPEN, (b"content-length", str(MAX_BODY_BYTES + 1).encode())]
     assert ask(OPEN, MAX_BODY_BYTES) == (200, str(MAX_BODY_BYTES))
-    for answer in (ask(length), ask(OPEN, MAX_BODY_BYTES + 1), ask(OPEN, 3 * MAX_BODY_BYTES)):
-        assert answer == (413, "too_large")
+    assert ask(length) == (413, "too_large")
+    assert ask(OPEN, MAX_BODY_BYTES + 1) == ask(OPEN, 3 * MAX_BODY_BYTES) == (413, "Content Too Large")
     assert ask([*OPEN, (b"content-length", b"-1")], 5) == (200, "5")
     assert ask([*OPEN, (b"content-length", b"1" * 5000)])[0] == 413

@@ -5,13 +5,12 @@ Inference has a gate for programs (rl.wire.token_gate), `rl view` one for its br
 
 import hashlib
 import secrets
-import sys
 from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rl.run_dir.access_token import is_loopback
 
@@ -36,7 +35,7 @@ class HttpGate:
     max_body_bytes = MAX_BODY_BYTES
 
     def __init__(self, app: ASGIApp, token: str, loopback: bool):
-        self.app = app
+        self.app = RequestBodyLimitMiddleware(app, self.max_body_bytes)
         self.loopback = loopback
         """Whether the server is bound only to loopback, and so has no other host names."""
         self.expected = hashlib.sha256(token.encode()).digest()
@@ -56,48 +55,22 @@ class HttpGate:
         """Whether `value` is the token. Compares digests in constant time, so that neither content nor length leaks."""
         return secrets.compare_digest(hashlib.sha256(value).digest(), self.expected)
 
+    def too_long(self, scope: Scope) -> Response | None:
+        """Refuses a request that announces too long a body. One that announces nothing is cut off at the limit."""
+        values = header(scope, b"content-length")
+        length = int(values[0][:20]) if values and values[0].isdigit() else 0
+        if length <= self.max_body_bytes:
+            return None
+        return refusal(413, "too_large", f"the body has {length} bytes, {self.max_body_bytes} are allowed", CLOSE)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
+        refused = None if scope["type"] == "lifespan" else self.refuse(scope) or self.too_long(scope)
+        if not refused:
             await self.app(scope, receive, send)
-        elif refused := self.refuse(scope):
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-            else:
-                await refused(scope, receive, send)
         elif scope["type"] == "websocket":
-            await self.app(scope, receive, send)
+            await send({"type": "websocket.close", "code": 1008})
         else:
-            await self.limited(scope, receive, send)
-
-    async def limited(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on; if its body gets too long, the app sees a disconnected client."""
-        body_bytes, too_long, answered = announced_length(scope), False, False
-        if body_bytes > self.max_body_bytes:
-            message = f"the body has {body_bytes} bytes, {self.max_body_bytes} are allowed"
-            await refusal(413, "too_large", message, CLOSE)(scope, receive, send)
-            return
-        body_bytes = 0
-
-        async def receive_counted() -> Message:
-            nonlocal body_bytes, too_long
-            message = await receive()
-            body_bytes += len(message.get("body", b""))
-            too_long = too_long or body_bytes > self.max_body_bytes
-            return {"type": "http.disconnect"} if too_long else message
-
-        async def send_unless_too_long(message: Message) -> None:
-            nonlocal answered
-            if not too_long:
-                answered = True
-                await send(message)
-
-        try:
-            await self.app(scope, receive_counted, send_unless_too_long)
-        except ClientDisconnect:
-            if not too_long:
-                return
-        if too_long and not answered:
-            await refusal(413, "too_large", f"the body has more than {self.max_body_bytes} bytes", CLOSE)(scope, receive, send)
+            await refused(scope, receive, send)
 
 
 def header(scope: Scope, name: bytes) -> list[bytes]:
@@ -109,10 +82,3 @@ def host_name(value: bytes) -> str:
     """Returns the name or address in a Host header, without the port."""
     host = value.decode("latin-1").strip()
     return host[: host.find("]") + 1] if host.startswith("[") else host.rpartition(":")[0] or host
-
-
-def announced_length(scope: Scope) -> int:
-    """Returns the request's content length, bytes; 0 if it is missing or not a number."""
-    values = header(scope, b"content-length")
-    digits = values[0] if values and values[0].isdigit() else b"0"
-    return int(digits) if len(digits) < 19 else sys.maxsize
