@@ -4,15 +4,13 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
-from typing import Protocol
 
 from rl.orchestrator.policy.probe import probe
+from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.progress import Progress
-from rl.run_dir.over_network import Memory
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import Phase, Staleness, Status, last_seen, read_status
 from rl.wire.batch_file import batch_head
-from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import (
     Acknowledged,
     GetBatch,
@@ -21,6 +19,7 @@ from rl.wire.messages import (
     Probe,
     Published,
     RunEnded,
+    WeightVersion,
 )
 from rl.wire.transport import ANSWER_WITHIN_S, TrainerServer
 
@@ -37,38 +36,18 @@ SEND_S = 0.5
 log = logging.getLogger(__name__)
 
 
-class Policy(Protocol):
-    """What the trainer is told about its versions, see ServedPolicy."""
-
-    @property
-    def loaded(self) -> float:
-        """The version that inference holds."""
-        ...
-
-    @property
-    def servers(self) -> InferenceServers | None:
-        """Who answers probes, if anybody."""
-
-    def note(self, number: int, memory: Memory | None = None) -> None:
-        """Called for a version that is complete."""
-
-    def forget(self, final: int) -> None:
-        """Called when versions may no longer be needed. `final`: the last batch of the run."""
-
-    def needed(self, final: int) -> tuple[int, list[int]]:
-        """The oldest version that is still needed, and those before it that must be kept."""
-        ...
-
-
 class TrainerRequests:
     """Answers the trainer's requests. Each may be repeated, for example by a restarted trainer."""
 
-    def __init__(self, run_dir: RunDir, progress: Progress, policy: Policy, status: Status, max_model_len: int):
+    def __init__(self, run_dir: RunDir, progress: Progress, policy: ServedPolicy | None, status: Status, max_model_len: int):
+        """policy: None if nobody samples from it; then only its newest version is kept, and no probe answered."""
         self.run_dir, self.progress, self.policy, self.status, self.max_model_len = run_dir, progress, policy, status, max_model_len
         self.activity = 0
         """Number of versions announced plus batches served: grows while the trainer makes progress."""
         self.asked = 0
         """The newest batch that the trainer has asked for."""
+        self.published = 0
+        """The newest version that it has announced."""
         self.end_delivered = asyncio.Event()
         self.has_trainer = False
         """Whether a trainer with a status file has asked; trainers without one (tests) are not waited for."""
@@ -89,10 +68,17 @@ class TrainerRequests:
                     group.create_task(self.answer_probe(server, sender, version))
                 case Published(version):
                     self.activity += 1
-                    self.policy.note(version.policy_version, version.memory)
-                    self.policy.forget(self.progress.final)
-                    await server.reply(sender, Acknowledged(*self.policy.needed(self.progress.final)))
+                    self.published = max(self.published, version.policy_version)
+                    await server.reply(sender, self.acknowledge(version))
                     await self.progress.notify()
+
+    def acknowledge(self, version: WeightVersion) -> Acknowledged:
+        """Notes a version that is complete, and returns which ones are still needed."""
+        if self.policy is None:
+            return Acknowledged(self.published)
+        self.policy.note(version.policy_version, version.memory)
+        self.policy.forget(self.progress.final)
+        return Acknowledged(*self.policy.needed(self.progress.final))
 
     async def answer_batch(self, server: TrainerServer, sender: bytes, step: int) -> None:
         """Answers BatchReady, RunEnded, or within a few seconds NotReady. Raises CorruptFileError for a damaged batch."""
@@ -108,13 +94,16 @@ class TrainerRequests:
     async def answer_probe(self, server: TrainerServer, sender: bytes, version: int) -> None:
         """Answers with completions by a version once inference holds it, with none if it holds a later one or is slow, or NotReady if it
         holds neither."""
-        if not await self.progress.wait_until(lambda: self.policy.loaded >= version, ANSWER_WITHIN_S):
+        policy = self.policy
+        if policy is None:
+            return await server.reply(sender, Probe([]))
+        if not await self.progress.wait_until(lambda: policy.loaded >= version, ANSWER_WITHIN_S):
             return await server.reply(sender, NotReady(self.status.current))
         samples, newest = [], self.progress.newest
-        if self.policy.loaded == version and newest and self.policy.servers:
+        if policy.loaded == version and newest:
             with suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_S):
-                    samples = await probe(self.policy.servers, self.run_dir.batch(newest), self.max_model_len)
+                    samples = await probe(policy.servers, self.run_dir.batch(newest), self.max_model_len)
         return await server.reply(sender, Probe(samples))
 
     async def wait_for_trainer_end(self, timeout_s: float) -> None:

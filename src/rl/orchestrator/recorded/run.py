@@ -7,7 +7,6 @@ all of them are checked before the first is trained.
 import asyncio
 import json
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -32,7 +31,6 @@ from rl.run_dir.files import write_file
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
 from rl.run_dir.origin import first_step, read_origin
-from rl.run_dir.over_network import Memory
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import Phase, RunEnd, RunWarning, Status, last_seen
 from rl.system.errors import RunError
@@ -42,26 +40,6 @@ from rl.wire.transport import TrainerServer
 POLL_S = 1.0
 
 log = logging.getLogger(__name__)
-
-
-class Unserved:
-    """The policy as TrainerRequests sees it: nobody samples from it, so only its newest version is kept, and no probe answered."""
-
-    servers = None
-
-    def __init__(self) -> None:
-        self.loaded, self.newest = math.inf, 0
-
-    def note(self, number: int, memory: Memory | None = None) -> None:
-        """Remembers the newest version."""
-        self.newest = max(self.newest, number)
-
-    def forget(self, final: int) -> None:
-        """Does nothing: no version is remembered but the newest."""
-
-    def needed(self, final: int) -> tuple[int, list[int]]:
-        """Returns the newest version."""
-        return self.newest, []
 
 
 def state_of(run_dir: RunDir, step: int) -> OrchestratorState | None:
@@ -80,12 +58,12 @@ class RecordedRun:
 
     def __init__(self, config: RLConfig, recording: Recording, status: Status):
         self.config, self.recording, self.status, self.run_dir = config, recording, status, config.run_dir
-        self.settings, self.policy = config.orchestrator, Unserved()
+        self.settings = config.orchestrator
         envs = {env.label: env for env in self.settings.environment}
         names = {group.env for group in recording.groups}
         self.rules = {name: rules_of(self.settings, envs.get(name, EnvConfig()), has_teacher=False) for name in sorted(names)}
         self.progress = Progress(config.max_steps)
-        self.requests = TrainerRequests(self.run_dir, self.progress, self.policy, status, config.model.max_model_len)
+        self.requests = TrainerRequests(self.run_dir, self.progress, None, status, config.model.max_model_len)
         self.fence = partial(check_fence, self.run_dir.lock("orchestrator"))
         self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator", self.fence)
         self.old_files = OldFiles(self.run_dir, self.settings)
@@ -213,7 +191,7 @@ class RecordedRun:
 
     def published(self) -> int:
         """Returns the newest version that the trainer has announced, or has announced to an earlier process."""
-        return max([self.policy.newest, *numbers(self.run_dir.weights_dir), *numbers(self.run_dir.checkpoints)])
+        return max([self.requests.published, *numbers(self.run_dir.weights_dir), *numbers(self.run_dir.checkpoints)])
 
     def commit(self, step: int) -> None:
         """Writes a batch, with its metrics in its state, and what is derived from it."""
