@@ -24,12 +24,11 @@ from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks.admission import Admission
 from rl.orchestrator.tasks.task_source import TaskRef
 from rl.run_dir import spans
-from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
 from rl.run_dir.status import RunWarning
 from rl.system.errors import RunError
-from rl.wire.batch_file import EncodedBatch, decode_batch, remove_rollouts, sound_batch
+from rl.wire.batch_file import EncodedBatch, remove_rollouts
 from rl.wire.rollouts import Group, Members, Rollout
 
 MAX_FAILED = 3
@@ -119,7 +118,7 @@ class BatchBuilder:
         remove_rollouts(self.run_dir, after=newest)
         state, settled, counted = None, set[int](), set[int]()
         if newest:
-            state = self._state_of(newest)
+            state = batches.state_after(self.run_dir, newest)
             settled, counted = set(state.settled), {ref.group_id for ref in state.pending}
             in_flight = [*state.tasks.in_flight, *state.pending]  # some may have finished: they are in pending.log
             state.tasks.in_flight = [ref for ref in in_flight if ref.group_id not in settled]
@@ -143,15 +142,6 @@ class BatchBuilder:
         self.readable.rewrite(self.pending.groups)
         if newest or self.pending.groups:
             log.info("resumed after batch %d with %d finished groups", newest, len(self.pending.groups))
-
-    def _state_of(self, step: int) -> OrchestratorState:
-        """Returns the state after a batch. Raises CorruptFileError for a damaged batch file, RunError for an intact one written by another
-        version of rl."""
-        data = sound_batch(path := self.run_dir.batch(step))
-        try:
-            return batches.decode_state(decode_batch(data, str(path)).state)
-        except CorruptFileError as error:
-            raise RunError(f"{error}. Continue with the version of rl that wrote it, or start another run") from None
 
     async def add(self, finished: list[Group | Members]) -> None:
         """Makes finished groups, and members of others, durable with one write, then judges and counts the groups.

@@ -14,7 +14,8 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import check_fence
 from rl.run_dir.naming import TakenError
 from rl.run_dir.paths import RunDir
-from rl.wire.batch_file import ENCODER, EncodedBatch, write_batch, write_rollouts
+from rl.system.errors import RunError
+from rl.wire.batch_file import ENCODER, EncodedBatch, decode_batch, sound_batch, write_batch, write_rollouts
 from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group
 
@@ -38,6 +39,16 @@ def decode_state(raw: msgspec.Raw) -> OrchestratorState:
         return msgspec.msgpack.decode(raw, type=OrchestratorState)
     except UNREADABLE as error:
         raise CorruptFileError(f"the orchestrator's state in the newest batch was written by another version of rl: {error}") from None
+
+
+def state_after(run_dir: RunDir, step: int) -> OrchestratorState:
+    """Returns the state after a batch. Raises CorruptFileError for a damaged batch file, RunError for an intact one written by another
+    version of rl."""
+    data = sound_batch(path := run_dir.batch(step))
+    try:
+        return decode_state(decode_batch(data, str(path)).state)
+    except CorruptFileError as error:
+        raise RunError(f"{error}. Continue with the version of rl that wrote it, or start another run") from None
 
 
 def choose(finished: list[Group], batch_size: int, num_playing: int, max_refill: int, before: float = math.inf) -> list[Group] | None:

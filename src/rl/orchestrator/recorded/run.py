@@ -34,23 +34,12 @@ from rl.run_dir.origin import first_step, read_origin
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import Phase, RunEnd, RunWarning, Status, last_seen
 from rl.system.errors import RunError
-from rl.wire.batch_file import EncodedBatch, decode_batch, remove_rollouts, sound_batch
+from rl.wire.batch_file import EncodedBatch, remove_rollouts
 from rl.wire.transport import TrainerServer
 
 POLL_S = 1.0
 
 log = logging.getLogger(__name__)
-
-
-def state_of(run_dir: RunDir, step: int) -> OrchestratorState | None:
-    """Returns the state after a batch; None for step 0. Raises CorruptFileError."""
-    return batches.decode_state(decode_batch(sound_batch(path := run_dir.batch(step)), str(path)).state) if step else None
-
-
-def next_group(run_dir: RunDir, step: int) -> int:
-    """Returns the id of the first group after a batch."""
-    state = state_of(run_dir, step)
-    return state.tasks.next_group if state else 0
 
 
 class RecordedRun:
@@ -80,8 +69,7 @@ class RecordedRun:
         newest = self.progress.newest = self.run_dir.newest_batch()
         remove_rollouts(self.run_dir, after=newest)
         if newest > self.first:
-            state = state_of(self.run_dir, newest)
-            assert state
+            state = batches.state_after(self.run_dir, newest)
             if newest - self.first > len(self.ends) or state.tasks.next_group != self.first_group + self.ends[newest - self.first - 1]:
                 raise RunError(f"batch {newest} of {self.run_dir.root} was made of other rollouts; start a new run with these: --name NEW")
             if (newest, "orchestrator") not in read_metrics(self.run_dir.metrics, last_bytes=NEWEST_BYTES):
@@ -241,7 +229,8 @@ async def run_recorded(config: RLConfig, status: Status, model_path: str) -> Run
         assert config.recorded
         status.enter(Phase.READING_DATA, None, config.recorded.rollouts, address=server.address)
         found = await asyncio.to_thread(check_same, config)
-        first_group = next_group(config.run_dir, first_step(config.run_dir))
+        first = first_step(config.run_dir)
+        first_group = batches.state_after(config.run_dir, first).tasks.next_group if first else 0
         run = RecordedRun(config, await asyncio.to_thread(read, config, model_path, first_group), status)
         await in_thread(run.restore)
         if not (path := checksums_of(config.run_dir)).exists():  # only now, so that a file with a fault can be mended for a resume
