@@ -7,12 +7,11 @@ import sys
 import pytest
 
 from rl.orchestrator import main
-from rl.orchestrator.main import exit_code
 from rl.orchestrator.workers.pool import EnvLostError
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import hold_role
 from rl.run_dir.paths import RunDir
-from rl.system.errors import RESTART, RunError
+from rl.system.errors import RESTART, RunError, exit_code_of
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
 from tests.waiting import until
@@ -33,7 +32,7 @@ from tests.waiting import until
     ],
 )
 def test_the_exit_code_says_what_to_do_about_an_error(error, code):
-    assert exit_code(error) == code
+    assert exit_code_of(error) == code
 
 
 @pytest.mark.parametrize("role", ["orchestrator.main", "trainer.main", "inference.main", "envs.worker"])

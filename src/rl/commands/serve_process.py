@@ -12,7 +12,7 @@ from rl.models.folder import resolve_model
 from rl.run_dir import spans
 from rl.run_dir.lease import ROLE_WAIT_S, hold_role
 from rl.run_dir.status import Phase, Status
-from rl.system.errors import GIVE_UP, LASTING, RunError
+from rl.system.errors import RunError, exit_code_of
 from rl.system.linux import die_with_parent, raise_open_files
 
 NAME = "tinker"
@@ -24,12 +24,9 @@ def main() -> None:
     code = 0
     try:
         run(config)
-    except RunError as error:
+    except (RunError, OSError) as error:
         print(f"{NAME}: {error}", file=sys.stderr)
-        code = error.exit_code
-    except OSError as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        code = GIVE_UP if error.errno in LASTING else 1
+        code = exit_code_of(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # everything is written; threads of libraries may abort at the end of the interpreter

@@ -26,7 +26,7 @@ from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import SERVER_NAME, Phase, Status, further_server
 from rl.system.credentials import redact
-from rl.system.errors import GIVE_UP, LASTING, WRONG_SETTINGS, ConfigError, RunError
+from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError, exit_code_of
 from rl.system.linux import die_with_parent
 from rl.system.machine import is_cpu_vllm, visible_gpus
 from rl.system.prefork import leave
@@ -49,10 +49,8 @@ def main() -> None:
     config, _ = load_config_or_exit(sys.argv[1:], "inference", usage=PROCESS_USAGE)
     try:
         code = run(config)
-    except RunError as error:
-        code = report(error, error.exit_code)
-    except OSError as error:
-        code = report(error, GIVE_UP if error.errno in LASTING else 1)
+    except (RunError, OSError) as error:
+        code = report(error, exit_code_of(error))
     sys.exit(code)
 
 

@@ -32,7 +32,7 @@ from rl.run_dir.files import clean_leftovers, write_file
 from rl.run_dir.lease import ROLE_WAIT_S, check_fence, forget_dead_servers, hold_role
 from rl.run_dir.metrics import merging
 from rl.run_dir.status import Phase, RunEnd, RunWarning, Status
-from rl.system.errors import DAMAGED, GIVE_UP, LASTING, RESTART, RunError
+from rl.system.errors import DAMAGED, RunError, exit_code_of
 from rl.system.linux import LAUNCHER, die_with_parent, raise_open_files
 from rl.system.prefork import leave
 from rl.wire.inference_client import Expected, InferenceServers
@@ -99,13 +99,6 @@ def leaves(error: BaseException) -> list[BaseException]:
     return [leaf for inner in error.exceptions for leaf in leaves(inner)] if isinstance(error, BaseExceptionGroup) else [error]
 
 
-def exit_code(error: BaseException) -> int:
-    """Returns the exit code that tells `rl` how to react to an error: repair, give up, or restart."""
-    if isinstance(error, RunError):
-        return error.exit_code
-    return GIVE_UP if isinstance(error, OSError) and error.errno in LASTING else RESTART
-
-
 def import_hub() -> None:
     """Imports what `resolve_model` needs to query the hub's cache. Everything else is imported already."""
     from huggingface_hub import errors, snapshot_download  # noqa: F401
@@ -143,7 +136,7 @@ def main() -> None:
     except* (RunError, OSError) as group:
         errors = leaves(group)
         print("orchestrator: " + "\n".join(dict.fromkeys(map(str, errors))), file=sys.stderr)
-        code = max(map(exit_code, errors))
+        code = max(map(exit_code_of, errors))
         if code == DAMAGED:
             print(
                 "orchestrator: resume the run with `rl` (--resume): it moves damaged files away and continues before them", file=sys.stderr

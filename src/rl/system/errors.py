@@ -37,6 +37,13 @@ class ConfigError(RunError):
     exit_code = WRONG_SETTINGS
 
 
+def exit_code_of(error: Exception) -> int:
+    """Returns the exit code by which a process that ends with an error tells `rl` whether to repair, to give up, or to restart."""
+    if isinstance(error, RunError):
+        return error.exit_code
+    return GIVE_UP if isinstance(error, OSError) and error.errno in LASTING else RESTART
+
+
 def system_error(error: OSError) -> str:
     """Describes a system error, with the remedy if a disk cannot be written."""
     remedy = "; free space or make it writable, or use another directory (for a run: output_dir)" if error.errno in CANNOT_WRITE else ""

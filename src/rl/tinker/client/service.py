@@ -21,7 +21,7 @@ from rl.config.tinker import PUBLIC_SERVICE
 from rl.run_dir import spans
 from rl.run_dir.lease import ROLE_WAIT_S, hold_role
 from rl.run_dir.status import Status
-from rl.system.errors import GIVE_UP, LASTING, RESTART, RunError
+from rl.system.errors import RESTART, RunError, exit_code_of
 from rl.system.linux import die_with_parent
 from rl.wire.http import RETRY_S
 
@@ -155,7 +155,7 @@ def main(role: str, run: Callable[[RLConfig, Status], None]) -> NoReturn:
         lease.close()
     except (RunError, OSError) as error:
         print(f"{role}: {error}", file=sys.stderr)
-        code = error.exit_code if isinstance(error, RunError) else GIVE_UP if error.errno in LASTING else RESTART
+        code = exit_code_of(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # everything is written; the SDK's threads are not waited for
