@@ -172,7 +172,6 @@ def test_an_agent_that_is_trained_keeps_the_run_s_temperature():
         ("v1-echo", {"task": {"fail": "finalize"}}, "environment", [1], "KeyError"),
         ("v1-echo", {"task": {"fail": "reward"}}, "reward", [1], "the judge is down"),
         ("v1-echo", {"task": {"fail": "exit"}}, "reward", [1], "the environment's code called exit('bye')"),
-        ("v1-echo", {"task": {"fail": "nan"}}, "reward", [1], "the reward, right: not a finite number"),
         ("v1-echo", {"task": {"fail": "hang"}, "agent": {"timeout": {"setup": 0.1}}}, "timeout", [0], "setup timed out"),
         ("v1-duel", {"env": {"fail": "run"}}, "environment", [1], "nobody came"),
         ("v1-duel", {"fail": "finalize"}, "reward", [1, 1], "no verdict"),

@@ -1,6 +1,5 @@
 """Converts a finished verifiers v1 episode to Rollouts: one per trace, with its own reward or the reason why it failed."""
 
-import math
 from typing import Any
 
 import verifiers.v1 as vf
@@ -60,17 +59,14 @@ def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
     elif getattr(trace, "is_timeout", False):  # since 0.4 a limit: verifiers scores the incomplete answer
         stage = (trace.stop_condition or "").removesuffix("_timeout")
         fail(rollout, ("timeout", f"{stage} timed out; see timeout of the task and of args.{trace.agent.name}"))
-    elif wrong := [name for name, value in {"the reward": trace.reward, **metrics}.items() if not math.isfinite(value)]:
-        fail(rollout, ("reward", f"{', '.join(wrong)}: not a finite number"))
     return rollout
 
 
 def fail(rollout: Rollout, failure: Failure) -> None:
-    """Marks a rollout as failed and drops metrics that are not finite: the others are sent and shown like any rollout's."""
+    """Marks a rollout as failed."""
     rollout.cause, rollout.error = failure
     rollout.stop = "error"
     rollout.reward = 0.0
-    rollout.metrics = {name: value for name, value in rollout.metrics.items() if math.isfinite(value)}
 
 
 def trace_failure(trace: vf.Trace, active: ActiveTrace) -> Failure:

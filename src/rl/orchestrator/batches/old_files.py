@@ -13,15 +13,13 @@ log = logging.getLogger(__name__)
 
 
 class OldFiles:
-    """Called after each commit. Its cost depends neither on the number of steps nor on the number of files."""
+    """Called after each commit. Lists the checkpoints, but neither batches nor rollouts, of which a run has as many as steps."""
 
     def __init__(self, run_dir: RunDir, config: OrchestratorConfig):
         self.run_dir, kept = run_dir, config.rollouts
         self.batches = Retention(run_dir.batches, (".batch",), config.batches.keep_last, config.batches.keep_every)
         self.rollouts = Retention(run_dir.rollouts_dir, ROLLOUT_SUFFIXES, kept.keep_last, kept.keep_every)
         self.first_step = first_step(run_dir)
-        self.oldest_checkpoint = 0
-        """The oldest checkpoint at the last listing; later ones are newer. 0: there was none, or only the one a branch begins with."""
 
     def put_away(self, step: int) -> None:
         """Deletes the batches and rollouts that the settings do not keep, and compresses old rollouts.
@@ -36,13 +34,10 @@ class OldFiles:
             self._compress(number)
 
     def _oldest_checkpoint(self) -> int:
-        """Returns the step of the oldest checkpoint; 0 if there is none. Lists the directory only when that checkpoint is gone."""
-        if not (self.oldest_checkpoint and self.run_dir.checkpoint(self.oldest_checkpoint).exists()):
-            there = numbers(self.run_dir.checkpoints)
-            others = [step for step in there if step != self.first_step]  # a branch keeps the checkpoint that it begins with
-            self.oldest_checkpoint = min(others, default=0)
-            return min(others or there, default=0)
-        return self.oldest_checkpoint
+        """Returns the step of the oldest checkpoint; 0 if there is none."""
+        there = numbers(self.run_dir.checkpoints)
+        others = [step for step in there if step != self.first_step]  # a branch keeps the checkpoint that it begins with
+        return min(others or there, default=0)
 
     def _compress(self, step: int) -> None:
         try:

@@ -5,7 +5,6 @@ It adds the run's credential to requests, so no environment ever has it.
 """
 
 import socket
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ RELAYED = "http://inference"
 """Stands for any of the run's servers."""
 MAX_REQUEST_BYTES = 1 << 24
 """The limit that inference has for bodies."""
-LOOK_S = 0.5
-"""How long the servers' addresses are cached."""
 CLOSE_S = 1.0
 
 
@@ -33,8 +30,6 @@ class InferenceProxy:
         """`watch` runs a coroutine in the background."""
         self.path = path
         self.servers = InferenceServers(urls, status, 0.0)
-        self.found: list[str] = []
-        self.looked = -LOOK_S
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.bind(str(path))  # now, because the sandbox that is made next shows the socket
         self.socket.listen()
@@ -47,16 +42,10 @@ class InferenceProxy:
         await self.runner.setup()
         await web.SockSite(self.runner, self.socket).start()
 
-    def urls(self) -> list[str]:
-        """Returns the addresses of the run's servers."""
-        if time.monotonic() - self.looked >= LOOK_S:
-            self.found, self.looked = self.servers.find(), time.monotonic()
-        return self.found
-
     async def _pass_on(self, request: web.Request) -> web.Response:
-        wanted = f"http://{request.host}"
-        by_host = {url.partition("://")[2]: url for url in reversed(self.urls())}
-        url = next(iter(self.urls()), None) if wanted == RELAYED else by_host.get(request.host)
+        urls = self.servers.find()
+        by_host = {url.partition("://")[2]: url for url in reversed(urls)}
+        url = next(iter(urls), None) if f"http://{request.host}" == RELAYED else by_host.get(request.host)
         if url is None:
             return web.Response(status=502, text=f"{request.host} is not an inference server of this run")
         try:
