@@ -28,7 +28,6 @@ from rl.envs.nemo_gym.wire import (
 from rl.envs.policy import Policy, RolloutError
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
-from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Episode, Split
 from rl.wire.worker_messages import EnvSpec, PlayGroup
 
@@ -106,29 +105,17 @@ class NemoGymEnvironment:
         async with limited(self.generating, self.spec.timeout_s, "a NeMo Gym episode (generation and scoring)"):
             agent = self._agent_name(row.agent)
             self._check_policy_urls(agent)
-            version = await self._policy_version(agent)
-            reply = decode_reply(await self.head.post(lambda: f"{self.head.agents[agent].url}/run", body, "environment"))
-            exact = await self._exact_versions(agent, reply)
+            version, exact = None, {}
+            try:
+                if self.policy.endpoint is None:
+                    version = await self.policy.servers.loaded_version(self._own_servers(agent))
+                reply = decode_reply(await self.head.post(lambda: f"{self.head.agents[agent].url}/run", body, "environment"))
+                digests = [digest for item in reply["response"]["output"] if (digest := digest_of(item))]
+                if self.policy.endpoint is None and digests:
+                    exact = await self.policy.servers.versions(digests, self._own_servers(agent))
+            except InferenceLostError as error:
+                raise RolloutError("inference", str(error)) from error
         return [to_rollout(reply, body, version, exact)]
-
-    async def _policy_version(self, agent: str) -> int | None:
-        """The oldest version on the agent's servers; None if an endpoint plays."""
-        if self.policy.endpoint is not None:
-            return None
-        try:
-            return await self.policy.servers.loaded_version(self._own_servers(agent))
-        except InferenceLostError as error:
-            raise RolloutError("inference", str(error)) from error
-
-    async def _exact_versions(self, agent: str, reply: dict[str, Any]) -> dict[str, list[VersionSpan]]:
-        """The versions of a reply's answers, by answer_digest, as far as our servers remember them."""
-        digests = [digest for item in reply["response"]["output"] if (digest := digest_of(item))]
-        if self.policy.endpoint is not None or not digests:
-            return {}
-        try:
-            return await self.policy.servers.versions(digests, self._own_servers(agent))
-        except InferenceLostError as error:
-            raise RolloutError("inference", str(error)) from error
 
     def _own_servers(self, agent: str) -> tuple[str, ...]:
         """The run's servers that the agent queries; none if it queries an address unknown here, such as a router's."""
