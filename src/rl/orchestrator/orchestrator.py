@@ -32,7 +32,7 @@ from rl.orchestrator.tasks.admission import Admission, InFlight
 from rl.orchestrator.tasks.task_source import TaskRef, TaskSource
 from rl.orchestrator.workers.pool import EnvLostError, WorkerPool
 from rl.run_dir import spans
-from rl.run_dir.status import Phase, RunWarning, Status, last_seen
+from rl.run_dir.status import Phase, RunWarning, Status
 from rl.system.errors import RunError
 from rl.wire.http import RefusedError
 from rl.wire.messages import WeightVersion
@@ -248,11 +248,8 @@ class Orchestrator:
 
     async def _next_version(self) -> WeightVersion | None:
         """Waits for a version to load. Returns None if there will be none, inference came back with another one, or an evaluation is due.
-
-        Raises RunError after `trainer_timeout_s` without progress: a new batch, a published version, or a batch served to the trainer
-        (which may train steps again after a restart).
-        """
-        deadline_s, held = self.config.orchestrator.trainer_timeout_s, self.policy.loaded
+        Raises RunError."""
+        held = self.policy.loaded
 
         def is_time_to_evaluate() -> bool:
             """Whether an evaluation of the loaded version that had to wait for the batch may start now."""
@@ -262,17 +259,8 @@ class Orchestrator:
             over = self.policy.loaded != held or held >= self.progress.final or is_time_to_evaluate()
             return over or self.policy.next_version(self.progress.final) is not None
 
-        def made() -> tuple[int, int]:
-            return self.progress.newest, self.requests.activity
-
-        while not is_over():
-            before = made()
-            if not await self.progress.wait_until(lambda before=before: is_over() or made() != before, deadline_s):
-                raise RunError(
-                    f"waited {deadline_s:.0f} s for the trainer's version after {held} or a new batch; "
-                    "if a step just takes long, raise orchestrator.trainer_timeout_s. "
-                    f"Trainer: {last_seen(self.config.run_dir.status('trainer'))}"
-                )
+        what = f"the trainer's version after {held} or a new batch"
+        await self.requests.wait_for_trainer(is_over, what, self.config.orchestrator.trainer_timeout_s)
         return None if is_time_to_evaluate() else self.policy.next_version(self.progress.final)
 
     def batch_goes_first(self) -> bool:

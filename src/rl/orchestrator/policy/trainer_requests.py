@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from rl.orchestrator.policy.probe import probe
@@ -10,6 +11,7 @@ from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.progress import Progress
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import Phase, Staleness, Status, last_seen, read_status
+from rl.system.errors import RunError
 from rl.wire.batch_file import batch_head
 from rl.wire.messages import (
     Acknowledged,
@@ -105,6 +107,20 @@ class TrainerRequests:
                 async with asyncio.timeout(PROBE_S):
                     samples = await probe(policy.servers, self.run_dir.batch(newest), self.max_model_len)
         return await server.reply(sender, Probe(samples))
+
+    async def wait_for_trainer(self, holds: Callable[[], bool], what: str, deadline_s: float) -> None:
+        """Waits until `holds()`, after what the trainer does. Raises RunError after `deadline_s` seconds without progress: a new batch, an
+        announced version, or a batch served to the trainer (which may train steps again after a restart)."""
+
+        def made() -> tuple[int, int]:
+            return self.progress.newest, self.activity
+
+        while not holds():
+            before = made()
+            if not await self.progress.wait_until(lambda before=before: holds() or made() != before, deadline_s):
+                remedy = "if a step just takes long, raise orchestrator.trainer_timeout_s"
+                seen = last_seen(self.run_dir.status("trainer"))
+                raise RunError(f"waited {deadline_s:.0f} s for {what}; {remedy}. Trainer: {seen}")
 
     async def wait_for_trainer_end(self, timeout_s: float) -> None:
         """Waits until the trainer has ended; gives up after `timeout_s` seconds without progress.

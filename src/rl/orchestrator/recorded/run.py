@@ -32,12 +32,10 @@ from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
 from rl.run_dir.origin import first_step, read_origin
 from rl.run_dir.paths import RunDir, numbers
-from rl.run_dir.status import Phase, RunEnd, RunWarning, Status, last_seen
+from rl.run_dir.status import Phase, RunEnd, RunWarning, Status
 from rl.system.errors import RunError
 from rl.wire.batch_file import EncodedBatch, remove_rollouts
 from rl.wire.transport import TrainerServer
-
-POLL_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -152,30 +150,21 @@ class RecordedRun:
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(self.requests.serve(server, group))
             while progress.newest < progress.final:
-                await self.wait_for_trainer(lambda: self.requests.asked > progress.newest)
+                await self.wait_for_trainer(self.published() + 1, lambda: self.requests.asked > progress.newest)
                 self.status.enter(Phase.FILLING_BATCH, progress.newest + 1, batch=progress.newest + 1)
                 await in_thread(self.commit, progress.newest + 1)
                 await progress.notify()
             if progress.final < self.config.max_steps:
                 progress.end(f"all {self.recording.size} recorded rollouts are used")
                 await progress.notify()
-            await self.wait_for_trainer(lambda: progress.final <= self.published())
+            await self.wait_for_trainer(progress.final, lambda: progress.final <= self.published())
             await self.requests.wait_for_trainer_end(self.settings.trainer_timeout_s)
             serving.cancel()
         return progress.end_reason or f"{progress.final} steps done"
 
-    async def wait_for_trainer(self, holds: Callable[[], bool]) -> None:
-        """Waits for the trainer's versions. Raises RunError after `trainer_timeout_s` in which it asked for nothing."""
-        activity, since, deadline_s = self.requests.activity, time.monotonic(), self.settings.trainer_timeout_s
-        while not await self.progress.wait_until(holds, POLL_S):
-            version = self.published() + 1
-            self.status.enter(Phase.WAITING_FOR_VERSION, version, batch=self.progress.newest + 1)
-            if activity != self.requests.activity:
-                activity, since = self.requests.activity, time.monotonic()
-            if time.monotonic() - since > deadline_s:
-                seen = last_seen(self.run_dir.status("trainer"))
-                remedy = "if a step just takes long, raise orchestrator.trainer_timeout_s"
-                raise RunError(f"waited {deadline_s:.0f} s for the trainer's version {version}; {remedy}. Trainer: {seen}")
+    async def wait_for_trainer(self, version: int, holds: Callable[[], bool]) -> None:
+        self.status.enter(Phase.WAITING_FOR_VERSION, version, batch=self.progress.newest + 1)
+        await self.requests.wait_for_trainer(holds, f"the trainer's version {version}", self.settings.trainer_timeout_s)
 
     def published(self) -> int:
         """Returns the newest version that the trainer has announced, or has announced to an earlier process."""
