@@ -126,7 +126,7 @@ def test_no_version_that_waits_for_its_eval_is_skipped(world):
     evaluated(config, 0, 2)
     policy.loaded = 3
     assert not asyncio.run(policy.reconcile()) and servers.loads == [] and policy.loaded == 3
-    assert policy.next_version(9).policy_version == 4 and policy.oldest_needed(9) == 3
+    assert policy.next_version(9).policy_version == 4 and policy.needed(9)[0] == 3
 
 
 def test_what_a_version_costs_does_not_grow_with_those_before(world, monkeypatch):
@@ -140,7 +140,7 @@ def test_what_a_version_costs_does_not_grow_with_those_before(world, monkeypatch
         policy.loaded = version
         policy.note(version)
         policy.forget(2000)
-        assert policy.oldest_needed(2000) == min(version, 4)
+        assert policy.needed(2000)[0] == min(version, 4)
         del looked[:]
         assert policy.next_version(2000) is None or version < 5
         assert len(looked) <= 3 * 5
@@ -248,14 +248,14 @@ def test_an_eval_that_died_before_its_file_is_played_again_and_its_target_is_rem
     assert [entry.label for entry in evaluator.due(2, 9)] == ["e"]
     config.orchestrator.eval[0].target = 0.7
     again = Evaluator(config, Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
-    assert again.reached_target() == "eval e reached 0.750 at version 2; its target is 0.7" and again.best_versions() == [2]
+    assert again.reached_target() == "eval e reached 0.750 at version 2; its target is 0.7" and again.best["e"] == (0.75, 2)
 
 
 def test_an_eval_whose_workers_are_lost_is_left_out(world):
     servers = Servers(4)
     pool = Pool(servers)
     _, evaluator, policy = world(servers, pool)
-    assert evaluator.due(4, 9) and policy.oldest_needed(9) == 0
+    assert evaluator.due(4, 9) and policy.needed(9)[0] == 0
     pool.lost["e"] = "it died"
     policy.loaded = 5
-    assert not evaluator.due(4, 9) and policy.oldest_needed(9) == 5
+    assert not evaluator.due(4, 9) and policy.needed(9)[0] == 5

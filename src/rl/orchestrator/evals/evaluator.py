@@ -53,10 +53,6 @@ class Evaluator:
             content = {name: {"policy_version": version, "reward_mean": reward} for name, (reward, version) in self.best.items()}
             write_file(self.run_dir.evals / "best.json", json.dumps(content, indent=2).encode())
 
-    def best_versions(self) -> list[int]:
-        """Returns the versions that an evaluation found best; their weights are kept."""
-        return sorted({version for _, version in self.best.values()})
-
     def due(self, version: int, final: int) -> list[EvalConfig]:
         """Returns the unfinished evaluations to play at a version: at 0, every `interval` versions, and at the last version, `final`."""
         return [

@@ -135,13 +135,11 @@ class ServedPolicy:
         number = next((number for number in newer if self.evaluator.due(number, final)), max(newer, default=None))
         return None if number is None else self.versions[number]
 
-    def oldest_needed(self, final: int) -> int:
-        """Returns the oldest version that is loaded or waits for an eval."""
-        return min([self.loaded, *(number for number in self.versions if self.evaluator.due(number, final))])
-
     def needed(self, final: int) -> tuple[int, list[int]]:
-        """Returns the oldest version that is still needed, and those before it that must be kept."""
-        return self.oldest_needed(final), sorted({*self.evaluator.best_versions(), *self.in_use()})
+        """Returns the oldest version that is loaded or waits for an eval, and those that must be kept even if they are older: an evaluation
+        found them best, or a server reads them."""
+        oldest = min([self.loaded, *(number for number in self.versions if self.evaluator.due(number, final))])
+        return oldest, sorted({version for _, version in self.evaluator.best.values()} | self.in_use())
 
     def in_use(self) -> set[int]:
         """Returns the versions that live servers are reading, to start with or to load; one per server."""
