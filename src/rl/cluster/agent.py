@@ -47,11 +47,8 @@ class Agent:
         """Starts and ends ranks so that they belong to the newest world."""
         if self.child:
             self._watch(self.child, world)
-        elif world and not world.stop and world.generation > self.generation and self._is_in(world):
+        elif world and not world.stop and world.generation > self.generation and world.has(self.index, self.lease):
             self._start(world)
-
-    def _is_in(self, world: World) -> bool:
-        return (self.index, self.lease) in zip(world.nodes, world.leases, strict=True)
 
     def _watch(self, child: Child, world: World | None) -> None:
         if child.exit_code is not None:

@@ -149,7 +149,7 @@ class Launcher:
                     return RESTART if status.exit_code < 0 else status.exit_code
             if len(ended) == len(world.nodes) and not any(status.exit_code for status in ended.values()):
                 return 0
-            there = [index for index, status in living.items() if is_member(status, world)]
+            there = [index for index, status in living.items() if world.has(status.index, status.lease)]
             if lost := [pair for pair in zip(world.nodes, world.leases, strict=True) if pair[0] not in ended and pair[0] not in there]:
                 for index, lease in lost:
                     self.lose(index, lease, members.get(index))
@@ -226,11 +226,6 @@ class Launcher:
 def named(index: int, status: NodeStatus | None) -> str:
     """Returns a machine's index, and what is known to be wrong there."""
     return f"{index} ({status.host}: {status.fault})" if status and status.fault else str(index)
-
-
-def is_member(status: NodeStatus, world: World) -> bool:
-    """Returns whether it is this machine that belongs to the world, and not its successor or its own next start."""
-    return (status.index, status.lease) in zip(world.nodes, world.leases, strict=True)
 
 
 def has_ended(status: NodeStatus, world: World) -> bool:

@@ -205,7 +205,7 @@ def version_of(place: Path, package: str) -> str:
     return found.version if found else ""
 
 
-def python_version(place: Path) -> str:
-    """The version of a virtual environment's interpreter, as pyvenv.cfg says; empty if it does not."""
+def interpreter_fact(place: Path, name: str) -> str:
+    """What pyvenv.cfg says of a virtual environment's interpreter: its `version_info`, or the `home` of the one below it; else empty."""
     lines = (line.partition("=") for line in (place / "pyvenv.cfg").read_text().splitlines())
-    return next((value.strip() for key, _, value in lines if key.strip() == "version_info"), "")
+    return next((value.strip() for key, _, value in lines if key.strip() == name), "")

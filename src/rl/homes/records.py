@@ -23,10 +23,6 @@ class Record(msgspec.Struct, frozen=True):
     """Digest of the environment's own source files if they are in the user's folders; empty: not known."""
 
 
-def record_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.txt"
-
-
 def text_of(name: str, record: Record) -> str:
     """The record as text: comments with the other fields, then requirements that uv and pip can read."""
     fields = {"key": record.key} | {key: getattr(record.home, key) for key in HEAD}
@@ -49,7 +45,7 @@ def owned(home: Home) -> str:
 
 def write_record(folder: Path, name: str, record: Record) -> None:
     """Writes the record unless the file already has it."""
-    data, path = text_of(name, record).encode(), record_file(folder, name)
+    data, path = text_of(name, record).encode(), folder / f"{name}.txt"
     if not path.exists() or path.read_bytes() != data:
         make_directory(folder)
         write_file(path, data)

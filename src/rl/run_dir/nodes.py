@@ -87,6 +87,10 @@ class World(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     stop: Stop = ""
     """`save`: every agent is to end within cluster.grace_s, after a checkpoint. `kill`: at once."""
 
+    def has(self, index: int, lease: int) -> bool:
+        """Returns whether it is this machine that belongs to it, and not its successor or its own next start."""
+        return (index, lease) in zip(self.nodes, self.leases, strict=True)
+
 
 class RunOver(msgspec.Struct, kw_only=True, frozen=True):
     """The end of a run on all its machines."""

@@ -306,7 +306,7 @@ class WorkerPool:
         """Sends waiting groups: suspects first, each while nothing else is played, then all others at once."""
         while worker.ready.done() and worker.waiting:
             play = worker.waiting[0]
-            if worker.sent if play.is_suspect else worker.plays_suspect:
+            if worker.sent and (play.is_suspect or any(other.is_suspect for other in worker.sent.values())):
                 return
             worker.waiting.popleft()
             worker.sent[play.order.play_id] = play

@@ -121,11 +121,6 @@ class Worker:
         self.sent.clear()
         self.waiting.clear()
 
-    @property
-    def plays_suspect(self) -> bool:
-        """Whether it is playing a suspect, and so nothing else."""
-        return len(self.sent) == 1 and next(iter(self.sent.values())).is_suspect
-
 
 def kill_if_due(worker: Worker, pid: int, memory_gib: float, silence_s: float) -> None:
     """Kills a running worker if there is a reason to, and keeps the reason."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rl.config.environment_id import module_file, module_name
-from rl.homes.build import outside
+from rl.homes.build import interpreter_fact, outside
 from rl.homes.home import is_of_package
 from rl.system.errors import RunError
 from rl.system.sandbox import OWN, SYSTEM
@@ -64,10 +64,10 @@ def interpreter_places(python: Path) -> tuple[set[Path], dict[Path, Path]]:
     place, started = python.parent.parent, [python]
     found, packages = set[Path](), set[Path]()
     if (place / "pyvenv.cfg").is_file():
-        homes = list(bases(place))
-        started += [home / python.resolve().name for home in homes if (home / python.resolve().name).exists()]
-        prefixes = {one.resolve().parent.parent for one in started}
-        found = {place, *(home.parent for home in homes if home.resolve().parent in prefixes)}  # the same directory by another name
+        base, found = interpreter_fact(place, "home"), {place}
+        started += [one for one in [Path(base, python.resolve().name)] if base and one.exists()]
+        if base and Path(base).resolve().parent in {one.resolve().parent.parent for one in started}:
+            found.add(Path(base).parent)  # the same directory by another name
         packages = set(outside(place))
     found |= {one.resolve().parent.parent for one in started}
     for one in found - {Path("/")}:
@@ -77,12 +77,6 @@ def interpreter_places(python: Path) -> tuple[set[Path], dict[Path, Path]]:
     found |= packages
     links = {link: one.resolve() for one in started for link in hops(one) if link != one.resolve() and not is_system(link)}
     return found, {link: real for link, real in links.items() if not any(link.is_relative_to(one) for one in found - {Path("/")})}
-
-
-def bases(place: Path) -> Iterator[Path]:
-    """Yields the directory of a virtual environment's base interpreter, according to its pyvenv.cfg."""
-    lines = (line.partition("=") for line in (place / "pyvenv.cfg").read_text().splitlines())
-    yield from (Path(value.strip()) for key, _, value in lines if key.strip() == "home")
 
 
 def is_system(path: Path) -> bool:
