@@ -250,13 +250,8 @@ def described(request: Request, found: Found, place: Path, older: str) -> Home:
 def keep(place: Path, described: Home, plan: Plan, own: str = "", fresh: bool = False) -> Home:
     """Moves a virtual environment to its final place, named after its exact content, unless that exists already. `own`: see contents.
     `fresh`: replaces an existing one that lacks files. Raises RunError if that is in use."""
-    found = {
-        "python": interpreter_fact(place, "version_info"),
-        "packages": packages(place),
-        "index": plan.index,
-        "path": str(plan.path or ""),
-    }
-    home = msgspec.structs.replace(described, **found)
+    version, path = interpreter_fact(place, "version_info"), str(plan.path or "")
+    home = msgspec.structs.replace(described, python=version, packages=packages(place), index=plan.index, path=path)
     held = filter(None, (contents(place, own), plan.index))
     name = digest(FORMAT, home.packages, home.python, home.path, home.module, home.api, home.version, *held)
     home = msgspec.structs.replace(home, digest=name)

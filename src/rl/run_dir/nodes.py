@@ -17,7 +17,7 @@ import msgspec
 from rl.run_dir.files import write_file
 from rl.run_dir.naming import TakenError
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import read_json, temporary_name
+from rl.run_dir.status import read_json
 
 START = "RL_START"
 """Environment variable that tells machines of one submission from those of another, where `rl` may not see the end of an earlier one."""
@@ -171,10 +171,7 @@ class Nodes:
 
     def write(self, path: Path, content: msgspec.Struct) -> None:
         """Replaces a file, without fsync: it is worthless after a power cut."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_name(path)
-        temporary.write_bytes(msgspec.json.encode(content))
-        temporary.rename(path)
+        write_file(path, msgspec.json.encode(content), durable=False)
 
 
 def is_gone(path: Path) -> bool:
