@@ -167,10 +167,9 @@ class ClassicEnvironment:
         """Does nothing: the environment itself starts what episodes need."""
 
     async def close(self) -> None:
-        """Tears the environments down, which verifiers does only at a regular exit of the interpreter."""
+        """Tears the environments down, which verifiers does only at a regular exit of the interpreter, and a worker never has one."""
         for env in {self.env, *self.leaves.values()}:
             await env._teardown()
-            env._teardown = no_teardown  # type: ignore[method-assign]  # verifiers' exit hook calls it again
         if self.policy.endpoint:
             await self.endpoint_clients[False].close()
 
@@ -321,7 +320,3 @@ async def run_together(plays: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-async def no_teardown() -> None:
-    """Does nothing: the environment is already torn down."""
