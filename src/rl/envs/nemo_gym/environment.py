@@ -26,12 +26,11 @@ from rl.envs.nemo_gym.wire import (
     to_rollout,
 )
 from rl.envs.policy import Policy, RolloutError
+from rl.run_dir.access_token import is_loopback
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Episode, Split
 from rl.wire.worker_messages import EnvSpec, PlayGroup
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Row(NamedTuple):
@@ -178,7 +177,7 @@ def read_rows(path: Path) -> list[Row]:
 def address(url: str) -> tuple[str | None, int | None]:
     """Host and port of a URL; the host is "" for this machine."""
     parts = urlsplit(url)
-    return "" if parts.hostname in LOOPBACK else parts.hostname, parts.port
+    return "" if is_loopback(parts.hostname or "") else parts.hostname, parts.port
 
 
 def local_port(url: str) -> int | None:
