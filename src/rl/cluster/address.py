@@ -1,11 +1,13 @@
 """The name or address at which other machines reach this one."""
 
+import contextlib
 import os
 import socket
 
 import psutil
 
 from rl.run_dir.status import NODE_ADDRESS
+from rl.system.linux import address_towards
 
 
 def own_address() -> str:
@@ -25,13 +27,10 @@ def addresses_of_name() -> list[str]:
 
 
 def outgoing() -> list[str]:
-    """Returns the address on the default route; nothing is sent. Empty without one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address for documentation, RFC 5737
-            return [probe.getsockname()[0]]
-        except OSError:
-            return []
+    """Returns the address on the default route; empty without one."""
+    with contextlib.suppress(OSError):
+        return [address_towards("192.0.2.1")]  # an address for documentation, RFC 5737
+    return []
 
 
 def interface_addresses() -> list[str]:

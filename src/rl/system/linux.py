@@ -1,9 +1,10 @@
-"""Linux services: ending with the parent, adopting orphans, process names and identities, the limit of open files."""
+"""Linux services: ending with the parent, adopting orphans, names and identities of processes, the limit of open files, routes."""
 
 import ctypes
 import os
 import resource
 import signal
+import socket
 from collections.abc import Iterator
 from functools import cache
 from hashlib import blake2b
@@ -63,6 +64,14 @@ def pid_scope() -> str:
 
 
 os.register_at_fork(after_in_child=pid_scope.cache_clear)  # after unshare(2) children have another pid namespace
+
+
+def address_towards(target: str) -> str:
+    """Returns this machine's address on the route to `target`; nothing is sent. Raises OSError if there is no route."""
+    family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
 
 
 def own_start() -> str:

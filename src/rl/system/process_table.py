@@ -97,11 +97,16 @@ def marked(processes: Table, among: Iterable[int], marker: str, sessions: Mappin
 
 def is_resource_tracker(pid: int) -> bool:
     """Returns whether this is the process in which multiprocessing tracks semaphores and shared memory."""
+    return any("resource_tracker" in word for word in command_line(pid))
+
+
+def command_line(pid: int) -> list[str]:
+    """Returns the arguments of a process's command; empty if it is gone."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return b"resource_tracker" in file.read()
+            return file.read().decode(errors="replace").split("\0")
     except OSError:
-        return False
+        return []
 
 
 def send_signal(processes: Table, signum: int) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from rl.system.errors import RunError
+from rl.system.linux import address_towards
 from rl.trainer.parallel import rendezvous
-from rl.trainer.parallel.rendezvous import check_neighbour, exchange, join_store, network, own_address
+from rl.trainer.parallel.rendezvous import check_neighbour, exchange, join_store, network
 from rl.trainer.parallel.world import check_division, start_world
 from tests.ports import free_ports
 
@@ -58,7 +59,7 @@ def test_the_interface_is_the_one_towards_the_others(monkeypatch):
     """Also on the node of the rendezvous, which sees itself over loopback."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     name, address = outer_address()
-    assert own_address(address) == address
+    assert address_towards(address) == address
     assert network(0, [address, "192.0.2.77"]) == network(0, ["127.0.1.1", address]) == (name, address)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.raises(RunError, match=rf"GLOO_SOCKET_IFNAME = nosuch0: .* has .*{name}"):

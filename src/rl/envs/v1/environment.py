@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
@@ -209,7 +208,8 @@ class V1Environment:
         """Maps the pids of the processes that serve this environment's tools to their start times."""
         modules = {type(toolset).__module__ for toolset in self.env.taskset.toolsets(self.env.taskset.config)}
         processes = process_table.table()
-        return {pid: processes[pid].start for pid in process_table.trees(processes, [os.getpid()]) if modules & set(command_line(pid))}
+        below = process_table.trees(processes, [os.getpid()])
+        return {pid: processes[pid].start for pid in below if modules & set(process_table.command_line(pid))}
 
     async def close(self) -> None:
         """Stops the servers; any that do not stop in time die with this process."""
@@ -259,14 +259,6 @@ class V1Environment:
         if trace.agent.trainable:
             pinned = {key: value for key, value in pinned.items() if key in OVERRIDABLE}
         return ActiveTrace(trace, self.policy.chat(self.policy, order.session, order.sampling | pinned, seed=order.seed))
-
-
-def command_line(pid: int) -> list[str]:
-    """The arguments of a process's command; [] if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
 
 
 def tasks_of(taskset: vf.Taskset) -> Sequence[vf.Task]:

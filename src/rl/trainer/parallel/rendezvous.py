@@ -9,7 +9,9 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
+from rl.run_dir.access_token import is_loopback
 from rl.system.errors import RunError
+from rl.system.linux import address_towards
 from rl.trainer.parallel.meetings import absent
 
 START_TIMEOUT_S = 900.0
@@ -33,7 +35,7 @@ def join_store(rank: int, size: int, timeout_s: float) -> dist.Store:
             f"rank {rank} on {socket.gethostname()} cannot reach the ranks' rendezvous {host}:{port} within {timeout_s:.0f} s "
             f"({str(error).splitlines()[0]}); give torchrun --rdzv-endpoint and --local-addr addresses that every node can reach"
         ) from None
-    addresses = exchange(store, "address", rank, size, own_address(host), deadline)
+    addresses = exchange(store, "address", rank, size, address_towards(host), deadline)
     if not all(map(is_loopback, addresses)):
         name, address = network(rank, addresses)
         os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -54,18 +56,6 @@ def exchange(store: dist.Store, what: str, rank: int, size: int, value: str, dea
     return [store.get(key).decode() for key in keys]
 
 
-def own_address(target: str) -> str:
-    """Returns this machine's address on the route to `target`; nothing is sent."""
-    family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
-
-
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
 def network(rank: int, addresses: list[str]) -> tuple[str, str]:
     """Returns name and address of the interface over which other nodes reach this one: GLOO_SOCKET_IFNAME if it is set.
 
@@ -80,7 +70,7 @@ def network(rank: int, addresses: list[str]) -> tuple[str, str]:
         return os.environ["GLOO_SOCKET_IFNAME"], found[0]
     address = addresses[rank]
     if is_loopback(address):
-        address = own_address(next(other for other in addresses if not is_loopback(other)))
+        address = address_towards(next(other for other in addresses if not is_loopback(other)))
     return next((name, address) for name, entries in interfaces.items() if any(e.address.split("%")[0] == address for e in entries))
 
 
