@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from rl.wire.gate import MAX_BODY_BYTES
+from rl.wire.inference_requests import MAX_BODY_BYTES
 from rl.wire.token_gate import Gate
 
 TOKEN = "a-token-of-this-run"

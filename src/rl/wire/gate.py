@@ -13,9 +13,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rl.run_dir.access_token import is_loopback
+from rl.wire.inference_requests import MAX_BODY_BYTES
 
-MAX_BODY_BYTES = 16 << 20
-"""A prompt of a million token ids takes 7 MB."""
 CLOSE = {"connection": "close"}
 """Closes the connection, so that the rest of the client's request is not read."""
 

@@ -7,6 +7,8 @@ from msgspec import Meta, Struct
 from rl.run_dir.over_network import Memory
 
 TokenId = Annotated[int, Meta(ge=0)]
+MAX_BODY_BYTES = 16 << 20
+"""A prompt of a million token ids takes 7 MB."""
 
 
 class Sampling(Struct, forbid_unknown_fields=True):

@@ -14,12 +14,11 @@ from aiohttp import web
 
 from rl.wire.http import AwayError
 from rl.wire.inference_client import InferenceLostError, InferenceServers
+from rl.wire.inference_requests import MAX_BODY_BYTES
 
 PATH = "/generate"
 RELAYED = "http://inference"
 """Stands for any of the run's servers."""
-MAX_REQUEST_BYTES = 1 << 24
-"""The limit that inference has for bodies."""
 CLOSE_S = 1.0
 
 
@@ -33,7 +32,7 @@ class InferenceProxy:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.bind(str(path))  # now, because the sandbox that is made next shows the socket
         self.socket.listen()
-        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post(PATH, self._pass_on)
         self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S)
         watch(self._serve())
