@@ -9,10 +9,6 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 PACKAGE = "tinker_public"
 F: Any = getattr(descriptor_pb2, "FieldDescriptorProto")  # noqa: B009 - made when it is imported, so that type checkers do not see it
-TYPES = {
-    "bytes": F.TYPE_BYTES, "string": F.TYPE_STRING, "bool": F.TYPE_BOOL, "int32": F.TYPE_INT32, "int64": F.TYPE_INT64,
-    "uint32": F.TYPE_UINT32, "float": F.TYPE_FLOAT, "double": F.TYPE_DOUBLE,
-}  # fmt: skip
 MESSAGES = {
     "Tensor": ("1 dense? bytes", "2 sparse_csr? SparseCsr", "3 dtype int32", "4 shape* int64"),
     "SparseCsr": ("1 values bytes", "2 crow_indices bytes", "3 col_indices bytes"),
@@ -58,11 +54,11 @@ def classes() -> dict[str, Any]:
         for number, field, kind in (text.split() for text in fields):
             repeated, optional = field.endswith("*"), field.endswith("?")
             added = message.field.add(name=field.rstrip("*?"), number=int(number), label=F.LABEL_REPEATED if repeated else F.LABEL_OPTIONAL)
-            if kind in TYPES:
-                added.type = TYPES[kind]
-            else:
+            if kind in MESSAGES:
                 added.type, added.type_name = F.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
-            if optional and kind in TYPES:
+                continue
+            added.type = getattr(F, f"TYPE_{kind.upper()}")
+            if optional:
                 added.proto3_optional, added.oneof_index = True, len(message.oneof_decl)
                 message.oneof_decl.add(name=f"_{added.name}")
     pool: Any = descriptor_pool.DescriptorPool()  # ty: ignore[possibly-missing-implicit-call]

@@ -42,9 +42,9 @@ class Evaluator:
         """By label: (mean reward, policy version); the first version wins ties."""
         self.skipped: set[int] = set()
         """Versions that inference can no longer load."""
-        for (version, source), values in sorted(read_metrics(self.run_dir.metrics, "eval").items()):
+        for (version, _), values in sorted(read_metrics(self.run_dir.metrics, "eval").items()):
             for entry in config.orchestrator.eval:
-                if source == "eval" and (reward := values.get(f"eval/{entry.label}/reward_mean")) is not None:
+                if (reward := values.get(f"eval/{entry.label}/reward_mean")) is not None:
                     self._update_best(entry.label, version, reward)
 
     def _update_best(self, label: str, version: int, reward: float) -> None:
