@@ -8,6 +8,7 @@ from typing import Any
 
 from rl.config.orchestrator import EnvSource
 from rl.config.run import RLConfig
+from rl.homes.resolve import entries
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskSource
 from rl.wire.worker_messages import EnvSpec, PolicySpec, Ready, WorkerSetup
 
@@ -63,9 +64,6 @@ def vocab_size(model: Path) -> int:
 
 def worker_setups(config: RLConfig, policy: PolicySpec, address: str) -> list[WorkerSetup]:
     """Returns the setups of all worker processes of the run; `address` is the pool's."""
-    evals = eval_workers(config)
-    wanted: dict[str, EnvSource] = {env.label: env for env in config.orchestrator.environment}
-    wanted |= {evals[entry.label]: entry for entry in config.orchestrator.eval if evals[entry.label] not in wanted}
     return [
         WorkerSetup(
             env=env_spec(entry, name, config),
@@ -80,7 +78,7 @@ def worker_setups(config: RLConfig, policy: PolicySpec, address: str) -> list[Wo
             keys=entry.keys,
             read=entry.read,
         )
-        for name, entry in wanted.items()
+        for name, entry in entries(config).items()
         for i in range(entry.workers)
     ]
 
