@@ -161,12 +161,12 @@ def loop_ms(config: RLConfig, steps: int, repeats: int = 200) -> dict[str, float
     def publish() -> None:
         one.policy.note(steps)
         one.policy.forget(config.max_steps)
-        one.policy.oldest_needed(config.max_steps)
+        one.policy.needed(config.max_steps)
 
     return {
         "a finished group": ms(lambda: one.policy.next_version(config.max_steps)),
         "a version published": ms(
-            lambda: (one.policy.note(steps), one.policy.forget(config.max_steps), one.policy.oldest_needed(config.max_steps))
+            lambda: (one.policy.note(steps), one.policy.forget(config.max_steps), one.policy.needed(config.max_steps))
         ),
         "a batch put away": ms(lambda: one.builder.old_files.put_away(steps)),
     }
