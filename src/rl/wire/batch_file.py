@@ -18,6 +18,7 @@ import msgspec
 from rl.run_dir.files import HEADER, MAGIC, CorruptFileError, Data, decode_record, head_of_record, reading, write_file
 from rl.run_dir.hashes import blake2b, sha256
 from rl.run_dir.paths import RunDir, numbers
+from rl.system.errors import RunError
 from rl.wire.messages import UNREADABLE, BatchReady, TrainBatch, TrainingSample
 
 ENCODER = msgspec.msgpack.Encoder()
@@ -142,6 +143,15 @@ def check_rollouts(path: Path) -> None:
 
     if not check_sum(path, digest) and path.suffix == ".gz":
         digest()
+
+
+def check_given(path: Path) -> None:
+    """Raises RunError for a damaged file of another run's rollouts, which is data here: no repair of this run mends it."""
+    try:
+        if path.parent.name == "rollouts":
+            check_rollouts(path)
+    except CorruptFileError as error:
+        raise RunError(str(error)) from None
 
 
 def check_sum(path: Path, digest: Callable[[], str]) -> bool:

@@ -14,11 +14,10 @@ from rl.config.run import RLConfig
 from rl.orchestrator.recorded.lines import Converter, Line, parse
 from rl.orchestrator.recorded.verifiers_rows import lines_of
 from rl.orchestrator.workers.setups import vocab_size
-from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.system.errors import RunError
 from rl.system.jsonl import json_objects
-from rl.wire.batch_file import check_rollouts
+from rl.wire.batch_file import check_given
 from rl.wire.rollouts import Group
 
 EXAMPLE = '{"task": 3, "reward": 1.0, "messages": [...], "turns": [{"prompt_ids": [...], "completion_ids": [...], ...}]}'
@@ -52,14 +51,9 @@ def files_of(pattern: str) -> list[Path]:
 
 def digests(files: list[Path]) -> dict[str, str]:
     """Returns the SHA-256 of each file, by path. Raises RunError for a damaged file of another run's rollouts."""
-    try:
-        for path in files:
-            if path.parent.name == "rollouts":
-                check_rollouts(path)
-    except CorruptFileError as error:
-        raise RunError(str(error)) from None
     found = {}
     for path in files:
+        check_given(path)
         with path.open("rb") as file:
             found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
     return found

@@ -13,11 +13,10 @@ from rl.config.command_line import without_none
 from rl.config.sft import SftConfig
 from rl.models.chat import Message, Tool
 from rl.models.hub import hub_or_cache
-from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.system.errors import RunError
 from rl.system.jsonl import json_objects
-from rl.wire.batch_file import check_rollouts
+from rl.wire.batch_file import check_given
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EXAMPLE = '{"prompt": "What is 2 + 2?", "completion": "4"} or {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}]}'
@@ -118,11 +117,7 @@ def json_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (file:line, row) of every line that is not blank. Raises RunError."""
     for listed in files:
         path = listed if listed.exists() else listed.with_name(f"{listed.name}.gz")  # compressed since then
-        try:
-            if path.parent.name == "rollouts":
-                check_rollouts(path)
-        except CorruptFileError as error:
-            raise RunError(str(error)) from None
+        check_given(path)
         yield from json_objects(path, EXAMPLE)
 
 
