@@ -37,7 +37,7 @@ class ConfigError(RunError):
     exit_code = WRONG_SETTINGS
 
 
-def exit_code_of(error: Exception) -> int:
+def exit_code_of(error: BaseException) -> int:
     """Returns the exit code by which a process that ends with an error tells `rl` whether to repair, to give up, or to restart."""
     if isinstance(error, RunError):
         return error.exit_code

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import tinker
@@ -79,7 +80,7 @@ class RemoteRetention(Retention):
     def _delete(self, number: int) -> None:
         folder = self.directory / f"{number:06d}"
         try:
-            request = self.rest.delete_checkpoint_from_tinker_path(read_place(folder).path)
+            request: Any = self.rest.delete_checkpoint_from_tinker_path(read_place(folder).path)
             getattr(request, "future", lambda: request)().add_done_callback(tell_failure)  # an older SDK returns the future itself
         except (CorruptFileError, *ERRORS) as error:
             print(f"not deleted at the service: {error}", file=sys.stderr, flush=True)
