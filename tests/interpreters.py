@@ -11,8 +11,8 @@ from rl.homes.request import Request
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = (
-    "box_trail", "calculator", "gsm8k", "guess_number", "jsonl_example", "pick_word_v1", "reasoning_tasks", "reverse_text", "sort_words",
-    "write_function",
+    "box_trail", "calculator", "gsm8k", "guess_number", "jsonl_example", "judged_review", "pick_word_v1", "reasoning_tasks", "reverse_text",
+    "sort_words", "write_function",
 )  # fmt: skip
 IN_A_HOME = (
     "envs/test_classic.py",

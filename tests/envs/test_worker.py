@@ -1,5 +1,6 @@
 import asyncio
 import math
+import os
 from types import SimpleNamespace
 
 import msgspec
@@ -9,6 +10,7 @@ from rl.envs import worker
 from rl.envs.worker import MAX_ERROR, Worker, encode_result
 from rl.orchestrator.batches.batch_selection import rollout_line
 from rl.orchestrator.groups.group_credit import Rules, credit_group
+from rl.system.errors import RunError
 from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn
@@ -102,6 +104,23 @@ def test_a_secret_at_the_end_of_a_long_error_is_not_cut_in_half(monkeypatch):
     rollout = Rollout(error="x" * (MAX_ERROR - 5) + "not-a-real-key-123", cause="environment")
     (said,) = sent([rollout])[0].rollouts
     assert len(said.error) == MAX_ERROR and "not-a" not in said.error
+
+
+@pytest.mark.parametrize(("variable", "key"), [("", "the-own-token-of-the-run"), ("a-token-from-the-shell", "a-token-from-the-shell")])
+def test_a_judge_that_the_run_serves_gets_its_token(tmp_path, monkeypatch, variable, key):
+    (tmp_path / "token").write_text("the-own-token-of-the-run")
+    monkeypatch.setenv("RL_TOKEN", variable)
+    env = SimpleNamespace(name="e", args={"judge": {"key": "env:RL_TOKEN"}}, set_kwargs={"n": 1})
+    setup = SimpleNamespace(env=env, policy=SimpleNamespace(inference_status=str(tmp_path / "inference.json")))
+    assert worker.given_arguments(setup, "set_kwargs") == {"n": 1} and os.environ.get("RL_TOKEN") == variable
+    assert worker.given_arguments(setup, "args") == {"judge": {"key": key}}
+
+
+def test_a_sandbox_does_not_have_the_runs_token(monkeypatch):
+    monkeypatch.delenv("RL_TOKEN", raising=False)
+    env = SimpleNamespace(name="e", args={"key": "env:RL_TOKEN"}, set_kwargs={})
+    with pytest.raises(RunError, match="the environment variable RL_TOKEN is not set in this process"):
+        worker.given_arguments(SimpleNamespace(env=env, policy=SimpleNamespace(inference_status="")), "args")
 
 
 class SometimesNan:

@@ -17,7 +17,8 @@ import msgspec
 
 from rl.models.tokenizer import hide_torch
 from rl.run_dir import spans
-from rl.system.credentials import Redacting, redact, redact_json, resolve
+from rl.run_dir.access_token import VARIABLE, run_token
+from rl.system.credentials import Redacting, redact, redact_json, resolve, strings
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent, raise_open_files
 from rl.system.prefork import leave
@@ -289,6 +290,15 @@ def given_setup() -> WorkerSetup:
     return msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSetup)
 
 
+def given_arguments(setup: WorkerSetup, key: str) -> dict[str, Any]:
+    """The environment's `args` or `set_kwargs` with secrets looked up. `env:RL_TOKEN` is the run's own token if that variable is not set,
+    for judges that the run's servers play; only where the status directory is, not in a sandbox. Raises RunError."""
+    table, status = getattr(setup.env, key), setup.policy.inference_status
+    if status and not os.environ.get(VARIABLE) and any(value == f"env:{VARIABLE}" for _, value in strings(table)):
+        os.environ[VARIABLE] = run_token(Path(status).parent)
+    return resolve(table, f"environment {setup.env.name}: {key}")
+
+
 def main() -> None:
     import uvloop
 
@@ -301,8 +311,8 @@ def main() -> None:
         spans.start(Path(setup.spans), f"worker-{setup.worker_id}")
     worker, problem = None, None
     try:  # in the main thread and outside an event loop: an environment's constructor may need the thread and start a loop
-        for key, table in (("args", setup.env.args), ("set_kwargs", setup.env.set_kwargs)):
-            setattr(setup.env, key, resolve(table, f"environment {setup.env.name}: {key}"))
+        for key in ("args", "set_kwargs"):
+            setattr(setup.env, key, given_arguments(setup, key))
         worker = Worker(setup)
         problem = check_prompts(worker.env, setup.max_tokens)
     except (RunError, ValueError) as error:
