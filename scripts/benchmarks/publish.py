@@ -41,6 +41,9 @@ class Client:
     def hint_prepare(self, version: Any) -> None:
         """Called by checkouts before 2026-11-26."""
 
+    coming = hint_prepare
+    """Its earlier name."""
+
     def published(self, version: Any, wait: Any) -> Any:
         from rl.wire.messages import Acknowledged
 

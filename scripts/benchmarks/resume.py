@@ -2,8 +2,8 @@
 
 A Llama-like model of random weights and its AdamW are sharded over the ranks and written as a checkpoint; new processes find, check and
 load it. `--against DIR` measures the code in another checkout as well, in turn with this one; each reads what it has written. Before each
-reading the checkpoint is dropped from the page cache, where the system lets it. Seconds are those of the slowest rank, medians of the
-rounds.
+reading the checkpoint is dropped from the page cache, where the system lets it, unless it is to stay (`--warm`). Seconds are those of the
+slowest rank, medians of the rounds.
 """
 
 import argparse
@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--against", type=Path, help="another checkout, measured in turn with this one")
+    parser.add_argument("--warm", action="store_true", help="leave the checkpoint in the page cache")
     parser.add_argument("--dir", type=Path, help="where checkpoints are written; default: the folder for temporary files")
     parser.add_argument("--timeout-s", type=float, default=900.0)
     parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
@@ -86,7 +87,8 @@ def main() -> None:
         for number in range(args.rounds + 1):
             for name, checkout in checkouts.items():
                 folders[name].mkdir(exist_ok=True)
-                drop_from_cache(folders[name])
+                if not args.warm:
+                    drop_from_cache(folders[name])
                 run_ranks(checkout, [__file__, "--size", args.size, "--rank-in", str(folders[name])], args.ranks, args.timeout_s)
                 if number:
                     found = [json.loads((folders[name] / f"rank-{rank}.json").read_text()) for rank in range(args.ranks)]
