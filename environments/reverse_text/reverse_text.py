@@ -1,6 +1,7 @@
 """Write a short text backwards. One turn; the reward grows smoothly with the likeness of the reply to the reversed text."""
 
 import random
+from pathlib import Path
 
 import verifiers as vf
 from datasets import Dataset
@@ -16,24 +17,25 @@ whale white basket bridge butter candle castle cheese circle coffee copper drago
 ladder market mirror monkey orange pencil planet rabbit rocket school shadow silver spider spring summer turtle valley window winter
 """
 WORDS = WORD_LIST.split()
+MORE_WORDS = Path(__file__).with_name("more_words.txt")
 ATTEMPTS_PER_TEXT = 200
 EXAMPLES = ("tab", "grid", "lunch")
 
 
-def random_text(rng: random.Random, min_length: int) -> str:
+def random_text(rng: random.Random, words: list[str], min_length: int) -> str:
     """As many random words, joined by spaces, as the length needs."""
-    text = rng.choice(WORDS)
+    text = rng.choice(words)
     while len(text) < min_length:
-        text += " " + rng.choice(WORDS)
+        text += " " + rng.choice(words)
     return text
 
 
-def distinct_texts(number: int, min_length: int, max_length: int, seed: int) -> list[str]:
-    """So many different texts. Raises ValueError when the lengths do not allow as many."""
+def distinct_texts(words: list[str], number: int, min_length: int, max_length: int, seed: int) -> list[str]:
+    """So many different texts of these words. Raises ValueError when the lengths do not allow as many."""
     rng = random.Random(seed)
     texts: dict[str, None] = {}
     for _ in range(number * ATTEMPTS_PER_TEXT):
-        text = random_text(rng, min_length)
+        text = random_text(rng, words, min_length)
         if len(text) <= max_length:
             texts[text] = None
         if len(texts) == number:
@@ -85,7 +87,13 @@ def exact(completion: list, answer: str) -> float:
 
 
 def load_environment(
-    min_length: int = 3, max_length: int = 5, count: int = 120, eval_count: int = 30, seed: int = 0, examples: int = 3
+    min_length: int = 3,
+    max_length: int = 5,
+    count: int = 120,
+    eval_count: int = 30,
+    seed: int = 0,
+    examples: int = 3,
+    more_words: bool = False,
 ) -> vf.Environment:
     """Reverse a text; reward `likeness` (0 to 1), metric `exact`.
 
@@ -96,15 +104,21 @@ def load_environment(
         eval_count: number of texts held out for evaluation; the same ones whatever `count` is.
         seed: another seed gives other texts.
         examples: solved examples in the prompt, 0 to 3; 0 for a model that knows the task from supervised fine-tuning.
+        more_words: train on texts of the 1600 words of more_words.txt, too; the texts held out stay the same.
     """
     if examples not in range(len(EXAMPLES) + 1):
         raise ValueError(f"examples = {examples}; use 0 to {len(EXAMPLES)}")
-    texts = distinct_texts(eval_count + count, min_length, max_length, seed)
+    texts = distinct_texts(WORDS, eval_count + (0 if more_words else count), min_length, max_length, seed)
+    held_out, training = texts[:eval_count], texts[eval_count:]
+    if more_words:
+        words = WORDS + MORE_WORDS.read_text(encoding="utf-8").split()
+        candidates = distinct_texts(words, eval_count + count, min_length, max_length, seed)
+        training = [text for text in candidates if text not in held_out][:count]
     rubric = vf.Rubric(funcs=[likeness])
     rubric.add_metric(exact)
     return vf.SingleTurnEnv(
-        dataset=Dataset.from_list(rows(texts[eval_count:])),
-        eval_dataset=Dataset.from_list(rows(texts[:eval_count])),
+        dataset=Dataset.from_list(rows(training)),
+        eval_dataset=Dataset.from_list(rows(held_out)),
         rubric=rubric,
         few_shot=solved(examples),
     )
