@@ -69,7 +69,7 @@ def rank_main(size: str, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="0.5B")
+    parser.add_argument("--size", default="0.5B", help="as of `publish`")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--against", type=Path, help="another checkout, measured in turn with this one")
@@ -78,6 +78,8 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=900.0)
     parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.size not in SIZES:
+        parser.error(f"--size {args.size}: one of {', '.join(SIZES)}")
     if args.rank_in:
         return rank_main(args.size, args.rank_in)
     checkouts = {"this": ROOT} | ({"against": args.against} if args.against else {})

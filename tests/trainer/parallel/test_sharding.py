@@ -90,7 +90,7 @@ def test_ranks_share_the_reading_of_a_checkpoint_and_what_they_find(results):
     read = [json.loads((results / "checkpoints" / f"read-hsdp-{rank}.json").read_text()) for rank in range(4)]
     assert sorted(itertools.chain(*read)) == [".metadata", "__0_0.distcp", "__1_0.distcp"] and max(map(len, read)) == 1
     fault = results / "checkpoints" / "two" / "000002" / "__1_0.distcp"
-    assert all((results / f"damaged-{rank}.txt").read_text().startswith(f"{fault}: damaged; ") for rank in range(4))
+    assert all((results / f"damaged-{rank}.txt").read_text().startswith(f"{fault}: damaged, as rank 2 on ") for rank in range(4))
 
 
 def test_every_rank_refuses_a_policy_that_is_wrong_on_one(results):

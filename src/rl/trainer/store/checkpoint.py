@@ -38,6 +38,9 @@ from rl.trainer.store.reader import Reader
 from rl.trainer.store.single_task_thread import SingleTaskThread
 from rl.trainer.store.space import require_space
 
+READ_S = 600.0
+"""Seconds that reading a checkpoint may take where nothing else is set."""
+
 
 def tensors_of(model: PreTrainedModel, optimizer: Optimizer, world: World) -> dict[str, Tensor]:
     """Returns all state that a step depends on and changes, by name; of a model with adapters, without its frozen base.
@@ -148,7 +151,7 @@ def write_manifest(folder: Path, step: int, model: str, sums: list[bytes]) -> No
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def newest(directory: Path, world: World, deadline_s: float = 600.0) -> tuple[Path, dict[str, Any]] | None:
+def newest(directory: Path, world: World, deadline_s: float = READ_S) -> tuple[Path, dict[str, Any]] | None:
     """Returns the newest checkpoint with its manifest, the same on every rank; None if there is none. Every rank calls this and reads its
     share of the files. Raises CorruptFileError on every rank if the checkpoint is damaged: then `rl` repairs the run.
 
@@ -163,7 +166,7 @@ def newest(directory: Path, world: World, deadline_s: float = 600.0) -> tuple[Pa
     return path, read_manifest(path)
 
 
-def fault_of(path: Path, world: World, deadline_s: float) -> str:
+def fault_of(path: Path, world: World, deadline_s: float = READ_S) -> str:
     """Returns on every rank the fault that the first of them has found in its share of a checkpoint's files; empty if it is intact."""
     fault, reading = "", SingleTaskThread()
     reading.start(verify_checkpoint, path, world.rank, world.size)
