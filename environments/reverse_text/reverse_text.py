@@ -108,12 +108,10 @@ def load_environment(
     """
     if examples not in range(len(EXAMPLES) + 1):
         raise ValueError(f"examples = {examples}; use 0 to {len(EXAMPLES)}")
-    texts = distinct_texts(WORDS, eval_count + (0 if more_words else count), min_length, max_length, seed)
-    held_out, training = texts[:eval_count], texts[eval_count:]
-    if more_words:
-        words = WORDS + MORE_WORDS.read_text(encoding="utf-8").split()
-        candidates = distinct_texts(words, eval_count + count, min_length, max_length, seed)
-        training = [text for text in candidates if text not in held_out][:count]
+    held_out = distinct_texts(WORDS, eval_count, min_length, max_length, seed)
+    words = WORDS + (MORE_WORDS.read_text(encoding="utf-8").split() if more_words else [])
+    texts = distinct_texts(words, eval_count + count, min_length, max_length, seed)
+    training = [text for text in texts if text not in held_out][:count]
     rubric = vf.Rubric(funcs=[likeness])
     rubric.add_metric(exact)
     return vf.SingleTurnEnv(

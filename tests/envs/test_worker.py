@@ -99,6 +99,16 @@ def test_no_secret_leaves_with_a_rollout(monkeypatch):
     assert said.messages == [{"content": "key: [$JUDGE_API_KEY]", "1": ["x"]}] and said.error == "401 for [$JUDGE_API_KEY]"
 
 
+@pytest.mark.parametrize(
+    ("given", "said"), [({"reward": math.nan}, "the reward is nan"), ({"metrics": {"right": math.inf}}, "metric 'right' is inf")]
+)
+def test_a_number_that_is_not_finite_fails_its_rollout_alone(given, said):
+    """Whichever API the environment has: the pool refuses a whole message with such a number."""
+    rollout = Rollout(**({"reward": 1.0} | given))
+    worker.refuse_unfit(rollout)
+    assert (rollout.cause, rollout.reward, rollout.metrics) == ("reward", 0.0, {}) and rollout.error and said in rollout.error
+
+
 def test_a_secret_at_the_end_of_a_long_error_is_not_cut_in_half(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "not-a-real-key-123")
     rollout = Rollout(error="x" * (MAX_ERROR - 5) + "not-a-real-key-123", cause="environment")

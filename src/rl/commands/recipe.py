@@ -122,8 +122,9 @@ def teaching(arguments: str, folder: Path) -> Iterator[None]:
         try:
             yield
         except RunError as error:
-            gone = process.poll() is not None
-            raise RunError(f"{error}; its teacher had ended before, {folder}/teacher.log says why" if gone else str(error)) from None
+            if process.poll() is None:
+                raise
+            raise RunError(f"{error}; its teacher had ended before, {folder}/teacher.log says why") from None
         finally:
             process.terminate()
             try:

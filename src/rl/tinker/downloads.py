@@ -1,4 +1,4 @@
-"""Adapters that clients load down: `save_weights_external` writes one, and each of its files has an address that is signed for a while."""
+"""Adapters that clients download: `save_weights_external` writes one, and each of its files has an address that is signed for a while."""
 
 import time
 from pathlib import Path
