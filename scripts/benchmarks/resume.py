@@ -57,12 +57,11 @@ def rank_main(size: str, folder: Path) -> None:
     since = time.perf_counter()
     newest = getattr(checkpoint, "newest", None) or checkpoint.newest_sound  # type: ignore[attr-defined]  # before 2026-11-27
     sound = newest(folder, world)
-    checked = time.perf_counter()
     assert sound and checkpoint.load(*sound, model, optimizer, world) == 1
     world.barrier()
-    loaded = time.perf_counter()
+    seconds = time.perf_counter() - since
     assert all(parameter.detach().to_local().any() for parameter in model.parameters() if parameter.to_local().numel())
-    (folder / f"rank-{world.rank}.json").write_text(json.dumps({"check_s": checked - since, "load_s": loaded - checked}))
+    (folder / f"rank-{world.rank}.json").write_text(json.dumps(seconds))
     world.barrier()
     leave(world.is_main)
 
@@ -83,7 +82,7 @@ def main() -> None:
     if args.rank_in:
         return rank_main(args.size, args.rank_in)
     checkouts = {"this": ROOT} | ({"against": args.against} if args.against else {})
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
+    rounds: dict[str, list[float]] = {name: [] for name in checkouts}
     with tempfile.TemporaryDirectory(dir=args.dir) as root:
         folders = {name: Path(root) / name for name in checkouts}
         for number in range(args.rounds + 1):
@@ -93,11 +92,9 @@ def main() -> None:
                     drop_from_cache(folders[name])
                 run_ranks(checkout, [__file__, "--size", args.size, "--rank-in", str(folders[name])], args.ranks, args.timeout_s)
                 if number:
-                    found = [json.loads((folders[name] / f"rank-{rank}.json").read_text()) for rank in range(args.ranks)]
-                    rounds[name].append({key: max(one[key] for one in found) for key in found[0]})
+                    rounds[name].append(max(json.loads((folders[name] / f"rank-{rank}.json").read_text()) for rank in range(args.ranks)))
         bytes_read = sum(path.stat().st_size for path in (folders["this"] / "000001").iterdir())
-    result = {name: {key: round(median(one[key] for one in each), 2) for key in each[0]} for name, each in rounds.items()}
-    print(json.dumps({"gib": round(bytes_read / 2**30, 2), **result}, indent=1))
+    print(json.dumps({"gib": round(bytes_read / 2**30, 2)} | {name: round(median(each), 2) for name, each in rounds.items()}))
 
 
 if __name__ == "__main__":

@@ -200,15 +200,16 @@ def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -
     return state(model, optimizer)
 
 
-def damaged(source: Path, world: World) -> str:
+def damaged(config: RLConfig, source: Path, world: World) -> str:
     """What this rank says where the file of rank 1 is damaged in the newest of two checkpoints."""
     if world.is_main:
         shutil.copytree(source / "000001", source / "000002")
         with (source / "000002" / "__1_0.distcp").open("r+b") as file:
             file.write(b"no")
     world.barrier()
+    model = load_policy(config.model.name, config.model, config.trainer, world)
     try:
-        checkpoint.newest(source, world)
+        checkpoint.load(*checkpoint.newest(source, world), model, make_optimizer(model, config.trainer.optim), world)
     except CorruptFileError as error:
         return str(error)
     return ""
@@ -291,5 +292,7 @@ def main() -> None:
                 if world.is_main:
                     save_file(tensors, folder / f"passed-{name}.safetensors")
                 if name == "hsdp":
-                    (folder / f"damaged-{rank}.txt").write_text(damaged(folder / "checkpoints" / "two", world))
+                    (folder / f"damaged-{rank}.txt").write_text(
+                        damaged(make_config(layout, plan["models"]["llama"]), folder / "checkpoints" / "two", world)
+                    )
         source = target

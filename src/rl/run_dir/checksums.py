@@ -11,7 +11,7 @@ because after a CorruptFileError files are moved away.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CorruptFileError(f"{path / MANIFEST}: missing or damaged") from None
 
 
-def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """Verifies a checkpoint's files, or `rank`'s share of them, and returns its manifest. Raises as `read_manifest` and `verify_files`."""
+def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Verifies a checkpoint's files, or those with `names`, or `rank`'s share of them, and returns its manifest. Raises as `read_manifest`
+    and `verify_files`."""
     manifest = read_manifest(path)
-    verify_files(path, manifest["files"], rank, ranks)
+    verify_files(path, {name: sums for name, sums in manifest["files"].items() if names is None or name in names}, rank, ranks)
     return manifest
 
 

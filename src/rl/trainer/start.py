@@ -59,7 +59,8 @@ def start(
     model = load_policy(base, config.model, settings, world)
     reference = load_reference(config, base, model, world)
     optimizer = make_optimizer(model, settings.optim)
-    step = checkpoint.load(*newest, model, optimizer, world, world.new_group(settings.patience_s)) if newest else 0
+    patience_s = settings.patience_s
+    step = checkpoint.load(*newest, model, optimizer, world, world.new_group(patience_s), patience_s) if newest else 0
     if settings.data.fake:
         source = FakeBatches(settings.data.fake, model.config.get_text_config().vocab_size, config.seed)
     waits = [Wait(settings.batch_timeout_s, status.enter) for _ in range(2)]
@@ -72,7 +73,7 @@ def start(
     mode = mode_of(*(each for each in (model, reference) if each))
     routers = model.get_output_embeddings().forward.routers
     packing = partial(prepare, config=config, world=world, hidden_size=hidden_size, minibatches=minibatches, mode=mode, routers=routers)
-    batches = Prefetch(source, packing, waits[0], settings.patience_s, quarantined_steps(trained, world))
+    batches = Prefetch(source, packing, waits[0], patience_s, quarantined_steps(trained, world))
     if replay:
         publisher: Publisher = Comparer(run_dir, settings.weights, waits[1], world, trained)
         saver: Saver = StateComparer(run_dir, settings, world, step, trained)

@@ -123,8 +123,32 @@ def test_a_damaged_checkpoint_is_refused_and_stays_for_rl_to_repair_the_run(trai
     assert path.name == "000003" and manifest["step"] == 3
     hurt(path / file, damage)
     with pytest.raises(CorruptFileError, match=rf"000003/{file}: .*`rl` moves .*000003 away"):
-        checkpoint.newest(tmp_path, world)
+        checkpoint.load(*checkpoint.newest(tmp_path, world), *trained, world)
     assert list(numbered(tmp_path)) == [2, 3]
+
+
+def test_a_checkpoint_is_verified_while_it_is_read(trained, world, tmp_path, monkeypatch):
+    """A resume from a disk took twice the time of one reading. A file that is damaged but can be loaded ends with the fault, too."""
+    save_checkpoint(tmp_path / "000002", 2, *trained, world)
+    path, manifest = checkpoint.newest(tmp_path, world)
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    values = local(next(trained[0].parameters())).detach().contiguous().numpy().tobytes()[:64]
+    data[data.index(values)] ^= 1
+    (path / "__0_0.distcp").write_bytes(data)
+    verifying, load = threading.Event(), checkpoint.dcp.load
+    checks = checkpoint.verify_checkpoint
+    monkeypatch.setattr(checkpoint, "verify_checkpoint", lambda *which: [verifying.set(), checks(*which)])
+    loaded = []
+
+    def while_verified(*args, **kwargs):
+        assert verifying.wait(10)
+        load(*args, **kwargs)
+        loaded.append(True)
+
+    monkeypatch.setattr(checkpoint.dcp, "load", while_verified)
+    with pytest.raises(CorruptFileError, match=r"__0_0\.distcp: damaged"):
+        checkpoint.load(path, manifest, *trained, world)
+    assert loaded
 
 
 def hurt(path, damage):

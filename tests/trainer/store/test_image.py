@@ -1,14 +1,18 @@
 """Tensors in a file in memory that others read as safetensors."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from rl.run_dir.in_memory import opened
 from rl.run_dir.safetensors import read_header
+from rl.trainer.store import image as image_module
+from rl.trainer.store.layout import PAGE, header
 from tests.trainer.store.images import fill, image_like
 
 TENSORS = {
@@ -82,3 +86,29 @@ def test_memory_that_somebody_reads_is_left_to_him(image):
         assert image.file.fd != file.fd and image.memory.data_ptr() != pages
         with opened(file) as late, opened(image.file) as now:
             assert late is None and read_header(now).keys() == TENSORS.keys()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_whole_pages_are_written_past_the_page_cache(tmp_path, monkeypatch, direct):
+    """New pages of the cache took the processor of a second each step from the sampling of the next batch."""
+    tensors = {f"t{size}": torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (3, 5 * PAGE + 1, 0, 2 * PAGE, 100)}
+    image, path, written, write = fill(image_like(tensors), tensors), tmp_path / "weights", {0: 0, os.O_DIRECT: 0}, image_module.write_at
+    parts = [image.tensors[:2], image.tensors[2:]]  # two files, of which the second begins within a page
+
+    def write_at(path, data, offset, flags=0):
+        if flags and not direct:
+            raise OSError(errno.EINVAL, "no such writing here")
+        write(path, data, offset, flags)
+        written[flags] += len(data)
+
+    monkeypatch.setattr(image_module, "write_at", write_at)
+    for number, part in enumerate(parts):
+        begin = header(part)
+        assert len(begin) % PAGE == part[0].start % PAGE
+        path = tmp_path / str(number)
+        path.write_bytes(begin + bytes(part[-1].end - part[0].start))
+        image.write_slices(path, part)
+        found = load_file(path)
+        assert all(torch.equal(found[tensor.name], tensors[tensor.name]) for tensor in part)
+    assert sum(written.values()) == sum(tensor.size for tensor in image.tensors)
+    assert (written[os.O_DIRECT] >= 6 * PAGE) is direct

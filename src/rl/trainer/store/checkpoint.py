@@ -1,6 +1,6 @@
 """Trainer state on disk: float32 weights, optimizer, RNG, step. Written by torch.distributed.checkpoint (DCP), complete by rename.
 
-`checkpoints/000012/` holds DCP's files and `manifest.json` with the size and checksum of each, which are verified before anything is read.
+`checkpoints/000012/` holds DCP's files and `manifest.json` with the size and checksum of each, which are verified while they are read.
 DCP's own metadata is a pickle, from which `reader` makes only the metadata of tensors.
 """
 
@@ -34,7 +34,7 @@ from rl.system import faults
 from rl.system.errors import RunError
 from rl.trainer.optim import local
 from rl.trainer.parallel.world import World
-from rl.trainer.store.reader import Reader
+from rl.trainer.store.reader import METADATA, Reader
 from rl.trainer.store.single_task_thread import SingleTaskThread
 from rl.trainer.store.space import require_space
 
@@ -152,26 +152,47 @@ def write_manifest(folder: Path, step: int, model: str, sums: list[bytes]) -> No
 
 
 def newest(directory: Path, world: World, deadline_s: float = READ_S) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the newest checkpoint with its manifest, the same on every rank; None if there is none. Every rank calls this and reads its
-    share of the files. Raises CorruptFileError on every rank if the checkpoint is damaged: then `rl` repairs the run.
-
-    Waits for: the disk; after `deadline_s` seconds raises RunError.
-    """
+    """Returns the newest checkpoint with its manifest, the same on every rank; None if there is none. Every rank calls this. Of its files
+    only DCP's metadata are verified, the others by `load`; raises and waits as that does."""
     step = world.broadcast_int(max(numbers(directory), default=0))  # another rank may not see the newest yet
     path = directory / f"{step:06d}"
     if not step:
         return None
-    if fault := fault_of(path, world, deadline_s):
-        raise CorruptFileError(f"{fault}; `rl` moves {path} away and starts from what is before it: without `rl`, do so yourself")
+    with verified(path, world, deadline_s, 0, 1, (METADATA,)):
+        pass
     return path, read_manifest(path)
 
 
-def fault_of(path: Path, world: World, deadline_s: float = READ_S) -> str:
-    """Returns on every rank the fault that the first of them has found in its share of a checkpoint's files; empty if it is intact."""
-    fault, reading = "", SingleTaskThread()
-    reading.start(verify_checkpoint, path, world.rank, world.size)
+@contextmanager
+def verified(path: Path, world: World, deadline_s: float, *which: Any) -> Iterator[None]:
+    """Verifies a checkpoint's files while the block reads them, so that the disk is read once. `which`: see `verify_checkpoint`.
+
+    Raises CorruptFileError on every rank, even if damage has made the block fail, and waits, as `fault_of`.
+    """
+    verifying = SingleTaskThread()
+    verifying.start(verify_checkpoint, path, *which)
     try:
-        reading.result(f"{path} to be read: does that disk answer?", deadline_s)
+        yield
+    finally:
+        if fault := first_fault(path, world, deadline_s, verifying):
+            raise CorruptFileError(f"{fault}; `rl` moves {path} away and starts from what is before it: without `rl`, do so yourself")
+
+
+def fault_of(path: Path, world: World, deadline_s: float = READ_S) -> str:
+    """Returns on every rank the fault that the first of them has found in its share of a checkpoint's files; empty if it is intact.
+
+    Waits for: the disk; after `deadline_s` seconds raises RunError.
+    """
+    verifying = SingleTaskThread()
+    verifying.start(verify_checkpoint, path, world.rank, world.size)
+    return first_fault(path, world, deadline_s, verifying)
+
+
+def first_fault(path: Path, world: World, deadline_s: float, verifying: SingleTaskThread) -> str:
+    """`fault_of`, with this rank's share in progress."""
+    fault = ""
+    try:
+        verifying.result(f"{path} to be read: does that disk answer?", deadline_s)
     except CorruptFileError as error:
         fault = f"{error}, as rank {world.rank} on {socket.gethostname()} reads it" if world.size > 1 else str(error)
     world.barrier()  # for which no collective waits: one rank's disk may be slower than another's
@@ -185,16 +206,20 @@ def load(
     optimizer: Optimizer,
     world: World,
     group: dist.ProcessGroup | None = None,
+    deadline_s: float = READ_S,
 ) -> int:
-    """Reads a verified checkpoint into model, optimizer and RNG; returns its step. The number of ranks may differ from the writer's.
+    """Reads a checkpoint, which `newest` has found, into model, optimizer and RNG, and verifies it meanwhile, each rank its share of the
+    files; returns its step. The number of ranks may differ from the writer's.
 
-    `group`: one whose collectives may wait for disks.
+    `group`: one whose collectives may wait for disks. Raises CorruptFileError on every rank if the checkpoint is damaged: then `rl` repairs
+    the run. Waits for: the disk; after `deadline_s` seconds raises RunError.
     """
     check_model(path, manifest, model)
     state = tensors_of(model, optimizer, world)
     if manifest["world_size"] != world.size:  # RNG streams belong to ranks, and mean nothing to another number of ranks
         state = {name: value for name, value in state.items() if not name.startswith("rng.")}
-    dcp.load(state, storage_reader=Reader(path), process_group=group)
+    with verified(path, world, deadline_s, world.rank, world.size):
+        dcp.load(state, storage_reader=Reader(path), process_group=group)
     if f"rng.cpu.{world.rank}" in state:
         torch.set_rng_state(state[f"rng.cpu.{world.rank}"])
     if f"rng.cuda.{world.rank}" in state:

@@ -29,6 +29,8 @@ from rl.trainer.model import lora
 
 FILE_BYTES = 50 * 10**9
 """Largest file of tensors unless a single one is larger; as in transformers' `save_pretrained`."""
+PAGE = 4096
+"""Bytes of a page of memory, and a multiple of any disk's blocks."""
 FORMAT = b'{"__metadata__":{"format":"pt"}'
 """The beginning of the header of a file on disk, as the safetensors library writes it."""
 ATEN = torch.ops.aten
@@ -212,8 +214,11 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def header(tensors: Sequence[FileTensor], begins: bytes = FORMAT) -> bytes:
-    """Returns what a safetensors file with these tensors has in front of them: the length of its JSON and the JSON, which `begins` so. Its
-    size is a multiple of 8."""
+    """Returns what a safetensors file with these tensors has in front of them: the length of its JSON and the JSON, which `begins` so.
+
+    Its size is `tensors[0].start`, but for whole pages: a byte of a version lies at the same place of its page in memory and in any file,
+    as `write_pages` needs it.
+    """
     entries = {
         tensor.name: {
             "dtype": name_of(tensor.dtype),
@@ -224,5 +229,5 @@ def header(tensors: Sequence[FileTensor], begins: bytes = FORMAT) -> bytes:
     }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()[1:]
     text = begins + (b"," if entries else b"") + text
-    text += b" " * (-len(text) % 8)
+    text += b" " * (((tensors[0].start if tensors else 0) - 8 - len(text)) % PAGE)
     return len(text).to_bytes(8, "little") + text
