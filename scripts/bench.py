@@ -14,7 +14,7 @@ BENCHMARKS = {
     "slices": "how one worker of several loads a version: bytes, time, pause",
     "transport": "how fast a worker reads a version over the network (NIXL), over a file",
     "start": "the command to the first trained step, and an optimizer step to the next sampled token",
-    "trl_baseline": "TRL on the quickstart's task, in an environment of its own",
+    "trl_grpo": "TRL on a task of ours, in an environment of its own",
     "orchestrator": "rollouts a CPU second of orchestrator and workers",
     "records": "what a long run costs whoever reads it: a first look, a filter, memory",
     "page": "what the page of `rl view` costs in a browser: a first look, a filter, a rollout of 100,000 tokens",

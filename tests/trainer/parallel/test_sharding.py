@@ -86,12 +86,13 @@ def test_a_checkpoint_passes_from_layout_to_layout(results):
 
 
 def test_ranks_share_the_reading_of_a_checkpoint_and_what_they_find(results):
-    """Rank 0 read all files, the others waited for it."""
+    """Rank 0 read all files, the others waited for it. Other ranks than its writers leave random states out, so read no file whole."""
     read = [json.loads((results / "checkpoints" / f"read-hsdp-{rank}.json").read_text()) for rank in range(4)]
     assert all(each.pop(0) == ".metadata" for each in read)  # before any rank depends on it
-    assert sorted(itertools.chain(*read)) == [".metadata", "__0_0.distcp", "__1_0.distcp"] and max(map(len, read)) == 1
+    assert sorted(itertools.chain(*read)) == ["__0_0.distcp", "__1_0.distcp"] and max(map(len, read)) == 1
     fault = results / "checkpoints" / "two" / "000002" / "__1_0.distcp"
-    assert all((results / f"damaged-{rank}.txt").read_text().startswith(f"{fault}: damaged, as rank 2 on ") for rank in range(4))
+    said = [(results / f"damaged-{rank}.txt").read_text() for rank in range(4)]
+    assert len({*said}) == 1 and said[0].startswith(f"{fault}: damaged, as rank 1 on "), said
 
 
 def test_every_rank_refuses_a_policy_that_is_wrong_on_one(results):

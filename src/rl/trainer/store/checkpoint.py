@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -158,41 +158,26 @@ def newest(directory: Path, world: World, deadline_s: float = READ_S) -> tuple[P
     path = directory / f"{step:06d}"
     if not step:
         return None
-    with verified(path, world, deadline_s, 0, 1, (METADATA,)):
-        pass
+    raise_fault(path, fault_of(path, world, deadline_s, {METADATA}, divided=False))
     return path, read_manifest(path)
 
 
-@contextmanager
-def verified(path: Path, world: World, deadline_s: float, *which: Any) -> Iterator[None]:
-    """Verifies a checkpoint's files while the block reads them, so that the disk is read once. `which`: see `verify_checkpoint`.
-
-    Raises CorruptFileError on every rank, even if damage has made the block fail, and waits, as `fault_of`.
-    """
-    verifying = SingleTaskThread()
-    verifying.start(verify_checkpoint, path, *which)
-    try:
-        yield
-    finally:
-        if fault := first_fault(path, world, deadline_s, verifying):
-            raise CorruptFileError(f"{fault}; `rl` moves {path} away and starts from what is before it: without `rl`, do so yourself")
+def raise_fault(path: Path, fault: str) -> None:
+    """Raises CorruptFileError if there is a fault."""
+    if fault:
+        raise CorruptFileError(f"{fault}; `rl` moves {path} away and starts from what is before it: without `rl`, do so yourself")
 
 
-def fault_of(path: Path, world: World, deadline_s: float = READ_S) -> str:
-    """Returns on every rank the fault that the first of them has found in its share of a checkpoint's files; empty if it is intact.
+def fault_of(path: Path, world: World, deadline_s: float = READ_S, names: Collection[str] | None = None, divided: bool = True) -> str:
+    """Returns on every rank the fault that the first of them has found in a checkpoint's files, or those with `names`; empty if there is
+    none. `divided`: each rank reads its share of them, otherwise all.
 
     Waits for: the disk; after `deadline_s` seconds raises RunError.
     """
-    verifying = SingleTaskThread()
-    verifying.start(verify_checkpoint, path, world.rank, world.size)
-    return first_fault(path, world, deadline_s, verifying)
-
-
-def first_fault(path: Path, world: World, deadline_s: float, verifying: SingleTaskThread) -> str:
-    """`fault_of`, with this rank's share in progress."""
-    fault = ""
+    fault, reading = "", SingleTaskThread()
+    reading.start(verify_checkpoint, path, *((world.rank, world.size) if divided else (0, 1)), names)
     try:
-        verifying.result(f"{path} to be read: does that disk answer?", deadline_s)
+        reading.result(f"{path} to be read: does that disk answer?", deadline_s)
     except CorruptFileError as error:
         fault = f"{error}, as rank {world.rank} on {socket.gethostname()} reads it" if world.size > 1 else str(error)
     world.barrier()  # for which no collective waits: one rank's disk may be slower than another's
@@ -208,8 +193,8 @@ def load(
     group: dist.ProcessGroup | None = None,
     deadline_s: float = READ_S,
 ) -> int:
-    """Reads a checkpoint, which `newest` has found, into model, optimizer and RNG, and verifies it meanwhile, each rank its share of the
-    files; returns its step. The number of ranks may differ from the writer's.
+    """Reads a checkpoint, which `newest` has found, into model, optimizer and RNG, and verifies it; returns its step. The number of ranks
+    may differ from the writer's. A file that a rank reads as a whole is hashed meanwhile; the ranks divide the others.
 
     `group`: one whose collectives may wait for disks. Raises CorruptFileError on every rank if the checkpoint is damaged: then `rl` repairs
     the run. Waits for: the disk; after `deadline_s` seconds raises RunError.
@@ -218,8 +203,14 @@ def load(
     state = tensors_of(model, optimizer, world)
     if manifest["world_size"] != world.size:  # RNG streams belong to ranks, and mean nothing to another number of ranks
         state = {name: value for name, value in state.items() if not name.startswith("rng.")}
-    with verified(path, world, deadline_s, world.rank, world.size):
-        dcp.load(state, storage_reader=Reader(path), process_group=group)
+    reader = Reader(path)
+    try:
+        dcp.load(state, storage_reader=reader, process_group=group)
+    finally:  # damage may have made it fail
+        world.barrier()
+        read = [json.loads(sums) for sums in world.gather_bytes(json.dumps(reader.sums()).encode())]
+        rest = {name for name, sums in manifest["files"].items() if name != METADATA and all(one.get(name) != sums for one in read)}
+        raise_fault(path, fault_of(path, world, deadline_s, rest))
     if f"rng.cpu.{world.rank}" in state:
         torch.set_rng_state(state[f"rng.cpu.{world.rank}"])
     if f"rng.cuda.{world.rank}" in state:

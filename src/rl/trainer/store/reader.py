@@ -4,15 +4,19 @@ DCP's `.metadata` is a pickle, and the manifest with its hash lies beside it: wh
 itself writes for tensors is made of it. What it keeps of other objects would be unpickled by torch, and is refused with the rest.
 """
 
+import io
 import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from blake3 import blake3
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from rl.run_dir.digests import HASH
 from rl.system.errors import RunError
 
 METADATA = ".metadata"
@@ -48,11 +52,36 @@ class TensorsOnly(pickle.Unpickler):
 
 
 class Reader(FileSystemReader):
-    """The reader of one checkpoint. Raises RunError for one that another program than rl's trainer has written."""
+    """The reader of one checkpoint; hashes what it reads. Raises RunError for one that another program than rl's trainer has written."""
 
     def __init__(self, path: Path):
         super().__init__(path)
         self.metadata = metadata_of(path)
+        self.hashes: dict[str, tuple[int, blake3]] = {}
+        """How many of its first bytes were read, and their hash, by a file's name."""
+
+    def sums(self) -> dict[str, dict[str, Any]]:
+        """Returns size and hash, as in a manifest, of what was read of each file."""
+        return {name: {"size": size, HASH: found.hexdigest()} for name, (size, found) in self.hashes.items()}
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Has each file read from its beginning to its end."""
+
+        def place(item: ReadItem) -> tuple[str, int]:
+            info = self.storage_data[item.storage_index]
+            return info.relative_path, info.offset
+
+        plan.items.sort(key=place)
+        return super().prepare_local_plan(plan)
+
+    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
+        file.seek(sinfo.offset)
+        data = file.read(sinfo.length)
+        size, found = self.hashes.setdefault(sinfo.relative_path, (0, blake3()))
+        if size == sinfo.offset:
+            found.update(data)
+            self.hashes[sinfo.relative_path] = size + len(data), found
+        return io.BytesIO(data)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self.metadata

@@ -1,12 +1,12 @@
-"""TRL's GRPOTrainer on the quickstart's task, in an environment of its own: prints a JSON line a step.
+"""TRL's GRPOTrainer on a task of ours, in an environment of its own: prints a JSON line a step.
 
     uv run --no-project --python 3.11 --with "trl==1.16.0" --with "torch==2.13.0" \\
-        scripts/benchmarks/trl_baseline.py MODEL TASKS.jsonl --steps 20
+        scripts/benchmarks/trl_grpo.py MODEL TASKS.jsonl --reward last_number --steps 20
 
-MODEL is the folder that `python -m rl.models.folder` prints; TASKS has a line {"question", "answer"} a task: `rl env ID --export`.
-The same model, prompts, batch (groups x group size), number of new tokens, optimizer, learning rate and loss as
-configs/quickstart.toml; generation by transformers with its cache, because TRL's vLLM mode needs a GPU. --dtype bfloat16 and all cores
-were its fastest settings here.
+MODEL is the folder that `python -m rl.models.folder` prints; TASKS is what `rl env ID --export` writes. The same model, prompts, batch
+(groups x group size), number of new tokens, optimizer, learning rate and loss as configs/quickstart.toml; generation by transformers with
+its cache, because TRL's vLLM mode needs a GPU. Weights are float32 and products bfloat16, as ours; `--weights bfloat16` is faster, but
+rounds most updates away at this learning rate.
 """
 
 import argparse
@@ -21,11 +21,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
-def reward(completions, answer, **_):
-    """1 if the last number in the answer is right, as in environments/single_digit_addition."""
-    texts = [completion[0]["content"] if isinstance(completion, list) else completion for completion in completions]
-    numbers = [re.findall(r"\d+", text) for text in texts]
-    return [float(bool(found) and found[-1] == str(right)) for found, right in zip(numbers, answer, strict=True)]
+def last_number(text, answer):
+    """As in environments/single_digit_addition: the last number is right."""
+    numbers = re.findall(r"\d+", text)
+    return bool(numbers) and numbers[-1] == answer
+
+
+def one_word(text, answer):
+    """As in environments/pick_word_v1: the reply is the word alone."""
+    return re.findall(r"[a-z]+", text.lower()) == [answer]
+
+
+REWARDS = {"last_number": last_number, "one_word": one_word}
 
 
 class Lines(TrainerCallback):
@@ -47,19 +54,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("tasks")
+    parser.add_argument("--reward", choices=REWARDS, default="last_number")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--lr", type=float, default=2e-5)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--micro-batch", type=int, default=64, help="sequences of one forward and backward pass")
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with open(args.tasks) as file:
         rows = [json.loads(line) for line in file]
-    data = Dataset.from_list([{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows])
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
-    size = args.groups * args.group_size
+    data = Dataset.from_list([{"prompt": row["prompt"], "answer": row["answer"]} for row in rows])
+    size, right = args.groups * args.group_size, REWARDS[args.reward]
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=args.micro_batch,
@@ -72,18 +80,20 @@ def main() -> None:
         adam_beta2=0.95,
         beta=0.0,
         temperature=1.0,
-        loss_type="dr_grpo",
+        loss_type="dapo",
         scale_rewards=False,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
         use_cpu=True,
-        bf16=False,
-        seed=0,
+        bf16=args.weights == "float32",
+        seed=args.seed,
     )
     trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=reward,
+        model=AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.weights)),
+        reward_funcs=lambda completions, answer, **_: [
+            float(right(completion[0]["content"], one)) for completion, one in zip(completions, answer, strict=True)
+        ],
         args=config,
         train_dataset=data,
         processing_class=AutoTokenizer.from_pretrained(args.model),
