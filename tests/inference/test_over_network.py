@@ -130,6 +130,13 @@ def test_without_its_libraries_the_remedy_is_named(monkeypatch):
         NixlReader()
 
 
+def test_a_rank_that_nobody_reads_needs_no_processor(registered):
+    assert NetworkWeights(announced(registered)).content()
+    since = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - since < 0.1
+
+
 class Trainer:
     """Two ranks that have a version in memory."""
 
