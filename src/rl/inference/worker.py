@@ -54,9 +54,15 @@ class WeightLoader:
         return is_here
 
     def prepare_cpu(self) -> None:
-        """Replaces vLLM's draws, norms and counts by our own, and enables AMX for its attention."""
+        """Replaces vLLM's draws, norms and counts by our own, enables AMX for its attention, and leaves the processors to others while
+        several workers wait for orders."""
+        from vllm.distributed import utils
+
         from rl.inference.eager import speed_up
 
+        # Workers wait in a loop around sched_yield. Beside a thread that polls, as a reader over the network, Linux 6.18 with autogroups
+        # gives other sessions nothing of that processor: with a worker on each, the ranks that are read stood still until the deadline.
+        utils.USE_SCHED_YIELD = False
         # A process must ask the kernel for AMX. oneDNN does so at its first large product; before that (in a first request of one token)
         # vLLM's attention would be an illegal instruction.
         if torch.cpu._is_amx_tile_supported():

@@ -22,13 +22,16 @@ MISSING = (
 )
 DEFAULTS = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,self", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal"}
 SEVERAL_HOSTS = "name the devices of the network between trainer and servers on all of them, as UCX_NET_DEVICES (docs/clusters.md)"
+WAKE_US = 10_000
+"""How often an agent's thread looks around although nothing woke it. With 0, which nixl_agent sets, it never sleeps."""
+PLUGIN = "UCX"
 DRAM = "DRAM"
 """Memory of the host, in NIXL's words."""
 
 
 def make_agent(serves: bool) -> Any:
     """Returns a new NIXL agent; not for several threads at once. `serves`: a thread of NIXL's lets others read the memory that is
-    registered with it, without this process's help; it uses 5% of a core. Raises RunError that names the remedy."""
+    registered with it, without this process's help. Raises RunError that names the remedy."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     with blamed("NIXL cannot be used"):
@@ -36,8 +39,13 @@ def make_agent(serves: bool) -> Any:
             api = importlib.import_module(f"{PACKAGE}._api")
         except ImportError as error:
             raise RunError(f"trainer.weights.transport = nixl {MISSING} ({error})") from None
-        agent = api.nixl_agent(uuid.uuid4().hex, api.nixl_agent_config(enable_prog_thread=serves))
-    if "UCX" not in agent.backends:
+        agent = api.nixl_agent(uuid.uuid4().hex, api.nixl_agent_config(backends=[]))
+        config = api.nixlBind.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay = serves, WAKE_US
+        agent.agent = api.nixlBind.nixlAgent(agent.name, config)
+        if PLUGIN in agent.plugin_list:
+            agent.create_backend(PLUGIN)
+    if PLUGIN not in agent.backends:
         raise RunError(f"trainer.weights.transport = nixl {MISSING} (NIXL has no UCX here)")
     return agent
 
