@@ -1,9 +1,9 @@
 """Trains two tasks with `rl` and with TRL's GRPOTrainer, and draws the reward over samples and over seconds.
 
-`uv run scripts/compare_with_trl.py [--seeds 1 2 3]` trains what scripts/trl_curves.json lacks, two to six minutes each, and draws
-docs/trl.png; `--plot` only draws. Both have the same model, prompts, samples a step, learning rate, optimizer, loss and number formats, and
-each draws its own order of tasks. Nothing is replaced: a group whose rewards are all equal keeps its place, as in TRL. Seconds count from
-the command, so they have both programs' starts in them. TRL runs in an environment of its own, which `uv` makes first.
+`uv run scripts/compare_with_trl.py [--seeds 1 2 3]` trains what scripts/trl_curves.json lacks, one minute each here and eight in TRL, and
+draws docs/trl.png; `--plot` only draws. Both have the same model, prompts, samples a step, learning rate, optimizer, on-policy loss and
+number formats, and each draws its own order of tasks. Nothing is replaced: a group whose rewards are all equal keeps its place, as in TRL.
+Seconds count from the command, so they have both programs' starts in them. TRL runs in an environment of its own, which `uv` makes first.
 """
 
 import argparse
@@ -25,7 +25,7 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TRL = ["uv", "run", "--no-project", "--python", "3.11", "--with", "trl==1.16.0", "--with", "torch==2.13.0", "python"]
 TASKS = {"single-digit-addition": ("last_number", "16"), "pick-word-v1": ("one_word", "8")}
 """The reward's name in trl_grpo.py, and new tokens, by environment."""
-STEPS, BATCH = 20, 64
+STEPS, BATCH = 15, 64
 Curve = dict[str, list[float]]
 """`reward`: the mean of each step's samples; `seconds`: since the command, at the end of each step."""
 
@@ -52,7 +52,7 @@ def train_here(task: str, seed: int, folder: Path) -> Curve:
     subprocess.run([sys.executable, "-m", "rl.main", *flags], cwd=ROOT, stdout=subprocess.DEVNULL, check=True, timeout=1200)
     trained = [json.loads(line) for line in (folder / "run" / "metrics" / "trainer.jsonl").read_text().splitlines()]
     rewards = Numbers.read(folder / "run" / "metrics.jsonl").curve("reward/mean")[1].tolist()
-    return {"reward": rewards, "seconds": [line["time"] - began for line in trained]}
+    return checked({"reward": rewards, "seconds": [line["time"] - began for line in trained]})
 
 
 def train_there(task: str, seed: int, folder: Path) -> Curve:
@@ -61,18 +61,18 @@ def train_there(task: str, seed: int, folder: Path) -> Curve:
     export = [sys.executable, "-m", "rl.main", "env", task, "--export", str(tasks)]
     subprocess.run(export, cwd=ROOT, stdout=subprocess.DEVNULL, check=True, timeout=300)
     script = str(ROOT / "scripts" / "benchmarks" / "trl_grpo.py")
-    flags = ["--reward", reward, "--steps", str(STEPS), "--max-tokens", tokens, "--seed", str(seed)]
-    began, curve = time.time(), Curve(reward=[], seconds=[])
-    with subprocess.Popen(
-        [*TRL, script, resolve_model(ModelConfig(name=MODEL)), str(tasks), *flags], cwd=folder, stdout=subprocess.PIPE, text=True
-    ) as trl:
-        for line in trl.stdout or ():
-            if line.startswith('{"step"'):
-                curve["reward"].append(json.loads(line)["reward"])
-                curve["seconds"].append(time.time() - began)
-    if trl.returncode or len(curve["reward"]) != STEPS:
-        sys.exit(f"TRL ended with exit code {trl.returncode} after {len(curve['reward'])} steps")
-    return curve
+    flags = ["--reward", reward, "--steps", str(STEPS), "--max-tokens", tokens, "--seed", str(seed), "--micro-batch", "16"]
+    began, command = time.time(), [*TRL, script, resolve_model(ModelConfig(name=MODEL)), str(tasks), *flags]
+    output = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True, timeout=3600).stdout
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
+    return checked({"reward": [line["reward"] for line in lines], "seconds": [line["time"] - began for line in lines]})
+
+
+def checked(curve: Curve) -> Curve:
+    """Returns the curve. Ends the process if a step is missing, or was made again after a restart."""
+    if any(len(values) != STEPS for values in curve.values()):
+        sys.exit(f"{len(curve['reward'])} rewards at {len(curve['seconds'])} times in place of {STEPS} steps: run it again")
+    return {key: [round(value, 4) for value in values] for key, values in curve.items()}
 
 
 TRAINED = {"rl": train_here, "TRL 1.16": train_there}
@@ -136,10 +136,11 @@ def main() -> None:
                 seeds = results.setdefault(task, {}).setdefault(system, {})
                 if str(seed) not in seeds:
                     with tempfile.TemporaryDirectory(prefix="trl-") as folder:
-                        curve = train(task, seed, Path(folder))
-                    seeds[str(seed)] = {key: [round(value, 4) for value in values] for key, values in curve.items()}
+                        seeds[str(seed)] = train(task, seed, Path(folder))
                     print(task, system, seed, seeds[str(seed)], flush=True)
                     RESULTS.write_text(json.dumps(results) + "\n")
+    if not results:
+        sys.exit(f"{RESULTS} has no curve yet: run it without --plot")
     draw(results)
     print(summary(results))
 

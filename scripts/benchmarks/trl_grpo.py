@@ -45,7 +45,7 @@ class Lines(TrainerCallback):
         if logs and "reward" in logs:
             now = time.monotonic()
             done = state.global_step
-            line = {"step": done, "samples": done * self.samples, "reward": logs["reward"], "seconds": now - self.last}
+            line = {"step": done, "samples": done * self.samples, "reward": logs["reward"], "seconds": now - self.last, "time": time.time()}
             self.last = now
             print(json.dumps(line), flush=True)
 
@@ -85,6 +85,7 @@ def main() -> None:
         logging_steps=1,
         save_strategy="no",
         report_to=[],
+        gradient_checkpointing=False,  # as in the quickstart
         use_cpu=True,
         bf16=args.weights == "float32",
         seed=args.seed,

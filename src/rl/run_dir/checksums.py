@@ -34,15 +34,17 @@ from rl.run_dir.version_files import (
 from rl.system.errors import RunError
 
 
-def verify_files(folder: Path, checksums: Mapping[str, Mapping[str, Any]], rank: int = 0, ranks: int = 1) -> None:
-    """Raises CorruptFileError naming the first file of a folder that is missing or does not match its checksum.
+def verify_files(
+    folder: Path, checksums: Mapping[str, Mapping[str, Any]], rank: int = 0, ranks: int = 1, names: Collection[str] | None = None
+) -> None:
+    """Raises CorruptFileError naming the first file of a folder, or of those with `names`, that is missing or does not match its checksum.
 
     Reads several files at once, and only `rank`'s share of them if `ranks` processes divide the work. Raises RunError if all files use the
     same unknown hash function: a flipped bit would change the name of only one.
     """
-    names = {key for entry in checksums.values() if isinstance(entry, Mapping) for key in entry.keys() - {"size"}}
-    if len(names) == 1 and HASH not in names:
-        raise newer(folder / MANIFEST, names.pop())
+    functions = {key for entry in checksums.values() if isinstance(entry, Mapping) for key in entry.keys() - {"size"}}
+    if len(functions) == 1 and HASH not in functions:
+        raise newer(folder / MANIFEST, functions.pop())
 
     def found(name: str) -> str:
         file, expected = folder / name, checksums[name]
@@ -54,7 +56,7 @@ def verify_files(folder: Path, checksums: Mapping[str, Mapping[str, Any]], rank:
             raise CorruptFileError(f"{file}: damaged")
         return sums[HASH]
 
-    hash_each(found, [*checksums][rank::ranks])
+    hash_each(found, [name for name in checksums if names is None or name in names][rank::ranks])
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1, names: Collecti
     """Verifies a checkpoint's files, or those with `names`, or `rank`'s share of them, and returns its manifest. Raises as `read_manifest`
     and `verify_files`."""
     manifest = read_manifest(path)
-    verify_files(path, {name: sums for name, sums in manifest["files"].items() if names is None or name in names}, rank, ranks)
+    verify_files(path, manifest["files"], rank, ranks, names)
     return manifest
 
 

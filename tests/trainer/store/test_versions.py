@@ -150,7 +150,7 @@ def test_a_large_version_is_several_files_with_an_index(tmp_path, monkeypatch):
     version.write(tmp_path / "several")
     parts = weights_files(tmp_path / "several")
     assert [part.name for part in parts] == [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
-    assert len(parts) > 2 and all(part.stat().st_size < 70_000 for part in parts)
+    assert len(parts) > 2 and all(part.stat().st_size < 70_000 + layout.PAGE for part in parts)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "several", dtype=torch.bfloat16)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(again.parameters(), model.parameters(), strict=True))
     assert verify_version(tmp_path / "several")["tensors"] == verify_version(tmp_path / "one")["tensors"]

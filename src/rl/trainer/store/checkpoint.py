@@ -203,19 +203,42 @@ def load(
     state = tensors_of(model, optimizer, world)
     if manifest["world_size"] != world.size:  # RNG streams belong to ranks, and mean nothing to another number of ranks
         state = {name: value for name, value in state.items() if not name.startswith("rng.")}
-    reader = Reader(path)
-    try:
-        dcp.load(state, storage_reader=reader, process_group=group)
-    finally:  # damage may have made it fail
-        world.barrier()
-        read = [json.loads(sums) for sums in world.gather_bytes(json.dumps(reader.sums()).encode())]
-        rest = {name for name, sums in manifest["files"].items() if name != METADATA and all(one.get(name) != sums for one in read)}
-        raise_fault(path, fault_of(path, world, deadline_s, rest))
+    reader, reading = Reader(path, hashed=True), SingleTaskThread()
+    reading.start(load_state, state, reader, world, group)
+    failed = reading.result(f"{path} to be loaded: does that disk answer?", deadline_s)
+    world.barrier()
+    read = [json.loads(sums) for sums in world.gather_bytes(json.dumps(reader.sums()).encode())]
+    raise_fault(path, misread(path, manifest["files"], read))
+    rest = {name for name, sums in manifest["files"].items() if name != METADATA and sums not in [one.get(name) for one in read]}
+    raise_fault(path, fault_of(path, world, deadline_s, rest))
+    if failed:
+        raise failed
     if f"rng.cpu.{world.rank}" in state:
         torch.set_rng_state(state[f"rng.cpu.{world.rank}"])
     if f"rng.cuda.{world.rank}" in state:
         torch.cuda.set_rng_state(state[f"rng.cuda.{world.rank}"], world.device)
     return manifest["step"]
+
+
+def load_state(state: dict[str, Tensor], reader: Reader, world: World, group: dist.ProcessGroup | None) -> CheckpointException | None:
+    """Reads a checkpoint into `state`. Returns the error of any rank's reading, which every rank gets: damage may be its cause."""
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)  # of this thread
+    try:
+        dcp.load(state, storage_reader=reader, process_group=group)
+    except CheckpointException as error:  # it is not an Exception, so a thread pool would lose it
+        return error
+    return None
+
+
+def misread(path: Path, files: dict[str, Any], read: list[dict[str, Any]]) -> str:
+    """Returns the fault of the first file that a rank has read as a whole and otherwise than it was written; empty if there is none.
+    `read`: size and hash of what each rank has read."""
+    for rank, sums in enumerate(read):
+        for name, found in sums.items():
+            if found != (right := files.get(name, {})) and found["size"] == right.get("size"):
+                return f"{path / name}: damaged, as rank {rank} reads it"
+    return ""
 
 
 def load_weights(path: Path, manifest: dict[str, Any], model: PreTrainedModel) -> None:

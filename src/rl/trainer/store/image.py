@@ -4,12 +4,12 @@ The ranks of a host share one file in memory (see `rl.run_dir.in_memory`), made 
 own slices. Servers of the host read the whole as one file if all ranks are there.
 """
 
-import errno
 import itertools
 import mmap
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl.run_dir import in_memory
-from rl.run_dir.files import fsync_path, with_path
+from rl.run_dir.files import with_path
 from rl.run_dir.in_memory import InMemory
+from rl.run_dir.naming import NO_FLAGS
 from rl.trainer.optim import local
 from rl.trainer.store.layout import PAGE, FileTensor, Slice, converted, dtype_of, file_tensors, header, own_slices, published
 from rl.trainer.store.ranks import Ranks
@@ -122,47 +123,58 @@ class Image:
         if self.file:
             os.pwrite(self.file.fd, header(self.tensors, self.file.mark), 0)
 
-    def write_slices(self, path: Path, tensors: Sequence[FileTensor]) -> None:
-        """Writes this rank's slices of some tensors, which follow each other, into their file at `path`. Raises OSError that names it."""
+    def write_slices(self, path: Path, tensors: Sequence[FileTensor], past_cache: bool = False) -> None:
+        """Writes this rank's slices of some tensors, which follow each other, into their file at `path`. Raises OSError that names it.
+
+        `past_cache`: for a file that nobody will read soon. New pages of the cache cost more than all else of a version, beside the
+        sampling of the next batch: of 270 MB 0.6 s of a processor on a virtual machine, past the cache 0.05.
+        """
         data = len(header(tensors)) - tensors[0].start
         try:
-            for first, end in ranges(part for part in self.slices if tensors[0].start <= part.tensor.start < tensors[-1].end):
-                assert self.memory is not None
-                write_pages(path, memoryview(self.memory[self.start + first : self.start + end].numpy()), data + first)
-            if self.ranks.first_here:
-                fsync_path(path)  # on rank 0's host its own fsync, later, covers this
+            with written(path) as fd, written(path, os.O_DIRECT if past_cache else 0) as direct:
+                for first, end in ranges(part for part in self.slices if tensors[0].start <= part.tensor.start < tensors[-1].end):
+                    assert self.memory is not None
+                    write_pages(fd, direct, memoryview(self.memory[self.start + first : self.start + end].numpy()), data + first)
+                if self.ranks.first_here:
+                    os.fsync(fd)  # on rank 0's host its own fsync, later, covers this
         except OSError as error:
             raise with_path(error, path) from None
 
 
-def write_pages(path: Path, data: memoryview, offset: int) -> None:
-    """Writes `data` into a file at `offset`: whole pages past the page cache (O_DIRECT), if they are whole in memory, too.
-
-    New pages of the cache cost more than all else of a version, beside the sampling of the next batch: of 270 MB 0.6 s of a processor on a
-    virtual machine, past the cache 0.05. Where the file system has no such writing, or nothing is whole, the page cache is used.
-    """
-    begin = min(-offset % PAGE, len(data))
-    end = begin + (len(data) - begin) // PAGE * PAGE
-    for first, last, direct in ((begin, end, os.O_DIRECT), (0, begin, 0), (end, len(data), 0)):
-        try:
-            write_at(path, data[first:last], offset + first, direct)
-        except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
-                raise
-            write_at(path, data[first:last], offset + first)
-
-
-def write_at(path: Path, data: memoryview, offset: int, flags: int = 0) -> None:
-    """Writes all of `data` into an existing file at `offset`."""
-    if not data:
-        return
-    fd = os.open(path, os.O_WRONLY | flags)
+@contextmanager
+def written(path: Path, flags: int = 0) -> Iterator[int]:
+    """Opens an existing file to be written, without the flags if its file system does not know them."""
     try:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(fd, data[done:], offset + done)
+        fd = os.open(path, os.O_WRONLY | flags)
+    except OSError as error:
+        if error.errno not in NO_FLAGS:
+            raise
+        fd = os.open(path, os.O_WRONLY)
+    try:
+        yield fd
     finally:
         os.close(fd)
+
+
+def write_pages(fd: int, direct: int, data: memoryview, offset: int) -> None:
+    """Writes `data` into a file at `offset`: its whole pages by the descriptor `direct`, unless the file system refuses that."""
+    begin = min(-offset % PAGE, len(data))
+    end = begin + (len(data) - begin) // PAGE * PAGE
+    write_at(fd, data[:begin], offset)
+    try:
+        write_at(direct, data[begin:end], offset + begin)
+    except OSError as error:
+        if error.errno not in NO_FLAGS:
+            raise
+        write_at(fd, data[begin:end], offset + begin)
+    write_at(fd, data[end:], offset + end)
+
+
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Writes all of `data` at `offset`."""
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
 
 
 def image_of(model: PreTrainedModel, dtype: torch.dtype, ranks: Ranks) -> Image:

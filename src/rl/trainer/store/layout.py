@@ -29,8 +29,8 @@ from rl.trainer.model import lora
 
 FILE_BYTES = 50 * 10**9
 """Largest file of tensors unless a single one is larger; as in transformers' `save_pretrained`."""
-PAGE = 4096
-"""Bytes of a page of memory, and a multiple of any disk's blocks."""
+PAGE = 1 << 16
+"""Bytes, a multiple of the pages of any machine's memory and of any disk's blocks."""
 FORMAT = b'{"__metadata__":{"format":"pt"}'
 """The beginning of the header of a file on disk, as the safetensors library writes it."""
 ATEN = torch.ops.aten

@@ -97,7 +97,8 @@ class Publisher:
                 faults.point("weights.in_memory")
             with spans.span("write_version", "publisher", number):
                 # This process, which holds the role, has rejected an existing folder. It may have readers: replace it atomically.
-                version.write(path, new=is_new, fence=fence, last=self.last if self._is_delta(number) else None)
+                last = self.last if self._is_delta(number) else None
+                version.write(path, new=is_new, fence=fence, last=last, past_cache=bool(memory))  # which servers read first
         if self.config.anchor_every > 1 and self.last.number != number:
             self.last.keep(number, version.image)
         needed = self._announce(WeightVersion(number, str(path)), since)

@@ -52,11 +52,12 @@ class TensorsOnly(pickle.Unpickler):
 
 
 class Reader(FileSystemReader):
-    """The reader of one checkpoint; hashes what it reads. Raises RunError for one that another program than rl's trainer has written."""
+    """The reader of one checkpoint. Raises RunError for one that another program than rl's trainer has written."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, hashed: bool = False):
+        """`hashed`: whether to hash what is read."""
         super().__init__(path)
-        self.metadata = metadata_of(path)
+        self.metadata, self.hashed = metadata_of(path), hashed
         self.hashes: dict[str, tuple[int, blake3]] = {}
         """How many of its first bytes were read, and their hash, by a file's name."""
 
@@ -78,7 +79,7 @@ class Reader(FileSystemReader):
         file.seek(sinfo.offset)
         data = file.read(sinfo.length)
         size, found = self.hashes.setdefault(sinfo.relative_path, (0, blake3()))
-        if size == sinfo.offset:
+        if self.hashed and size == sinfo.offset:
             found.update(data)
             self.hashes[sinfo.relative_path] = size + len(data), found
         return io.BytesIO(data)

@@ -108,11 +108,14 @@ class PublishedVersion:
         content = {"hash": HASH, "tensors": self.digests, "made_by": self.made_by}
         self.image.ranks.of_main(partial(write_file, record, json.dumps(content, indent=1).encode(), fence=fence, durable=False))
 
-    def write(self, path: Path, *, new: bool = False, fence: Fence = None, last: LastVersion | None = None) -> None:
+    def write(
+        self, path: Path, *, new: bool = False, fence: Fence = None, last: LastVersion | None = None, past_cache: bool = False
+    ) -> None:
         """Writes the version's folder, complete by rename: rank 0 makes it and its small files, each rank writes its slices.
 
         `new`, `fence`: see write_file. Without `new` an existing folder is replaced. Adapters are written in peft's format, which names
         the base model and does not include its files. `last`: the version before, then only what differs from it is written.
+        `past_cache`: see Image.write_slices.
         """
         ranks, adapters = self.image.ranks, lora.has_adapters(self.model)
         parts, digests = files(self.image.tensors, adapters), self.digests
@@ -128,7 +131,7 @@ class PublishedVersion:
         def write_slices(folder: Path) -> tuple[str, Sequence] | None:
             written = last.write(self.image, folder) if last else None
             for name, tensors in parts.items() if not last else ():
-                self.image.write_slices(folder / name, tensors)
+                self.image.write_slices(folder / name, tensors, past_cache)
             faults.point("weights.saved")
             return written
 
