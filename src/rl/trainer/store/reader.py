@@ -4,7 +4,6 @@ DCP's `.metadata` is a pickle, and the manifest with its hash lies beside it: wh
 itself writes for tensors is made of it. What it keeps of other objects would be unpickled by torch, and is refused with the rest.
 """
 
-import io
 import pickle
 import re
 from pathlib import Path
@@ -20,6 +19,8 @@ from rl.run_dir.digests import HASH
 from rl.system.errors import RunError
 
 METADATA = ".metadata"
+PIECE_BYTES = 1 << 20
+"""Bytes that are hashed at once."""
 OF_METADATA = (
     "ChunkStorageMetadata",
     "Metadata",
@@ -76,13 +77,14 @@ class Reader(FileSystemReader):
         return super().prepare_local_plan(plan)
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        file.seek(sinfo.offset)
-        data = file.read(sinfo.length)
         size, found = self.hashes.setdefault(sinfo.relative_path, (0, blake3()))
-        if self.hashed and size == sinfo.offset:
-            found.update(data)
-            self.hashes[sinfo.relative_path] = size + len(data), found
-        return io.BytesIO(data)
+        if self.hashed and size == sinfo.offset:  # in small pieces, which need no new memory; torch then reads from the page cache
+            file.seek(size)
+            while (left := sinfo.offset + sinfo.length - size) and (piece := file.read(min(left, PIECE_BYTES))):
+                found.update(piece)
+                size += len(piece)
+            self.hashes[sinfo.relative_path] = size, found
+        return super()._slice_file(file, sinfo)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self.metadata
