@@ -129,7 +129,7 @@ def main() -> None:
     args = parser.parse_args()
     results: dict[str, dict[str, dict[str, Curve]]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not args.plot:
-        subprocess.run([*TRL, "-c", "import trl"], check=True)  # its installation does not count
+        subprocess.run([*TRL, "-c", "import trl"], check=True, timeout=1200)  # its installation does not count
     for seed in [] if args.plot else args.seeds:
         for task in args.only:
             for system, train in TRAINED.items():

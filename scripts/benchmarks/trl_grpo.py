@@ -5,8 +5,8 @@
 
 MODEL is the folder that `python -m rl.models.folder` prints; TASKS is what `rl env ID --export` writes. The same model, prompts, batch
 (groups x group size), number of new tokens, optimizer, learning rate and loss as configs/quickstart.toml; generation by transformers with
-its cache, because TRL's vLLM mode needs a GPU. Weights are float32 and products bfloat16, as ours; `--weights bfloat16` is faster, but
-rounds most updates away at this learning rate.
+its cache, because TRL's vLLM mode needs a GPU. Weights are float32 and products bfloat16, as ours; with `--weights bfloat16` the
+optimizer rounds to bfloat16, too.
 """
 
 import argparse
