@@ -1,7 +1,7 @@
 """What matters: one-digit sums (configs/recipes/sums), trained with one setting changed at a time.
 
-`uv run scripts/ablations.py [--only "learning rate" ...] [--seeds 1 2 3]` trains what is missing, three to five minutes each, and adds it
-to scripts/ablations.json; `--table` only writes the table of docs/recipes.md again. Every run has batches of 640 rollouts together; groups
+`uv run scripts/ablations.py [--only "learning rate" ...] [--seeds 1 2 3]` trains what is missing, a minute each, and adds it
+to scripts/ablations.json; `--table` only writes the table of docs/recipes.md again. Every run has batches of 512 rollouts together; groups
 without a signal are replaced. A run that ends early, because it has solved the task, counts with its last reward for the steps left.
 """
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "ablations.json"
 RECIPE = "configs/recipes/sums/run.toml"
 HELD_OUT = "eval/single-digit-addition/reward_mean"
-STEPS, BATCH = 10, 64
+STEPS, BATCH = 8, 64
 LOSS, CREDIT = "--trainer.loss.type", "--orchestrator.credit.type"
 
 
@@ -45,17 +45,18 @@ KINDS: dict[str, dict[str, list[str]]] = {
     },
     "mask": {"none": ["--trainer.loss.token_mask", "[0, inf]"], "0.5 to 2": ["--trainer.loss.token_mask", "[0.5, 2.0]"]},
     "KL": {weight: ["--trainer.loss.kl_coefficient", weight] for weight in ("0.01", "0.1")},
+    "number format": {"float32": ["--model.dtype", "float32"]},
     "aggregation": {name: ["--trainer.loss.aggregation", name] for name in ("sequence", "constant")},
 }
 """The changed settings, by kind and name."""
-DEFAULT = ("default", "loss policy_gradient, credit dr_grpo, learning rate 2e-5, max_lag 0, groups of 8, batch of 64")
+DEFAULT = ("default", "loss policy_gradient, credit dr_grpo, learning rate 2e-5, max_lag 0, groups of 8, batch of 64, bfloat16")
 HEAD = "| setting | value | runs | training reward, mean | held out at the end |\n|---|---|---|---|---|\n"
 
 
 def train(flags: list[str], seed: int) -> list[float]:
     """Trains one run; returns the mean reward of its rollouts, and the held-out reward before and after."""
     with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
-        settings = [*trained_for(STEPS), "--seed", str(seed), "--output_dir", folder, *flags]
+        settings = [*trained_for(STEPS), "--model.dtype", "bfloat16", "--seed", str(seed), "--output_dir", folder, *flags]
         command = [sys.executable, "-m", "rl.main", "@", RECIPE, *settings]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200)
         if done.returncode:
