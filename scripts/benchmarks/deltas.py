@@ -20,6 +20,7 @@ from rl.config.trainer import OptimConfig, WeightsConfig
 from rl.run_dir.deltas import Mirror
 from rl.run_dir.digests import digest
 from rl.run_dir.paths import RunDir
+from rl.trainer.model.dither import dither
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import versions
 from rl.trainer.store.publisher import Publisher
@@ -36,6 +37,7 @@ def measure(model_folder: Path, lr: float, steps: int, rows: int, length: int, f
     """Trains and publishes `steps` versions."""
     run_dir = RunDir(folder, folder / "weights")
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    dither(model, 0)  # as in a run: without it next to nothing would change at first
     optimizer = make_optimizer(model, OptimConfig(lr=lr))
     publisher = Publisher(run_dir, WeightsConfig(anchor_every=steps + 1, keep_last=steps), None, Wait(600, lambda *_: None))
     tokens = torch.tensor(AutoTokenizer.from_pretrained(model_folder)(TEXT)["input_ids"])

@@ -27,8 +27,9 @@ from rl.system.errors import RunError
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model import policy
+from rl.trainer.model.dither import dither
 from rl.trainer.model.policy import load_policy
-from rl.trainer.optim import make_optimizer
+from rl.trainer.optim import local, make_optimizer
 from rl.trainer.parallel import world as world_module
 from rl.trainer.parallel.world import World, check_nodes, start_world
 from rl.trainer.store import checkpoint
@@ -153,6 +154,17 @@ def state(model, optimizer) -> dict[str, torch.Tensor]:
     return tensors | {f"moment.{names[p]}": whole(values["exp_avg"]) for p, values in optimizer.state.items()}
 
 
+def noise_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What dither makes of a model whose weights are all 1. The model keeps its own."""
+    weights = [local(parameter.detach()) for parameter in model.parameters()]
+    kept = [weight.clone() for weight in weights]
+    torch._foreach_copy_(weights, [torch.ones_like(weight) for weight in weights])
+    dither(model, 3)
+    found = {f"dither.{name}": whole(parameter) for name, parameter in model.named_parameters()}
+    torch._foreach_copy_(weights, kept)
+    return found
+
+
 class Kept:
     """In place of TokenFiles: the columns of each step, of rank 0."""
 
@@ -165,12 +177,12 @@ class Kept:
 
 
 def train(layout: Layout, config: RLConfig, world: World) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], PreTrainedModel]:
-    """Metrics of each step; the weights after the last, and the first step's gradient (AdamW's moment is a tenth of it, clipped); the
-    model."""
+    """Metrics of each step; the weights after the last, the first step's gradient (AdamW's moment is a tenth of it, clipped), and the
+    dither; the model."""
     torch.manual_seed(0)
     model = load_policy(config.model.name, config.model, config.trainer, world)
     optimizer = make_optimizer(model, config.trainer.optim)
-    metrics, first, kept = [], {}, Kept()
+    metrics, first, kept, noise = [], {}, Kept(), noise_of(model)
     for batch in make_batches(layout.alone):
         if layout.replay == "engine":
             give_routes(batch, layers=2, experts=8)
@@ -179,7 +191,7 @@ def train(layout: Layout, config: RLConfig, world: World) -> tuple[list[dict[str
         first = first or state(model, optimizer)
     gradients = {name: value for name, value in first.items() if name.startswith("moment.")}
     weights = {name: value for name, value in state(model, optimizer).items() if name.startswith("weight.")}
-    return metrics, kept.tensors | gradients | weights, model
+    return metrics, kept.tensors | gradients | weights | noise, model
 
 
 def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -> dict[str, torch.Tensor]:

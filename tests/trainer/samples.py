@@ -1,10 +1,12 @@
 """Samples and checkpoints for the trainer's tests, and the comparison of two runs."""
 
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
@@ -15,6 +17,14 @@ from rl.trainer.data.balance import Layout
 from rl.trainer.data.packing import Packed, pack
 from rl.trainer.store import checkpoint
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+
+
+def in_bfloat16(model: Path, folder: Path) -> Path:
+    """Makes `folder` a copy of the model with bfloat16 numbers in its file, as most published models have; returns it."""
+    shutil.copytree(model, folder)
+    file = folder / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return folder
 
 
 def run_config(root, model, steps: int, dtype: str, **trainer) -> RLConfig:

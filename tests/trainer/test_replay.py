@@ -25,7 +25,7 @@ from rl.trainer.start import start
 from rl.trainer.store.ranks import Ranks
 from rl.trainer.train import train
 from rl.wire.batch_file import decode_batch, write_batch
-from tests.trainer.samples import make_batch, run_config
+from tests.trainer.samples import in_bfloat16, make_batch, run_config
 from tests.trainer.stub_orchestrator import StubOrchestrator
 
 STEPS, QUARANTINED = 4, 3
@@ -72,7 +72,8 @@ def batches():
 def recorded(request, batches, tied_folder, world, tmp_path_factory):
     several = {"minibatches": 2, "epochs": 2, "loss": {"type": "clip"}}
     more = {"lora": {"rank": 4}, **several} if request.param == "lora, several optimizer steps" else {}
-    config = make_config(tmp_path_factory.mktemp(request.param), tied_folder, **more)
+    model = in_bfloat16(tied_folder, tmp_path_factory.mktemp("model") / "bfloat16")  # whose masters begin with dither
+    config = make_config(tmp_path_factory.mktemp(request.param), model, **more)
     write_file(config.run_dir.quarantined(QUARANTINED), b"{}")
     return config, *record(config, world, batches)
 

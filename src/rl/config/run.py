@@ -68,7 +68,8 @@ class ModelConfig(Settings):
     """A folder in Hugging Face format, or a model's id on the hub."""
     dtype: Literal["bfloat16", "float32"] = Field(default_factory=lambda: "bfloat16" if multiplies_bfloat16() else "float32")
     """Number format in which inference and the trainer compute. Default: `bfloat16` on machines that multiply it in hardware (GPUs, CPUs
-    with AVX-512 BF16 or AMX), otherwise `float32`. Master weights, optimizer state and reductions are always float32."""
+    with AVX-512 BF16 or AMX), otherwise `float32`. Master weights, optimizer state and reductions are always float32; masters of a bfloat16
+    model begin with noise below its rounding, without which the first updates would be lost (docs/algorithms.md)."""
     max_model_len: int = Field(2048, ge=2)
     """Longest sequence in tokens, prompt and answer together."""
     chat_template: Annotated[str | None, TEMPLATE] = None

@@ -21,6 +21,7 @@ from rl.trainer.departure import Departure
 from rl.trainer.loss.losses import custom_function
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import work_of
+from rl.trainer.model.dither import dither
 from rl.trainer.model.policy import load_policy, mode_of
 from rl.trainer.model.reference import load_reference
 from rl.trainer.optim import make_optimizer
@@ -57,6 +58,8 @@ def start(
     newest = newest_checkpoint(config, trained, world)
     torch.manual_seed(config.seed)
     model = load_policy(base, config.model, settings, world)
+    if newest is None and config.model.dtype == "bfloat16" and not settings.lora:  # masters of a checkpoint have it
+        dither(model, config.seed)
     reference = load_reference(config, base, model, world)
     optimizer = make_optimizer(model, settings.optim)
     patience_s = settings.patience_s

@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rl.config.run import ModelConfig
 from rl.config.trainer import LoraConfig, TrainerConfig
 from rl.system.errors import RunError
+from rl.trainer.model.dither import dither
 from rl.trainer.model.lora import add_adapters
 from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.model.rope import freeze_rope
 from rl.trainer.model.selftest import ModeChoice
+from rl.trainer.optim import local
 from rl.trainer.parallel.world import World, start_world
 
 RANKS = 3
@@ -60,6 +62,15 @@ def differences(ours: PreTrainedModel, theirs: PreTrainedModel) -> list[str]:
     return found + sorted(trained ^ wanted)
 
 
+def dithered_differences(*models: PreTrainedModel) -> list[str]:
+    """Rounds the weights of a sharded and of a plain model to bfloat16, and gives them the same noise."""
+    for model in models:
+        for parameter in model.parameters():
+            local(parameter.detach()).copy_(local(parameter.detach()).bfloat16())
+        dither(model, 3)
+    return differences(*models)
+
+
 def with_adapters(folder: str, world: World) -> list[str]:
     """Adapters begin alike on a sharded model and on a whole one."""
     settings = LoraConfig(rank=4)
@@ -99,6 +110,8 @@ def main() -> None:
         for dtype, frozen in (("float32", False), ("bfloat16", True)):
             ours, theirs = load(str(folder / name), world, dtype, frozen), plain(str(folder / name), dtype, frozen)
             found[f"{name}, {dtype}"] = differences(ours, theirs)
+            if not frozen:
+                found[f"{name}, dither"] = dithered_differences(ours, theirs)
     found["adapters"] = with_adapters(str(folder / "llama"), world)
     try:
         load(str(folder / "torn"), world)

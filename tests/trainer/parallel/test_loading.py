@@ -73,7 +73,7 @@ def test_each_rank_loads_what_transformers_loads(results):
     _, found = results
     for name in (name for name in found[0] if name not in ("torn", "memory")):
         assert [each[name] for each in found] == [[]] * RANKS, name
-    assert len(found[0]) == 2 * 12 + 3
+    assert len(found[0]) == 3 * 12 + 3
 
 
 def test_a_rank_takes_the_memory_of_its_rows_and_of_one_tensor(results):

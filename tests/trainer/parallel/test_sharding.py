@@ -75,6 +75,8 @@ def test_every_layout_computes_the_same(results, name):
         # that part of their own small norm.
         floor = 1e-6 if key.startswith("moment.") else 1.0
         assert (actual[key] - tensor).norm() <= bound * tensor.norm().clamp(min=floor), key
+        if key.startswith("dither."):
+            assert actual[key].equal(tensor) and tensor.unique().numel() > min(tensor.numel(), 65535) / 2, key
 
 
 def test_a_checkpoint_passes_from_layout_to_layout(results):

@@ -14,7 +14,6 @@ from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.measure.experts import count_tokens
 from rl.trainer.model.attention import TreeMask
 from rl.trainer.model.compiled import compiled
-from rl.trainer.model.dither import dither
 from rl.trainer.model.head import LossHead, Scores
 from rl.trainer.model.lora import add_adapters
 from rl.trainer.model.modes import Mode, is_compiled, turn_off_randomness, widen_windows
@@ -63,8 +62,6 @@ def assemble(
         trust_remote_code=config.trust_remote_code,
         **({"config": shape} if shape else {}),
     )
-    if config.dtype == "bfloat16" and not (settings.lora or frozen):
-        dither(model)
     routers = Routers(model) if settings.router_replay != "off" else None
     if settings.lora:
         add_adapters(model, settings.lora)

@@ -1,0 +1,55 @@
+"""The state that training starts from: which masters have dither."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rl.run_dir.status import Status
+from rl.trainer.model.dither import dither
+from rl.trainer.start import start
+from tests.trainer.samples import in_bfloat16, run_config, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tied_folder, tmp_path_factory):
+    return in_bfloat16(tied_folder, tmp_path_factory.mktemp("model") / "bfloat16")
+
+
+def started(root, folder, world, dtype="bfloat16", **trainer):
+    """A run that is about to train random samples."""
+    config = run_config(root, folder, 2, dtype, data={"fake": {}}, **trainer)
+    status = Status(config.run_dir.status("trainer"), "trainer")
+    found = start(config, world, str(folder), status)
+    status.close()
+    return config.run_dir, found.context
+
+
+def weights_of(model):
+    return {name: parameter.full_tensor().cpu() for name, parameter in model.named_parameters()}
+
+
+def test_masters_of_a_run_in_bfloat16_begin_with_dither_and_those_of_a_checkpoint_remain(folder, world, tmp_path):
+    run_dir, context = started(tmp_path, folder, world)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    dither(plain, 0)
+    expected, file = dict(plain.named_parameters()), load_file(folder / "model.safetensors")
+    weights = weights_of(context.model)
+    assert weights.keys() == expected.keys() and len(weights) > 10
+    for name, weight in weights.items():
+        assert weight.equal(expected[name]) and weight.bfloat16().equal(file[name]), name
+        assert (weight != file[name].float()).float().mean() > 0.99, name
+    for parameter in context.model.parameters():
+        parameter.data.copy_(parameter.data.bfloat16() * 2)
+    save_checkpoint(run_dir.checkpoints / "000001", 1, context.model, context.optimizer, world)
+    for name, weight in weights_of(started(tmp_path, folder, world)[1].model).items():
+        assert weight.equal(file[name].float() * 2), name
+
+
+def test_masters_of_a_run_in_float32_and_the_base_of_adapters_have_none(folder, world, tmp_path):
+    file = load_file(folder / "model.safetensors")
+    for name, weight in weights_of(started(tmp_path / "whole", folder, world, "float32")[1].model).items():
+        assert weight.equal(file[name].float()), name
+    base = weights_of(started(tmp_path / "adapters", folder, world, lora={"rank": 2})[1].model)
+    frozen = {name.replace(".base_layer", ""): weight for name, weight in base.items() if ".lora_" not in name}
+    assert frozen.keys() == file.keys() and all(weight.equal(file[name]) for name, weight in frozen.items())
