@@ -2,7 +2,8 @@
 
 `uv run scripts/compare_with_trl.py [--seeds 1 2 3]` trains what scripts/trl_curves.json lacks, one minute each here and eight in TRL, and
 draws docs/trl.png; `--plot` only draws. Both have the same model, prompts, samples a step, learning rate, optimizer, on-policy loss and
-number formats, and each draws its own order of tasks. Nothing is replaced: a group whose rewards are all equal keeps its place, as in TRL.
+number formats (float32 masters, bfloat16 products; only ours begin with dither), and each draws its own order of tasks. Nothing is
+replaced: a group whose rewards are all equal keeps its place, as in TRL.
 Seconds count from the command, so they have both programs' starts in them. TRL runs in an environment of its own, which `uv` makes first.
 """
 
@@ -39,6 +40,7 @@ def train_here(task: str, seed: int, folder: Path) -> Curve:
         "max_steps": STEPS,
         "max_lag": 0,
         "model.name": MODEL,
+        "model.dtype": "bfloat16",
         "model.max_model_len": 256,
         "orchestrator.environment.id": task,
         "orchestrator.batch_size": BATCH,
