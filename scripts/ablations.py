@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -73,9 +74,14 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
     for key, seeds in results.items():
         kind, name = key.split(": ")
         columns = list(zip(*seeds.values(), strict=True))
-        cells = [f"{fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in (columns[0], columns[2])]
+        cells = [with_range(values) for values in (columns[0], columns[2])]
         rows.append(f"| {kind} | {name} | {len(seeds)} | {' | '.join(cells)} |\n")
     return "".join(rows)
+
+
+def with_range(values: Sequence[float]) -> str:
+    """The mean of several seeds and their range, or one seed's value."""
+    return f"{fmean(values):.2f}" + f" ({min(values):.2f} to {max(values):.2f})" * (len(values) > 1)
 
 
 def main() -> None:
