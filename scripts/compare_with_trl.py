@@ -1,10 +1,10 @@
 """Trains two tasks with `rl` and with TRL's GRPOTrainer, and draws the reward over samples and over seconds.
 
-`uv run scripts/compare_with_trl.py [--seeds 1 2 3]` trains what scripts/trl_curves.json lacks, one minute each here and eight in TRL, and
-draws docs/trl.png; `--plot` only draws. Both have the same model, prompts, samples a step, learning rate, optimizer, on-policy loss and
-number formats (float32 masters, bfloat16 products; only ours begin with dither), and each draws its own order of tasks. Nothing is
-replaced: a group whose rewards are all equal keeps its place, as in TRL.
-Seconds count from the command, so they have both programs' starts in them. TRL runs in an environment of its own, which `uv` makes first.
+`uv run scripts/compare_with_trl.py [--seeds 1 2 3]` trains what scripts/trl_curves.json lacks, a minute and a half each here and seven to
+eleven in TRL, and draws docs/trl.png; `--plot` only draws. Both have the same model, prompts, samples a step, learning rate, optimizer,
+on-policy loss and number formats (float32 masters, bfloat16 products; only ours begin with dither), and each draws its own order of tasks.
+Nothing is replaced: a group whose rewards are all equal keeps its place, as in TRL. Seconds count from the command, so they have both
+programs' starts in them. TRL runs in an environment of its own, which `uv` makes first.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def draw(results: dict[str, dict[str, dict[str, Curve]]]) -> None:
                 key: [fmean(values) for values in zip(*(curve[key] for curve in seeds.values()), strict=True)]
                 for key in ("reward", "seconds")
             }
-            row[0].plot(samples, mean["reward"], color=color, label=f"{system}, {len(seeds)} seeds")
+            row[0].plot(samples, mean["reward"], color=color, label=f"{system}, {len(seeds)} seed{'s' * (len(seeds) > 1)}")
             row[1].plot(mean["seconds"], mean["reward"], color=color)
         row[0].set_title(task, fontsize=10)
         row[0].set_ylabel("reward")
