@@ -1,6 +1,6 @@
 """What matters: one-digit sums (configs/recipes/sums), trained with one setting changed at a time.
 
-`uv run scripts/ablations.py [--only "learning rate" ...] [--seeds 1 2 3]` trains what is missing, a minute each, and adds it
+`uv run scripts/ablations.py [--only "learning rate" ...] [--seeds 1 2 3]` trains what is missing, about a minute each, and adds it
 to scripts/ablations.json; `--table` only writes the table of docs/recipes.md again. Every run has batches of 512 rollouts together; groups
 without a signal are replaced. A run that ends early, because it has solved the task, counts with its last reward for the steps left.
 """
@@ -10,11 +10,10 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from recipe_curves import write_table
+from recipe_curves import with_range, write_table
 
 from rl.config.command_line import build, parse_args
 from rl.run_dir.numbers import Numbers
@@ -77,11 +76,6 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
         cells = [with_range(values) for values in (columns[0], columns[2])]
         rows.append(f"| {kind} | {name} | {len(seeds)} | {' | '.join(cells)} |\n")
     return "".join(rows)
-
-
-def with_range(values: Sequence[float]) -> str:
-    """The mean of several seeds and their range, or one seed's value."""
-    return f"{fmean(values):.2f}" + f" ({min(values):.2f} to {max(values):.2f})" * (len(values) > 1)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
 """Trains two tasks with `rl` and with TRL's GRPOTrainer, and draws the reward over samples and over seconds.
 
 `uv run scripts/compare_with_trl.py [--seeds 1 2 3]` trains what scripts/trl_curves.json lacks, a minute and a half each here and seven to
-eleven in TRL, and draws docs/trl.png; `--plot` only draws. Both have the same model, prompts, samples a step, learning rate, optimizer,
-on-policy loss and number formats (float32 masters, bfloat16 products; only ours begin with dither), and each draws its own order of tasks.
-Nothing is replaced: a group whose rewards are all equal keeps its place, as in TRL. Seconds count from the command, so they have both
-programs' starts in them. TRL runs in an environment of its own, which `uv` makes first.
+eleven in TRL, draws docs/trl.png, and writes the table of docs/recipes.md; `--plot` trains nothing. Both have the same model, prompts,
+samples a step, learning rate, optimizer, on-policy loss and number formats (float32 masters, bfloat16 products; only ours begin with
+dither), and each draws its own order of tasks. Nothing is replaced: a group whose rewards are all equal keeps its place, as in TRL. Seconds
+count from the command, so they have both programs' starts in them. TRL runs in an environment of its own, which `uv` makes first.
 """
 
 import argparse
@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import fmean, median
+
+from recipe_curves import with_range, write_table
 
 from rl.config.run import ModelConfig
 from rl.models.folder import resolve_model
@@ -27,6 +29,7 @@ TRL = ["uv", "run", "--no-project", "--python", "3.11", "--with", "trl==1.16.0",
 TASKS = {"single-digit-addition": ("last_number", "16"), "pick-word-v1": ("one_word", "8")}
 """The reward's name in trl_grpo.py, and new tokens, by environment."""
 STEPS, BATCH = 15, 64
+HEAD = "| task | system | seeds | mean reward of all samples | of the last five steps | seconds a step |\n|---|---|---|---|---|---|\n"
 Curve = dict[str, list[float]]
 """`reward`: the mean of each step's samples; `seconds`: since the command, at the end of each step."""
 
@@ -108,19 +111,16 @@ def draw(results: dict[str, dict[str, dict[str, Curve]]]) -> None:
     figure.savefig(PICTURE, dpi=100)
 
 
-def summary(results: dict[str, dict[str, dict[str, Curve]]]) -> str:
-    """Lines of a table: the mean reward of all samples and of the last five steps, with the range of the seeds, and seconds a step."""
-    lines = []
+def table(results: dict[str, dict[str, dict[str, Curve]]]) -> str:
+    """The rows of all tasks and systems: the mean reward of all samples and of the last five steps, and seconds a step."""
+    rows = []
     for task, systems in results.items():
         for system, seeds in systems.items():
             curves = list(seeds.values())
-            cells = []
-            for since in (0, STEPS - 5):
-                means = [fmean(curve["reward"][since:]) for curve in curves]
-                cells.append(f"{fmean(means):.2f} ({min(means):.2f} to {max(means):.2f})")
+            cells = [with_range([fmean(curve["reward"][since:]) for curve in curves]) for since in (0, STEPS - 5)]
             step_s = median((curve["seconds"][-1] - curve["seconds"][2]) / (STEPS - 3) for curve in curves)
-            lines.append(f"| {task} | {system} | {len(curves)} | {' | '.join(cells)} | {step_s:.1f} |")
-    return "\n".join(lines)
+            rows.append(f"| {task} | {system} | {len(curves)} | {' | '.join(cells)} | {step_s:.1f} |\n")
+    return "".join(rows)
 
 
 def main() -> None:
@@ -144,7 +144,7 @@ def main() -> None:
     if not results:
         sys.exit(f"{RESULTS} has no curve yet: run it without --plot")
     draw(results)
-    print(summary(results))
+    write_table(HEAD, table(results))
 
 
 if __name__ == "__main__":

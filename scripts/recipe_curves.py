@@ -6,7 +6,9 @@
 import argparse
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rl.commands.recipe_file import RECIPES, Recipe, names, read
 from rl.config.command_line import read_toml
@@ -51,6 +53,11 @@ def draw(name: str, recipe: Recipe) -> None:
     panel.grid(alpha=0.3)
     panel.legend(loc="lower right")
     figure.savefig(RECIPES / name / "curve.png", dpi=100, metadata={"Description": drawn_from(recipe)})
+
+
+def with_range(values: Sequence[float]) -> str:
+    """The mean of several seeds and their range, or one seed's value."""
+    return f"{fmean(values):.2f}" + f" ({min(values):.2f} to {max(values):.2f})" * (len(values) > 1)
 
 
 def write_table(head: str, rows: str) -> None:

@@ -358,7 +358,7 @@ def tests(bench: Bench) -> None:
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     environment |= {"RL_TEST_DEVICE": bench.device.type, "PYTHONPATH": path}
-    names = ["model/test_logprobs", "model/test_attention", "model/test_flex", "model/test_policy"]
+    names = ["model/test_logprobs", "model/test_attention", "model/test_flex", "model/test_policy", "test_start"]
     for name in names[:1] if bench.tiny else names:
         command = [sys.executable, "-m", "pytest", f"tests/trainer/{name}.py", "-v", "-o", "addopts=", "-m", "not proof", "--tb=line"]
         command += ["-p", "no:cacheprovider", "--timeout", "60", *(["-k", "dense"] if bench.tiny else [])]

@@ -158,7 +158,8 @@ def noise_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What dither makes of a model whose weights are all 1. The model keeps its own."""
     weights = [local(parameter.detach()) for parameter in model.parameters()]
     kept = [weight.clone() for weight in weights]
-    torch._foreach_copy_(weights, [torch.ones_like(weight) for weight in weights])
+    for weight in weights:
+        weight.fill_(1.0)
     dither(model, 3)
     found = {f"dither.{name}": whole(parameter) for name, parameter in model.named_parameters()}
     torch._foreach_copy_(weights, kept)

@@ -13,6 +13,7 @@ from tests.families import CONFIGS, UNTIED
 from tests.ports import free_ports
 from tests.trainer.parallel.loads import RANKS
 from tests.trainer.parallel.test_sharding import run_ranks
+from tests.trainer.samples import in_bfloat16
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,7 +43,7 @@ def make_models(folder: Path) -> list[str]:
     llama, head, embedding = folder / "llama", "lm_head.weight", "model.embed_tokens.weight"
     change(llama, folder / "both", lambda tensors: tensors | {head: tensors[embedding].clone()})
     change(llama, folder / "both but last", lambda tensors: tensors | {head: tensors[embedding] + (torch.arange(259) == 258)[:, None]})
-    change(llama, folder / "half", lambda tensors: {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    in_bfloat16(llama, folder / "half")
     change(llama, folder / "without prefix", lambda tensors: {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
     shutil.copytree(llama, folder / "pickled")
     torch.save(load_file(folder / "pickled" / "model.safetensors"), folder / "pickled" / "pytorch_model.bin")
