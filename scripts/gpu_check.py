@@ -42,7 +42,7 @@ LIMITS = {
     "profile": 80,
     "train_4B": 150,
     "head": 40,
-    "storage": 50,
+    "storage": 100,
     "routes": 200,
 }
 """The parts in their order, first whether all is right, then how fast it is, and the most seconds of each: enough for a machine that has

@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_told_and_what_was_found_before_is_kept(tmp_path, m
     parts = [flag for name in ("storage", "head", "bare", "memory", "tree") for flag in ("--only", name)]
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--budget", "150", "--output", str(tmp_path / "out.json"), *parts])
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert gpu_check.main() == 1 and limits == [50, 40, 60, 60]
+    assert gpu_check.main() == 1 and limits == [gpu_check.LIMITS[name] for name in ("storage", "head", "bare", "tree")]
     results = json.loads((tmp_path / "out.json").read_text())
     found = {part: result["state"] for part, result in results.items()}
     no_time = "skipped: no time"  # 60 of 150 s are left after three parts: one of 90 s is not begun, one of 60 s is

@@ -12,6 +12,7 @@ from rl.models.tiny import make_tiny_model
 from rl.run_dir.in_memory import opened
 from rl.run_dir.safetensors import tensor_digests
 from rl.system.errors import RESTART, RunError
+from rl.trainer.data.micro_batch import fill_blocks
 from rl.trainer.data.packing import Packed
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model.modes import layer_windows
@@ -35,7 +36,9 @@ def policy(folder, world, dtype="float32", **settings):
 
 
 def rows_of(batch, max_tokens=4096):
-    return [row.to(DEVICE) for row in pack_alone(batch, max_tokens=max_tokens).micro_batches]
+    """Rows on the device, on a GPU with whole blocks, as FlexAttention gets them."""
+    rows = pack_alone(batch, max_tokens=max_tokens).micro_batches
+    return [(row if DEVICE.type == "cpu" else fill_blocks(row, 1)).to(DEVICE) for row in rows]
 
 
 def backward(model, world, batch, max_tokens=4096):

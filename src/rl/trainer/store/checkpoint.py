@@ -18,10 +18,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -63,18 +63,24 @@ def fingerprint(model: PreTrainedModel) -> str:
     return blake2b(text.encode()).hex()
 
 
-def make_stager(world: World) -> DefaultStager:
-    """Returns what copies states to CPU memory, into the same memory each time; on GPUs it is page-locked, so that the GPU writes it."""
-    on_gpu = world.device.type == "cuda"
-    return DefaultStager(StagingOptions(on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu))
+def make_stager(world: World) -> StateDictStager:
+    """Returns what copies states to CPU memory, into the same memory each time; on GPUs it is page-locked, so that the GPU writes it.
+
+    It is the copying part of torch's DefaultStager, which in torch 2.11 cannot copy a second time.
+    """
+    return StateDictStager(pin_memory=world.device.type == "cuda", share_memory=False)
 
 
-def snapshot(model: PreTrainedModel, optimizer: Optimizer, world: World, stager: DefaultStager | None = None) -> dict[str, Tensor]:
+def snapshot(model: PreTrainedModel, optimizer: Optimizer, world: World, stager: StateDictStager | None = None) -> dict[str, Tensor]:
     """Copies the state to CPU memory, to be written while training continues: 4 bytes per weight, and 8 more for Adam.
 
     `stager`: one that has made an earlier copy, which is overwritten.
     """
-    return (stager or make_stager(world)).stage(tensors_of(model, optimizer, world))  # type: ignore[return-value]
+    on_gpu = world.device.type == "cuda"
+    copied = (stager or make_stager(world)).stage(tensors_of(model, optimizer, world), non_blocking=on_gpu)
+    if on_gpu:
+        torch.cuda.synchronize(world.device)
+    return copied
 
 
 class HashedFiles(FileSystem):
