@@ -2,7 +2,8 @@
 
 `uv run scripts/ablations.py [--only "learning rate" ...] [--seeds 1 2 3]` trains what is missing, about a minute each, and adds it
 to scripts/ablations.json; `--table` only writes the table of docs/recipes.md again. Every run has batches of 512 rollouts together; groups
-without a signal are replaced. A run that ends early, because it has solved the task, counts with its last reward for the steps left.
+without a signal are replaced. A run that ends early, because it has solved the task, counts with its last reward for the steps left. A
+machine that does not multiply bfloat16 computes in float32, and its seeds are named so.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from recipe_curves import with_range, write_table
 
 from rl.config.command_line import build, parse_args
 from rl.run_dir.numbers import Numbers
+from rl.system.machine import multiplies_bfloat16
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "ablations.json"
@@ -49,14 +51,14 @@ KINDS: dict[str, dict[str, list[str]]] = {
     "aggregation": {name: ["--trainer.loss.aggregation", name] for name in ("sequence", "constant")},
 }
 """The changed settings, by kind and name."""
-DEFAULT = ("default", "loss policy_gradient, credit dr_grpo, learning rate 2e-5, max_lag 0, groups of 8, batch of 64, bfloat16")
+DEFAULT = ("default", "loss policy_gradient, credit dr_grpo, learning rate 2e-5, max_lag 0, groups of 8, batch of 64")
 HEAD = "| setting | value | runs | training reward, mean | held out at the end |\n|---|---|---|---|---|\n"
 
 
 def train(flags: list[str], seed: int) -> list[float]:
     """Trains one run; returns the mean reward of its rollouts, and the held-out reward before and after."""
     with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
-        settings = [*trained_for(STEPS), "--model.dtype", "bfloat16", "--seed", str(seed), "--output_dir", folder, *flags]
+        settings = [*trained_for(STEPS), "--seed", str(seed), "--output_dir", folder, *flags]
         command = [sys.executable, "-m", "rl.main", "@", RECIPE, *settings]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200)
         if done.returncode:
@@ -88,10 +90,10 @@ def main() -> None:
     wanted = {": ".join(DEFAULT): []} | {f"{kind}: {name}": flags for kind, values in KINDS.items() for name, flags in values.items()}
     for seed in [] if args.table else args.seeds:
         for key, flags in wanted.items():
-            if key.split(": ")[0] in args.only and str(seed) not in results.get(key, {}):
+            if key.split(": ")[0] in args.only and not any(name.split()[0] == str(seed) for name in results.get(key, {})):
                 found = train(flags, seed)
                 print(key, seed, *found, flush=True)
-                results.setdefault(key, {})[str(seed)] = found
+                results.setdefault(key, {})[str(seed) if multiplies_bfloat16() else f"{seed} in float32"] = found
                 ordered = {name: dict(sorted(results[name].items())) for name in wanted if name in results}
                 RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
     write_table(HEAD, table(results))

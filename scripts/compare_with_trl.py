@@ -3,8 +3,9 @@
 `uv run scripts/compare_with_trl.py [--seeds 1 2 3]` trains what scripts/trl_curves.json lacks, a minute and a half each here and seven to
 eleven in TRL, draws docs/trl.png, and writes the table of docs/recipes.md; `--plot` trains nothing. Both have the same model, prompts,
 samples a step, learning rate, optimizer, on-policy loss and number formats (float32 masters, bfloat16 products; only ours begin with
-dither), and each draws its own order of tasks. Nothing is replaced: a group whose rewards are all equal keeps its place, as in TRL. Seconds
-count from the command, so they have both programs' starts in them. TRL runs in an environment of its own, which `uv` makes first.
+dither), and each draws its own order of tasks. A machine that does not multiply bfloat16 compares them in float32. Nothing is replaced: a
+group whose rewards are all equal keeps its place, as in TRL. Seconds count from the command, so they have both programs' starts in them.
+TRL runs in an environment of its own, which `uv` makes first.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from recipe_curves import with_range, write_table
 from rl.config.run import ModelConfig
 from rl.models.folder import resolve_model
 from rl.run_dir.numbers import Numbers
+from rl.system.machine import multiplies_bfloat16
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PICTURE = ROOT / "scripts" / "trl_curves.json", ROOT / "docs" / "trl.png"
@@ -29,6 +31,7 @@ TRL = ["uv", "run", "--no-project", "--python", "3.11", "--with", "trl==1.16.0",
 TASKS = {"single-digit-addition": ("last_number", "16"), "pick-word-v1": ("one_word", "8")}
 """The reward's name in trl_grpo.py, and new tokens, by environment."""
 STEPS, BATCH = 15, 64
+DTYPE = "bfloat16" if multiplies_bfloat16() else "float32"
 HEAD = "| task | system | seeds | mean reward of all samples | of the last five steps | seconds a step |\n|---|---|---|---|---|---|\n"
 Curve = dict[str, list[float]]
 """`reward`: the mean of each step's samples; `seconds`: since the command, at the end of each step."""
@@ -43,7 +46,7 @@ def train_here(task: str, seed: int, folder: Path) -> Curve:
         "max_steps": STEPS,
         "max_lag": 0,
         "model.name": MODEL,
-        "model.dtype": "bfloat16",
+        "model.dtype": DTYPE,
         "model.max_model_len": 256,
         "orchestrator.environment.id": task,
         "orchestrator.batch_size": BATCH,
@@ -66,7 +69,8 @@ def train_there(task: str, seed: int, folder: Path) -> Curve:
     export = [sys.executable, "-m", "rl.main", "env", task, "--export", str(tasks)]
     subprocess.run(export, cwd=ROOT, stdout=subprocess.DEVNULL, check=True, timeout=300)
     script = str(ROOT / "scripts" / "benchmarks" / "trl_grpo.py")
-    flags = ["--reward", reward, "--steps", str(STEPS), "--max-tokens", tokens, "--seed", str(seed), "--micro-batch", "16"]
+    settings = {"reward": reward, "steps": STEPS, "max-tokens": tokens, "seed": seed, "micro-batch": 16, "products": DTYPE}
+    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     began, command = time.time(), [*TRL, script, resolve_model(ModelConfig(name=MODEL)), str(tasks), *flags]
     output = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True, timeout=3600).stdout
     lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
@@ -80,7 +84,8 @@ def checked(curve: Curve) -> Curve:
     return {key: [round(value, 4) for value in values] for key, values in curve.items()}
 
 
-TRAINED = {"rl": train_here, "TRL 1.16": train_there}
+SUFFIX = " in float32" if DTYPE == "float32" else ""
+TRAINED = {f"rl{SUFFIX}": train_here, f"TRL 1.16{SUFFIX}": train_there}
 
 
 def draw(results: dict[str, dict[str, dict[str, Curve]]]) -> None:
@@ -90,7 +95,7 @@ def draw(results: dict[str, dict[str, dict[str, Curve]]]) -> None:
     figure = Figure(figsize=(9, 3.2 * len(results)), layout="constrained")
     panels = figure.subplots(len(results), 2, squeeze=False, sharey="row")
     for row, (task, systems) in zip(panels, results.items(), strict=True):
-        for color, (system, seeds) in zip(("C0", "C1"), systems.items(), strict=False):
+        for color, (system, seeds) in zip(("C0", "C1", "C2", "C3"), systems.items(), strict=False):
             samples = [BATCH * step for step in range(1, STEPS + 1)]
             for curve in seeds.values():
                 row[0].plot(samples, curve["reward"], color=color, alpha=0.35, linewidth=0.8)

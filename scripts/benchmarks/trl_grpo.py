@@ -6,7 +6,7 @@
 MODEL is the folder that `python -m rl.models.folder` prints; TASKS is what `rl env ID --export` writes. The same model, prompts, batch
 (groups x group size), number of new tokens, optimizer, learning rate and loss as configs/quickstart.toml; generation by transformers with
 its cache, because TRL's vLLM mode needs a GPU. Weights are float32 and products bfloat16, as ours; with `--weights bfloat16` the
-optimizer rounds to bfloat16, too.
+optimizer rounds to bfloat16, too, and with `--products float32` nothing does.
 """
 
 import argparse
@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--weights", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--products", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--micro-batch", type=int, default=64, help="sequences of one forward and backward pass")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -87,7 +88,7 @@ def main() -> None:
         report_to=[],
         gradient_checkpointing=False,  # as in the quickstart
         use_cpu=True,
-        bf16=args.weights == "float32",
+        bf16=(args.weights, args.products) == ("float32", "bfloat16"),
         seed=args.seed,
     )
     trainer = GRPOTrainer(
