@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, list[str]]] = {
     "aggregation": {name: ["--trainer.loss.aggregation", name] for name in ("sequence", "constant")},
 }
 """The changed settings, by kind and name."""
-DEFAULT = ("default", "loss policy_gradient, credit dr_grpo, learning rate 2e-5, max_lag 0, groups of 8, batch of 64")
+UNCHANGED = ("unchanged", "loss policy_gradient, credit dr_grpo, learning rate 2e-5, max_lag 0, groups of 8, batch of 64")
 HEAD = "| setting | value | runs | training reward, mean | held out at the end |\n|---|---|---|---|---|\n"
 
 
@@ -76,18 +76,20 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
         kind, name = key.split(": ")
         columns = list(zip(*seeds.values(), strict=True))
         cells = [with_range(values) for values in (columns[0], columns[2])]
-        rows.append(f"| {kind} | {name} | {len(seeds)} | {' | '.join(cells)} |\n")
+        others = sum("float32" in seed for seed in seeds)
+        runs = f"{len(seeds)}{f', {others} in float32' * bool(others)}"
+        rows.append(f"| {kind} | {name} | {runs} | {' | '.join(cells)} |\n")
     return "".join(rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=["default", *KINDS], default=["default", *KINDS], metavar="KIND")
+    parser.add_argument("--only", nargs="+", choices=[UNCHANGED[0], *KINDS], default=[UNCHANGED[0], *KINDS], metavar="KIND")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--table", action="store_true", help="train nothing")
     args = parser.parse_args()
     results: dict[str, dict[str, list[float]]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    wanted = {": ".join(DEFAULT): []} | {f"{kind}: {name}": flags for kind, values in KINDS.items() for name, flags in values.items()}
+    wanted = {": ".join(UNCHANGED): []} | {f"{kind}: {name}": flags for kind, values in KINDS.items() for name, flags in values.items()}
     for seed in [] if args.table else args.seeds:
         for key, flags in wanted.items():
             if key.split(": ")[0] in args.only and not any(name.split()[0] == str(seed) for name in results.get(key, {})):

@@ -14,7 +14,7 @@ from rl.commands.recipe_file import RECIPES, Recipe, names, read
 from rl.config.command_line import read_toml
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
-HEAD = "| name | task | model | minutes | before -> after |\n|---|---|---|---|---|\n"
+HEAD = "| name | task | model | minutes | seeds | before -> after |\n|---|---|---|---|---|---|\n"
 
 
 def model(name: str, recipe: Recipe) -> str:
@@ -29,7 +29,7 @@ def table() -> str:
     for name in names():
         recipe = read(name)
         link = f"[`{name}`](../configs/recipes/{name}/README.md)"
-        rows.append(f"| {link} | {recipe.title} | {model(name, recipe)} | {recipe.time} | {recipe.ends} |\n")
+        rows.append(f"| {link} | {recipe.title} | {model(name, recipe)} | {recipe.time} | {len(recipe.seeds)} | {recipe.ends} |\n")
     return "".join(rows)
 
 

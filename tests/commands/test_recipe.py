@@ -16,6 +16,7 @@ from tests.waiting import until
 
 MEASURE = "eval/adding/reward_mean"
 RECIPE = SOUND.replace('"sft @ sft.toml", ', '"sft @ sft.toml", "export outputs/warm --to warm", ')
+THIRD = "3 = [0.1, 0.8, 0.95]\n"
 
 
 @pytest.fixture
@@ -53,15 +54,15 @@ def test_the_list(recipes, capsys):
     other.mkdir()
     (other / "recipe.toml").write_text(RECIPE.replace("1.5", "12").replace("Sums", "Other sums"))
     assert called(capsys, "recipe") == (0, """\
-recipe       minutes  before -> after  task
-longer-name       12  0.15 -> 0.95     Other sums
-sums             1.5  0.15 -> 0.95     Sums
+recipe       minutes  seeds  before -> after  task
+longer-name       12      2  0.15 -> 0.95     Other sums
+sums             1.5      2  0.15 -> 0.95     Sums
 """, "")  # fmt: skip
 
 
 def test_a_recipe_that_was_never_run_says_so(recipes, stages, capsys):
     (recipes / "recipe.toml").write_text(NOT_RUN)
-    assert called(capsys, "recipe")[1].endswith("sums       ~1.5  not run          Sums\n")
+    assert called(capsys, "recipe")[1].endswith("sums       ~1.5      0  not run          Sums\n")
     assert called(capsys, "recipe", "sums", "--to", "x")[1].startswith("x: Sums; never run; estimated 1.5 minutes on two cores. Train")
     remedy = "add --short to see whether its stages work; docs/recipes.md says how a curve is recorded"
     said = f"rl recipe: sums was never run, so there is no curve to compare with: {remedy}\n"
@@ -110,19 +111,31 @@ outputs/recipes/sums-1: rl @ run.toml --seed 7
         0     0.250     0.100     0.200
        10         -     0.800     0.600
        20     0.950     0.900     1.000
-sums: eval/adding/reward_mean ends at 0.950; recorded: 0.900 to 1.000; needed: 0.800: passed
+sums: eval/adding/reward_mean ends at 0.950; recorded: 0.900 to 1.000; needed: 0.750: passed
 """, "")  # fmt: skip
     assert stages[0] == [
         ("sums-1", "sft @ sft.toml --seed 7"), ("sums-1", "export outputs/warm --to warm"), ("sums-1", "@ run.toml --seed 7")
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("last", "code"), [(0.79, 1), (0.81, 0), (1.5, 0)])
-def test_the_end_of_the_curve_decides(stages, capsys, last, code):
+@pytest.mark.parametrize(("last", "third", "code"), [(0.74, "", 1), (0.76, "", 0), (1.5, "", 0), (0.79, THIRD, 1), (0.81, THIRD, 0)])
+def test_the_end_of_the_curve_decides(recipes, stages, capsys, last, third, code):
+    """Seeds that differ by 0.1: three of them widen their band by as much, two by 0.15."""
+    (recipes / "recipe.toml").write_text(RECIPE + third)
     stages[1].update({10: 0.0, 20: last})
     assert called(capsys, "recipe", "sums", "--check")[0] == code
     assert called(capsys, "recipe", "sums", "--check", "--output", "again")[0] == code
     assert {folder for folder, _ in stages[0]} == {"sums-1", "again"}, "a check has a folder of its own"
+
+
+def test_a_check_prints_its_curve_as_one_more_seed(stages, capsys):
+    """A run that ends early has solved its task."""
+    stages[1].update({10: 0.5555, 20: 0.9})
+    assert called(capsys, "recipe", "sums", "--check")[1].endswith("as a seed of recipe.toml: 0 = [0.25, 0.555, 0.9]\n")
+    stages[1].pop(20)
+    stages[1].update({8: 0.9, 10: 0.95})
+    said = called(capsys, "recipe", "sums", "--check", "--seed", "7")[1].splitlines()
+    assert said[-1] == "as a seed of recipe.toml: 7 = [0.25, 0.95, 0.95]"
 
 
 def test_a_short_check_wants_stages_that_work_and_the_measure(stages, capsys):
@@ -155,7 +168,7 @@ def test_a_teacher_serves_while_the_last_stage_runs(recipes, capsys, monkeypatch
         "export RL_TOKEN=$(openssl rand -hex 16)",
         "inference @ outputs/warm/config.toml --inference.port 8917 > teacher.log 2>&1 &",
         "rl @ run.toml",
-        "kill %1",
+        "kill $!",
     ]
     server = recipes.with_name("server")
     server.write_text('#!/bin/sh\necho "$RL_TOKEN $*"\nexec sleep 600\n')

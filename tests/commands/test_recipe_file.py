@@ -51,8 +51,8 @@ def test_a_recipe_that_was_never_run_has_an_aim_in_place_of_curves(recipes):
     assert (recipe.time, recipe.ends) == ("~1.5", "not run")
 
 
-@pytest.mark.parametrize(("lasts", "least"), [([0.9], 0.85), ([0.9, 0.92], 0.85), ([0.9, 0.6, 0.8], 0.3)])
-def test_a_run_may_end_below_the_worst_seed_by_as_much_as_the_seeds_differ_and_by_a_twentieth(recipes, lasts, least):
+@pytest.mark.parametrize(("lasts", "least"), [([0.9], 0.75), ([0.9, 0.92], 0.75), ([0.9, 0.92, 0.91], 0.85), ([0.9, 0.6, 0.8], 0.3)])
+def test_a_run_may_end_below_the_worst_seed_by_as_much_as_the_seeds_differ_and_by_a_least_distance(recipes, lasts, least):
     text = SOUND.partition("1 = ")[0] + "".join(f"{seed} = [0, 0, {last}]\n" for seed, last in enumerate(lasts, 1))
     (recipes / "sums" / "recipe.toml").write_text(text)
     assert read("sums").least == pytest.approx(least)

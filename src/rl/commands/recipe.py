@@ -33,12 +33,13 @@ HELP = f"""usage: rl recipe [NAME] [--to FOLDER]
        rl recipe NAME --check [--short] [--seed N] [--output FOLDER]
 
 A recipe is a task with settings, and the curves of one or more seeds: how far a model got. Without a name, lists all recipes: minutes of
-one seed on the machine that recipe.toml names, and the measure, mostly a reward, before -> after the last stage. Of a recipe that was
-`not run` the minutes are estimated (~), and its README says what others published. With a name, copies the recipe and its environments,
-and prints the commands that train it; change the copy into your own.
+one seed on the machine that recipe.toml names, how many seeds were recorded, and the measure, mostly a reward, before -> after the last
+stage. Of a recipe that was `not run` the minutes are estimated (~), and its README says what others published. With a name, copies the
+recipe and its environments, and prints the commands that train it; change the copy into your own.
 
 --check trains one in a new folder and compares the last value of the measure with the recorded ones. It passes unless it is lower than the
-worst seed's by more than the seeds differ, or by 0.05 if they differ less. Exit code 0: passed, 1: not.
+worst seed's by more than the seeds differ, or by 0.05 if they differ less (by 0.15 if one or two were recorded). Exit code 0: passed, 1:
+not. It also prints the curve as a line of recipe.toml, to record one more seed.
 
 {option_lines(OPTIONS)}
 """
@@ -74,15 +75,15 @@ def commands(recipe: Recipe, rl: str) -> list[str]:
     lines = [f"{rl} {stage}" for stage in recipe.stages]
     if recipe.teacher:
         server = f"{rl.removesuffix('rl')}inference {recipe.teacher} > teacher.log 2>&1 &"
-        lines[-1:] = [f"export {VARIABLE}=$(openssl rand -hex 16)", server, lines[-1], "kill %1"]
+        lines[-1:] = [f"export {VARIABLE}=$(openssl rand -hex 16)", server, lines[-1], "kill $!"]
     return lines
 
 
 def listed(recipes: dict[str, Recipe]) -> list[str]:
-    rows = [("recipe", "minutes", "before -> after", "task")]
-    rows += [(name, recipe.time, recipe.ends, recipe.title) for name, recipe in recipes.items()]
+    rows = [("recipe", "minutes", "seeds", "before -> after", "task")]
+    rows += [(name, recipe.time, str(len(recipe.seeds)), recipe.ends, recipe.title) for name, recipe in recipes.items()]
     first = max(len(row[0]) for row in rows)
-    return [f"{name:<{first}}  {minutes:>7}  {ends:<15}  {title}" for name, minutes, ends, title in rows]
+    return [f"{name:<{first}}  {minutes:>7}  {seeds:>5}  {ends:<15}  {title}" for name, minutes, seeds, ends, title in rows]
 
 
 def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
@@ -94,7 +95,8 @@ def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
     stages = [[*words, *(flags if "@" in words else [])] for words in map(shlex.split, recipe.stages)]  # `export` has no such settings
     with contextlib.chdir(folder):
         settings = itertools.dropwhile(lambda word: not word.startswith(("-", "@")), stages[-1])
-        metrics = build(parse_args([*settings], os.environ)).run_dir.metrics.absolute()
+        config = build(parse_args([*settings], os.environ))
+        metrics = config.run_dir.metrics.absolute()
         for words in stages:
             with teaching(recipe.teacher if words is stages[-1] else "", folder):
                 print(f"{folder}: rl {shlex.join(words)}", flush=True)
@@ -106,6 +108,8 @@ def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
         return 0
     lines, passed = verdict(name, recipe, points)
     print("\n".join(lines))
+    if values := recipe.as_seed(points):
+        print(f"as a seed of recipe.toml: {config.seed} = {values}")
     return 0 if passed else 1
 
 

@@ -22,8 +22,9 @@ IS_INSTALLED = (PACKAGE / "recipes").is_dir()
 RECIPES, ENVIRONMENTS = (
     (PACKAGE / "recipes", PACKAGE / "environments") if IS_INSTALLED else (CLONE / "configs" / "recipes", CLONE / "environments")
 )
-LEAST_WIDENING = 0.05
-"""How far below the worst recorded seed a run may end at least: a few seeds do not show all that may happen."""
+ENOUGH_SEEDS = 3
+LEAST_WIDENING, OF_FEW_SEEDS = 0.05, 0.15
+"""How far below the worst recorded seed a run may end at least: seeds do not show all that may happen, and one or two show little of it."""
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,7 +95,15 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def least(self) -> float:
         """The last value that a run must reach to pass for one more seed."""
         low, high = self.lasts
-        return low - max(LEAST_WIDENING, high - low)
+        return low - max(LEAST_WIDENING if len(self.seeds) >= ENOUGH_SEEDS else OF_FEW_SEEDS, high - low)
+
+    def as_seed(self, points: dict[int, float]) -> list[float]:
+        """The measure at each recorded step from a run's measure by step; empty if the run did not measure one. A run that ended early,
+        because it had solved its task, keeps its last value."""
+        end = max(points)
+        if any(step not in points for step in self.steps if step < end):
+            return []
+        return [round(points.get(step, points[end]), 3) for step in self.steps]
 
 
 def names() -> list[str]:
