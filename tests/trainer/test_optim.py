@@ -3,13 +3,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from rl.config.trainer import OptimConfig
+from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer import optim
 from rl.trainer.model.policy import score
 from rl.trainer.optim import MOMENTS, OffloadedAdamW, clip_gradients, gradient_norm, local, make_optimizer, require_host_memory
 from rl.trainer.store import checkpoint
+from tests.families import CONFIGS
 from tests.trainer.model.test_policy import policy, rows_of
 from tests.trainer.samples import branching_batch
 
@@ -62,6 +65,15 @@ def test_steps_are_those_of_torch_and_vectors_are_not_decayed():
             net(torch.ones(4, 3)).square().sum().backward()
             optimizer.step()
     assert torch.allclose(model.weight, twin.weight, atol=1e-6) and torch.allclose(model.bias, twin.bias, atol=1e-6)
+
+
+def test_biases_of_experts_are_not_decayed(tmp_path):
+    """They are stacked, so they have two dimensions."""
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path / "model", CONFIGS["gpt_oss"]))
+    groups = make_optimizer(model, OptimConfig(weight_decay=0.5)).param_groups
+    decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
+    assert decayed == {id(p) for name, p in model.named_parameters() if "norm" not in name and not name.endswith(("bias", "sinks"))}
+    assert any(p.ndim == 2 for name, p in model.named_parameters() if name.endswith("bias"))
 
 
 def test_offload_needs_a_gpu():

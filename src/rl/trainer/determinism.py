@@ -10,7 +10,7 @@ from rl.trainer.data.micro_batch import micro_batch_tokens
 from rl.trainer.model.modes import Mode, is_compiled
 from rl.trainer.parallel.world import World
 
-ARITHMETIC = "5 (masters of a model that computes in bfloat16 begin with dither)"
+ARITHMETIC = "6 (buffers are published as the trainer has them; stacked biases do not decay)"
 """Version of this code's arithmetic. Any change that alters a bit of a result must change the number."""
 
 

@@ -88,7 +88,8 @@ def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype) 
         copy_small_files(base, folder)
         (folder / "config.json").unlink()  # this is the base model's config
     else:
-        model.to(dtype)
+        for parameter in model.parameters():  # buffers stay as they are, see layout.dtype_of
+            parameter.data = parameter.data.to(dtype)
         require_space(folder, model.parameters())
         model.save_pretrained(folder)
         copy_small_files(base, folder)

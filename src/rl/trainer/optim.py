@@ -71,14 +71,15 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """Returns fused AdamW with its state already allocated, so that checkpoints can be loaded into it before the first step.
 
-    Vectors (norms, biases) have no weight decay. It is always the fused version, because the unfused one differs in the last bit. Raises
-    RunError if offloading is set without GPUs, or without enough memory for it.
+    Vectors (norms) and biases, also the stacked ones of experts, have no weight decay. It is always the fused version, because the unfused
+    one differs in the last bit. Raises RunError if offloading is set without GPUs, or without enough memory for it.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = {parameter: parameter.ndim >= 2 and not name.endswith("bias") for name, parameter in model.named_parameters()}
+    parameters = [parameter for parameter in matrices if parameter.requires_grad]
     groups = [
         {"params": group, "weight_decay": decay}
         for of_a_mesh in by_mesh(parameters)
-        for group, decay in (([p for p in of_a_mesh if p.ndim >= 2], config.weight_decay), ([p for p in of_a_mesh if p.ndim < 2], 0.0))
+        for group, decay in (([p for p in of_a_mesh if matrices[p]], config.weight_decay), ([p for p in of_a_mesh if not matrices[p]], 0.0))
         if group
     ]
     if config.offload and not all(parameter.is_cuda for parameter in parameters):

@@ -1,5 +1,7 @@
 """The packed model against the plain one, and against itself: values, gradients, and what it does not depend on."""
 
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +17,7 @@ from rl.system.errors import RESTART, RunError
 from rl.trainer.data.micro_batch import fill_blocks
 from rl.trainer.data.packing import Packed
 from rl.trainer.measure.performance import Timer
+from rl.trainer.model import head
 from rl.trainer.model.modes import layer_windows
 from rl.trainer.model.policy import change_layers, load_policy, score
 from rl.trainer.optim import make_optimizer
@@ -124,6 +127,24 @@ def test_models_that_change_their_logits_are_scored_from_logits(world, tmp_path)
     model = policy(folder, world)
     assert_same(backward(model, world, branching_batch()), reference(folder, branching_batch()))
     assert not model.get_output_embeddings().forward.fused
+
+
+def test_the_pass_that_finds_changed_logits_is_forgotten_before_the_next(world, tmp_path, monkeypatch):
+    """The activations of both were in memory at once, which a GPU may lack."""
+    folder = make_tiny_model(tmp_path / "gemma3", CONFIGS["gemma3"] | {"final_logit_softcapping": 3.0})
+    outputs, alive, call = [], [], head.call
+
+    def noted(*args):
+        alive.append(sum(output() is not None for output in outputs))
+        output = call(*args)
+        outputs.append(weakref.ref(output))
+        return output
+
+    model = policy(folder, world)
+    monkeypatch.setattr(head, "call", noted)
+    (row,) = rows_of(make_batch(1))
+    score(model, row, world)
+    assert alive == [0, 0]
 
 
 def products_and_attentions(folder, world, kind):

@@ -16,7 +16,9 @@ from rl.models.folder import resolve_model
 from rl.models.renderer import load_renderer
 from rl.models.tiny import CHAT_TEMPLATE, make_tiny_model, write_tokenizer
 from rl.system.errors import RunError
+from rl.trainer.sft import rows
 from rl.trainer.sft.tokens import open_examples, prepare_data, read_manifest
+from rl.wire.batch_file import compress_rollouts
 from tests.models.conftest import DROPS_THINKING
 from tests.models.conversations import ADD
 
@@ -284,7 +286,7 @@ def rollout(task, reward, answer, **more):
     return {"env": "e", "task": task, "messages": messages, "reward": reward, "outcome": "finished", "trained": True} | more
 
 
-def test_rollouts_are_chosen_by_reward(folders, tmp_path):
+def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
     renderer = load_renderer(str(folders / "chatml"), RendererConfig())
     run = tmp_path / "outputs" / "x"
     write_rows(run / "rollouts" / "000001.jsonl", rollout(1, 0.2, "a"), rollout(1, 0.9, "b"), rollout(1, 0.9, "c"), rollout(2, 0.4, "d"))
@@ -306,6 +308,15 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path):
     assert answers(min_reward=0.5) == ("bch", never | {"rollouts with a reward below 0.5": 3})
     assert answers(max_per_task=1) == ("bhi", never | {"rollouts beyond the best 1 of their task": 3})
     assert answers(max_per_task=2, min_reward=0.3)[0] == "bcdh"
+    best = rows.best_rollouts
+
+    def then_compressed(*args):
+        chosen = best(*args)
+        compress_rollouts(run / "rollouts" / "000001.jsonl")  # as a run does with old files
+        return chosen
+
+    monkeypatch.setattr(rows, "best_rollouts", then_compressed)
+    assert answers(max_per_task=1)[0] == "bhi"
     with pytest.raises(RunError, match=r"data.jsonl:1: sft.min_reward and sft.max_per_task choose among rollouts, .* lacks outcome"):
         prepared(tmp_path / "y", folders / "chatml", {"messages": TWO_TURNS, "reward": 1}, min_reward=0.5)
 

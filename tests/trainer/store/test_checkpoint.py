@@ -5,6 +5,7 @@ import pickle
 import shutil
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,19 @@ def test_what_is_loaded_is_what_was_saved(trained, tied_folder, world, tmp_path)
     assert checkpoint.load(path, manifest, *other, world) == 7
     assert torch.equal(torch.rand(3), random_after)
     toy_step(*other)
+    assert all(torch.equal(a, b) for a, b in zip(state(*trained), state(*other), strict=True))
+
+
+def test_rng_streams_that_a_checkpoint_lacks_are_left_as_they_are(trained, tied_folder, world, tmp_path, monkeypatch):
+    """A checkpoint of a machine without GPUs could not be resumed on one with GPUs, nor compared by more ranks."""
+    save_checkpoint(tmp_path / "000001", 1, *trained, world)
+    path, manifest = checkpoint.newest(tmp_path, world)
+    assert checkpoint.differing(path, *trained, replace(world, rank=1)) == []
+    monkeypatch.setattr("torch.cuda.get_rng_state", lambda _: torch.zeros(16, dtype=torch.uint8))
+    monkeypatch.setattr("torch.cuda.set_rng_state", lambda *_: pytest.fail("the checkpoint has none"))
+    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
+    other = fresh(tied_folder, world)
+    assert checkpoint.load(path, manifest, *other, replace(world, device=torch.device("cuda", 0))) == 1
     assert all(torch.equal(a, b) for a, b in zip(state(*trained), state(*other), strict=True))
 
 

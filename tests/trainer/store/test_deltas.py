@@ -1,5 +1,6 @@
 """Versions written as what differs from the one before, and the servers that follow them."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,24 @@ def test_a_hundred_versions_are_exact_or_refused(tmp_path, monkeypatch):
     assert len(verify_version(run_dir.weights(99))["tensors"]) == len(expected)
     with pytest.raises(CorruptFileError, match="damaged"):
         verify_version(run_dir.weights(52))
+
+
+def test_a_delta_for_which_the_disk_is_too_small_is_no_delta(tmp_path):
+    """The system wrote a part of the last frame, and said so, and nobody looked."""
+    training = Training(tmp_path, RunDir(tmp_path, tmp_path / "weights"), anchor_every=3)
+    training.step()
+    last, limits = training.publisher.last, resource.getrlimit(resource.RLIMIT_FSIZE)
+    for parameter in training.model.parameters():
+        parameter.data.normal_()
+    version = versions.snapshot(training.model, training.base, torch.bfloat16, {}, training.publisher.ranks, training.version)
+    (tmp_path / "delta").mkdir()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(OSError, match=r"delta-00001-of-00001\.zst"):
+            last.write(version.image, tmp_path / "delta")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert last.number == -1
 
 
 def test_deltas_that_belong_to_another_version_are_refused(tmp_path):

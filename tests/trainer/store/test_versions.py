@@ -16,11 +16,13 @@ from rl.run_dir.checksums import DIGESTS, check_record, read_digests, verify_ver
 from rl.run_dir.deltas import readable
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.safetensors import weights_files
+from rl.trainer import export
 from rl.trainer.store import layout, versions
 from rl.trainer.store.image import image_of
 from rl.trainer.store.ranks import Ranks
 from tests.families import CONFIGS
 from tests.ports import free_ports
+from tests.trainer.parallel.test_experts import MODELS as WITH_EXPERTS
 from tests.trainer.parallel.test_sharding import run_ranks
 from tests.trainer.store.publishes import LAYOUTS
 
@@ -28,6 +30,7 @@ RANKS = 4
 MODELS: dict[str, dict] = {name: {} for name in ("llama", "qwen3_moe", "gpt2", "gpt_oss", "hrm_text")}
 """A plain one; experts that files hold one by one, as views of a part of a parameter; matrices the other way round; fused experts;
 projections that files join, so that no rank has a part of the file by itself."""
+DEEPSEEK_V3 = WITH_EXPERTS["deepseek_v3"] | {"n_routed_experts": 8}
 ADAPTED = {"adapters": {"lora": {"rank": 4}}}
 
 
@@ -50,13 +53,29 @@ def expected(folder: Path, factor: int, target: Path) -> tuple[bytes, dict[str, 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data.mul_(factor)
-    model.to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
     persistent = model.state_dict().keys()
     named = {**dict(model.named_parameters()), **{name: buffer for name, buffer in model.named_buffers() if name in persistent}}
     tensors = revert_weight_conversion(model, {name: tensor.detach() for name, tensor in named.items()})
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "plain", metadata={"format": "pt"})
     model.save_pretrained(target / "saved")
     return (target / "plain").read_bytes(), load_file(target / "saved" / "model.safetensors")
+
+
+def test_router_biases_are_published_and_exported_as_they_are_computed_with(tmp_path):
+    """In bfloat16 half of these eight are the same number, so servers chose other experts than the trainer."""
+    folder = make_tiny_model(tmp_path / "model", DEEPSEEK_V3)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    name, bias = next((name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    bias.copy_(7 + 0.003 * torch.arange(len(bias)))
+    versions.snapshot(model, folder, torch.bfloat16, {}).write(tmp_path / "000001")
+    (tmp_path / "exported").mkdir()
+    export.write(tmp_path / "exported", model, folder, torch.bfloat16)
+    for path in (tmp_path / "000001", tmp_path / "exported"):
+        tensors = load_file(path / "model.safetensors")
+        assert tensors[name].equal(7 + 0.003 * torch.arange(len(bias))), path
+        assert {tensor.dtype for key, tensor in tensors.items() if not key.endswith("bias")} == {torch.bfloat16}
 
 
 def content(file: bytes) -> tuple[dict, bytes]:

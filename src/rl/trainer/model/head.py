@@ -56,7 +56,7 @@ class LossHead:
             self.routers.set(batch)
         output = call(model, self.mode, *row)
         if self.fused and output is not self.scores:  # the model scales or caps its logits, so it must not get scores instead
-            self.fused = False
+            self.fused, self.scores, output = False, None, None  # else both passes' activations would be in memory
             output = call(model, self.mode, *row)
         self.batch, scores, self.scores = None, self.scores, None
         if not self.fused:

@@ -114,11 +114,12 @@ def is_compressed(path: Path) -> bool:
 
 
 def json_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (file:line, row) of every line that is not blank. Raises RunError."""
+    """Yields (file:line, row) of every line that is not blank, by the file's name in `files`. Raises RunError."""
     for listed in files:
         path = listed if listed.exists() else listed.with_name(f"{listed.name}.gz")  # compressed since then
         check_given(path)
-        yield from json_objects(path, EXAMPLE)
+        for place, row in json_objects(path, EXAMPLE):
+            yield f"{listed}{place.removeprefix(str(path))}", row
 
 
 def hub_rows(source: Source, config: SftConfig) -> Any:

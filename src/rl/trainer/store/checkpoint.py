@@ -206,10 +206,10 @@ def load(
     the run. Waits for: the disk; after `deadline_s` seconds raises RunError.
     """
     check_model(path, manifest, model)
-    state = tensors_of(model, optimizer, world)
+    reader, reading = Reader(path, hashed=True), SingleTaskThread()
+    state = without_missing_rng(tensors_of(model, optimizer, world), reader)
     if manifest["world_size"] != world.size:  # RNG streams belong to ranks, and mean nothing to another number of ranks
         state = {name: value for name, value in state.items() if not name.startswith("rng.")}
-    reader, reading = Reader(path, hashed=True), SingleTaskThread()
     reading.start(load_state, state, reader, world, group)
     failed = reading.result(f"{path} to be loaded: does that disk answer?", deadline_s)
     world.barrier()
@@ -224,6 +224,11 @@ def load(
     if f"rng.cuda.{world.rank}" in state:
         torch.cuda.set_rng_state(state[f"rng.cuda.{world.rank}"], world.device)
     return manifest["step"]
+
+
+def without_missing_rng(state: dict[str, Tensor], reader: Reader) -> dict[str, Tensor]:
+    """Returns the state without RNG streams that the checkpoint lacks, of a rank that its writer had not, or of a GPU."""
+    return {name: value for name, value in state.items() if name in reader.metadata.state_dict_metadata or not name.startswith("rng.")}
 
 
 def load_state(state: dict[str, Tensor], reader: Reader, world: World, group: dist.ProcessGroup | None) -> CheckpointException | None:
@@ -267,7 +272,8 @@ def check_model(path: Path, manifest: dict[str, Any], model: PreTrainedModel) ->
 
 def differing(path: Path, model: PreTrainedModel, optimizer: Optimizer, world: World) -> list[str]:
     """Returns the names of the tensors in this rank's state that differ from a verified checkpoint. Every rank calls this."""
-    ours = snapshot(model, optimizer, world)
+    reader = Reader(path)
+    ours = without_missing_rng(snapshot(model, optimizer, world), reader)
     theirs = {name: torch.zeros_like(value) for name, value in ours.items()}
-    dcp.load(theirs, storage_reader=Reader(path))
+    dcp.load(theirs, storage_reader=reader)
     return [name for name, value in ours.items() if not torch.equal(local(value), local(theirs[name]))]

@@ -40,9 +40,10 @@ class LastVersion:
         path = folder / f"delta-{ranks.rank + 1:05d}-of-{ranks.size:05d}.zst"
         frames = []
         try:
-            with path.open("xb", buffering=0) as file, ThreadPoolExecutor(MAX_THREADS) as threads:
+            with path.open("xb") as file, ThreadPoolExecutor(MAX_THREADS) as threads:
                 for part, frame in zip(self.parts, threads.map(lambda part: self._changes(image, part), self.parts), strict=True):
                     frames.append((*part, file.write(frame)))
+                file.flush()
                 if ranks.first_here:
                     os.fsync(file.fileno())  # on rank 0's host its own fsync, later, covers this
         except OSError as error:

@@ -107,7 +107,7 @@ class Image:
         for source, group in itertools.groupby(parts, source_of):
             value = local(values[source].detach())
             if value.is_cuda:  # cast here: a copy between devices casts after the transfer, with twice the bytes
-                value = value.to(dtype_of(value, dtype))
+                value = value.to(dtype_of(values[source], dtype))
             for part in group:
                 target = self.bytes_of(part.tensor, part.first, part.end).view(part.tensor.dtype)
                 target.copy_(value.reshape(-1)[part.element : part.element + len(target)])

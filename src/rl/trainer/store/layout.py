@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -117,8 +118,9 @@ def published(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Returns the type in which a tensor is published: `dtype`, but integers stay integers."""
-    return dtype if tensor.is_floating_point() else tensor.dtype
+    """Returns the type in which a tensor is published: parameters in `dtype`, in which they are computed with. Buffers stay as they are,
+    for nothing casts them: with the biases of a router in bfloat16, tokens would go to other experts than in the trainer."""
+    return dtype if tensor.is_floating_point() and isinstance(tensor, Parameter) else tensor.dtype
 
 
 @torch.no_grad()
