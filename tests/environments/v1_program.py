@@ -10,6 +10,8 @@ class ProgramConfig(vf.HarnessConfig):
     id: str = "v1-program"
     route: str = "/chat/completions"
     stream: bool = True
+    also: str = ""
+    """What it asks next; a refusal of that is not minded."""
 
 
 class ProgramHarness(vf.Harness[ProgramConfig]):
@@ -23,6 +25,10 @@ class ProgramHarness(vf.Harness[ProgramConfig]):
         headers = {"Authorization": f"Bearer {secret}", "x-api-key": secret}
         async with aiohttp.ClientSession() as http, http.post(endpoint + self.config.route, json=body, headers=headers) as reply:
             text = await reply.text()
+            if self.config.also:
+                more = body | {"messages": [{"role": "user", "content": self.config.also}]}
+                async with http.post(endpoint + self.config.route, json=more, headers=headers) as ignored:
+                    await ignored.text()
         if reply.status >= 400:
             return vf.ProgramResult(exit_code=1, stdout="", stderr=text)
         events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]

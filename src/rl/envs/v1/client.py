@@ -30,11 +30,11 @@ OverlongPromptError: type[vf.ProviderError] = getattr(errors, "OverlongPromptErr
 
 @dataclass
 class ActiveTrace:
-    """One trace in play: its conversation (None with an endpoint), and the cause if its last call failed."""
+    """One trace in play: its conversation (None with an endpoint), and why its last call failed, if it did."""
 
     trace: vf.Trace
     conversation: Conversation | None
-    failure: Cause | None = None
+    failure: tuple[Cause, str] | None = None
 
     async def answer(self, messages: list[Message], body: dict[str, Any]) -> tuple[Turn, Answer]:
         """Plays one turn. `body` has the tools and the sampling parameters that the harness and the agent's config ask for; the
@@ -51,8 +51,9 @@ class ActiveTrace:
             raise self.fail(error) from error
 
     def fail(self, error: RolloutError) -> vf.ProviderError:
-        """Records the cause. SDKs do not retry the status 400: our own client has already retried what it can."""
-        self.failure = error.cause
+        """Records why: a harness may go on without the answer. SDKs do not retry the status 400: our own client has already retried what
+        it can."""
+        self.failure = error.cause, str(error)
         return vf.ProviderError(str(error), status_code=400)
 
 
