@@ -36,7 +36,7 @@ def as_episode(env: vf.Env, episode: vf.Episode, active: dict[str, ActiveTrace])
 def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
     """Converts a trace to a Rollout: the turns come from our conversation, the messages from verifiers' own record."""
     is_policy = getattr(env.config, trace.agent.name).client is None  # an agent with its own endpoint is another model
-    turns = active.conversation.turns if active.conversation and is_policy else Turns()
+    turns = active.kept_turns() if is_policy else Turns()
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = scores | {name: value for name, value in trace.metrics.items() if value is not None}
     overlong = trace.stop_condition == OVERLONG
