@@ -1,5 +1,6 @@
 """Test taskset of the v1 API that brings its own harness: one that streams, or speaks another dialect."""
 
+import asyncio
 import json
 
 import aiohttp
@@ -10,6 +11,8 @@ class ProgramConfig(vf.HarnessConfig):
     id: str = "v1-program"
     route: str = "/chat/completions"
     stream: bool = True
+    also: list[str] = []
+    """What it asks next, all at once; a refusal of these is not minded."""
 
 
 class ProgramHarness(vf.Harness[ProgramConfig]):
@@ -23,6 +26,13 @@ class ProgramHarness(vf.Harness[ProgramConfig]):
         headers = {"Authorization": f"Bearer {secret}", "x-api-key": secret}
         async with aiohttp.ClientSession() as http, http.post(endpoint + self.config.route, json=body, headers=headers) as reply:
             text = await reply.text()
+
+            async def ask(content):
+                more = body | {"messages": [{"role": "user", "content": content}], "stream": False}
+                async with http.post(endpoint + self.config.route, json=more, headers=headers) as ignored:
+                    await ignored.read()
+
+            await asyncio.gather(*map(ask, self.config.also))
         if reply.status >= 400:
             return vf.ProgramResult(exit_code=1, stdout="", stderr=text)
         events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]

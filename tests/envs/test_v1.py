@@ -342,6 +342,27 @@ def test_a_harness_of_the_package_s_own_is_served_over_http_and_may_stream():
     assert (asked["max_tokens"], asked["stop"], asked["temperature"]) == (5, ["."], 1.0), "the temperature is the run's"
 
 
+@pytest.mark.parametrize(("also", "cause", "reward"), [("boom", "inference", 0.0), ("again", None, 1.0)])
+def test_a_harness_that_swallows_a_failed_call_is_not_trained(also, cause, reward):
+    """Inference was lost; verifiers 0.4 scores what the harness makes of it."""
+    policy = StubPolicy(lambda prompt: InferenceLostError("gone") if "boom" in prompt else "on it")
+    [[rollout]] = play(load("v1-program", policy, {"agent": {"harness": {"also": [also]}}}))
+    assert (rollout.cause, rollout.reward) == (cause, reward) and ("gone" in rollout.error if cause else not rollout.error)
+
+
+def test_an_answer_that_comes_after_the_end_of_its_trace_is_not_trained():
+    """Verifiers refuses it, so the harness never saw it: here another call at the same time had no room."""
+
+    async def reply(prompt):
+        await asyncio.sleep(0.5 if "late" in prompt else 0.0)
+        return "late" if "late" in prompt else "on it"
+
+    policy = StubPolicy(reply, max_model_len=100)
+    [[rollout]] = play(load("v1-program", policy, {"agent": {"harness": {"also": ["late", "x" * 100]}}}))
+    assert len(policy.servers.asked) == 2 and rollout.overlong and not rollout.error
+    assert ["".join(map(chr, turn.completion_ids)) for turn in rollout.turns] == ["on it"]
+
+
 def test_a_version_that_we_have_not_tested_is_played_and_told(monkeypatch):
     monkeypatch.setattr("rl.envs.v1.environment.KNOWN", ())
     env = load("v1-echo", saying("1"))

@@ -177,3 +177,82 @@ def test_a_log_probability_that_json_cannot_say_arrives():
     sent = msgspec.json.encode(Generation([5, 6], [-1.0, math.nan], [VersionSpan(0, 2)], "stop"))
     first, second = msgspec.json.decode(sent, type=Generation).logprobs
     assert b"null" in sent and first == -1.0 and math.isnan(second)
+
+
+class OutcomeError(BaseException):
+    """As pytest's outcomes, which a reward function that calls pytest.fail() raises."""
+
+
+class Odd:
+    """An environment whose play does what `do` does."""
+
+    def __init__(self, do, scores_groups):
+        self.do, self.scores_groups = do, scores_groups
+
+    async def play(self, order, num_episodes):
+        return [await self.do() for _ in range(num_episodes)]
+
+
+async def number_as_name():
+    return [Rollout(metrics={1: 2.0})]
+
+
+async def text_as_value():
+    return [Rollout(metrics={"g": "B"})]
+
+
+async def huge_integer():
+    return [Rollout(reward=10**5000)]
+
+
+async def number_as_agent():
+    return [Rollout(agent=3)]
+
+
+async def no_metrics():
+    return [Rollout(metrics=None)]
+
+
+async def cancels_itself():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(60)
+
+
+async def outcome():
+    raise OutcomeError("not so")
+
+
+@pytest.mark.parametrize("scores_groups", [False, True])
+@pytest.mark.parametrize(
+    ("do", "cause", "text"),
+    [
+        (number_as_name, "reward", "the name of a metric or agent is of type int, not str"),
+        (text_as_value, "reward", "metric 'g' is of type str, not int or float"),
+        (huge_integer, "reward", "the reward is an integer of 16610 bits, not a number of at most 1e+18"),
+        (number_as_agent, "reward", "the name of a metric or agent is of type int, not str"),
+        (no_metrics, "environment", "TypeError: "),
+        (cancels_itself, "environment", "the environment's code cancelled its own task"),
+        (outcome, "environment", "OutcomeError: not so"),
+    ],
+)
+def test_whatever_an_environment_does_every_episode_is_answered(do, cause, text, scores_groups, monkeypatch):
+    """The orchestrator would wait for the group for ever."""
+    monkeypatch.setattr(worker, "RETRY_PAUSE_S", 0.0)
+    messages = []
+
+    async def send(message):
+        messages.append(msgspec.msgpack.decode(message, type=FromWorker))
+
+    async def main():
+        self = SimpleNamespace(setup=SimpleNamespace(retries=1), env=Odd(do, scores_groups), plays={ORDER.play_id: None})
+        self.play_once = lambda *args: Worker.play_once(self, *args)
+        self.play_with_retries = lambda *args: Worker.play_with_retries(self, *args)
+        async with asyncio.timeout(10):
+            await asyncio.gather(asyncio.create_task(Worker.play(self, ORDER, SimpleNamespace(send=send))), return_exceptions=True)
+        return self.plays
+
+    assert asyncio.run(main()) == {}
+    rollouts = [rollout for played in messages for rollout in played.rollouts]
+    assert [rollout.episode for rollout in rollouts] == [0, 1] and messages[-1].unfinished == 0
+    for rollout in rollouts:
+        assert (rollout.cause, rollout.stop, rollout.reward) == (cause, "error", 0.0) and text in rollout.error

@@ -89,6 +89,8 @@ def test_an_answer_has_the_routes_of_the_tokens_that_were_asked_for(given, said)
 def test_engine_args_report_every_fault_with_its_remedy():
     given = {"tensor_paralel_size": 2, "max_model_len": 100, "logprobs_mode": "raw_logprobs", "max_num_seqs": "many"}
     given |= {"enforce_eager": "yes", "api_key": "a-secret"}
+    tls = {"ssl_keyfile": "k", "ssl-certfile": "c", "ssl_ca_certs": "a", "ssl_cert_reqs": 2, "ssl_ciphers": "x", "enable_ssl_refresh": True}
+    given |= tls
     with pytest.raises(ConfigError) as error:
         parse_engine_args(given)
     assert str(error.value).splitlines() == [
@@ -99,6 +101,11 @@ def test_engine_args_report_every_fault_with_its_remedy():
         "inference.vllm.max_num_seqs = 'many': invalid int value: 'many'",
         "inference.vllm.enforce_eager = 'yes': takes true or false",
         "inference.vllm.api_key = ...: cannot be set, the run's token guards every path, while vLLM's key leaves some open: set RL_TOKEN",
+        *(
+            f"inference.vllm.{key} = {value!r}: cannot be set, the server of a run speaks plain HTTP: put a tunnel or a TLS proxy in front"
+            " (docs/security.md)"
+            for key, value in tls.items()
+        ),
     ]
 
 

@@ -171,8 +171,7 @@ class Worker:
             text = "the environment's code was cancelled: it awaits a task that it cancelled itself"
             failed = Rollout(stop="error", cause="environment", error=text)
         except (Exception, SystemExit) as error:  # an environment's exit() must not end the others' rollouts
-            text = "".join(traceback.format_exception(error))
-            failed = Rollout(stop="error", cause="environment", error=f"{type(error).__name__}: {error}\n{text[-MAX_ERROR // 2 :]}")
+            failed = failed_by(error)
         return [[with_talk(failed, *talks[i : i + 1])] for i in range(num_episodes)]
 
 
@@ -187,11 +186,29 @@ def numbered(finished: Iterable[asyncio.Task[list[Episode]]], parts: Mapping[asy
     """The rollouts of finished parts of a group, numbered and ordered by their episode's index in the group."""
     rollouts = []
     for part in sorted(finished, key=lambda part: parts[part][0]):
-        for i, episode in zip(parts[part], part.result(), strict=True):
+        for i, episode in zip(parts[part], episodes_of(part, len(parts[part])), strict=True):
             for rollout in episode:
                 rollout.episode = i
             rollouts += episode
     return rollouts
+
+
+def episodes_of(part: asyncio.Task[list[Episode]], num_episodes: int) -> list[Episode]:
+    """The episodes of a finished part; failed ones if it raised what play_once lets through, or its environment cancelled it: the pool
+    cancels the whole play, and then nobody asks."""
+    if part.cancelled():
+        failed = Rollout(stop="error", cause="environment", error="the environment's code cancelled its own task")
+    elif (error := part.exception()) is not None:
+        failed = failed_by(error)
+    else:
+        return part.result()
+    return [[with_talk(failed)] for _ in range(num_episodes)]
+
+
+def failed_by(error: BaseException) -> Rollout:
+    """A rollout that failed because the environment's code raised `error`."""
+    text = "".join(traceback.format_exception(error))
+    return Rollout(stop="error", cause="environment", error=f"{type(error).__name__}: {error}\n{text[-MAX_ERROR // 2 :]}")
 
 
 def refuse_unfit(rollout: Rollout) -> None:

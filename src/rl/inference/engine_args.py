@@ -25,6 +25,8 @@ OWNED = {
 }
 """vLLM arguments that duplicate a setting of ours -> that setting."""
 
+PLAIN_HTTP = "the server of a run speaks plain HTTP: put a tunnel or a TLS proxy in front (docs/security.md)"
+
 FIXED = {
     "logprobs_mode": "training needs the logprobs of the distribution that was sampled from (processed_logprobs)",
     "worker_extension_cls": "the worker extension loads the weights",
@@ -35,6 +37,12 @@ FIXED = {
     "api_key": "the run's token guards every path, while vLLM's key leaves some open: set RL_TOKEN",
     "headless": "engines on a further machine would begin with another version than the server: start a server on each (docs/clusters.md)",
     "grpc": "the server of a run answers HTTP",
+    "ssl_keyfile": PLAIN_HTTP,
+    "ssl_certfile": PLAIN_HTTP,
+    "ssl_ca_certs": PLAIN_HTTP,
+    "ssl_cert_reqs": PLAIN_HTTP,
+    "ssl_ciphers": PLAIN_HTTP,
+    "enable_ssl_refresh": PLAIN_HTTP,
 }
 """vLLM arguments that cannot be changed -> why."""
 

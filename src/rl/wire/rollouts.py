@@ -14,6 +14,9 @@ MAX_NUMBER = 1e18
 MAX_NAME = 200
 """Maximum length of the name of a metric or an agent; it becomes part of names in metrics.jsonl and of table headers."""
 
+MAX_BITS = 1024
+"""Longest integer that is written out in a message: Python refuses to write those of some thousand digits."""
+
 Cause = Literal["environment", "reward", "inference", "timeout", "worker", "teacher", "logprobs"]
 """Why a rollout failed, in order: the environment's code raised; a reward function raised or returned no finite number (or its judge is
 down); inference did not answer; a deadline passed; the worker process died; the teacher did not score it; the sampler
@@ -101,13 +104,21 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def unfit(rollout: Rollout) -> str:
-    """Describes the first number or name of a rollout that cannot be used or recorded; empty if there is none."""
+    """Describes the first number or name of a rollout that cannot be used or recorded; empty if there is none. Environments put anything
+    in them, and nothing here raises."""
+    for name in (rollout.agent, *rollout.metrics):
+        if not isinstance(name, str):
+            return f"the name of a metric or agent is of type {type(name).__name__}, not str"
     for name, value in {
         "the reward": rollout.reward,
         **{f"metric {name!r:.100}": value for name, value in rollout.metrics.items()},
     }.items():
+        if not isinstance(value, (int, float)):
+            return f"{name} is of type {type(value).__name__}, not int or float"
         if not abs(value) <= MAX_NUMBER:  # also true for nan
-            return f"{name} is {value}, not a number of at most {MAX_NUMBER:g}"
+            long = isinstance(value, int) and value.bit_length() > MAX_BITS
+            shown = f"an integer of {value.bit_length()} bits" if long else value
+            return f"{name} is {shown}, not a number of at most {MAX_NUMBER:g}"
     for name in (rollout.agent, *rollout.metrics):
         if not name or len(name) > MAX_NAME or not name.isprintable():
             return f"{name!r:.100} is not a valid name: 1 to {MAX_NAME} printable characters"

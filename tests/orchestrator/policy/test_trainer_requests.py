@@ -3,18 +3,20 @@
 import asyncio
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
-from msgspec import Raw
+from msgspec import Raw, ValidationError
 from msgspec.msgpack import encode
 
 from rl.orchestrator.policy import trainer_requests
 from rl.orchestrator.policy.trainer_requests import TrainerRequests
 from rl.orchestrator.progress import Progress
+from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import RoleStatus, write_status
 from rl.wire.batch_file import EncodedBatch, write_batch
-from rl.wire.inference_client import Generation
+from rl.wire.inference_client import Generation, InferenceLostError, PromptTooLongError
 from rl.wire.messages import VersionSpan
 from tests.trainer.samples import make_sample
 from tests.waiting import until
@@ -70,3 +72,14 @@ def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeyp
     policy.servers.generate = hang
     asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
     assert answers[1].samples == []
+    for refusal in (InferenceLostError("no server answered"), PromptTooLongError("64 tokens"), ValueError("inference answered 400")):
+        policy.servers.generate = AsyncMock(side_effect=refusal)  # Regression: it ended the orchestrator
+        asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
+        assert answers.pop().samples == [] and len(answers) == 2
+    run_dir.batch(1).unlink()
+    write_batch(run_dir.batch(1), EncodedBatch(step=1, samples=[Raw(encode("not a sample"))]), {})
+    with pytest.raises(ValidationError):  # also a ValueError, but not inference's
+        asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
+    run_dir.batch(1).unlink()
+    with pytest.raises(CorruptFileError):
+        asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))

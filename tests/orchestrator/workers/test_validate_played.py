@@ -7,7 +7,7 @@ import pytest
 
 from rl.orchestrator.workers.validate_played import validate_played
 from rl.wire.messages import VersionSpan
-from rl.wire.rollouts import MAX_NAME, Rollout, Turn, unfit
+from rl.wire.rollouts import MAX_NAME, Rollout, Split, Turn, unfit
 from rl.wire.worker_messages import Played, PlayGroup, PolicySpec, ServerSet
 from tests.orchestrator import light_worker, made
 
@@ -24,9 +24,9 @@ def rollouts(count: int = 3, **changes: object) -> list[Rollout]:
     ]
 
 
-def judged(played: list[Rollout], unfinished: int = 0, finished: set[int] = frozenset(), newest: int = 4) -> str:
+def judged(played: list[Rollout], unfinished: int = 0, finished: set[int] = frozenset(), newest: int = 4, split: Split = "train") -> str:
     """Returns why the message is rejected."""
-    order, server_set = PlayGroup(7, "train", 0, 3, {}, 0, sorted(finished)), ServerSet([], [], 0, newest)
+    order, server_set = PlayGroup(7, split, 0, 3, {}, 0, sorted(finished)), ServerSet([], [], 0, newest)
     try:
         validate_played(Played(7, played, unfinished), order, POLICY, server_set)
     except msgspec.ValidationError as error:
@@ -77,6 +77,14 @@ def test_episodes_are_those_that_were_ordered_and_each_once(played, unfinished, 
 )
 def test_nothing_gets_in_that_the_served_model_cannot_have_made(changes, why):
     assert why in judged(rollouts(**changes))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 0.01])
+def test_an_evaluation_trains_no_log_probability_and_does_not_mind_one(value):
+    """Regression: a worker lets one through there, and the pool ended it for that again and again."""
+    played = rollouts(turns=[turn(logprobs=[-1.0, value])])
+    assert judged(played, split="eval") == "" and "the log-probability" in judged(played)
+    assert "tokens of version 5" in judged(rollouts(turns=[turn(policy_versions=[VersionSpan(5, 2)])]), split="eval")
 
 
 def test_an_unknown_vocabulary_and_unknown_versions_are_no_limit():

@@ -4,7 +4,7 @@ one conversation with the policy."""
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import verifiers.v1 as vf
@@ -21,6 +21,7 @@ from rl.envs.policy import Conversation, RolloutError
 from rl.models.chat import Answer, Message, assistant_message
 from rl.wire.inference_client import PromptTooLongError
 from rl.wire.rollouts import Cause, Turn
+from rl.wire.turns import Turns
 
 OVERLONG = "context_length"
 """Stop condition of a trace whose prompt leaves no room for an answer: the name in verifiers 0.3; 0.4 has no such condition."""
@@ -30,11 +31,13 @@ OverlongPromptError: type[vf.ProviderError] = getattr(errors, "OverlongPromptErr
 
 @dataclass
 class ActiveTrace:
-    """One trace in play: its conversation (None with an endpoint), and the cause if its last call failed."""
+    """One trace in play: its conversation (None with an endpoint), and why its last call failed, if it did."""
 
     trace: vf.Trace
     conversation: Conversation | None
-    failure: Cause | None = None
+    failure: tuple[Cause, str] | None = None
+    refused: set[int] = field(default_factory=set)
+    """Indices of turns that verifiers refused, so that the harness never saw them."""
 
     async def answer(self, messages: list[Message], body: dict[str, Any]) -> tuple[Turn, Answer]:
         """Plays one turn. `body` has the tools and the sampling parameters that the harness and the agent's config ask for; the
@@ -50,9 +53,15 @@ class ActiveTrace:
         except RolloutError as error:
             raise self.fail(error) from error
 
+    def kept_turns(self) -> Turns:
+        """The conversation's turns, without those that verifiers refused."""
+        turns = self.conversation.turns if self.conversation else Turns()
+        return Turns.of(turn for i, turn in enumerate(turns) if i not in self.refused) if self.refused else turns
+
     def fail(self, error: RolloutError) -> vf.ProviderError:
-        """Records the cause. SDKs do not retry the status 400: our own client has already retried what it can."""
-        self.failure = error.cause
+        """Records why: a harness may go on without the answer. SDKs do not retry the status 400: our own client has already retried what
+        it can."""
+        self.failure = error.cause, str(error)
         return vf.ProviderError(str(error), status_code=400)
 
 
@@ -80,7 +89,10 @@ class PolicyClient(vf.Client):
             raise active.fail(RolloutError("environment", problem))
         # In verifiers' own form, where tool results name their tool: a resumed conversation has that form, and must match the one before.
         messages = [message_to_wire(message) for message in (turn.prompt if turn else dialect.parse_request(body).messages)]
-        return response(*await active.answer(messages, body), body["model"])
+        answered = await active.answer(messages, body)
+        if active.trace.stop_condition is not None:  # another call of the harness ended the trace meanwhile
+            active.refused.add(len(active.conversation.turns) - 1)
+        return response(*answered, body["model"])
 
     async def relay(
         self, dialect: Dialect, body: dict[str, Any], session_id: str | None = None, headers: Mapping[str, str] | None = None

@@ -36,7 +36,7 @@ def as_episode(env: vf.Env, episode: vf.Episode, active: dict[str, ActiveTrace])
 def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
     """Converts a trace to a Rollout: the turns come from our conversation, the messages from verifiers' own record."""
     is_policy = getattr(env.config, trace.agent.name).client is None  # an agent with its own endpoint is another model
-    turns = active.conversation.turns if active.conversation and is_policy else Turns()
+    turns = active.kept_turns() if is_policy else Turns()
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = scores | {name: value for name, value in trace.metrics.items() if value is not None}
     overlong = trace.stop_condition == OVERLONG
@@ -56,6 +56,8 @@ def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
     )
     if not trace.ok:
         fail(rollout, trace_failure(trace, active))
+    elif active.failure:  # verifiers scores what a harness makes of the error
+        fail(rollout, active.failure)
     elif getattr(trace, "is_timeout", False):  # since 0.4 a limit: verifiers scores the incomplete answer
         stage = (trace.stop_condition or "").removesuffix("_timeout")
         fail(rollout, ("timeout", f"{stage} timed out; see timeout of the task and of args.{trace.agent.name}"))
@@ -76,7 +78,7 @@ def trace_failure(trace: vf.Trace, active: ActiveTrace) -> Failure:
         return "environment", "the trace failed without an error"
     text = error_text(error)
     if error.type == "ProviderError":
-        return active.failure or "inference", text
+        return active.failure[0] if active.failure else "inference", text
     if timed_out(error):
         return "timeout", text
     if trace.timing.scoring.start:  # only scoring can fail a trace after this

@@ -21,15 +21,16 @@ def first_of_groups(batch: Path) -> list[TrainingSample]:
     return [*found.values()]
 
 
-async def probe(servers: InferenceServers, batch: Path, max_model_len: int) -> list[TrainingSample]:
-    """Returns completions by the loaded version of a batch's first prompts. Prompts that fill the context are cut from the left."""
+async def probe(servers: InferenceServers, samples: list[TrainingSample], max_model_len: int) -> list[TrainingSample]:
+    """Returns completions by the loaded version of the samples' prompts. Prompts that fill the context are cut from the left. Raises what
+    InferenceServers.generate raises."""
     room = max(1, max_model_len - TOKENS)
 
     async def one(sample: TrainingSample) -> TrainingSample:
         prompt = sample.token_ids[: sample.loss_mask.index(True)][-room:]
         return await complete(servers, prompt, sample.temperature, TOKENS, sample.group_id, sample.routes is not None)
 
-    return await asyncio.gather(*map(one, await asyncio.to_thread(first_of_groups, batch)))
+    return await asyncio.gather(*map(one, samples))
 
 
 async def complete(

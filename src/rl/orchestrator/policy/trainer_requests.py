@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from rl.orchestrator.policy.probe import probe
+from rl.orchestrator.policy.probe import first_of_groups, probe
 from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.progress import Progress
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import Phase, Staleness, Status, last_seen, read_status
 from rl.system.errors import RunError
 from rl.wire.batch_file import batch_head
+from rl.wire.inference_client import InferenceLostError, PromptTooLongError
 from rl.wire.messages import (
     Acknowledged,
     GetBatch,
@@ -94,8 +95,8 @@ class TrainerRequests:
         return await server.reply(sender, batch_head(self.run_dir.batch(step)))
 
     async def answer_probe(self, server: TrainerServer, sender: bytes, version: int) -> None:
-        """Answers with completions by a version once inference holds it, with none if it holds a later one or is slow, or NotReady if it
-        holds neither."""
+        """Answers with completions by a version once inference holds it, with none if it holds a later one, is slow or fails, or NotReady
+        if it holds neither. Raises CorruptFileError for a damaged batch."""
         policy = self.policy
         if policy is None:
             return await server.reply(sender, Probe([]))
@@ -105,7 +106,11 @@ class TrainerRequests:
         if policy.loaded == version and newest:
             with suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_S):
-                    samples = await probe(policy.servers, self.run_dir.batch(newest), self.max_model_len)
+                    first = await asyncio.to_thread(first_of_groups, self.run_dir.batch(newest))
+                    try:
+                        samples = await probe(policy.servers, first, self.max_model_len)
+                    except (InferenceLostError, PromptTooLongError, ValueError) as error:
+                        log.warning("inference did not answer a probe: %s", error)
         return await server.reply(sender, Probe(samples))
 
     async def wait_for_trainer(self, holds: Callable[[], bool], what: str, deadline_s: float) -> None:

@@ -27,19 +27,19 @@ def validate_played(played: Played, order: PlayGroup, policy: PolicySpec, server
     if played.unfinished != left:
         raise ValidationError(f"{played.unfinished} unfinished episodes of a group of {order.num_episodes}, of which {left} are left")
     for i, rollout in enumerate(played.rollouts):
-        if why := next(faults_of(rollout, policy, server_set.newest if server_set else None), ""):
+        if why := next(faults_of(rollout, policy, server_set.newest if server_set else None, order.split == "train"), ""):
             raise ValidationError(f"rollout {i}: {why}")
 
 
-def faults_of(rollout: Rollout, policy: PolicySpec, newest: int | None) -> Iterator[str]:
-    """Yields what is impossible in one rollout. `newest`: the newest policy version; None if unknown."""
+def faults_of(rollout: Rollout, policy: PolicySpec, newest: int | None, trains: bool) -> Iterator[str]:
+    """Yields what is impossible in one rollout. `newest`: the newest policy version; None if unknown. `trains`: see faults_of_answer."""
     if why := unfit(rollout):
         yield why
     if not rollout.error:
-        yield from faults_of_turns(rollout.turns, policy, newest)
+        yield from faults_of_turns(rollout.turns, policy, newest, trains)
 
 
-def faults_of_turns(turns: Turns, policy: PolicySpec, newest: int | None) -> Iterator[str]:
+def faults_of_turns(turns: Turns, policy: PolicySpec, newest: int | None, trains: bool = True) -> Iterator[str]:
     """Yields what the served model cannot have sampled, or been asked."""
     for chain in turns.chains:
         ids = array("i", chain.tail)  # not numpy: its import starts a thread, and only a single-threaded process can be forked as a copy
@@ -48,11 +48,12 @@ def faults_of_turns(turns: Turns, policy: PolicySpec, newest: int | None) -> Ite
     for answer in turns.answers:
         if answer.end > policy.max_model_len:
             yield f"{answer.end} tokens; model.max_model_len = {policy.max_model_len}"
-        yield from faults_of_answer(answer, newest)
+        yield from faults_of_answer(answer, newest, trains)
 
 
-def faults_of_answer(answer: AnswerSpan, newest: int | None) -> Iterator[str]:
-    logprobs = array("d", answer.logprobs)
+def faults_of_answer(answer: AnswerSpan, newest: int | None, trains: bool) -> Iterator[str]:
+    """`trains`: whether the log-probabilities are trained. In an evaluation nobody reads them, and workers let any through."""
+    logprobs = array("d", answer.logprobs) if trains else array("d")
     if not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > MOST_LIKELY:
         yield f"the log-probability {next((value for value in logprobs if not -math.inf < value <= MOST_LIKELY), -math.inf)}"
     versions = [span.policy_version for span in answer.policy_versions]
