@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from rl.run_dir.checksums import MANIFEST, checksum, read_manifest, verify_checkpoint
 from rl.run_dir.digests import HASH, HashedStream
-from rl.run_dir.files import CorruptFileError, commit_directory, temporary_name
+from rl.run_dir.files import CorruptFileError, commit_directory, fsync_path, temporary_name
 from rl.run_dir.hashes import blake2b
 from rl.run_dir.paths import numbers
 from rl.system import faults
@@ -118,8 +118,9 @@ def write(
         require_space(temporary, state.values())
     world.barrier(group)
     torch.serialization.set_crc32_options(False)  # CRCs take a third of the time; the manifest's checksums are stronger
-    # No sync_files: `commit_directory` syncs. No copying ahead: the tensors are in CPU memory already, and it would use a stream of the
-    # thread's current GPU, so every rank's thread would create a CUDA context (half a GiB) on GPU 0 and wait for the training there.
+    # No sync_files: what is synced is below, and in `commit_directory`. No copying ahead: the tensors are in CPU memory already, and it
+    # would use a stream of the thread's current GPU, so every rank's thread would create a CUDA context (half a GiB) on GPU 0 and wait for
+    # the training there.
     writer = FileSystemWriter(temporary, sync_files=False, per_thread_copy_ahead=0)
     writer.fs = files = HashedFiles()
     try:
@@ -128,12 +129,20 @@ def write(
         raise cause_of(error, temporary, state) from error
     faults.point("checkpoint.saved")
     own = {name: found for name, found in files.sums.items() if name.startswith("__")}  # without .metadata.tmp
+    if may_be_elsewhere(world):
+        for name in own:
+            fsync_path(temporary / name)
     sums = world.gather_bytes(json.dumps(own).encode(), group)
     if world.is_main:
         write_manifest(temporary, step, model, sums)
         faults.point("checkpoint.manifest")
         commit_directory(temporary, path, new=True, fence=fence)
     world.barrier(group)
+
+
+def may_be_elsewhere(world: World) -> bool:
+    """Whether this rank may be on another machine than rank 0, whose fsync covers only the writes of its own machine."""
+    return not world.is_main and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < world.size
 
 
 def cause_of(error: CheckpointException, folder: Path, state: dict[str, Tensor]) -> Exception:
