@@ -108,8 +108,8 @@ def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
         return 0
     lines, passed = verdict(name, recipe, points)
     print("\n".join(lines))
-    if values := recipe.as_seed(points):
-        print(f"as a seed of recipe.toml: {config.seed} = {values}")
+    if curve := recipe.as_seed(points):
+        print(f"as a seed of recipe.toml: {config.seed} = {curve}")
     return 0 if passed else 1
 
 

@@ -109,6 +109,8 @@ def unfit(rollout: Rollout) -> str:
     for name in (rollout.agent, *rollout.metrics):
         if not isinstance(name, str):
             return f"the name of a metric or agent is of type {type(name).__name__}, not str"
+        if not name or len(name) > MAX_NAME or not name.isprintable():
+            return f"{name!r:.100} is not a valid name: 1 to {MAX_NAME} printable characters"
     for name, value in {
         "the reward": rollout.reward,
         **{f"metric {name!r:.100}": value for name, value in rollout.metrics.items()},
@@ -119,9 +121,6 @@ def unfit(rollout: Rollout) -> str:
             long = isinstance(value, int) and value.bit_length() > MAX_BITS
             shown = f"an integer of {value.bit_length()} bits" if long else value
             return f"{name} is {shown}, not a number of at most {MAX_NUMBER:g}"
-    for name in (rollout.agent, *rollout.metrics):
-        if not name or len(name) > MAX_NAME or not name.isprintable():
-            return f"{name!r:.100} is not a valid name: 1 to {MAX_NAME} printable characters"
     return ""
 
 
