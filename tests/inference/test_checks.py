@@ -20,7 +20,7 @@ from vllm import SamplingParams
 from rl.config.run import RLConfig
 from rl.inference.chat import Answers
 from rl.inference.draw import carried_seed
-from rl.inference.engine import VersionedEngine
+from rl.inference.engine import CutOffError, VersionedEngine
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.main import newest_sound_version
 from rl.inference.routes import make_router
@@ -84,6 +84,23 @@ def test_an_answer_has_the_routes_of_the_tokens_that_were_asked_for(given, said)
             asyncio.run(work)
     else:
         assert np.frombuffer(asyncio.run(work).routes, dtype=np.uint16).tolist() == list(range(30))
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_vllm_cut_off_is_none(reason):
+    answer = SimpleNamespace(token_ids=[7], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason=reason)
+
+    async def once(*_, **__):
+        return SimpleNamespace(outputs=[answer], finished=True, prompt_logprobs=None, version_starts=[(0, 3)], get=once)
+
+    engine = SimpleNamespace(sampling=nullcontext, ranks=SimpleNamespace(use=lambda _: nullcontext(0)), add_request=once)
+    with pytest.raises(CutOffError, match="the server is stopping"):
+        asyncio.run(VersionedEngine.sample(engine, [1], SamplingParams()))
+
+
+def test_a_wrong_host_is_not_blamed_on_the_port():
+    with pytest.raises(OSError, match=r"inference.host = 192.0.2.1: .*give an address of this machine"):
+        bind("192.0.2.1", 0)
 
 
 def test_engine_args_report_every_fault_with_its_remedy():

@@ -306,6 +306,18 @@ def test_the_versions_of_a_chat_are_remembered(servers):
     assert server.post("/versions", answers=3).status_code == 400
 
 
+def test_several_answers_to_one_prompt_outlive_a_new_version(servers):
+    server = servers["tied"]
+    with ThreadPoolExecutor() as pool:
+        both = pool.submit(server.post, "/v1/completions", prompt=PROMPT, n=2, seed=1, max_tokens=600, ignore_eos=True)
+        until(lambda: server.status()["num_running"] == 2, 30)
+        assert server.load(1).status_code == 200
+        assert [len(choice["text"]) > 0 for choice in both.result().json()["choices"]] == [True, True]
+    assert server.load(0).status_code == 200
+    unknown = server.post("/v1/completions", prompt=[10**6], n=2, max_tokens=4)
+    assert unknown.status_code == 400 and server.post("/v1/completions", prompt=PROMPT, n=2, max_tokens=4).status_code == 200
+
+
 def test_disconnect_aborts_the_request(servers):
     server = servers["tied"]
     with ThreadPoolExecutor(12) as pool:  # a seed whose answer is long
@@ -560,11 +572,23 @@ def test_engine_death_ends_the_process(servers):
     assert "engine process died" in (server.root / "log").read_text()
 
 
-def test_sigterm_ends_the_server_and_its_engine(servers):
+def test_sigterm_ends_the_server_and_its_engine_and_no_answer_is_cut_off(servers):
+    """The signal goes to both processes, as with Ctrl-C."""
     server = servers["tied"]
     engine = server.engine_pid()
-    in_flight(server)
-    server.process.terminate()
-    assert server.process.wait(timeout=30) == 0
+
+    def ask(seed: int) -> httpx.Response | None:
+        with contextlib.suppress(httpx.HTTPError):
+            return server.post("/generate", token_ids=PROMPT, sampling={"max_tokens": 900, "temperature": 1.0, "seed": seed})
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, seed) for seed in range(8)]
+        until(lambda: server.status()["num_running"] >= 4, 30)
+        os.killpg(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(timeout=30) == 0
+    answers = [one.result() for one in asked]
+    reasons = {answer.json()["finish_reason"] for answer in answers if answer and answer.status_code == 200}
+    assert reasons <= {"stop", "length"}
     until(lambda: not alive(engine))
     assert "Traceback" not in (server.root / "log").read_text()  # the end of a log is what `rl doctor` shows of a dead run

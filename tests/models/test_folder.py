@@ -144,6 +144,9 @@ def test_chat_template(folder, cache, tmp_path):
     from transformers import AutoTokenizer
 
     assert AutoTokenizer.from_pretrained(resolved).apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|im_start|>"}))
+    corrected = resolve_model(ModelConfig(name=str(folder), chat_template=str(template)))
+    assert corrected != resolved and AutoTokenizer.from_pretrained(corrected).eos_token == "<|im_start|>"
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]

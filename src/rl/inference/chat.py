@@ -11,13 +11,14 @@ from collections import OrderedDict
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from http import HTTPStatus
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from rl.inference.engine import QUEUES, version_spans
+from rl.inference.engine import QUEUES, CutOffError, finished, version_spans
 from rl.wire.messages import VersionSpan
 from rl.wire.turns import answer_digest
 
@@ -68,6 +69,10 @@ class TokenChat(OpenAIServingChat):
         QUEUES.set(exchange.queues)
         response = await super().create_chat_completion(request, raw_request)
         if isinstance(response, ChatCompletionResponse):
+            try:
+                finished(exchange.output.outputs[0])
+            except CutOffError as error:
+                return self.create_error_response(str(error), "ServiceUnavailableError", HTTPStatus.SERVICE_UNAVAILABLE)
             self.add_tokens(response.choices[0].message, exchange)
         return response
 

@@ -5,6 +5,7 @@ import sys
 import uuid
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from vllm.inputs import tokens_input
@@ -21,6 +22,18 @@ from rl.wire.messages import VersionSpan
 
 QUEUES: ContextVar[list[Any]] = ContextVar("QUEUES")
 """The queues of the requests that a task has made; their `version_starts` tell which version sampled from which token on."""
+
+
+class CutOffError(Exception):
+    """The engine was stopped before it had finished an answer."""
+
+
+def finished(answer: Any) -> Any:
+    """Returns an answer that the policy has ended, or that has all the tokens it may have. Raises CutOffError for any other: vLLM also
+    returns the first half of an answer, as `abort`, when its engine is stopped."""
+    if answer.finish_reason not in ("stop", "length"):
+        raise CutOffError(f"the server is stopping ({answer.finish_reason}); repeat the request elsewhere or later")
+    return answer
 
 
 class VersionedEngine(LoadingEngine):
@@ -41,6 +54,7 @@ class VersionedEngine(LoadingEngine):
         self.vocab_size = self.model_config.get_vocab_size()
         self.ranks = Ranks(self.vllm_config.parallel_config.data_parallel_size)
         self.sampling = spans.Busy("sampling", "requests")
+        self.output_processor.add_request = partial(self.register, self.output_processor.add_request)
 
     def _run_output_handler(self) -> None:
         """Lets barriers pass through the handler's queue, and counts sampled tokens, from the handler's start."""
@@ -64,15 +78,15 @@ class VersionedEngine(LoadingEngine):
         QUEUES.get([]).append(queue)
         return queue
 
-    async def _add_request(self, request, prompt, parent_req, index, queue) -> None:
+    def register(self, add: Callable[..., None], request: Any, prompt: Any, parent: Any, index: int, queue: Any) -> None:
+        """Registers a request by `add`, vLLM's own way; each of several answers to a prompt (`n`) is a request. As nothing is awaited, the
+        version cannot change in between. With adapters side by side the request has had its own since `add_request`, and keeps it."""
         self.refuse_deadly(request)
         self.hand_over_seed(request.sampling_params)
-        # Does not suspend before the request is registered inside super(), so the version cannot change in between. With adapters side by
-        # side the request has had its own since `add_request`, and keeps it.
         lora = request.lora_request
         version = self.policy_version if not self.slots else self.adapter_versions[lora.lora_int_id] if lora else 0
-        queue.version_starts = [(0, version)]
-        await super()._add_request(request, prompt, parent_req, index, queue)
+        queue.version_starts = [(0, version)]  # of one answer; nobody asks for those of several, which share a queue
+        add(request, prompt, parent, index, queue)
 
     def refuse_deadly(self, request: Any) -> None:
         """Raises ValueError for requests that vLLM accepts although they would kill its engine, whatever route they came by."""
@@ -104,7 +118,7 @@ class VersionedEngine(LoadingEngine):
     ) -> Generation:
         """Answers one prompt. Log-probabilities are in nats, of the distribution that was sampled from. Cancelling aborts the request.
 
-        `routes_from`: the first token whose route is wanted; None: none is. Raises ValueError if vLLM gives no routes.
+        `routes_from`: the first token whose route is wanted; None: none is. Raises ValueError if vLLM gives no routes, and CutOffError.
         """
         request_id, prompt = uuid.uuid4().hex, tokens_input(prompt_token_ids=token_ids)
         with self.sampling(), self.ranks.use(session) as rank:
@@ -114,7 +128,7 @@ class VersionedEngine(LoadingEngine):
             except asyncio.CancelledError:
                 await self.abort(request_id)
                 raise
-        answer = output.outputs[0]
+        answer = finished(output.outputs[0])
         sampled = list(answer.token_ids)
         logprobs = list(answer.logprobs.logprobs) if sampled else []
         assert output.finished and len(logprobs) == len(sampled), "one final output with one logprob for each token"

@@ -93,7 +93,7 @@ class LoadingEngine(AsyncLLM):
                             await self.in_time(self.until_there(Path(path), patience_s))
                         loaded = await self._load_weights(policy_version, str(image or path), "" if image else content)
                         if image:
-                            self.mirror = Mirror()  # deltas are not read any more: that memory is a whole version
+                            self.mirror.free()  # deltas are not read any more: that memory is a whole version
                 self.content = content
                 return loaded
             except RunError as error:

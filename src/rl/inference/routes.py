@@ -11,7 +11,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rl.inference.chat import Answers
-from rl.inference.engine import VersionedEngine
+from rl.inference.engine import CutOffError, VersionedEngine
 from rl.inference.weight_files import WeightsGoneError
 from rl.system.errors import RunError
 from rl.wire.gate import refusal
@@ -79,6 +79,8 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
             sampled = await unless_disconnected(request, engine.sample(body.token_ids, params, body.session, body.sampling.routes_from))
         except (msgspec.DecodeError, VLLMClientError, ValueError) as error:
             return refusal(400, "bad_request", str(error))
+        except CutOffError as error:
+            return refusal(503, "stopping", str(error))
         except asyncio.CancelledError:
             return refusal(503, "stopping", "the server is stopping; repeat the request elsewhere or later")
         return reply(200, sampled)

@@ -91,6 +91,8 @@ def bind(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 text = f"inference.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one"
+                if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+                    text = f"inference.host = {host}: {error.strerror}; give an address of this machine, or 0.0.0.0 for all of them"
                 raise OSError(error.errno, text) from None
             time.sleep(0.2)
 

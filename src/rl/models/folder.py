@@ -124,13 +124,15 @@ def template_text(folder: Path, given: str) -> bytes:
 
 
 def with_template(folder: Path, text: bytes) -> Path:
-    """A folder of links to the files of `folder`, with `text` as its chat template. Equal inputs give the same folder."""
-    target = cache_root() / f"{folder.name}-{hashlib.blake2b(text + str(folder).encode(), digest_size=6).hexdigest()}"
+    """A folder of links to the files of `folder`, with `text` as its chat template. Equal inputs give the same folder, and a changed file
+    another one."""
+    files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("chat_template."))
+    stats = [(file.name, str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    target = cache_root() / f"{folder.name}-{hashlib.blake2b(text + repr((str(folder), stats)).encode(), digest_size=6).hexdigest()}"
 
     def fill(temporary: Path) -> None:
-        for file in folder.iterdir():
-            if file.is_file() and not file.name.startswith("chat_template."):
-                (temporary / file.name).symlink_to(file.resolve())
+        for file in files:
+            (temporary / file.name).symlink_to(file.resolve())
         config = temporary / "tokenizer_config.json"
         if config.exists():
             fields = read_json(config)

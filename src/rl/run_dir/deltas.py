@@ -88,6 +88,13 @@ class Mirror:
         self.tensors = wanted
         return self.path
 
+    def free(self) -> None:
+        """Gives the memory back, also if copies of this process have the file open. Nobody may read it any more."""
+        if self.fd >= 0:
+            self.data = self.tensors = None
+            os.ftruncate(self.fd, 0)
+            self.size = 0
+
     def _read(self, anchor: Path) -> None:
         """Copies a whole version."""
         import numpy as np  # takes 0.1 s, which commands must not

@@ -7,6 +7,7 @@ in the run directory, which all nodes share.
 """
 
 import contextlib
+import errno
 import hashlib
 import logging
 import math
@@ -306,9 +307,10 @@ class TrainerServer:
             self.socket.bind(f"{PLAIN}{brackets}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
-            raise OSError(
-                error.errno, f"orchestrator.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one"
-            ) from None
+            text = f"orchestrator.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one"
+            if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+                text = f"orchestrator.host = {host}: {error.strerror}; give an address of this machine, or 0.0.0.0 for all of them"
+            raise OSError(error.errno, text) from None
         bound_port = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         name = reachable(host)
         self.address = f"{ENCRYPTED}{f'[{name}]' if ':' in name else name}:{bound_port}"

@@ -1,5 +1,6 @@
 """Versions written as what differs from the one before, and the servers that follow them."""
 
+import os
 import resource
 from pathlib import Path
 
@@ -83,6 +84,9 @@ def test_a_hundred_versions_are_exact_or_refused(tmp_path, monkeypatch):
     sizes = {number: sum(file.stat().st_size for file in path.glob("*.[sz]*")) for number, path in numbered(run_dir.weights_dir).items()}
     assert sizes[99] < sizes[90] / 10
     assert first.num_read <= sum(sizes.values())
+    held = os.dup(first.fd)  # as a fork of this process has it
+    first.free()
+    assert os.fstat(held).st_size == 0 and same(first.become(folder), expected)
     assert len(verify_version(run_dir.weights(99))["tensors"]) == len(expected)
     with pytest.raises(CorruptFileError, match="damaged"):
         verify_version(run_dir.weights(52))
