@@ -268,3 +268,13 @@ def test_what_a_branch_begins_with_is_where_replay_begins_and_old_batches_go(run
     new.origin.write_bytes(b"{")
     with pytest.raises(RunError, match=r"origin\.json: damaged"):
         read_origin(new)
+
+
+def test_a_branch_of_fine_tuning_keeps_its_examples_and_their_order(run, launched, capsys):
+    flags = ["--model.name", "owner/m", "--name", "x", "--max_steps", "4", "--sft.dataset", "d.jsonl", "--model.dtype", "bfloat16"]
+    write_file(run.config, to_toml(build(parse_args(flags)).with_absolute_paths()).encode())
+    for change in (("--sft.batch_size", "128"), ("--seed", "7"), ("--sft.dataset", "e.jsonl"), ("--model.max_model_len", "64")):
+        said = fault(capsys, f"{run.root}@2", "--name", "y", *change)
+        assert f"  {change[0][2:]}: " in said and "decides the order of the examples, of which 2 batches are trained" in said
+    branch(f"{run.root}@2", "--name", "y", "--sft.validation_interval", "7", "--learning_rate", "1e-4")
+    assert launched[0][0].sft.validation_interval == 7

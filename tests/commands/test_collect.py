@@ -56,10 +56,11 @@ def test_a_line_that_was_not_finished_is_cut_with_its_episode(tmp_path):
 
 def test_a_file_of_something_else(tmp_path):
     path = tmp_path / "r.jsonl"
-    path.write_text('{"messages": []}\n')
-    with pytest.raises(RunError, match="line 1 was not written by `rl collect`"):
-        read_present(path)
-    assert path.read_text() == '{"messages": []}\n'
+    for content in ('{"messages": []}\n', '{"accuracy": 0.5}', line() + '{"messages"'):
+        path.write_text(content)
+        with pytest.raises(RunError, match=r"line [12] was not written by `rl collect`"):
+            read_present(path)
+        assert path.read_text() == content
 
 
 def test_a_file_has_one_writer(tmp_path):

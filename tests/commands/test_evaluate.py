@@ -198,6 +198,12 @@ def test_evaluations_that_share_workers_are_kept_apart(monkeypatch, tmp_path):
     assert [part["num_examples"] for part in found["evals"].values()] == [2, 2]
 
 
+def test_two_evaluations_of_one_second_have_two_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate.time, "strftime", lambda _: "20260101-000000")
+    names = [evaluate.new_folder(tmp_path / "eval-m").name for _ in range(3)]
+    assert names == ["20260101-000000", "20260101-000000-2", "20260101-000000-3"]
+
+
 def test_rollouts_that_all_fail_end_it(tmp_path):
     with serving(Endpoint("good")) as server:
         flags = (*SAY_DIGIT, "--orchestrator.environment.args.fail", "always", "--orchestrator.rollout_retries", "0")
@@ -212,6 +218,7 @@ def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
     slow = "import time; time.sleep(600)"
     code, _, err = rl(tmp_path, "eval", *flags, "--inference.startup_timeout_s", "1", code=with_server(slow))
     assert code == 1 and "inference is not ready after inference.startup_timeout_s = 1 s" in err
+    assert not list(tmp_path.rglob("server-*"))
     (tmp_path / "empty").mkdir()
     code, _, err = rl(tmp_path, "eval", *SAY_DIGIT, "--policy", "empty")
     assert code == 1 and f"{tmp_path}/empty is not a complete Hugging Face model, it lacks config.json" in err

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from rl.config.command_line import build, parse_args, to_toml
+from rl.models.tiny import make_tiny_model
 from tests.commands.driver import called
 
 
@@ -55,6 +56,12 @@ def test_directories_that_must_not_be_written(run, tmp_path, capsys):
     assert "a model exists there; give another directory, or --overwrite" in fault(capsys, run, "--to", tmp_path / "model")
     assert "base': no such folder" in fault(capsys, run, "--to", tmp_path / "model", "--overwrite")
     assert "is inside the run's own directory" in fault(capsys, run, "--to", run / "weights" / "000003", "--overwrite")
+    (tmp_path / "model" / ".git").mkdir()
+    assert "--overwrite would delete .git beside the model" in fault(capsys, run, "--to", tmp_path / "model", "--overwrite")
+    make_tiny_model(tmp_path / "base")
+    (tmp_path / "link").symlink_to("base")
+    for to in (tmp_path / "base", tmp_path / "photos" / ".." / "base", tmp_path / "link"):
+        assert "is the base model of the run" in fault(capsys, run, "--to", to, "--overwrite")
 
 
 def test_help_says_it_without_torch():

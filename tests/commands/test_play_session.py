@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rl.commands.play_session import HOPELESS, Job, PlaySession, server_config
+import rl.commands.play_session
+from rl.commands.play_session import HOPELESS, Job, PlaySession, server_config, start_server
 from rl.config.command_line import build, parse_args, to_toml
+from rl.launch.children import Children
 from rl.launch.devices import split
 from rl.system.errors import RunError
 from rl.system.machine import Machine
@@ -95,3 +97,22 @@ def test_a_server_alone_has_all_of_the_box(tmp_path):
     assert again.run_dir.root == tmp_path / "work" / "server" and again.run_dir.newest_weights() is None
     division = split(again, Machine(gpus=["0", "1"], cores=[0, 1]))
     assert division.inference.gpus == [0, 1] and division.vllm == {"data_parallel_size": 2}
+
+
+def test_each_server_has_a_folder_of_its_own_and_nothing_else_is_touched(tmp_path, monkeypatch):
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "keep.txt").write_text("mine")
+
+    async def start_in(folder, config, model, logs, children, adapter):
+        if model == "broken":
+            raise RunError("no such model")
+        return folder
+
+    monkeypatch.setattr(rl.commands.play_session, "start_in", start_in)
+    config = build(parse_args(["--orchestrator.environment.id", "e"]))
+    one, two = (asyncio.run(start_server(config, "m", tmp_path, Children())) for _ in range(2))
+    assert one != two and one.parent == two.parent == tmp_path
+    with pytest.raises(RunError, match="no such model"):
+        asyncio.run(start_server(config, "broken", tmp_path, Children()))
+    assert sorted(tmp_path.iterdir()) == sorted([one, two, tmp_path / "server"])
+    assert (tmp_path / "server" / "keep.txt").read_text() == "mine"

@@ -163,6 +163,8 @@ def test_what_truncates_sampling_is_warned_about(capsys):
     load_config_or_exit([*ENV, "--orchestrator.sampling.top_p", "0.9"], "rl eval")
     (line,) = capsys.readouterr().err.splitlines()  # a sentence, without a line of our source
     assert line.startswith("rl eval: warning: orchestrator.sampling.top_p = 0.9: ") and "importance ratios come out below 1" in line
+    load_config_or_exit([*ENV, "--orchestrator.environment.sampling.min_p", "0.1"], "rl eval")
+    assert "rl eval: warning: orchestrator.environment.0.sampling.min_p = 0.1: " in capsys.readouterr().err
 
 
 def test_a_fault_ends_the_program_with_2(capsys):

@@ -1,13 +1,15 @@
-"""TensorBoard event files from the lines of metrics.jsonl. W&B is tested in test_run.py, because it needs a run."""
+"""TensorBoard event files from the lines of metrics.jsonl. test_run.py has W&B with a run."""
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from rl.config.run import RLConfig
+from rl.config.run import RLConfig, WandbConfig
 from rl.launch.run import Trackers
 from rl.launch.tensorboard_log import TensorboardLog
+from rl.launch.wandb_log import WandbLog
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 
@@ -47,6 +49,26 @@ def test_a_start_writes_all_lines_anew_so_none_is_there_twice(run_dir):
     (file,) = run_dir.tensorboard.iterdir()
     assert scalars(file) == {"reward/mean": [(1, 0.25), (2, 0.75)], "loss/mean": [(1, -0.5)]} and said == []
     assert Trackers(RLConfig(), run_dir, said.append).left == []
+
+
+def test_a_step_that_is_trained_again_is_there_once(run_dir):
+    log = Trackers(RLConfig(tensorboard=True), run_dir, print)
+    log.send([*LINES, LINES[2] | {"reward/mean": 0.5}])
+    log.send([LINES[1], {"step": 2, "time": 1_790_000_003.0, "source": "trainer", "loss/mean": 0.5}])
+    log.close(0)
+    (file,) = run_dir.tensorboard.iterdir()
+    assert scalars(file) == {"reward/mean": [(1, 0.25), (2, 0.75)], "loss/mean": [(1, -0.5), (2, 0.5)]}
+
+
+def test_each_of_several_evaluations_is_sent_to_wandb_once(run_dir):
+    log = WandbLog(RLConfig(wandb=WandbConfig(rollouts=0)), run_dir)
+    sent: list[dict[str, object]] = []
+    log.run = SimpleNamespace(log=sent.append)
+    evals = [{"step": 10, "time": 1.0, "source": "eval", f"eval/{name}/reward_mean": 0.5} for name in ("a", "b")]
+    log.send(evals[:1])
+    log.send(evals[1:])
+    log.send(evals)
+    assert sent == [{"step": 10, f"eval/{name}/reward_mean": 0.5} for name in ("a", "b")]
 
 
 def test_a_disk_that_cannot_be_written_is_a_warning(run_dir):

@@ -126,6 +126,7 @@ def test_a_live_run_is_followed_and_only_new_files_are_read(run_dir, monkeypatch
     assert len(run.rollouts()) == 8 and len(run.rollouts("pending")) == 0
     pending.append([group(4, [0.0, 1.0])])
     assert ids(run.rollouts("pending", why="pending")) == [(4, 0), (4, 1)]
+    assert ids(run.rollouts(step=(None, 1))) == [(0, 0), (0, 1), (1, 0), (1, 1)]  # those without a step are in no stretch of steps
     with run_dir.pending_rollouts.open("ab") as file:
         file.write(b'{"step": nul')
     assert len(run.rollouts("pending")) == 2 and run.rollouts("pending")[1].text

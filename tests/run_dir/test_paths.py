@@ -1,7 +1,7 @@
 """Names of a run, and what counts as complete."""
 
 from rl.run_dir.files import clean_leftovers
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import RunDir, is_run, numbered
 
 
 def make(tmp_path) -> RunDir:
@@ -27,6 +27,15 @@ def test_only_complete_things_are_numbered(tmp_path):
         (tmp_path / name).touch()
     assert list(numbered(tmp_path, ".batch")) == [3]
     assert numbered(tmp_path / "none") == {}
+
+
+def test_a_project_with_a_config_and_checkpoints_of_its_own_is_no_run(tmp_path):
+    for name in ("checkpoints/epoch-1", "batches", "data"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "config.toml").touch()
+    assert not is_run(tmp_path)
+    (tmp_path / "checkpoints" / "000004").mkdir()
+    assert is_run(tmp_path)
 
 
 def test_a_million_steps(tmp_path):

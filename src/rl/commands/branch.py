@@ -18,7 +18,7 @@ from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch import devices
 from rl.launch.children import Children
-from rl.launch.prepare import REMEDY, clean_run, is_run_or_free, moved, ranges
+from rl.launch.prepare import REMEDY, clean_run, delete_weights, is_run_or_free, moved, ranges
 from rl.orchestrator.batches.batch_selection import decode_state
 from rl.orchestrator.batches.early_stop import RewardHistory
 from rl.orchestrator.tasks.task_source import TaskState
@@ -40,7 +40,8 @@ which `rl doctor` shows and where `rl replay` begins. Resume it like any run: rl
 settings a branch trains the same bits as RUN would have on the same batches.
 
 A branch cannot change the model (model.name, model.dtype, trainer.lora), whose weights the checkpoint holds, nor switch to or from
-`rl sft`. If the environments' tasks change, they start from the first again; otherwise they continue.
+`rl sft`, nor change the examples of `rl sft`, their order or their batches. If the environments' tasks change, they start from the first
+again; otherwise they continue.
 
   --name NEW                  the new run's name; --output_dir DIR: where, by default beside RUN
   --max_steps N               the last step, counting those of RUN
@@ -56,8 +57,8 @@ FIXED = {
 """Settings that a branch cannot change -> the reason."""
 TASKS = ("id", "dataset", "args.*", "set_kwargs.*", "head_server", "reward", "name", "weight", "max_samples", "difficulty*")
 """Settings of an environment that decide which tasks it has, or how often each is played."""
-DATA = ("sft.*", "model.*", "renderer.*")
-"""Settings that determine the examples of supervised fine-tuning."""
+EXAMPLES = ("sft.*", "model.*", "renderer.*", "seed")
+"""Settings of supervised fine-tuning that decide the examples, their order and their batches, and therefore which were already trained."""
 
 
 def main(args: list[str], children: Children) -> int:
@@ -112,8 +113,11 @@ def checkpoint_of(parent: RunDir, version: str, evals: list[str]) -> int:
 def check_changes(stored: RLConfig, config: RLConfig, changed: list[tuple[str, Any, Any]], step: int) -> None:
     """Raises RunError that lists every changed setting that a branch at this step cannot change."""
     refused = []
+    why_examples = "decides the order of the examples, of which {step} batches are trained; start a new run from the exported model"
+    fixed = FIXED | (dict.fromkeys(EXAMPLES, why_examples) if stored.sft and config.sft else {})
     for key, old, new in changed:
-        why = next((text for pattern, text in FIXED.items() if fnmatch.fnmatchcase(key, pattern)), "")
+        why = next((text for pattern, text in fixed.items() if fnmatch.fnmatchcase(key, pattern)), "")
+        why = "" if key == "sft.validation_interval" else why
         if why and not moved(old, new):
             refused.append(f"  {key}: {old!r} -> {new!r}\n    {why.format(step=step)}")
     if bool(stored.sft) != bool(config.sft):
@@ -149,8 +153,7 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
             link_tree(parent.digests(step), new.digests(step))
         if has_weights and not config.trainer.weights.dir:
             link_tree(parent.weights(step), new.weights(step))
-        other_data = any(fnmatch.fnmatchcase(change.key, key) for change in origin.changes for key in DATA)
-        if config.sft and parent.data.is_dir() and not other_data:  # a branch reads recorded rollouts from the first, also of another file
+        if config.sft and parent.data.is_dir():  # a branch reads recorded rollouts from the first, also of another file
             link_tree(parent.data, new.data)
         if parent.environments.is_dir():
             link_tree(parent.environments, new.environments)
@@ -162,6 +165,8 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
             write_directory(run_dir.weights(step), lambda folder: link_tree(parent.weights(step), folder))
         write_directory(run_dir.root, fill)
     except FileNotFoundError as error:
+        if config.trainer.weights.dir:
+            delete_weights(run_dir.weights_dir)
         raise RunError(f"{error.filename}: was deleted by the running run while being linked; try again") from None
 
 

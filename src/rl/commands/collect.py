@@ -43,6 +43,8 @@ HELP = usage(
     OPTIONS,
     POLICY_SPECS,
 )
+BEGINNING = b'{"env":'
+"""The first bytes of each line; see `Collection.write`."""
 Samples = dict[tuple[str, int | str], set[int]]
 """(environment, task) -> sample numbers in the file."""
 
@@ -77,20 +79,23 @@ def missing(order: Iterator[tuple[str, int]], present: Samples, samples: int) ->
 
 def read_present(path: Path) -> Samples:
     """Returns the samples already in the file. Truncates an incomplete end: half a line, or an episode without the lines of all its
-    agents. Raises RunError if the file is not from `rl collect`."""
+    agents. Raises RunError, and leaves the file as it is, if it is not from `rl collect`."""
     present: Samples = {}
     if not path.exists():
         return present
+    foreign = "{path}: line {number} was not written by `rl collect`; choose another --output"
     end = whole = lacking = 0  # end of the last complete episode and of the last complete line; lines its episode lacks
     with path.open("rb+") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
+                if line[: len(BEGINNING)] != BEGINNING[: len(line)]:
+                    raise RunError(foreign.format(path=path, number=number))
                 break
             try:
                 fields = json.loads(line)
                 env, task, sample, agents = (fields[key] for key in ("env", "task", "sample", "agents"))
             except (ValueError, KeyError, TypeError):
-                raise RunError(f"{path}: line {number} was not written by `rl collect`; choose another --output") from None
+                raise RunError(foreign.format(path=path, number=number)) from None
             lacking = (lacking or agents) - 1
             whole += len(line)
             if not lacking:
@@ -153,8 +158,9 @@ async def collect(config: RLConfig, homes: Homes, line: CommandLine, values: dic
                 return 0
             if new:
                 lock.enter_context(only_writer(path, new=True))
-            await Collection(config, source.label, present, path, tokens=bool(values["tokens"])).play(place, todo, values["concurrency"])
-    return 0
+            collection = Collection(config, source.label, present, path, tokens=bool(values["tokens"]))
+            await collection.play(place, todo, values["concurrency"])
+    return 1 if collection.lost else 0
 
 
 def line_of(where: dict[str, Any], rollout: Rollout, temperature: float | None) -> bytes:

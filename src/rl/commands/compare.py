@@ -55,7 +55,8 @@ def main(args: list[str], _children: Children) -> int:
     runs = [Run(root) for root in roots]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     named = zip(NAMES, roots, runs, strict=True)
-    about = [f"{name}  {root}: {run.step} of {run.config.max_steps} steps" for name, root, run in named]
+    of = ("" if run.config.sft and run.config.sft.epochs else f" of {run.config.max_steps}" for run in runs)
+    about = [f"{name}  {root}: {run.step}{last} steps" for (name, root, run), last in zip(named, of, strict=True)]
     print("\n".join([*map(visible, about), ""]))
     for part in (settings(runs, width), curves(runs, width), evaluations(runs)):
         print("\n".join([*(clip(line, width or len(line)) for line in map(visible, part)), ""]))

@@ -1,7 +1,7 @@
 """`rl eval`: measures a policy on the configured evaluations, and compares it with another."""
 
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ async def evaluate(config: RLConfig, homes: Homes, line: CommandLine, values: di
     if second and not earlier:
         sources.append(resolve(second, config, None, values["api_key_var"], labels))
     name = name_of_play(config, line, labels, sources[0], values["policy"])
-    output = Path(values["output"] or Path(config.output_dir) / f"eval-{name}" / time.strftime("%Y%m%d-%H%M%S"))
+    output = Path(values["output"]) if values["output"] else new_folder(Path(config.output_dir) / f"eval-{name}")
     results: list[dict[str, Any]] = []
     for source in sources:
         slug = source.slug if not results or results[0]["files"] != source.slug else f"{source.slug}-2"
@@ -83,6 +83,16 @@ async def evaluate(config: RLConfig, homes: Homes, line: CommandLine, values: di
     report = write_report(output, config, [*results, *([earlier] if earlier else [])])
     show(report, output)
     return 0
+
+
+def new_folder(parent: Path) -> Path:
+    """Makes a folder that has the time as its name, and a number if another evaluation began in the same second."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    for name in (now, *(f"{now}-{number}" for number in range(2, 1000))):
+        with suppress(FileExistsError):
+            (parent / name).mkdir(parents=True)
+            return parent / name
+    raise RunError(f"{parent}: has 1,000 evaluations of this second; name another folder with --output")
 
 
 async def evaluate_policy(

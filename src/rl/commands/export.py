@@ -53,14 +53,14 @@ def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> i
     """Exports the weights of a run, via `scratch` if they are only pushed to the hub. Checks everything before importing torch."""
     root, version = find_run(spec)
     config, _ = load_config_or_exit(["@", str(root / "config.toml"), *flags], "rl export", usage=HELP)
-    target = Path(values["to"] or scratch / "model").expanduser().absolute()
+    target = Path(values["to"] or scratch / "model").expanduser().resolve()
     check_target(target, values["overwrite"], root)
     if values["merge"] and not config.trainer.lora:
         raise RunError(f"--merge: {root} trained the whole model and has no adapters; leave --merge out")
     need_weights(config, root, "rl export writes weights")
     step, checkpoint, published = weights_of(run_dir_of(root, config), version)
     base = resolve_model(config.model, needs_template=False)
-    if target == Path(base):
+    if target in (Path(base).resolve(), Path(config.model.name).expanduser().resolve()):
         raise RunError(f"--to {target}: is the base model of the run; give another directory")
     repo, public, overwrite = values["push"], bool(values["public"]), bool(values["overwrite"])
     if repo:
@@ -86,8 +86,8 @@ def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> i
 
 
 def check_target(target: Path, overwrite: bool | None, root: Path) -> None:
-    """Raises RunError unless `target` may be written: outside the run, and either new or, with `overwrite`, an existing model."""
-    if root.resolve() in (target.resolve(), *target.resolve().parents):
+    """Raises RunError unless `target`, a resolved path, may be written: outside the run, and new or, with `overwrite`, a model alone."""
+    if root.resolve() in (target, *target.parents):
         raise RunError(f"--to {target}: is inside the run's own directory; give one outside of it")
     if not target.exists():
         return
@@ -95,6 +95,8 @@ def check_target(target: Path, overwrite: bool | None, root: Path) -> None:
         raise RunError(f"--to {target}: exists and is not a model; give a directory that does not exist")
     if not overwrite:
         raise RunError(f"--to {target}: a model exists there; give another directory, or --overwrite")
+    if folders := sorted(path.name for path in target.iterdir() if path.is_dir()):
+        raise RunError(f"--to {target}: --overwrite would delete {', '.join(folders)} beside the model; give another directory")
 
 
 def weights_of(run_dir: RunDir, version: str) -> tuple[int, Path | None, Path | None]:

@@ -105,6 +105,8 @@ class Server:
     model: str
     """The model's folder."""
     child: Child
+    folder: Path
+    """A folder for this server alone, which is deleted with it; the run directory is in it."""
 
     def check(self) -> None:
         """Raises RunError if the server has ended."""
@@ -125,17 +127,17 @@ class Server:
             await asyncio.sleep(POLL_S)
 
     async def end(self) -> None:
-        """Stops the server and its processes with SIGTERM, then SIGKILL after the deadline. Deletes its run directory."""
+        """Stops the server and its processes with SIGTERM, then SIGKILL after the deadline. Deletes its folder."""
         self.child.terminate()
         await self.child.wait_async(STOP_DEADLINE_S)
         self.children.kill_tree(self.child)
-        shutil.rmtree(self.config.run_dir.root, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def server_config(config: RLConfig, model: str, work: Path, adapter: str = "") -> RLConfig:
-    """Returns the configuration of a server that has the whole machine to itself."""
+def server_config(config: RLConfig, model: str, folder: Path, adapter: str = "") -> RLConfig:
+    """Returns the configuration of a server that has the whole machine, and `folder`, to itself."""
     config = config.model_copy(deep=True)
-    config.output_dir, config.name = str(work), "server"
+    config.output_dir, config.name = str(folder), "server"
     config.model.name = model
     config.trainer.lora, config.trainer.router_replay = None, "off"
     if adapter:  # a server needs rank and alpha before it loads the adapters
@@ -149,16 +151,26 @@ def server_config(config: RLConfig, model: str, work: Path, adapter: str = "") -
 
 async def start_server(config: RLConfig, model: str, work: Path, children: Children, adapter: str = "") -> Server:
     """Finds or downloads the model and starts its server, with the adapters in folder `adapter` if given, without waiting until it is
-    ready. Raises RunError."""
+    ready. Its log goes to `work`, which may be the user's folder, and another command's. Raises RunError."""
+    work.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="server-", dir=work))
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(shutil.rmtree, folder, ignore_errors=True)
+        server = await start_in(folder, config, model, work / "logs", children, adapter)
+        on_failure.pop_all()
+    return server
+
+
+async def start_in(folder: Path, config: RLConfig, model: str, logs: Path, children: Children, adapter: str) -> Server:
+    """Starts a server as `start_server` says, in a folder of its own."""
     if is_delta(Path(model)):
-        with readable(Path(model)) as folder:
-            model = str(shutil.copytree(folder, work / "model", dirs_exist_ok=True))
-    config = server_config(config, model, work, adapter)
+        with readable(Path(model)) as whole:
+            model = str(shutil.copytree(whole, folder / "model"))
+    config = server_config(config, model, folder, adapter)
     devices.check_build(config, box := machine())
     division = devices.split(config, box)
     config = devices.write_into(config, division)
-    run_dir, logs = config.run_dir, work / "logs"
-    shutil.rmtree(run_dir.root, ignore_errors=True)
+    run_dir = config.run_dir
     write_config(run_dir.config, config)
     if adapter:  # a server starts at its run's newest version
         name = Path(adapter).name
@@ -170,8 +182,8 @@ async def start_server(config: RLConfig, model: str, work: Path, children: Child
     if found.exit_code:
         lines = last_lines(found.log)
         raise RunError(f"{lines[-1] if lines else 'the model: ' + found.ending()}\n  the whole log: {found.log}")
-    folder = resolve_model(config.model)
-    return Server(children, config, folder, roles.start(children, "inference", run_dir, division.inference, 1, logs))
+    weights = resolve_model(config.model)
+    return Server(children, config, weights, roles.start(children, "inference", run_dir, division.inference, 1, logs), folder)
 
 
 @contextlib.contextmanager

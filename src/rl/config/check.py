@@ -173,13 +173,16 @@ def warnings_of(config: RLConfig) -> Iterator[str]:
     yield from exposure(config)
     if config.recorded and config.orchestrator.eval:
         yield "orchestrator.eval is not played by a run of recorded rollouts; `rl eval --policy RUN@STEP` evaluates its versions"
-    for key in ("top_p", "top_k", "min_p"):
-        value = getattr(config.orchestrator.sampling, key)
-        if value is not None:
-            yield (
-                f"orchestrator.sampling.{key} = {value}: inference samples from a truncated, renormalised distribution that the trainer "
-                "does not model; importance ratios come out below 1 and mismatch_kl above 0 even on-policy"
-            )
+    settings = config.orchestrator
+    places = {f"orchestrator.environment.{i}": env.sampling for i, env in enumerate(settings.environment)}
+    places = {"orchestrator": settings.sampling, **places}
+    for place, sampling in places.items():
+        for key in ("top_p", "top_k", "min_p"):
+            if (value := getattr(sampling, key)) is not None:
+                yield (
+                    f"{place}.sampling.{key} = {value}: inference samples from a truncated, renormalised distribution that the trainer "
+                    "does not model; importance ratios come out below 1 and mismatch_kl above 0 even on-policy"
+                )
 
 
 def check_credit(config: RLConfig) -> Iterator[Fault]:

@@ -53,7 +53,6 @@ MAY_CHANGE = (
     "trainer.weights.keep_every",
     "trainer.weights.anchor_every",
     "trainer.weights.transport",
-    "sft.epochs",
     "sft.validation_interval",
     "orchestrator.eval",
     "orchestrator.metrics",

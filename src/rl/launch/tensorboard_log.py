@@ -1,5 +1,5 @@
-"""Writes metrics.jsonl as TensorBoard event files in `tensorboard/` of the run. Each start rewrites them from metrics.jsonl, so that no
-step is in them twice."""
+"""Writes metrics.jsonl as TensorBoard event files in `tensorboard/` of the run. Each start rewrites them from metrics.jsonl, and no step
+of a metric is in them twice: of a step that was trained again after a crash they have the first values."""
 
 import importlib.util
 import shutil
@@ -30,15 +30,20 @@ class TensorboardLog:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
         self.writer = EventsWriter(str(self.folder / "events"))
+        self.sent: dict[str, int] = {}
+        """The last step of each metric."""
 
     def send(self, lines: list[dict[str, Any]]) -> None:
-        """Writes the values of these lines at their steps and times."""
+        """Writes the values of these lines at their steps and times, but for steps that a metric already has."""
         from tensorboardX.proto.event_pb2 import Event  # ty: ignore[missing-module-member] - made by protobuf at import
         from tensorboardX.proto.summary_pb2 import Summary  # ty: ignore[missing-module-member]
 
         for line in lines:
-            values = [Summary.Value(tag=key, simple_value=value) for key, value in line.items() if key not in ALWAYS and value is not None]
-            self.writer.write_event(Event(wall_time=line.get("time"), step=line["step"], summary=Summary(value=values)))
+            step, given = line["step"], {key: value for key, value in line.items() if key not in ALWAYS and value is not None}
+            new = {key: value for key, value in given.items() if step > self.sent.get(key, -1)}
+            self.sent |= dict.fromkeys(new, step)
+            values = [Summary.Value(tag=key, simple_value=value) for key, value in new.items()]
+            self.writer.write_event(Event(wall_time=line.get("time"), step=step, summary=Summary(value=values)))
         self.writer.flush()
 
     def close(self, exit_code: int) -> None:

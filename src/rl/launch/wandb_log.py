@@ -26,7 +26,7 @@ MOST_CHARACTERS, MOST_LINES = 4000, 200
 
 
 class WandbLog:
-    """Sends each step of each source once, even across resumes: wandb.json in the run directory has the W&B run's id and the steps sent.
+    """Sends each step of each stream once, even across resumes: wandb.json in the run directory has the W&B run's id and the steps sent.
 
     The table has the first rollouts of the newest step.
     """
@@ -64,13 +64,14 @@ class WandbLog:
 
     def send(self, lines: list[dict[str, Any]]) -> None:
         """Sends the lines of steps that have not been sent yet."""
-        new = [line for line in lines if line["step"] > self.sent.get(line["source"], -1)]
+        new = [line for line in lines if line["step"] > self.sent.get(stream_of(line), -1)]
         if not new:
             return
         progress = dict(self.sent)
         for line in new:
             self.run.log({key: value for key, value in line.items() if key not in ("time", "source") and value is not None})
-            progress[line["source"]] = max(progress.get(line["source"], -1), line["step"])
+            stream = stream_of(line)
+            progress[stream] = max(progress.get(stream, -1), line["step"])
         self.sent = progress
         if time.monotonic() - self.table_at > TABLE_S:
             self._send_table()
@@ -108,6 +109,11 @@ class WandbLog:
     def fault(self, error: Exception) -> str:
         reason = f"{type(error).__name__}: {redact(str(error))}"
         return f"Weights & Biases failed and gets no more metrics, the run continues: {reason}"
+
+
+def stream_of(line: dict[str, Any]) -> str:
+    """Returns the stream of a line, in which steps rise: its source, or one of several evaluations, each of which has a line for a step."""
+    return next(("/".join(key.split("/")[:2]) for key in line if key.startswith("eval/")), line["source"])
 
 
 def table_rows(run_dir: RunDir, step: int) -> Iterator[list[Any]]:

@@ -240,7 +240,8 @@ class Rollouts(Sequence[Rollout]):
             least, greatest = value
             if not all(end is None or is_number(end) for end in value) or (None not in value and least > greatest):
                 raise RunError(f"{name} = {value!r}: give the minimum and the maximum, in this order, or None for no bound")
-            return (values >= (-np.inf if least is None else least)) & (values <= (np.inf if greatest is None else greatest))
+            there = values != NONE if name in OPTIONAL else True  # an open end does not match a rollout without the field
+            return there & (values >= (-np.inf if least is None else least)) & (values <= (np.inf if greatest is None else greatest))
         if isinstance(value, range) and value.step == 1:
             return (values >= value.start) & (values < value.stop)
         several = [*value] if isinstance(value, (list, set, frozenset, range, np.ndarray)) else [value]

@@ -36,8 +36,10 @@ def numbered(directory: Path, suffix: str = "", after: int = -1) -> dict[int, Pa
 
 
 def is_run(root: Path) -> bool:
-    """Returns whether a directory is that of a run, and not just a directory of the user's with a config.toml."""
-    return (root / "config.toml").is_file() and any((root / name).is_dir() for name in ("status", "batches", "checkpoints"))
+    """Returns whether a directory is that of a run, and not just one of the user's with a config.toml, and perhaps checkpoints of another
+    program."""
+    made = (root / "status").is_dir() or numbers(root / "batches", ".batch") or numbers(root / "checkpoints")
+    return bool(made) and (root / "config.toml").is_file()
 
 
 class RunDir:

@@ -308,6 +308,14 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
     assert answers(min_reward=0.5) == ("bch", never | {"rollouts with a reward below 0.5": 3})
     assert answers(max_per_task=1) == ("bhi", never | {"rollouts beyond the best 1 of their task": 3})
     assert answers(max_per_task=2, min_reward=0.3)[0] == "bcdh"
+    datasets.Dataset.from_list([rollout(5, 0.25, "e"), rollout(5, 1.0, "f"), rollout(6, 1.0, "g")]).to_parquet(run / "x.parquet")
+    saved = {"dataset": str(run / "x.parquet")}
+    assert prepared(tmp_path / "p", folders / "chatml", **saved, min_reward=0.5)[1]["train"]["left_out"] == {
+        "rollouts with a reward below 0.5": 1
+    }
+    assert len(prepared(tmp_path / "q", folders / "chatml", **saved, max_per_task=1)[0]) == 2
+    with pytest.raises(RunError, match="the reward is nan, but a rollout's reward must be a number"):
+        prepared(tmp_path / "n", folders / "chatml", rollout(7, float("nan"), "i"), min_reward=0.5)
     best = rows.best_rollouts
 
     def then_compressed(*args):
@@ -378,6 +386,9 @@ def test_hugging_face_datasets(folders, tmp_path):
     for settings, said in (
         ({"split": "train"}, "'train'.*check name, sft.split"),
         ({"dataset": str(tmp_path / "empty")}, "sft.dataset = "),
+        ({"dataset": str(tmp_path / "x.parquet"), "split": "test"}, "sft.split = 'test': .*x.parquet has no splits; name the held-out"),
+        ({"dataset": str(tmp_path / "x.parquet"), "subset": "s"}, "sft.subset = 's': .*x.parquet has no subsets; leave it out"),
+        ({"dataset": str(tmp_path / "b" / "data.jsonl"), "validation_split": "test"}, "sft.validation_split = 'test': .* has no splits"),
     ):
         with pytest.raises(RunError, match=said):
             prepared(tmp_path / "d", folders / "chatml", **({"dataset": str(tmp_path / "saved")} | settings))

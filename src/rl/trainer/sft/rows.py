@@ -2,9 +2,10 @@
 
 import glob
 import json
+import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,15 +64,9 @@ def sources(config: SftConfig) -> dict[str, Source]:
 
 def read_examples(source: Source, config: SftConfig, counts: Counter[str]) -> Iterator[Example]:
     """Yields the examples of a data set, in its order. Counts rows, and rows left out by reason. Raises RunError."""
-    files = files_of(source)
-    if files is None:
-        for number, row in enumerate(hub_rows(source, config)):
-            counts["rows"] += 1
-            # Arrow gives every object the keys of all objects in its column, with None for keys it did not have.
-            yield example_of(without_none(row), f"{source.dataset} row {number}", config)
-        return
-    chosen = best_rollouts(files, config) if config.max_per_task else None
-    for place, row in json_rows(files):
+    rows = rows_of(source, config)
+    chosen = best_rollouts(rows(), config) if config.max_per_task else None
+    for place, row in rows():
         counts["rows"] += 1
         if not set(row) >= ROLLOUT:
             if source.key == "sft.dataset" and (chosen is not None or config.min_reward is not None):
@@ -84,6 +79,29 @@ def read_examples(source: Source, config: SftConfig, counts: Counter[str]) -> It
             counts[f"rollouts beyond the best {config.max_per_task} of their task"] += 1
         else:
             yield example_of(row, place, config)
+
+
+def rows_of(source: Source, config: SftConfig) -> Callable[[], Iterator[tuple[str, dict[str, Any]]]]:
+    """Returns a function that reads a data set from its beginning: it yields the place and the content of each row. Raises RunError."""
+    files = files_of(source)
+    if files is None:
+        data = hub_rows(source, config)
+        # Arrow gives every object the keys of all objects in its column, with None for keys it did not have.
+        return lambda: ((f"{source.dataset} row {number}", without_none(row)) for number, row in enumerate(data))
+    refuse_split(source, config)
+    return lambda: json_rows(files)
+
+
+def refuse_split(source: Source, config: SftConfig) -> None:
+    """Raises RunError if a part is wanted of a file or a data set that has none: the whole would be read in its place."""
+    setting, wanted = "sft.validation_split", config.validation_split
+    if source.key == "sft.dataset":
+        setting, wanted = "sft.split", config.split if config.split != SftConfig.model_fields["split"].default else None
+    if wanted:
+        remedy = "name the held-out file with sft.validation, or hold out a part of this one with sft.validation_fraction"
+        raise RunError(f"{setting} = {wanted!r}: {source.dataset} has no splits; {remedy}")
+    if config.subset and source.key != "sft.validation":
+        raise RunError(f"sft.subset = {config.subset!r}: {source.dataset} has no subsets; leave it out")
 
 
 def files_of(source: Source) -> list[Path] | None:
@@ -135,10 +153,14 @@ def hub_rows(source: Source, config: SftConfig) -> Any:
             kind = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}.get(path.suffix)
             if kind is None:
                 raise RunError(f"{source.key} = {source.dataset!r}: unknown kind of file; give .jsonl, .parquet, .csv or .arrow")
+            refuse_split(source, config)
             return datasets.load_dataset(kind, data_files=str(path), split="train")
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             saved = datasets.load_from_disk(str(path))
-            return saved[source.split] if isinstance(saved, datasets.DatasetDict) else saved
+            if isinstance(saved, datasets.DatasetDict):
+                return saved[source.split]
+            refuse_split(source, config)
+            return saved
         with hub_or_cache(source.dataset) as unreachable:
             return datasets.load_dataset(source.dataset, config.subset, split=source.split)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetGenerationError) as error:
@@ -156,17 +178,17 @@ def why_unused(row: dict[str, Any], place: str, config: SftConfig) -> str | None
         return f"{row['outcome']} rollouts"
     if row.get("trainable") is False or row.get("why") == "not_trainable":
         return "rollouts of agents that are not trained"
-    if not isinstance(row["reward"], (int, float)):
+    if not isinstance(row["reward"], (int, float)) or not math.isfinite(row["reward"]):
         raise RunError(f"{place}: the reward is {row['reward']!r}, but a rollout's reward must be a number")
     if config.min_reward is not None and row["reward"] < config.min_reward:
         return f"rollouts with a reward below {config.min_reward:g}"
     return None
 
 
-def best_rollouts(files: list[Path], config: SftConfig) -> set[str]:
-    """Returns the places (file:line) of the `max_per_task` best rollouts of each task."""
+def best_rollouts(rows: Iterator[tuple[str, dict[str, Any]]], config: SftConfig) -> set[str]:
+    """Returns the places of the `max_per_task` best rollouts of each task."""
     tasks: dict[str, list[tuple[float, int, str]]] = {}
-    for number, (place, row) in enumerate(json_rows(files)):
+    for number, (place, row) in enumerate(rows):
         if set(row) >= ROLLOUT and why_unused(row, place, config) is None:
             tasks.setdefault(task_of(row, place), []).append((-row["reward"], number, place))
     return {place for rollouts in tasks.values() for *_, place in sorted(rollouts)[: config.max_per_task]}
