@@ -189,3 +189,6 @@ def test_notes(run_dir, tmp_path):
     assert changes_within(copy, replay, config) == [
         "trainer.micro_batch_tokens was changed from 64 to 128 after step 2: steps up to it may differ; --from 2 retrains the later ones"
     ]
+    with (copy.root / "changes.jsonl").open("a") as file:
+        file.write(json.dumps(line)[:40])  # a kill while it was written
+    assert len(changes_within(copy, replay, config)) == 1

@@ -511,6 +511,24 @@ def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_
     assert found.lines[-1].startswith("environment doubtful: 4 of 16 rollouts failed (timeout 4); `rl show ")
 
 
+def test_an_environment_that_breaks_late_is_named_although_the_reward_rises(run):
+    envs = [{"id": name} for name in ("a", "b")]
+    run.config = RLConfig.model_validate(run.config.model_dump(exclude_unset=True) | {"orchestrator": {"environment": envs}})
+    run.working()
+    rewards = [step / 100 for step in range(1, 96)]
+    healthy, broken = counts("a", 8, 8) | counts("b", 8, 8), counts("a", 8, 8) | counts("b", 8, 0, reward=8)
+    run.metrics(range(1, 91), "orchestrator", **{"reward/mean": rewards[:90]}, **healthy)
+    assert run.diagnosis().hints == []
+    run.metrics(range(91, 96), "orchestrator", **{"reward/mean": rewards[90:]}, **broken)
+    named = [hint.text for hint in run.diagnosis().hints]
+    assert named == [
+        "environment b: in the newest 10 steps, 40 of 80 rollouts failed (reward 40); "
+        f"`rl show {run.dir.root} --env b --why error` shows them"
+    ]
+    run.metrics(range(96, 106), "orchestrator", **{"reward/mean": 0.95}, **healthy)  # it works again
+    assert run.diagnosis().hints == []
+
+
 def test_a_survivor_without_rl(run, gone):
     run.working(idle=2.0)
     run.rl(gone)

@@ -12,7 +12,9 @@ class ProgramConfig(vf.HarnessConfig):
     route: str = "/chat/completions"
     stream: bool = True
     also: list[str] = []
-    """What it asks next, all at once; a refusal of these is not minded."""
+    """What it asks next, all at once; a refusal is not minded."""
+    then: list[str] = []
+    """What it asks after these, one by one."""
 
 
 class ProgramHarness(vf.Harness[ProgramConfig]):
@@ -33,6 +35,8 @@ class ProgramHarness(vf.Harness[ProgramConfig]):
                     await ignored.read()
 
             await asyncio.gather(*map(ask, self.config.also))
+            for content in self.config.then:
+                await ask(content)
         if reply.status >= 400:
             return vf.ProgramResult(exit_code=1, stdout="", stderr=text)
         events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]

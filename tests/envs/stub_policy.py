@@ -29,9 +29,13 @@ class StubRenderer:
 
     stop_token_ids = [ord(END)]
     supports_tools = True
+    bos = ""
 
     def encode(self, text: str) -> list[int]:
         return [ord(char) for char in text]
+
+    def text_ids(self, text: str) -> list[int]:
+        return self.encode(self.bos + text)
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids)).replace(END, "")

@@ -217,6 +217,13 @@ def test_completion_style_continues_the_text():
     assert completion_prompt([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]) == "a\n\nb"
 
 
+def test_the_first_prompt_of_a_completion_environment_begins_with_bos():
+    data = Dataset.from_list([{"prompt": "Once", "answer": ""}])
+    env = made(single(lambda completion: 1.0, dataset=data, message_type="completion"))
+    env.policy.renderer.bos = "^"
+    assert text(only(played(env)).turns[0].prompt_ids) == text(env.prompt_ids("train", 0)) == "^Once"
+
+
 def test_a_text_prompt_in_chat_style_is_the_users():
     env = made(single(dataset=Dataset.from_list([{"prompt": "hello", "answer": "0"}])))
     rollout = only(played(env))

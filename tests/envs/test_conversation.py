@@ -94,6 +94,19 @@ def test_a_text_is_kept_once():
     assert [turn.prompt_ids for turn in turns] == sent(policy) and len(turns.chains) == 1
 
 
+def test_a_text_begins_with_the_bos_token_of_its_tokenizer():
+    policy, turns = StubPolicy(lambda prompt: "b"), Turns()
+    policy.renderer.bos = "^"
+    talk = TextConversation(policy, 0, SAMPLING, turns)
+
+    async def go():
+        for text in ("a", "abc", "another"):  # the second one continues the first
+            await talk.answer(text, None, {})
+
+    asyncio.run(go())
+    assert ["".join(map(chr, ids)) for ids in sent(policy)] == ["^a", "^ab\x03c", "^another"] and len(turns.chains) == 2
+
+
 def test_a_list_that_is_made_when_it_is_looked_at_is_a_list_to_whoever_looks():
     lazy = LazyList(3, lambda: [1, 2, 3])
     assert lazy == [1, 2, 3] and lazy[1:] == [2, 3] and list(lazy) == [1, 2, 3] and len(lazy) == 3 and 2 in lazy

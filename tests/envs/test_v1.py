@@ -350,6 +350,15 @@ def test_a_harness_that_swallows_a_failed_call_is_not_trained(also, cause, rewar
     assert (rollout.cause, rollout.reward) == (cause, reward) and ("gone" in rollout.error if cause else not rollout.error)
 
 
+@pytest.mark.parametrize(("then", "cause"), [(["fails once", "again"], "inference"), (["fails once", "again", "fails once"], None)])
+def test_a_failed_call_that_is_not_asked_again_fails_the_rollout(then, cause):
+    """Whatever is answered after it: the harness went on without its answer."""
+    failures = iter([InferenceLostError("gone")])
+    policy = StubPolicy(lambda prompt: next(failures, "on it") if "fails once" in prompt else "on it")
+    [[rollout]] = play(load("v1-program", policy, {"agent": {"harness": {"then": then}}}))
+    assert (rollout.cause, rollout.error) == (cause, cause and "gone") and len(rollout.turns) == len(then)
+
+
 def test_an_answer_that_comes_after_the_end_of_its_trace_is_not_trained():
     """Verifiers refuses it, so the harness never saw it: here another call at the same time had no room."""
 

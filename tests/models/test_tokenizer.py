@@ -5,12 +5,14 @@ import os
 import subprocess
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rl.config.run import RendererConfig
 from rl.models import probes
 from rl.models.renderer import load_renderer
-from rl.models.tokenizer import load_tokenizer
+from rl.models.tiny import BOS_TOKEN, EOS_TOKEN, SPECIAL_TOKENS, byte_tokenizer
+from rl.models.tokenizer import load_tokenizer, text_ids
 from rl.system.errors import RunError
 from tests.interpreters import ROOT, worker_python
 
@@ -62,3 +64,22 @@ def test_a_tokenizer_that_cannot_be_loaded_says_why(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(RunError, match=r"tokenizer of .*cannot be loaded: transformers raised KeyError: 'added_tokens' .*copy the model"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("adds", "begins"),
+    [("<|im_start|> $A", True), ("<|im_start|> $A <|im_end|>", True), ("$A <|im_end|>", False), ("$A", False), ("<|endoftext|> $A", False)],
+)
+def test_a_plain_text_begins_with_bos_if_the_tokenizer_adds_it_and_with_nothing_else(adds, begins):
+    backend = byte_tokenizer()
+    special_tokens = [(token, backend.token_to_id(token)) for token in SPECIAL_TOKENS]
+    backend.post_processor = processors.TemplateProcessing(single=adds, pair=f"{adds} $B", special_tokens=special_tokens)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS_TOKEN, eos_token=EOS_TOKEN)
+    plain, bos = tokenizer.encode("ab", add_special_tokens=False), [tokenizer.bos_token_id] if begins else []
+    assert text_ids(tokenizer, "ab") == bos + plain and text_ids(tokenizer, "") == bos
+    assert text_ids(tokenizer, BOS_TOKEN + "ab") == [tokenizer.bos_token_id, *plain], "one that is written out is the only one"
+
+
+def test_a_tokenizer_without_bos_token_adds_nothing_to_a_plain_text():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), eos_token=EOS_TOKEN)
+    assert text_ids(tokenizer, "ab") == tokenizer.encode("ab")

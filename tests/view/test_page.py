@@ -474,8 +474,8 @@ def test_the_mean_beside_a_group_is_of_the_agent_that_is_shown(browser, tmp_path
         tab.close()
 
 
-def test_an_exported_list_has_the_order_of_the_servers(tab, tmp_path):
-    """By every sort, in both directions, page by page: equal ones and those without a value included."""
+def test_an_exported_list_has_the_rows_of_the_servers_in_their_order(tab, tmp_path):
+    """By every sort, in both directions, page by page: equal ones and those without a value included. Filtered ones, too."""
     files = made.make_run(tmp_path / "x")
     files.status_dir.mkdir()
     for step in range(1, 4):
@@ -495,7 +495,8 @@ def test_an_exported_list_has_the_order_of_the_servers(tab, tmp_path):
 
     def of_server(name: str, values: dict) -> dict:
         answer = routes[name].ask(handlers, [(key, str(value).lower()) for key, value in values.items()])
-        return {"total": answer.total, "rows": answer.rows} | ({"sorts": answer.sorts} if name == "rollouts" else {})
+        more = {"sorts": answer.sorts, "facets": answer.facets} if name == "rollouts" else {}
+        return {"total": answer.total, "rows": answer.rows} | more
 
     sorts = handlers.rollouts(routes["rollouts"].takes(run="x")).sorts
     assert {"retries", "metrics/num_turns", "tokens", "exact"} < {*sorts}
@@ -504,6 +505,8 @@ def test_an_exported_list_has_the_order_of_the_servers(tab, tmp_path):
         for name, known, kinds in (("rollouts", sorts, ("train", "eval")), ("tasks", SORTS, ("train", "eval")))
         for sort, descending, kind in product(("", *known), (True, False), kinds)
     ]
+    filters = ({"highest": 0.5}, {"lowest": -1.5}, {"lowest": 0.2, "highest": 0.9}, {"why": "error"}, {"outcome": "failed"})
+    asked += [("rollouts", {"run": "x", "kind": kind, "offset": 0, "limit": 50} | some) for kind in ("train", "eval") for some in filters]
     ask = "([all, asked]) => import('./page/recorded.js').then((m) => asked.map(([name, values]) => m.recordedAnswer(all, name, values)))"
     found = tab.page.evaluate(ask, [content, asked])
     for (name, values), answer in zip(asked, found, strict=True):

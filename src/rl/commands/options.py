@@ -47,6 +47,6 @@ def load(
     run = split_run(values["policy"]) if values.get("policy") else None
     if run and not any(word.startswith("@") for word in rest):
         rest = ["@", str(run[0] / "config.toml"), *rest]
-    config, line = load_config_or_exit(rest, program, variables=os.environ, usage=text, given=given, optional=optional)
+    config, line = load_config_or_exit(rest, program, variables=os.environ, usage=text, given=given, optional=optional, plays=True)
     config.sft = config.recorded = None  # these commands play the model, also of a run that has none played
     return config, line, values

@@ -1,5 +1,6 @@
 """`rl replay RUN`: retrains a run from its logged batches and compares every version with the run's, bit for bit."""
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -174,9 +175,13 @@ def oldest_complete(run_dir: RunDir, first: int, until: int) -> int | None:
 
 
 def changes_within(run_dir: RunDir, replay: ReplayConfig, config: RLConfig) -> list[str]:
-    """Returns notes on settings that a resume changed: a replay uses their last values, so earlier steps may differ."""
-    notes = []
-    for line in map(json.loads, run_dir.changes.read_text().splitlines() if run_dir.changes.exists() else []):
+    """Returns notes on settings that a resume changed: a replay uses their last values, so earlier steps may differ. Skips damaged lines,
+    such as the one during which the writer was killed."""
+    lines, notes = list[dict[str, Any]](), list[str]()
+    for text in run_dir.changes.read_text(errors="replace").splitlines() if run_dir.changes.exists() else []:
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(text))
+    for line in lines:
         scheduled = line["key"] == "max_steps" and config.trainer.optim.schedule != "constant"
         if (scheduled or line["key"].startswith(CHANGES_BITS)) and line["step"] > replay.start:
             change = f"{line['key']} was changed from {line['old']!r} to {line['new']!r}"

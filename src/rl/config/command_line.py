@@ -22,7 +22,7 @@ from rl.config.check import check, warnings_of
 from rl.config.environment_id import fetched, id_faults
 from rl.config.faults import Spelled, raise_all, setting_text, too_large, without_value
 from rl.config.fields import field_tree, models_in, tags, takes_text_alone
-from rl.config.help import PROCESS_USAGE, USAGE, print_help
+from rl.config.help import PROCESS_USAGE, READS, USAGE, print_help
 from rl.config.hints import drop_removed, without_numbers
 from rl.config.outside import outside_faults
 from rl.config.quick import shrink
@@ -230,10 +230,11 @@ def without_replaced_types(base: Spelled, line: CommandLine) -> Spelled:
     return base
 
 
-def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = False) -> RLConfig:
+def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = False, plays: bool = False) -> RLConfig:
     """Returns the checked configuration. Raises ConfigError with all faults; `optional` keys may be missing or conflict with others.
 
     `outside`: whether the files and functions that it names must exist; missing environments are reported only with other faults.
+    `plays`: whether environments are played, also with the settings of a run that plays none.
     """
     faults: dict[str, str] = {}
     layers = line.layers(faults)
@@ -248,8 +249,8 @@ def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = 
         found = chain(check(config), outside_faults(config) if outside else ())
         found = (fault for fault in found if fault[0] not in optional and holds_anyway(fault, doubtful))
         lines += [f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in found]
-    if config and config.sft and outside:
-        lines += flags_without_effect(line.flags)
+    if config and outside and not (plays or config.plays):
+        lines += flags_without_effect(config, line.flags)
     if config and lines and outside and config.plays:
         lines += id_faults(config.orchestrator.env_ids)
     raise_all(lines)
@@ -257,15 +258,21 @@ def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = 
     return config
 
 
-def flags_without_effect(flags: Spelled) -> list[str]:
-    """Returns faults of flags that fine-tuning does not read. They are allowed in files, which may be shared with RL runs."""
+def flags_without_effect(config: RLConfig, flags: Spelled) -> list[str]:
+    """Returns faults of flags that fine-tuning, or a run of recorded rollouts, does not read. They are allowed in files, which may be
+    shared with other runs."""
+    kind, program, why = "sft", "rl sft", "applies only to reinforcement learning"
+    if config.recorded:
+        kind, program, why = "recorded", "rl train", "is not read by a run of recorded rollouts"
+    has_credit = config.recorded and any(env.credit for env in config.orchestrator.environment)  # of the rollouts with its name
     faults = []
     for key, (value, place) in flags.items():
         name = canonical(key, value)
-        if name.split(".")[0] in ("orchestrator", "inference", "max_lag"):
-            twin = f"sft.{name.rpartition('.')[2]}"
+        is_read = name in READS[program] or (has_credit and name.startswith("orchestrator.environment"))
+        if name.split(".")[0] in ("orchestrator", "inference", "max_lag") and not is_read:
+            twin = f"{kind}.{name.rpartition('.')[2]}"
             remedy = f"did you mean {twin}?" if twin in field_tree(RLConfig) else "leave it out"
-            faults.append(f"{setting_text(name, value)} ({place})\n    applies only to reinforcement learning; {remedy}")
+            faults.append(f"{setting_text(name, value)} ({place})\n    {why}; {remedy}")
     return faults
 
 
@@ -309,12 +316,13 @@ def load_config_or_exit(
     optional: Collection[str] = (),
     base: Path | None = None,
     dry_run: Callable[[RLConfig], str] | None = None,
+    plays: bool = False,
 ) -> tuple[RLConfig, CommandLine]:
     """Loads the configuration of a command. Exits after --help, --schema or --dry-run, and with code 2 on any fault.
 
     `variables` is the environment for a command that creates a configuration; a process of a run reads only its config.toml. `given` are
     settings implied by the command's own flags; `optional` is as in `build`; `base` is a run's config.toml, which all files override.
-    `dry_run` returns what --dry-run prints, by default the configuration.
+    `dry_run` returns what --dry-run prints, by default the configuration; `plays` is as in `build`.
     """
     try:
         for word, topic in zip(args, [*args, ""][1:], strict=True):
@@ -331,7 +339,7 @@ def load_config_or_exit(
         if "schema" in line.switches:
             print(json.dumps(RLConfig.model_json_schema(), indent=2))
             raise SystemExit(0)
-        config = build(line, optional, outside=variables is not None)
+        config = build(line, optional, outside=variables is not None, plays=plays)
     except ConfigError as error:
         fail(program, str(error))
     for warning in warnings_of(config):

@@ -100,8 +100,8 @@ PLAYING = (
 OF_TRAINING = tuple(f"orchestrator.environment.{key}" for key in ("weight", "group_size", "credit", "difficulty", "teacher"))
 OF_BATCHES = tuple(
     f"orchestrator.{key}" for key in (
-        "batch_size", "credit", "filter", "sampling.temperature", "max_off_policy_steps", "replace_no_signal", "mask_truncated",
-        "trainer_timeout_s", "host", "port", "batches", "rollouts",
+        "batch_size", "credit", "filter", "sampling.temperature", "sampling.max_tokens", "max_off_policy_steps", "replace_no_signal",
+        "mask_truncated", "trainer_timeout_s", "host", "port", "batches", "rollouts", "show_rollout_every",
     )
 )  # fmt: skip
 READS = {

@@ -199,7 +199,8 @@ class EnvConfig(EnvSource):
 class EvalConfig(EnvSource):
     """An evaluation on held-out examples: before the first step, every `interval` steps, and after the last.
 
-    Without an id, it uses the first training environment. With a training environment's id, it inherits settings that it does not set.
+    Without an id, it uses the first training environment. With a training environment's id, it inherits settings that it leaves at their
+    defaults, or sets to them.
     """
 
     interval: int = Field(10, ge=1)
@@ -213,7 +214,8 @@ class EvalConfig(EnvSource):
 
 
 def inherit(entry: EvalConfig, env: EnvConfig) -> None:
-    """Fills settings that an evaluation does not set with those of its training environment."""
+    """Fills settings that an evaluation leaves at their defaults with those of its training environment. One that is set to its default is
+    filled as well: config.toml has every key, and with another value of the environment, a branch evaluates with that value."""
     for key in EnvSource.model_fields:
         if key not in ("sampling", "workers", "name") and getattr(entry, key) == EvalConfig.model_fields[key].default:
             setattr(entry, key, getattr(env, key))

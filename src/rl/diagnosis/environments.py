@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rl.config.run import RLConfig
 from rl.diagnosis.problems import Problem
-from rl.diagnosis.state import RunState
+from rl.diagnosis.state import RECENT, RunState
 from rl.run_dir.metrics import environment_rewards
 from rl.wire.rollouts import Cause
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rl.run_dir.numbers import Numbers, Points
 
 MANY = 0.1
-"""Share of failed rollouts above which an environment is reported although it is trained on."""
+"""Share of failed rollouts in the newest steps above which an environment is reported although it is trained on."""
 
 MANY_LONG = 0.2
 """Share of rollouts cut off or over the context length above which a step's line reports it."""
@@ -41,20 +41,22 @@ class Played:
         return ", ".join(part for part in (nothing, failed, "it is lost" if self.lost else "") if part)
 
 
-def played(numbers: "Numbers", envs: Iterable[str]) -> dict[str, Played]:
-    """Summarises the rollouts of those of `envs` that the newest step has counts of."""
-    newest, found = (numbers.steps("orchestrator") or [None])[-1], {}
+def played(numbers: "Numbers", envs: Iterable[str], last: int | None = None) -> dict[str, Played]:
+    """Summarises the rollouts of those of `envs` that the newest step has counts of, in all steps or the `last` ones."""
+    steps, found = numbers.steps("orchestrator")[-last if last else None :], {}
 
-    def points(env: str, name: str, kind: str = "rollouts", last: int | None = None) -> "Points":
+    def points(env: str, name: str, kind: str = "rollouts") -> "Points":
         return numbers.points("orchestrator", f"{kind}/{env}/{name}", last)
 
+    def total(env: str, name: str) -> int:
+        return int(sum(value for step, value in zip(*points(env, name), strict=True) if step >= steps[0]))
+
     for env in envs:
-        steps, finished = points(env, "finished")
-        if newest is None or newest not in steps[-1:]:
+        if not steps or steps[-1] not in points(env, "finished")[0][-1:]:
             continue
-        failed = {cause: int(sum(points(env, f"failed_{cause}")[1])) for cause in get_args(Cause)}
-        lost = newest in points(env, "quarantined", "env", last=1)[0]
-        found[env] = Played(int(sum(finished)), int(sum(points(env, "trained")[1])), Counter(+Counter(failed)), lost)
+        failed = Counter({cause: total(env, f"failed_{cause}") for cause in get_args(Cause)})
+        lost = steps[-1] in points(env, "quarantined", "env")[0][-1:]
+        found[env] = Played(total(env, "finished"), total(env, "trained"), Counter(+failed), lost)
     return found
 
 
@@ -103,14 +105,18 @@ def length_texts(config: RLConfig, line: dict[str, Any]) -> dict[str, tuple[str,
 
 
 def environment_problems(state: RunState) -> list[Problem]:
-    """Returns environments that are lost or whose rollouts all failed, and, not serious, those with many failed rollouts."""
+    """Returns environments that are lost or whose rollouts all failed, and, not serious, those with many failed rollouts in the newest
+    steps."""
     said = [event for event in state.recent_events if event.event == "warning"]
-    found = []
-    for env, one in played(state.numbers, sorted(entry.label for entry in state.config.orchestrator.environment)).items():
-        serious = one.lost or (not one.trained and one.failed.total() > 0)
+    envs, found = sorted(entry.label for entry in state.config.orchestrator.environment), []
+    newest = played(state.numbers, envs, RECENT)
+    for env, whole in played(state.numbers, envs).items():
+        serious = whole.lost or (not whole.trained and whole.failed.total() > 0)
+        one = whole if serious else newest[env]
         if serious or one.failed.total() > MANY * one.finished:
+            when = "" if one == whole else f"in the newest {RECENT} steps, "
             about = [event.reason.replace(f"environment {env}:", "at first:", 1) for event in said if event.env == env]
             look = [f"`rl show {state.run_dir.root} --env {env} --why error` shows them"] if one.failed else []
-            text = "; ".join([f"environment {env}: {one.fault}", *about, *look])
+            text = "; ".join([f"environment {env}: {when}{one.fault}", *about, *look])
             found.append(Problem(text, serious, (f"rollouts/{env}/trained",), "error"))
     return found

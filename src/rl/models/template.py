@@ -27,6 +27,7 @@ from rl.models.chat import (
     wire,
     with_arguments,
 )
+from rl.models.tokenizer import text_ids
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 PLACEHOLDER = "RL-PLACEHOLDER"
@@ -75,6 +76,10 @@ class Renderer:
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def text_ids(self, text: str) -> list[int]:
+        """The ids of a prompt that is plain text; see tokenizer.text_ids."""
+        return text_ids(self.tokenizer, text)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -23,3 +23,11 @@ def load_tokenizer(model_path: str, *, trust_remote_code: bool = False) -> Any:
     needs = 'if this names a package, add it: orchestrator.environment.requirements = ["sentencepiece"]; else copy the model again'
     with Blame(f"the tokenizer of {model_path} cannot be loaded: transformers", needs):
         return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a plain text with nothing before it. They begin with the BOS token if the tokenizer adds one, as texts did in pretraining;
+    other tokens that it adds, such as EOS at the end, are left out."""
+    ids, bos = tokenizer.encode(text, add_special_tokens=False), tokenizer.bos_token_id
+    adds_bos = bos is not None and tokenizer.encode("a")[:1] == [bos]
+    return [bos, *ids] if adds_bos and ids[:1] != [bos] else ids

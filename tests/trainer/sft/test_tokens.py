@@ -8,6 +8,7 @@ import sys
 import datasets
 import pyarrow as pa
 import pytest
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from rl.config.run import ModelConfig, RendererConfig, RLConfig
@@ -216,6 +217,20 @@ def test_a_base_model_needs_no_template_for_text(folders, tmp_path):
     assert alone == (encode("ab<|im_end|>"), [False, True, True])
     with pytest.raises(RunError, match="needs a chat template"):
         prepared(tmp_path / "asked", folders / "base", row, style="chat")
+
+
+def test_a_plain_text_begins_with_the_bos_token_of_its_tokenizer(folders, tmp_path):
+    """As the prompts of rollouts in completion style do. It is never trained."""
+    without, tokenizer = (AutoTokenizer.from_pretrained(folders / "base") for _ in range(2))
+    token, bos, encode = tokenizer.bos_token, tokenizer.bos_token_id, without.encode
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, bos)])
+    tokenizer.save_pretrained(tmp_path / "begins")
+    rows = [{"prompt": "1 + 1 =", "completion": " 2"}, {"prompt": "", "completion": "ab"}]
+    samples, _ = prepared(tmp_path, tmp_path / "begins", *rows)
+    assert samples == [
+        ([bos, *encode("1 + 1 = 2<|im_end|>")], [False] * 8 + [True] * 3),
+        ([bos, *encode("ab<|im_end|>")], [False] + [True] * 3),
+    ]
 
 
 def test_a_base_model_takes_messages_with_a_template_of_its_own(tmp_path, monkeypatch):

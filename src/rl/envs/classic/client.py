@@ -103,7 +103,7 @@ class TextConversation(Conversation):
                 ids = self.turns.token_ids(before.index) + renderer.encode(new)
                 break
         else:
-            before, new, ids = None, text, renderer.encode(text)
+            before, new, ids = None, text, renderer.text_ids(text)
         turn = await self.sample(ids, overrides)
         completion = renderer.decode(turn.completion_ids)
         self.keep(turn, Past(len(self.turns), before, [new, completion]))

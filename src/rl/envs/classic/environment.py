@@ -160,7 +160,7 @@ class ClassicEnvironment:
         prompt = task.row["prompt"]
         messages = [{"role": "text", "content": prompt}] if isinstance(prompt, str) else prompt
         if task.completion_style:
-            return self.policy.renderer.encode(completion_prompt(messages))
+            return self.policy.renderer.text_ids(completion_prompt(messages))
         return self.policy.renderer.prompt_ids([chat_message(message) for message in messages], task.tools)
 
     async def start(self) -> None:

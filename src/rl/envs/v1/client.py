@@ -18,7 +18,7 @@ from verifiers.v1.interception import server as interception
 from verifiers.v1.types import Response, TurnTokens, Usage
 
 from rl.envs.policy import Conversation, RolloutError
-from rl.models.chat import Answer, Message, assistant_message
+from rl.models.chat import Answer, assistant_message
 from rl.wire.inference_client import PromptTooLongError
 from rl.wire.rollouts import Cause, Turn
 from rl.wire.turns import Turns
@@ -31,37 +31,46 @@ OverlongPromptError: type[vf.ProviderError] = getattr(errors, "OverlongPromptErr
 
 @dataclass
 class ActiveTrace:
-    """One trace in play: its conversation (None with an endpoint), and why its last call failed, if it did."""
+    """One trace in play: its conversation (None with an endpoint), and its failed calls."""
 
     trace: vf.Trace
     conversation: Conversation | None
-    failure: tuple[Cause, str] | None = None
+    failed: list[tuple[list[Any], tuple[Cause, str]]] = field(default_factory=list)
+    """What was asked in calls that failed, and why they did. Kept because a harness may go on without the answer and have an incomplete
+    trace scored; forgotten if the same is asked again and answered."""
     refused: set[int] = field(default_factory=set)
     """Indices of turns that verifiers refused, so that the harness never saw them."""
 
-    async def answer(self, messages: list[Message], body: dict[str, Any]) -> tuple[Turn, Answer]:
-        """Plays one turn. `body` has the tools and the sampling parameters that the harness and the agent's config ask for; the
-        conversation has the run's. Raises vf.ProviderError."""
+    @property
+    def failure(self) -> tuple[Cause, str] | None:
+        """Why the first call failed that was not answered later."""
+        return self.failed[0][1] if self.failed else None
+
+    async def answer(self, asked: list[Any], body: dict[str, Any]) -> tuple[Turn, Answer]:
+        """Plays one turn. `asked` are verifiers' messages; `body` has the tools and the sampling parameters that the harness and the
+        agent's config ask for; the conversation has the run's. Raises vf.ProviderError."""
         assert self.conversation
-        self.failure = None
+        # In verifiers' own form, where tool results name their tool: a resumed conversation has that form, and must match the one before.
+        messages = [message_to_wire(message) for message in asked]
         overrides = body | {"max_tokens": body.get("max_tokens") or body.get("max_completion_tokens")}
         try:
-            return await self.conversation.answer(messages, body.get("tools"), overrides)
+            answered = await self.conversation.answer(messages, body.get("tools"), overrides)
         except PromptTooLongError as error:
             self.trace.stop(OVERLONG)
             raise OverlongPromptError(f"context length exceeded: {error}", status_code=400) from error
         except RolloutError as error:
-            raise self.fail(error) from error
+            raise self.fail(asked, error) from error
+        self.failed = [call for call in self.failed if call[0] != asked]
+        return answered
 
     def kept_turns(self) -> Turns:
         """The conversation's turns, without those that verifiers refused."""
         turns = self.conversation.turns if self.conversation else Turns()
         return Turns.of(turn for i, turn in enumerate(turns) if i not in self.refused) if self.refused else turns
 
-    def fail(self, error: RolloutError) -> vf.ProviderError:
-        """Records why: a harness may go on without the answer. SDKs do not retry the status 400: our own client has already retried what
-        it can."""
-        self.failure = error.cause, str(error)
+    def fail(self, asked: list[Any], error: RolloutError) -> vf.ProviderError:
+        """Records a failed call. SDKs do not retry the status 400: our own client has already retried what it can."""
+        self.failed.append((asked, (error.cause, str(error))))
         return vf.ProviderError(str(error), status_code=400)
 
 
@@ -84,12 +93,11 @@ class PolicyClient(vf.Client):
         active = self.active.get(session_id or "")
         if active is None or active.conversation is None:
             raise vf.ProviderError(f"trace {session_id} is not being played", status_code=409)
+        asked = turn.prompt if turn else dialect.parse_request(body).messages
         if not isinstance(dialect, ChatDialect):
             problem = f"the harness uses {type(dialect).__name__}, but the policy answers chat completions only; configure another harness"
-            raise active.fail(RolloutError("environment", problem))
-        # In verifiers' own form, where tool results name their tool: a resumed conversation has that form, and must match the one before.
-        messages = [message_to_wire(message) for message in (turn.prompt if turn else dialect.parse_request(body).messages)]
-        answered = await active.answer(messages, body)
+            raise active.fail(asked, RolloutError("environment", problem))
+        answered = await active.answer(asked, body)
         if active.trace.stop_condition is not None:  # another call of the harness ended the trace meanwhile
             active.refused.add(len(active.conversation.turns) - 1)
         return response(*answered, body["model"])

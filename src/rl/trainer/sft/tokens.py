@@ -22,7 +22,7 @@ from rl.models.conversation import REASONING, conversation_ids, has_content, mis
 from rl.models.folder import has_template, resolve_model
 from rl.models.renderer import load_renderer
 from rl.models.template import Renderer
-from rl.models.tokenizer import hide_torch, load_tokenizer
+from rl.models.tokenizer import hide_torch, load_tokenizer, text_ids
 from rl.run_dir.checksums import checksum, verify_files
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.run_dir.status import Phase, Status
@@ -69,8 +69,9 @@ class Tokenizer:
         """
         if self.tokenizer.eos_token_id is None:
             raise RunError("the model's tokenizer has no end-of-text token (eos_token), so it could never learn to stop; set one")
-        given = self.tokenizer.encode(prompt, add_special_tokens=False)
-        sampled = [*self.tokenizer.encode(completion, add_special_tokens=False), self.tokenizer.eos_token_id]
+        given = text_ids(self.tokenizer, prompt) if prompt else []
+        answer = self.tokenizer.encode(completion, add_special_tokens=False) if prompt else text_ids(self.tokenizer, completion)
+        sampled = [*answer, self.tokenizer.eos_token_id]
         return given + sampled, [False] * len(given) + [bool(given)] + [True] * (len(sampled) - 1)
 
     def truncated(self, sample: Tokens, counts: Counter[str]) -> Tokens | None:

@@ -74,7 +74,7 @@ function fits(row, values, left) {
   const place = row.kind === "eval" ? row.version : row.step;
   const within = (/** @type {any} */ value, /** @type {any} */ low, /** @type {any} */ high) => (!low || value >= Number(low)) && (!high || value <= Number(high));
   const is = (/** @type {string} */ name) => name === left || !values[name] || String(row[name]) === String(values[name]) || (name === "why" && values.why === "error" && row.failed);
-  return within(place, values.begin, values.end) && (left === "reward" || within(row.reward, values.lowest, values.highest)) && within(row.tokens, values.shortest, values.longest)
+  return within(place, values.begin, values.end) && (left === "reward" || within(row.reward ?? NaN, values.lowest, values.highest)) && within(row.tokens, values.shortest, values.longest)
     && ["env", "task", "group", "outcome", "why"].every(is);
 }
 
@@ -98,15 +98,16 @@ function listed(all, values) {
     });
   }
   found = sorted(found, values, all.sorts.rollouts, (row, sort) => sortValue(all, row, sort));
-  const facets = Object.fromEntries(["env", "why", "outcome"].map((name) => [name, counts(rows.filter((row) => fits(row, values, name)).map((row) => row[name]))]));
+  const facets = Object.fromEntries(["env", "why", "outcome"].map((name) => [name, facet(rows.filter((row) => fits(row, values, name)), name)]));
   return { ...paged(found, values), facets, histogram: histogram(rows.filter((row) => fits(row, values, "reward"))),
     sorts: all.sorts.rollouts, searched: text || values.tool_errors ? looked : null, complete: true, damaged: all.left_out ? [all.left_out] : [] };
 }
 
-/** @param {string[]} words @returns {Record<string, number>} */
-function counts(words) {
-  const found = /** @type {Record<string, number>} */ ({});
-  for (const word of words) found[word] = (found[word] ?? 0) + 1;
+/** The number of rows that a filter on each value of a field finds, the most frequent first. @param {any[]} rows @param {string} name @returns {Record<string, number>} */
+function facet(rows, name) {
+  const found = /** @type {Record<string, number>} */ ({}), errors = rows.filter((row) => row.why === "error" || row.failed).length;
+  for (const row of rows) found[row[name]] = (found[row[name]] ?? 0) + 1;
+  if (name === "why" && errors) found.error = errors;
   return Object.fromEntries(Object.entries(found).sort((a, b) => b[1] - a[1]));
 }
 
