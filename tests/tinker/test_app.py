@@ -25,7 +25,7 @@ from rl.tinker.sampling import Sampling
 from rl.tinker.training import Training
 from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
-from rl.wire.training_calls import CallError, Scored
+from rl.wire.training_calls import CallError, NoRoomError, Scored
 
 KEY, SECRET = "k" * 32, "s" * 32
 
@@ -233,6 +233,40 @@ def test_a_call_that_ends_the_trainer_each_time_fails_alone(tmp_path):
             assert client.learner.done == [("create", 4), ("optim_step", 1e-4), ("optim_step", 1e-4)], "but never what was not executed"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["loaded", "executed from its first call"])
+def test_a_model_that_finds_no_memory_after_a_restart_fails_alone(tmp_path, lost):
+    """It ended the server at each start, as its call was in the log."""
+
+    async def first():
+        async with Client(tmp_path) as client:
+            return [client.training.models[await new_model(client)] for _ in range(2)]
+
+    async def again(poor, other):
+        async with Client(tmp_path) as client:
+            learner, full = client.learner, True
+
+            def without_room(execute):
+                def executed(name, *rest, **more):
+                    if full and name == poor:
+                        raise NoRoomError("no memory")
+                    execute(name, *rest, **more)
+
+                return executed
+
+            learner.load, learner.create = without_room(learner.load), without_room(learner.create)
+            refused, step = [await client.call("optim_step", step_of(model, 1)) for model in (poor, other)]
+            assert refused["error"].startswith("not executed: no memory") and step["metrics"]["policy_version:max"] == 1
+            assert not client.work.done() and client.training.models[poor].applied == -1
+            full = False
+            assert (await client.call("optim_step", step_of(poor, 2)))["metrics"]["policy_version:max"] == 1
+            assert learner.steps == {poor: 1, other: 1}, "what was not executed is not executed later"
+
+    poor, other = asyncio.run(first())
+    if lost:
+        shutil.rmtree(poor.run_dir.root / "state")
+    asyncio.run(again(poor.id, other.id))
 
 
 def step_of(model, number):
