@@ -365,12 +365,13 @@ def test_sessions_sample_their_own_versions_and_the_base(tmp_path):
             client.sampling.turns.held = client.sampling.find(targets[1]).target
             await client.call("asample", {**sample, "sampling_session_id": targets[1], "seq_id": 5})
             assert client.servers.loads == [2]
-            scored = {**sample, "sampling_session_id": targets[1], "prompt_logprobs": True}
-            for number, last, expected in ((6, None, [None, -2.0]), (7, 1, [-2.0])):
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+            scored = {**sample, "prompt": prompt, "sampling_session_id": targets[1], "prompt_logprobs": True}
+            for number, last, expected in ((6, None, [None, -2.0, -3.0]), (7, 1, [None, None, -3.0])):
                 asked = {**scored, "seq_id": number, "prompt_logprobs_last_n": last}
                 answer = MESSAGE["SampleResponse"].FromString(await client.call("asample", asked))
                 assert np.array_equal(np.frombuffer(answer.prompt_logprobs, np.float32), np.array(expected, np.float32), equal_nan=True)
-            await client.post("asample", {**scored, "seq_id": 8, "prompt_logprobs_last_n": 2}, 400)
+            await client.post("asample", {**scored, "seq_id": 8, "prompt_logprobs_last_n": 3}, 400)
         async with Client(tmp_path) as client:
             repeated = await client.post("asample", {**sample, "sampling_session_id": targets[0], "seq_id": 0})
             assert repeated == promises[0] and await client.result(repeated) and not client.servers.loads

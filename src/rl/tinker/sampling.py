@@ -301,8 +301,10 @@ class Sampling:
 
         answers = await asyncio.gather(*(one(index) for index in range(request.num_samples)))
         of_prompt = answers[0].prompt_logprobs or []
+        if last := request.prompt_logprobs_last_n:
+            of_prompt = [None] * (len(of_prompt) - last) + of_prompt[-last:]
         sampled = [(one.token_ids, one.logprobs, one.finish_reason) for one in answers]
-        return sample_message(sampled, of_prompt[-(request.prompt_logprobs_last_n or 0) :])
+        return sample_message(sampled, of_prompt)
 
     async def answer(self, sampling_id: str, number: int, wait_s: float) -> Answer | None:
         """Returns the answer to a request; None if it does not come in time. Raises KeyError for an unknown one."""
