@@ -380,6 +380,30 @@ def test_sessions_sample_their_own_versions_and_the_base(tmp_path):
     asyncio.run(scenario())
 
 
+def test_after_a_restart_a_request_is_sampled_again_once_its_client_asks_for_it(tmp_path):
+    """All that had no answer were sampled at once, for clients who may be gone."""
+
+    async def first():
+        async with Client(tmp_path) as client:
+            session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))["session_id"]
+            base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "meta/x"}
+            session_id = (await client.post("create_sampling_session", base))["sampling_session_id"]
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+            client.servers.generate = lambda *_: asyncio.Event().wait()
+            sample = {"prompt": prompt, "sampling_params": {}, "sampling_session_id": session_id, "seq_id": 0}
+            promise = await client.post("asample", sample)
+            assert client.sampling.waiting == 1
+            return promise
+
+    async def again(promise):
+        async with Client(tmp_path) as client:
+            assert client.sampling.waiting == 0
+            answer = MESSAGE["SampleResponse"].FromString(await client.result(promise))
+            assert len(answer.sequences) == 1 and client.sampling.waiting == 0
+
+    asyncio.run(again(asyncio.run(first())))
+
+
 def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(tmp_path, monkeypatch):
     async def scenario():
         async with Client(tmp_path) as client:
