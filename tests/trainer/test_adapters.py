@@ -152,7 +152,7 @@ def test_several_targets_of_a_token(learner):
     np.testing.assert_allclose(scored.losses[0], -scored.logprobs[0], atol=1e-6)
 
 
-def test_what_is_refused(learner):
+def test_what_is_refused(learner, tmp_path):
     with pytest.raises(CallError, match="ranks from 1 to 8"):
         learner.create("a", RANK + 1, 0)
     learner.create("a", RANK, seed=1)
@@ -160,3 +160,7 @@ def test_what_is_refused(learner):
         learner.optimizer_step("a", Step())
     with pytest.raises(CallError, match="not loaded"):
         learner.optimizer_step("nobody", Step())
+    with pytest.raises(CallError, match="not loaded"):
+        learner.save("nobody", tmp_path / "state", {})
+    with pytest.raises(CallError, match="not loaded"):
+        learner.publish("nobody", tmp_path / "weights", None)
