@@ -26,10 +26,10 @@ from rl.run_dir.digests import HASH, digest, digest_of_file
 from rl.run_dir.files import CorruptFileError, write_directory, write_file
 from rl.run_dir.version_files import DIGESTS, checksum
 from rl.system.errors import RunError
-from rl.system.machine import memory_bytes
 from rl.trainer import determinism
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.loss.losses import loss_function
+from rl.trainer.measure.memory import free_bytes
 from rl.trainer.model import lora
 from rl.trainer.model.policy import DTYPES, load_policy, mode_of, score
 from rl.trainer.optim import MOMENTS, local, make_optimizer, optimizer_step
@@ -127,8 +127,7 @@ class AdapterLearner:
         if not 1 <= rank <= self.max_rank:
             raise CallError(f"rank {rank}: this server trains ranks from 1 to {self.max_rank}; start it with --trainer.lora.rank {rank}")
         needed = 0 if name in self.adapters else COPIES * sum(local(p).nbytes for p in self.parameters.values())
-        on_gpu = self.world.device.type == "cuda"
-        free = torch.cuda.mem_get_info(self.world.device)[0] if on_gpu else memory_bytes()[1]
+        free = free_bytes(self.world.device)
         if needed > free:
             raise NoRoomError(f"another model takes {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB of memory are free: unload one")
         self.forget(name)
