@@ -719,11 +719,11 @@ def test_a_pid_of_another_container_is_not_looked_at_here():
 def test_a_model_of_the_tinker_server_is_continued_by_its_server(tmp_path):
     """`rl` was named, which refuses such a configuration."""
     run = Run(tmp_path / "serve-tiny" / "models", name="session-0", serve={"alias": "someone/else"})
+    (run.dir.root / "calls.log").touch()
     run.metrics([1, 2, 3])
     again = tmp_path / "serve-tiny" / "config.toml"
     assert run.bottleneck() == f"clients of `rl serve` trained 3 steps; they can go on after `rl serve @ {again}`"
     server = Run(tmp_path, name="serve-tiny", serve={"alias": "someone/else"})
-    (run.dir.root / "calls.log").touch()
     assert server.bottleneck() == f"clients of `rl serve` made 1 models; they can go on after `rl serve @ {again}`"
     write_config(run.dir.config, run.config)
     with pytest.raises(RunError, match=f"`rl stop {tmp_path}/serve-tiny` ends its server"):

@@ -25,7 +25,7 @@ from rl.tinker.sampling import Sampling
 from rl.tinker.training import Training
 from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
-from rl.wire.training_calls import CallError, Scored
+from rl.wire.training_calls import CallError, NoRoomError, Scored
 
 KEY, SECRET = "k" * 32, "s" * 32
 
@@ -33,15 +33,15 @@ KEY, SECRET = "k" * 32, "s" * 32
 class CountingLearner:
     """Adapters are a number: the steps that they have made. `done` is what it was asked, in order."""
 
-    vocab_size, max_rank = 100, 8
+    vocab_size = 100
 
     def __init__(self) -> None:
         self.steps: dict[str, int] = {}
         self.done: list[tuple] = []
 
     def create(self, name, rank, seed):
-        if rank > self.max_rank:
-            raise CallError(f"rank {rank}: at most {self.max_rank}")
+        if rank > 8:
+            raise CallError(f"rank {rank}: at most 8")
         self.steps[name] = 0
         self.done.append(("create", rank))
 
@@ -235,6 +235,40 @@ def test_a_call_that_ends_the_trainer_each_time_fails_alone(tmp_path):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("lost", [False, True], ids=["loaded", "executed from its first call"])
+def test_a_model_that_finds_no_memory_after_a_restart_fails_alone(tmp_path, lost):
+    """It ended the server at each start, as its call was in the log."""
+
+    async def first():
+        async with Client(tmp_path) as client:
+            return [client.training.models[await new_model(client)] for _ in range(2)]
+
+    async def again(poor, other):
+        async with Client(tmp_path) as client:
+            learner, full = client.learner, True
+
+            def without_room(execute):
+                def executed(name, *rest, **more):
+                    if full and name == poor:
+                        raise NoRoomError("no memory")
+                    execute(name, *rest, **more)
+
+                return executed
+
+            learner.load, learner.create = without_room(learner.load), without_room(learner.create)
+            refused, step = [await client.call("optim_step", step_of(model, 1)) for model in (poor, other)]
+            assert refused["error"].startswith("not executed: no memory") and step["metrics"]["policy_version:max"] == 1
+            assert not client.work.done() and client.training.models[poor].applied == -1
+            full = False
+            assert (await client.call("optim_step", step_of(poor, 2)))["metrics"]["policy_version:max"] == 1
+            assert learner.steps == {poor: 1, other: 1}, "what was not executed is not executed later"
+
+    poor, other = asyncio.run(first())
+    if lost:
+        shutil.rmtree(poor.run_dir.root / "state")
+    asyncio.run(again(poor.id, other.id))
+
+
 def step_of(model, number):
     return {"model_id": model, "seq_id": number, "adam_params": {}}
 
@@ -331,18 +365,43 @@ def test_sessions_sample_their_own_versions_and_the_base(tmp_path):
             client.sampling.turns.held = client.sampling.find(targets[1]).target
             await client.call("asample", {**sample, "sampling_session_id": targets[1], "seq_id": 5})
             assert client.servers.loads == [2]
-            scored = {**sample, "sampling_session_id": targets[1], "prompt_logprobs": True}
-            for number, last, expected in ((6, None, [None, -2.0]), (7, 1, [-2.0])):
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+            scored = {**sample, "prompt": prompt, "sampling_session_id": targets[1], "prompt_logprobs": True}
+            for number, last, expected in ((6, None, [None, -2.0, -3.0]), (7, 1, [None, None, -3.0])):
                 asked = {**scored, "seq_id": number, "prompt_logprobs_last_n": last}
                 answer = MESSAGE["SampleResponse"].FromString(await client.call("asample", asked))
                 assert np.array_equal(np.frombuffer(answer.prompt_logprobs, np.float32), np.array(expected, np.float32), equal_nan=True)
-            await client.post("asample", {**scored, "seq_id": 8, "prompt_logprobs_last_n": 2}, 400)
+            await client.post("asample", {**scored, "seq_id": 8, "prompt_logprobs_last_n": 3}, 400)
         async with Client(tmp_path) as client:
             repeated = await client.post("asample", {**sample, "sampling_session_id": targets[0], "seq_id": 0})
             assert repeated == promises[0] and await client.result(repeated) and not client.servers.loads
             await client.post("retrieve_future", {"request_id": "s:sample:9/1"}, 410)
 
     asyncio.run(scenario())
+
+
+def test_after_a_restart_a_request_is_sampled_again_once_its_client_asks_for_it(tmp_path):
+    """All that had no answer were sampled at once, for clients who may be gone."""
+
+    async def first():
+        async with Client(tmp_path) as client:
+            session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))["session_id"]
+            base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "meta/x"}
+            session_id = (await client.post("create_sampling_session", base))["sampling_session_id"]
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+            client.servers.generate = lambda *_: asyncio.Event().wait()
+            sample = {"prompt": prompt, "sampling_params": {}, "sampling_session_id": session_id, "seq_id": 0}
+            promise = await client.post("asample", sample)
+            assert client.sampling.waiting == 1
+            return promise
+
+    async def again(promise):
+        async with Client(tmp_path) as client:
+            assert client.sampling.waiting == 0
+            answer = MESSAGE["SampleResponse"].FromString(await client.result(promise))
+            assert len(answer.sequences) == 1 and client.sampling.waiting == 0
+
+    asyncio.run(again(asyncio.run(first())))
 
 
 def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(tmp_path, monkeypatch):

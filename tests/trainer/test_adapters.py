@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from rl.trainer.model.policy import load_policy, mode_of, score
 from rl.trainer.optim import local
 from rl.trainer.train import loss_inputs
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
-from rl.wire.training_calls import CallError, Example, LossCall, Step
+from rl.wire.training_calls import CallError, Example, LossCall, NoRoomError, Step
 
 RANK = 8
 
@@ -152,7 +153,7 @@ def test_several_targets_of_a_token(learner):
     np.testing.assert_allclose(scored.losses[0], -scored.logprobs[0], atol=1e-6)
 
 
-def test_what_is_refused(learner):
+def test_what_is_refused(learner, tmp_path):
     with pytest.raises(CallError, match="ranks from 1 to 8"):
         learner.create("a", RANK + 1, 0)
     learner.create("a", RANK, seed=1)
@@ -160,3 +161,21 @@ def test_what_is_refused(learner):
         learner.optimizer_step("a", Step())
     with pytest.raises(CallError, match="not loaded"):
         learner.optimizer_step("nobody", Step())
+    with pytest.raises(CallError, match="not loaded"):
+        learner.save("nobody", tmp_path / "state", {})
+    with pytest.raises(CallError, match="not loaded"):
+        learner.publish("nobody", tmp_path / "weights", None)
+
+
+def test_room_on_a_gpu_includes_what_torch_holds_unused(learner, monkeypatch):
+    """What a model leaves behind stays with torch: to the driver it is not free, and no model that left made room for another."""
+    monkeypatch.setattr(learner, "world", SimpleNamespace(device=torch.device("cuda", 0)))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (0, 1 << 40))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 3 << 30)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda _: 1 << 30)
+    monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda _: 1.0)
+    learner.create("in what another has left", RANK, 0)
+    learner.forget("in what another has left")
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda _: 3 << 30)
+    with pytest.raises(NoRoomError, match="and 0 MiB of memory are free"):
+        learner.create("one too many", RANK, 0)

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 import rl.trainer.main
+from rl.commands import serve_process
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.config.trainer import OptimConfig
@@ -47,16 +48,18 @@ def test_a_gpu_that_is_not_there_ends_it_without_another_start(monkeypatch):
     assert ended.value.code == WRONG_SETTINGS
 
 
+@pytest.mark.parametrize("main", [rl.trainer.main.main, serve_process.main], ids=["trainer", "serve"])
 @pytest.mark.parametrize("given", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_the_allocator_of_gpus_leaves_no_holes_unless_the_user_says_so(monkeypatch, given):
+def test_the_allocator_of_gpus_leaves_no_holes_unless_the_user_says_so(monkeypatch, given, main):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     if given:
         monkeypatch.setenv(given, "max_split_size_mb:128")
     monkeypatch.setattr("rl.trainer.main.leave", lambda _: sys.exit(7))
+    monkeypatch.setattr(serve_process, "load_config_or_exit", lambda *_, **__: sys.exit(7))
     with pytest.raises(SystemExit, match="7"):
-        rl.trainer.main.main()
+        main()
     asked = {name: os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
     expected = {given: "max_split_size_mb:128"} if given else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert {name: value for name, value in asked.items() if value} == expected

@@ -51,6 +51,7 @@ def main(args: list[str], children: Children) -> int:
         if note:
             say(note)
     keeper = Keeper(config, run_dir, children, say)
+    keeper.event("start", "rl", pid=os.getpid())
     try:
         keeper.begin([Role("model", roles.command("model", run_dir, 1), dict(os.environ))])
         while not keeper.finished:

@@ -14,12 +14,14 @@ from rl.run_dir.lease import ROLE_WAIT_S, hold_role
 from rl.run_dir.status import Phase, Status
 from rl.system.errors import RunError, exit_code_of
 from rl.system.linux import die_with_parent, raise_open_files
+from rl.trainer.main import set_up_allocator, uses_gpus
 
 NAME = "tinker"
 
 
 def main() -> None:
     """Exit code 0 after SIGTERM, otherwise that of the error."""
+    set_up_allocator()
     config, _ = load_config_or_exit(sys.argv[1:], "rl serve", usage=PROCESS_USAGE)
     code = 0
     try:
@@ -49,7 +51,6 @@ def run(config: RLConfig) -> None:
     from rl.tinker.main import replay, serve
     from rl.trainer.adapters.learner import AdapterLearner
     from rl.trainer.determinism import conditions, differing_conditions
-    from rl.trainer.main import uses_gpus
     from rl.trainer.measure.memory import keep_to_share
     from rl.trainer.model.policy import mode_of
     from rl.trainer.parallel.world import start_world

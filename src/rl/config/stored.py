@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rl.config.command_line import from_toml, read_toml
 from rl.config.run import RLConfig
-from rl.run_dir.paths import RunDir
+from rl.run_dir.paths import RunDir, is_model
 from rl.system.errors import ConfigError, RunError
 
 
@@ -26,7 +26,13 @@ def as_written(root: Path) -> RLConfig:
 
 def server_of(root: Path) -> Path:
     """Returns the directory of the `rl serve` that a directory belongs to: its own, or that of a client's model below `models`."""
-    return root.parents[1] if root.parent.name == "models" else root
+    return root.parents[1] if is_model(root) else root
+
+
+def rl_dir_of(run_dir: RunDir, config: RLConfig) -> RunDir:
+    """Returns the directory of the `rl` that runs a run's processes: its own, or for a client's model that of its server."""
+    server = server_of(run_dir.root) if config.serve else run_dir.root
+    return run_dir if server == run_dir.root else RunDir(server, server / "weights")
 
 
 def continued_by(root: Path, config: RLConfig) -> str:

@@ -50,7 +50,7 @@ def process_problems(state: RunState) -> list[Problem]:
             text = f"the {name} is stopped: SIGSTOP or a debugger holds process {pid} ({title}); `kill -CONT {pid}` continues it"
             found.append(Problem(text, files=log_of(state, name)))
     for name, process in state.processes.items():
-        log = state.log(name) or state.run_dir.logs
+        log = state.log(name) or state.rl_dir.logs
         if not process.there and not state.is_led:
             text = f"the {name} died while it was {process.doing}, and no `rl` is running to restart it; see {log}, then `{state.resume}`"
         elif process.there and process.silent_s > state.config.supervisor.silence_s / 2 and not process.stopped:

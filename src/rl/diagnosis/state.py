@@ -16,7 +16,7 @@ import psutil
 
 from rl.config.plan import plan
 from rl.config.run import RLConfig
-from rl.config.stored import continued_by
+from rl.config.stored import continued_by, rl_dir_of
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.files import files_in
 from rl.run_dir.lease import LEASE_S, LockOwner
@@ -134,6 +134,8 @@ class RunState:
     """A run at the time `now`."""
 
     run_dir: RunDir
+    rl_dir: RunDir
+    """The directory of its `rl`, with the status, logs and events of its processes, see rl_dir_of."""
     config: RLConfig
     now: float
     launcher: Process | None
@@ -187,6 +189,8 @@ class RunState:
     @property
     def roles(self) -> list[str]:
         """The processes of this run, without further inference servers."""
+        if self.config.serve:
+            return [*self.own_servers, "tinker"]
         return ["trainer"] if self.config.sft else [*self.own_servers, "orchestrator", "trainer"]
 
     def log(self, name: str) -> Path | None:
@@ -196,7 +200,7 @@ class RunState:
             for machine in self.machines:
                 if machine.status and machine.status.log and machine.runs(process.status):
                     return Path(machine.status.log)
-        return newest_log(self.run_dir.logs, name)
+        return newest_log(self.rl_dir.logs, name)
 
     @property
     def resume(self) -> str:
@@ -277,27 +281,29 @@ def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None =
     from rl.run_dir.numbers import Numbers
 
     now, nodes = time.time(), Nodes(run_dir)
+    rl_dir = rl_dir_of(run_dir, config)
     evals = reversed(numbered(run_dir.evals).items())
-    paths = files_in(run_dir.status_dir, ".json")
+    paths = files_in(rl_dir.status_dir, ".json")
     statuses = {path.stem: status for path in paths if (status := read_status(path)) and status.pid is not None}
     doubtful = [name for name, status in statuses.items() if status.phase and is_doubtful(status, now)]
     machines = {machine_name(index): as_process(status) for index, status in nodes.statuses().items()} if config.cluster else {}
     doubtful_machines = [name for name, status in machines.items() if is_doubtful(status, now)]
     if heartbeats is None:
         heartbeats = Staleness()
-        watch(run_dir, statuses, [*doubtful, *doubtful_machines], heartbeats)
+        watch(rl_dir, statuses, [*doubtful, *doubtful_machines], heartbeats)
     clocks = {name: other_clock(heartbeats, name, statuses[name].heartbeat or now, now) for name in doubtful}
     processes = {name: inspect_process(name, status, clocks.get(name, now)) for name, status in statuses.items()}
     return RunState(
         run_dir=run_dir,
+        rl_dir=rl_dir,
         config=config,
         now=now,
-        launcher=read_launcher(run_dir.lock("rl"), now),
+        launcher=read_launcher(rl_dir.lock("rl"), now),
         processes=processes,
         machines=read_machines(run_dir, config, heartbeats, now),
         jobs=nodes.jobs() if config.cluster and not nodes.over() else None,
         numbers=metrics or Numbers.read(run_dir.metrics),
-        events=read_events(run_dir.events),
+        events=read_events(rl_dir.events),
         end=read_json(run_dir.run_end, RunEnd),
         newest_batch=run_dir.newest_batch(),
         newest_version=max(numbers(run_dir.weights_dir), default=0),

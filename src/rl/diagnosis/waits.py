@@ -11,7 +11,7 @@ from rl.diagnosis.environments import environment_problems
 from rl.diagnosis.machines import does, machine_line
 from rl.diagnosis.problems import Problem, log_of, metrics_left_out, parity_missed, problems_of
 from rl.diagnosis.rewards import reward_problems
-from rl.diagnosis.run_outcome import ended_well, run_outcome
+from rl.diagnosis.run_outcome import ended_well, num_models, run_outcome
 from rl.diagnosis.state import Machine, Process, RunState, read_state, span
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.origin import read_origin
@@ -79,7 +79,7 @@ def diagnose(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None = N
         how, age = "live", ""
         problems, path = problems_of(state, over=False), chain(state)
         bottleneck = problems[0].text if problems else end_of(state, path)
-        stalled_s = state.moved_s()
+        stalled_s = 0.0 if serves_clients(state) else state.moved_s()
         if stalled_s > config.supervisor.stall_s:
             bottleneck = f"nothing has moved for {span(stalled_s)}: {bottleneck}"
             first = problems[0] if problems else Problem("", files=log_of(state, path[-1]))
@@ -104,6 +104,8 @@ def hint_lines(hints: list[Problem]) -> list[str]:
 
 def chain(state: RunState) -> list[str]:
     """Returns names from the trainer to the process that waits for no other. A name that occurs twice closes a cycle."""
+    if state.config.serve:
+        return [next((name for name in state.roles if not is_ready(state, name)), "tinker")]
     if "data" in state.processes and "trainer" not in state.processes:
         return ["data"]  # fine-tuning prepares its data before the trainer starts
     path = ["trainer"]
@@ -132,12 +134,14 @@ def end_of(state: RunState, path: list[str]) -> str:
     if last == "teacher":
         return f"the teacher does not answer: the orchestrator is {state.processes['orchestrator'].doing_for}; check the teacher's server"
     if last == "environments":
-        limit = f"orchestrator.worker_timeout_s = {state.config.orchestrator.worker_timeout_s:g}; see {state.run_dir.logs}/worker-*.log"
+        limit = f"orchestrator.worker_timeout_s = {state.config.orchestrator.worker_timeout_s:g}; see {state.rl_dir.logs}/worker-*.log"
         return f"environments have been loading for {span(state.processes['orchestrator'].phase_s)}; the limit is {limit}"
     if process is None or not process.there:
         return absent(state, last)
     if last == "inference":
         return inference_end(state, process)
+    if serves_clients(state):
+        return f"clients are served at {process.status.address}: {requests_text(state)}"
     if process.status.phase is Phase.TRAINING:
         usual = f"; a step takes {pace:.1f} s" if (pace := state.pace_s()) else ""
         trained = process.status.step is not None and process.status.step <= state.step
@@ -169,7 +173,7 @@ def inference_end(state: RunState, process: Process) -> str:
     if requests:
         seen = f"no token for {span(dry_s)} although {requests} requests are open"
         return f"inference hangs or is far too slow: {seen}; see {log}, and check for other load on its cores"
-    workers = f"see {state.run_dir.logs}/worker-*.log, orchestrator.environment.max_scoring and .workers"
+    workers = f"see {state.rl_dir.logs}/worker-*.log, orchestrator.environment.max_scoring and .workers"
     if requests == 0:
         seen = f"inference has sampled nothing for {span(dry_s)} and has no requests, {filling(state)}"
         return f"the environments hold up their rollouts (tools, scoring): {seen}; {workers}"
@@ -177,6 +181,23 @@ def inference_end(state: RunState, process: Process) -> str:
         f"no token for {span(dry_s)} although inference is up: environments hold up their rollouts (tools, scoring), or the engine hangs; "
         f"{workers}, and {log}"
     )
+
+
+def is_ready(state: RunState, name: str) -> bool:
+    process = state.processes.get(name)
+    return bool(process and process.there and process.status.address)
+
+
+def serves_clients(state: RunState) -> bool:
+    """Returns whether this is an `rl serve`, or a model of its clients, that only waits for calls. None may come for days."""
+    return bool(state.config.serve) and all(is_ready(state, name) for name in state.roles)
+
+
+def requests_text(state: RunState) -> str:
+    """Returns how many requests of clients inference has, and since when it has sampled nothing for them."""
+    requests, dry_s = open_requests(state) or 0, min((server.dry_s for server in state.servers), default=0.0)
+    dry = f", and has sampled nothing for {span(dry_s)}" if requests and dry_s >= DRY_S else ""
+    return f"inference has {requests or 'no'} open request{'' if requests == 1 else 's'}{dry}"
 
 
 def absent(state: RunState, name: str) -> str:
@@ -200,7 +221,7 @@ def absent(state: RunState, name: str) -> str:
     if state.is_led:
         return f"the {name} has no status yet: it is starting, and its imports take some seconds; see {log}"
     if any(machine.there for machine in state.machines):
-        return f"the {name} is not running, because no machine leads the run yet: see {state.run_dir.logs}/rl-*.log"
+        return f"the {name} is not running, because no machine leads the run yet: see {state.rl_dir.logs}/rl-*.log"
     return f"the {name} is not running, and no `rl` is running to start it; start it, or all processes with `{state.resume}`"
 
 
@@ -217,10 +238,10 @@ def machines_away(state: RunState, name: str) -> str:
 
 def model_log(state: RunState) -> Path | None:
     """Returns the log of the search for the model, if nothing has been started after it."""
-    found = newest_log(state.run_dir.logs, "model")
+    found = newest_log(state.rl_dir.logs, "model")
     if found is None or state.processes:
         return None
-    others = [log for name in state.roles if (log := newest_log(state.run_dir.logs, name))]
+    others = [log for name in state.roles if (log := newest_log(state.rl_dir.logs, name))]
     return found if all(log.stat().st_mtime < found.stat().st_mtime for log in others) else None
 
 
@@ -238,7 +259,7 @@ def circle(state: RunState, path: list[str]) -> str:
 
 
 def log_name(state: RunState, name: str) -> str:
-    return str(state.log(name) or state.run_dir.logs)
+    return str(state.log(name) or state.rl_dir.logs)
 
 
 def filling(state: RunState) -> str:
@@ -324,7 +345,11 @@ def report(state: RunState) -> list[str]:
 
 
 def progress_text(state: RunState) -> str:
-    final, sft = state.config.max_steps, state.config.sft
+    final, sft, models = state.config.max_steps, state.config.sft, num_models(state)
+    if models is not None:
+        return f"models: {models}"
+    if state.config.serve:
+        return f"step {state.step}, version {state.newest_version}"
     parts = [f"step {state.step}" if sft and sft.epochs else f"step {state.step} of {final}"]
     if not sft:
         parts += [f"batch {state.newest_batch}", f"version {state.newest_version}"]

@@ -42,6 +42,11 @@ def is_run(root: Path) -> bool:
     return bool(made) and (root / "config.toml").is_file()
 
 
+def is_model(root: Path) -> bool:
+    """Returns whether a directory is that of a model that a client of `rl serve` trains, inside the directory of its server."""
+    return root.parent.name == "models" and (root / "calls.log").is_file()
+
+
 class RunDir:
     """The directory of a run. `weights_dir` may lie elsewhere, for example in a memory file system."""
 

@@ -24,6 +24,12 @@ _prctl = LIBC.prctl  # looked up here, not in a forked child
 SHARED_MEMORY = Path("/dev/shm")
 
 
+def return_freed_memory() -> None:
+    """Returns to the system what this process has freed. Under the settings MALLOC of launch/devices.py glibc keeps it."""
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
+
+
 def shared_memory_fault() -> str:
     """Describes why processes cannot share memory and locks, with the remedy; empty if they can."""
     if os.access(SHARED_MEMORY, os.W_OK):

@@ -29,12 +29,8 @@ MESSAGES = {
     "FieldEntry": ("1 key string", "2 value BatchedTensor"),
     "ArrayRecord": ("1 type_tag string", "2 fields* FieldEntry", "3 num_datums int64"),
     "ForwardBackwardOutput": ("1 loss_fn_output_type string", "2 loss_fn_outputs* ArrayRecord", "3 metrics* MetricEntry"),
-    "TopkLogprobs": ("1 token_ids bytes", "2 logprobs bytes", "3 k uint32", "4 length uint32"),
     "SampledSequence": ("1 stop_reason int32", "2 tokens bytes", "3 logprobs bytes"),
-    "SampleResponse": (
-        "1 sequences* SampledSequence", "2 prompt_logprobs? bytes", "3 topk_prompt_logprobs? TopkLogprobs",
-        "4 prompt_cache_hit_tokens int32",
-    ),
+    "SampleResponse": ("1 sequences* SampledSequence", "2 prompt_logprobs? bytes"),
 }  # fmt: skip
 """Message -> its fields: number, name (`*`: repeated, `?`: may be absent) and type. An entry of a map is a message; an enumeration is a
 number."""

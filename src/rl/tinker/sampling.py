@@ -153,16 +153,14 @@ class Sampling:
         return sum(len(session.tasks) for session in self.sessions.values())
 
     def begin(self) -> None:
-        """Goes on with the requests that have no answer, of sessions that were used lately; deletes the others."""
+        """Deletes the sessions that nobody has used for long, and those that were never completely made. Requests without an
+        answer are sampled again when their clients, who may be gone, ask for it."""
         self._expire()
         for path in self.places.sampling.glob("*.log"):
             try:
-                session = self.find(":sample:".join(path.stem.rsplit("-", 1)))
+                self.find(":sample:".join(path.stem.rsplit("-", 1)))
             except KeyError:  # its client was never told that it exists
                 path.unlink()
-                continue
-            for number in session.log.calls.keys() - session.log.answers.keys() - {0}:
-                self._start(session, number)
 
     def _expire(self) -> None:
         """Deletes the sessions that nobody has used for long. Looks once an hour."""
@@ -301,15 +299,17 @@ class Sampling:
 
         answers = await asyncio.gather(*(one(index) for index in range(request.num_samples)))
         of_prompt = answers[0].prompt_logprobs or []
+        if last := request.prompt_logprobs_last_n:
+            of_prompt = [None] * (len(of_prompt) - last) + of_prompt[-last:]
         sampled = [(one.token_ids, one.logprobs, one.finish_reason) for one in answers]
-        return sample_message(sampled, of_prompt[-(request.prompt_logprobs_last_n or 0) :])
+        return sample_message(sampled, of_prompt)
 
     async def answer(self, sampling_id: str, number: int, wait_s: float) -> Answer | None:
         """Returns the answer to a request; None if it does not come in time. Raises KeyError for an unknown one."""
         session = self.find(sampling_id)
         if number not in session.log.calls:
             raise KeyError(f"sampling session {sampling_id} has no request {number - 1}")
-        if number not in session.log.answers and number not in session.tasks:  # it could not be written, as on a full disk
+        if number not in session.log.answers and number not in session.tasks:  # it could not be written, or the server was started again
             self._start(session, number)
         if task := session.tasks.get(number):
             await asyncio.wait([task], timeout=wait_s)

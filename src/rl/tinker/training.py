@@ -154,13 +154,18 @@ class Training:
     def _execute_next(self, model: Model) -> None:
         number = model.next
         assert number is not None
-        self._catch_up(model, number)
+        try:
+            self._catch_up(model, number)
+        except NoRoomError as error:  # a later call may find room
+            self._forget(model)
+            model.log.answer(failed(number, f"not executed: {error}; then send this call again"))
+            return
         call, succeeded = model.log.call_of(number), True
         try:
             self._count_attempt(model, number)
             answer = Answer(number, *self.actions[call.kind](model, call, True))
         except CallError as error:
-            answer, succeeded = Answer(number, json.dumps({"error": str(error), "category": "user"}).encode()), False
+            answer, succeeded = failed(number, str(error)), False
         model.applied = number
         faults.point("calls.executed")
         model.log.answer(answer)
@@ -182,7 +187,8 @@ class Training:
         write_file(model.attempts, f"{number} {attempts}".encode(), durable=False)
 
     def _catch_up(self, model: Model, number: int) -> None:
-        """Brings a model's adapters to where they were before call `number`: from its newest sound state, by the calls after that."""
+        """Brings a model's adapters to where they were before call `number`: from its newest sound state, by the calls after that.
+        Raises NoRoomError."""
         if model.applied < 0 < number:
             model.version = 0
             for step, folder in reversed(numbered(model.run_dir.root / "state").items()):
@@ -200,6 +206,8 @@ class Training:
             try:
                 if not was_left_out(call, answer):
                     self._with_room(model, partial(self.actions[call.kind], model, call, False))
+            except NoRoomError:
+                raise
             except CallError as error:
                 if not had_failed:
                     raise RunError(f"call {old} of {model.id} cannot be executed again: {error}", RESTART) from None
@@ -364,6 +372,11 @@ class Training:
         newest = sorted(versions)[-self.config.trainer.weights.keep_last :]
         for version in versions.keys() - named - self.sampled(model.id) - {*newest}:
             remove_directory(versions[version])
+
+
+def failed(number: int, message: str) -> Answer:
+    """Returns the answer to a call that has failed."""
+    return Answer(number, json.dumps({"error": message, "category": "user"}).encode())
 
 
 def was_left_out(call: Call, answer: bytes) -> bool:

@@ -35,9 +35,7 @@ ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 def main() -> None:
     """The console script."""
-    if not ALLOCATOR & os.environ.keys():
-        # Micro batches differ in length: growing blocks avoid the fragmentation that would run a later step out of memory.
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    set_up_allocator()
     leave(lambda: preload(load_config_or_exit(sys.argv[1:], "trainer")[0]))
     config, _ = load_config_or_exit(sys.argv[1:], "trainer", usage=PROCESS_USAGE)
     run_dir, rank = config.run_dir, int(os.environ.get("RANK", 0))
@@ -55,6 +53,13 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # everything is written; some libraries have been seen to abort when the interpreter shuts their threads down
+
+
+def set_up_allocator() -> None:
+    """Has torch's GPU allocator grow its blocks, unless the user has configured it. Micro batches differ in length: blocks of fixed sizes
+    would become fragmented, and a later step run out of memory."""
+    if not ALLOCATOR & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def preload(config: RLConfig) -> None:

@@ -32,8 +32,8 @@ LOG_LINES = 200
 
 
 def write_page(library: Library, path: Path, max_bytes: int) -> list[str]:
-    """Writes a library's only run as a page of about `max_bytes` at most. Returns messages for the user. Raises RunError."""
-    (key,) = library.keys()
+    """Writes a library's first run as a page of about `max_bytes` at most. Returns messages for the user. Raises RunError."""
+    key = next(iter(library.keys()))
     run = library.run(key)
     content, left_out = recorded(key, run, max_bytes)
     places, icon = Redaction(run), content.pop("icon")
@@ -46,8 +46,8 @@ def write_page(library: Library, path: Path, max_bytes: int) -> list[str]:
 
 
 def write_trace(library: Library, path: Path) -> list[str]:
-    """Writes the timeline of a library's only run as Chrome trace events. Returns messages for the user. Raises RunError."""
-    (key,) = library.keys()
+    """Writes the timeline of a library's first run as Chrome trace events. Returns messages for the user. Raises RunError."""
+    key = next(iter(library.keys()))
     run = library.run(key)
     trace = run.timeline().trace()
     if not trace["traceEvents"]:

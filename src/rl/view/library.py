@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.records.run import Run
-from rl.run_dir.paths import is_run
+from rl.run_dir.paths import is_model, is_run
 from rl.run_dir.status import Staleness
 from rl.system.errors import RunError
 from rl.system.terminal import visible
@@ -24,10 +24,11 @@ class UnknownRunError(RunError):
 
 
 def find_runs(folder: Path, denied: list[Path], depth: int = DEPTH) -> list[Path]:
-    """The runs in a folder: the folder itself, or those below it; none inside a run. Adds unreadable folders to `denied`."""
+    """The runs in a folder: the folder itself, or those below it; inside a run only the models of an `rl serve`. Adds unreadable folders to
+    `denied`."""
     try:
         if is_run(folder):
-            return [folder]
+            return [folder, *(model for model in sorted(folder.glob("models/*")) if is_model(model) and is_run(model))]
         below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".") if depth else []
     except PermissionError:
         denied.append(folder)

@@ -14,7 +14,7 @@ from rl.config.command_line import fail
 from rl.config.options import Option, option_lines, take
 from rl.launch.children import Children
 from rl.run_dir.access_token import PAGE_VARIABLE, is_loopback, link
-from rl.run_dir.paths import is_run
+from rl.run_dir.paths import is_model, is_run
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent
 
@@ -57,10 +57,12 @@ def place_of(spec: str) -> Path:
     path = Path(spec).expanduser()
     path = path.parent if path.name == "config.toml" and path.is_file() else path
     for found in (path, Path("outputs") / spec):
-        if found.is_dir() and (run := next((parent for parent in found.absolute().parents if is_run(parent)), None)):
+        if not found.is_dir():
+            continue
+        run = next((parent for parent in found.absolute().parents if is_run(parent)), None)
+        if run and not is_model(found.absolute()):
             raise RunError(f"{spec}: is inside the run {run}; give the run itself")
-        if found.is_dir():
-            return found
+        return found
     remedy = (
         "there is no run yet; start one, or name a folder with runs"
         if spec == "outputs"
@@ -105,7 +107,7 @@ def has_browser() -> bool:
 
 def export(library: Any, path: Path, max_mib: int) -> int:
     """Writes one run as a page or as a timeline. Raises RunError."""
-    runs = library.keys()
+    runs = {key: root for key, root in library.keys().items() if root in library.places or not is_model(root)}
     if len(runs) != 1:
         raise RunError(f"--export {path}: give one run; there are {len(runs)}: {', '.join(list(runs)[:10])}")
     if path.suffix not in (".html", ".json") or path.absolute().resolve().is_relative_to(next(iter(runs.values())).resolve()):

@@ -43,7 +43,7 @@ class RunRow(Answer, kw_only=True):
     max_steps: int = 0
     reward: float | None = None
     rewards: list[float | None] = []
-    """Means over at most 40 stretches of steps, for a small curve; the loss in supervised fine-tuning."""
+    """Means over at most 40 stretches of steps, for a small curve; the loss in supervised fine-tuning and under `rl serve`."""
     measure: str = "reward/mean"
     """The metric that `rewards` shows."""
     evals: list[EvalChange] = []

@@ -90,7 +90,7 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
     except (RunError, OSError) as error:
         config, state, why = None, "unreadable", " ".join(str(error).split())
     first, last = extent(run)
-    measure = "loss/mean" if config and config.sft else "reward/mean"
+    measure = "loss/mean" if config and (config.sft or config.serve) else "reward/mean"
     values = run.numbers.curve(measure)[1]
     return RunRow(
         key=key,
@@ -100,7 +100,7 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         state=state,
         why=visible(why),
         step=run.step,
-        max_steps=config.max_steps if config else 0,
+        max_steps=config.max_steps if config and not config.serve else 0,
         reward=last_mean(values),
         rewards=stretches(values),
         measure=measure,

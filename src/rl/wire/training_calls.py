@@ -62,7 +62,6 @@ class Learner(Protocol):
     RunError."""
 
     vocab_size: int
-    max_rank: int
 
     def create(self, name: str, rank: int, seed: int) -> None:
         """Makes adapters that change nothing yet, in place of those of the same name."""

@@ -1,5 +1,8 @@
 """The state against what torch really holds, and what the message says."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +10,10 @@ import torch
 
 from rl.config.run import RLConfig
 from rl.config.trainer import OptimConfig
+from rl.launch.devices import MALLOC
 from rl.system.errors import RunError
 from rl.trainer.data.fake import full_batch
-from rl.trainer.measure.memory import GIB, State, advice, explain_out_of_memory, keep_to_share, state_of
+from rl.trainer.measure.memory import GIB, State, advice, explain_out_of_memory, free_bytes, keep_to_share, state_of
 from rl.trainer.model.policy import load_policy, score
 from rl.trainer.optim import make_optimizer
 from tests.trainer.samples import pack_alone
@@ -61,6 +65,33 @@ def test_on_a_shared_gpu_the_trainer_leaves_alone_what_is_vllms(monkeypatch, tra
     settings["trainer"]["data"] = {"fake": {}}
     keep_to_share(RLConfig.model_validate(settings), torch.device("cuda", 0))
     assert limits == ([] if share is None else [pytest.approx(share)])
+
+
+@pytest.mark.parametrize(("share", "free"), [(1.0, 30), (0.5, 15)])
+def test_free_memory_of_a_gpu_includes_what_torch_holds_unused_up_to_the_share(monkeypatch, share, free):
+    """What a model has left behind stays with torch: the driver never shows it as free."""
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (10 * GIB, 80 * GIB))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 45 * GIB)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda _: 25 * GIB)
+    monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda _: share)
+    assert free_bytes(torch.device("cuda", 0)) == free * GIB
+
+
+FREED = """
+import psutil, torch
+from rl.trainer.measure.memory import free_bytes
+taken = [torch.ones(1 << 18) for _ in range(300)]
+before = psutil.Process().memory_info().rss
+del taken
+free_bytes(torch.device("cpu"))
+print(before - psutil.Process().memory_info().rss >> 20)
+"""
+
+
+def test_memory_of_tensors_that_are_gone_is_free_on_a_cpu():
+    """Also under the settings with which `rl` starts a trainer, by which glibc keeps it: no model that left made room for another."""
+    done = subprocess.run([sys.executable, "-c", FREED], env=os.environ | MALLOC, capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 250  # of 300 MiB
 
 
 def test_the_error_of_the_allocator_is_explained_and_others_are_not(tied_folder, world):

@@ -26,10 +26,10 @@ from rl.run_dir.digests import HASH, digest, digest_of_file
 from rl.run_dir.files import CorruptFileError, write_directory, write_file
 from rl.run_dir.version_files import DIGESTS, checksum
 from rl.system.errors import RunError
-from rl.system.machine import memory_bytes
 from rl.trainer import determinism
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.loss.losses import loss_function
+from rl.trainer.measure.memory import free_bytes
 from rl.trainer.model import lora
 from rl.trainer.model.policy import DTYPES, load_policy, mode_of, score
 from rl.trainer.optim import MOMENTS, local, make_optimizer, optimizer_step
@@ -82,17 +82,21 @@ class AdapterLearner:
             found |= {f"{key}.{name}": local(self.optimizer.state[parameter][key]) for key in (*MOMENTS, "step")}
         return found
 
+    def _own(self, name: str) -> Adapters:
+        """Returns a client's adapters. Raises CallError if there are none."""
+        if name not in self.adapters:
+            raise CallError(f"model {name} is not loaded")
+        return self.adapters[name]
+
     def _tensors(self, name: str) -> dict[str, Tensor]:
         """Returns a client's tensors, wherever they are."""
         return self._live() if self.inside == name else self.adapters[name].tensors
 
     def _enter(self, name: str) -> Adapters:
         """Puts a client's adapters into the model. Raises CallError if there are none."""
-        if name not in self.adapters:
-            raise CallError(f"model {name} is not loaded")
+        own = self._own(name)
         if self.inside != name:
             self._leave()
-            own = self.adapters[name]
             for key, tensor in self._live().items():
                 tensor.copy_(own.tensors[key])
             for key, gradient in own.gradients.items():
@@ -102,7 +106,7 @@ class AdapterLearner:
             for layer in lora.layers(self.model).values():
                 layer.scaling[lora.ADAPTER] = self.settings.alpha / own.rank
             own.gradients, self.inside = {}, name
-        return self.adapters[name]
+        return own
 
     def _leave(self) -> None:
         """Copies the adapters in the model to where their client's are kept."""
@@ -123,8 +127,7 @@ class AdapterLearner:
         if not 1 <= rank <= self.max_rank:
             raise CallError(f"rank {rank}: this server trains ranks from 1 to {self.max_rank}; start it with --trainer.lora.rank {rank}")
         needed = 0 if name in self.adapters else COPIES * sum(local(p).nbytes for p in self.parameters.values())
-        on_gpu = self.world.device.type == "cuda"
-        free = torch.cuda.mem_get_info(self.world.device)[0] if on_gpu else memory_bytes()[1]
+        free = free_bytes(self.world.device)
         if needed > free:
             raise NoRoomError(f"another model takes {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB of memory are free: unload one")
         self.forget(name)
@@ -188,7 +191,7 @@ class AdapterLearner:
 
     def save(self, name: str, folder: Path, notes: Mapping[str, Any]) -> None:
         """See Learner. A gradient is not saved: it is computed again from the calls that made it."""
-        own = self.adapters[name]
+        own = self._own(name)
         tensors = {key: cut(key, tensor, own.rank).cpu() for key, tensor in self._tensors(name).items()}
 
         def fill(temporary: Path) -> None:
@@ -217,7 +220,7 @@ class AdapterLearner:
             cut(key, own.tensors[key], own.rank).copy_(found[key])
 
     def publish(self, name: str, folder: Path, record: Path | None) -> None:
-        own, dtype, now = self.adapters[name], DTYPES[self.config.model.dtype], self._tensors(name)
+        own, dtype, now = self._own(name), DTYPES[self.config.model.dtype], self._tensors(name)
         names = {f"weight.{parameter}": lora.name_in_file(parameter) for parameter in self.parameters}
         tensors = {names[key]: cut(key, now[key], own.rank).to(dtype).cpu().contiguous() for key in names}
         made_by = determinism.conditions(self.config.trainer, self.world, mode_of(self.model))

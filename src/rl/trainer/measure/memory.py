@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 from rl.config.base import as_ids
 from rl.config.run import RLConfig
 from rl.system.errors import RunError
+from rl.system.linux import return_freed_memory
+from rl.system.machine import memory_bytes
 from rl.trainer.data.fake import full_batch
 from rl.trainer.data.micro_batch import MicroBatch, micro_batch_tokens
 from rl.trainer.data.packing import Packed
@@ -90,6 +92,17 @@ def keep_to_share(config: RLConfig, device: torch.device) -> None:
         total = torch.cuda.get_device_properties(device).total_memory
         share = 1.0 - float(given["gpu_memory_utilization"]) - BESIDE / total
         torch.cuda.set_per_process_memory_fraction(max(0.0, share), device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns the memory that new tensors may take, with that of tensors that are gone: on a GPU what torch has taken from the driver and
+    does not use, at most the share of this process (`keep_to_share`)."""
+    if device.type != "cuda":
+        return_freed_memory()
+        return memory_bytes()[1]
+    free, total = torch.cuda.mem_get_info(device)
+    share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + torch.cuda.memory_reserved(device), share) - torch.cuda.memory_allocated(device)
 
 
 @contextlib.contextmanager
