@@ -86,6 +86,19 @@ def test_a_pid_that_went_to_another_process_is_not_signalled():
         stranger.wait()
 
 
+def test_a_process_whose_name_is_no_text_is_in_the_table():
+    """Regression: any such process on the machine ended `rl` and the orchestrator, and the guard before it had ended anything."""
+    code = 'import ctypes, time; ctypes.CDLL(None).prctl(15, b"\\xd0) R 1", 0, 0, 0); print(flush=True); time.sleep(60)'
+    process = subprocess.Popen(python(code), stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        line = process_table.table()[process.pid]
+        assert line.parent == os.getpid() and line.start.isdigit()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_waiting_has_a_deadline(tmp_path):
     child = start("x", python(SLEEP), dict(os.environ), tmp_path / "x-1.log")
     began = time.monotonic()
