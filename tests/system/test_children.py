@@ -379,17 +379,20 @@ except Stopped as stop:
     assert not Path(directory).exists() and not alive(int(guard))
 
 
-def test_a_signal_while_a_child_is_started_waits_until_the_child_is_known(driver):
-    """Regression: the child that had just been forked was not told to end, and `rl` waited for it until the deadline."""
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_while_a_child_is_started_waits_until_the_child_is_known(driver, times):
+    """Regression: the child that had just been forked was not told to end, and `rl` waited for it until the deadline. `uv run` sends two."""
     code = """
 from rl.launch import children as launch
 
 children, start = Children(), launch.start
+children.forwarded_s = 3600.0
 children.stop_on_signals()
 
 def interrupted(*arguments, **more):
     child = start(*arguments, **more)
-    signal.raise_signal(signal.SIGTERM)
+    for _ in range(TIMES):
+        signal.raise_signal(signal.SIGTERM)
     return child
 
 launch.start = interrupted
@@ -401,7 +404,7 @@ except Stopped as stop:
     left = children.stop(deadline_s=30)
     print("stopping by", stop, left, time.monotonic() - began < 15, flush=True)
 """
-    assert driver(code).stdout.readline() == "stopping by SIGTERM [] True\n"
+    assert driver(code.replace("TIMES", str(times))).stdout.readline() == "stopping by SIGTERM [] True\n"
 
 
 def test_a_signal_that_arrives_in_a_finalizer_is_not_lost(driver):

@@ -97,7 +97,7 @@ class Children:
 
     @contextlib.contextmanager
     def _holding_signal(self) -> Iterator[None]:
-        """Context in which the first SIGINT or SIGTERM waits: Stopped in the middle of a start would leave a child that nobody ends."""
+        """Context in which SIGINT and SIGTERM wait: Stopped in the middle of a start would leave a child that nobody ends."""
         self.held = []
         try:
             yield
@@ -134,16 +134,17 @@ class Children:
             if not unwinds(sys.exception()):
                 raise Stopped(signum)
 
-        first_at = -math.inf
+        first_at = held_at = -math.inf
 
         def on_signal(signum: int, _frame: FrameType | None) -> None:
-            nonlocal first_at
+            nonlocal first_at, held_at
             if self.held is not None and not self.held:
                 self.held.append(signum)
+                held_at = time.monotonic()
                 return
-            if time.monotonic() - first_at < self.forwarded_s:
+            if time.monotonic() - (held_at if self.held else first_at) < self.forwarded_s:
                 return
-            if self.stopping:
+            if self.stopping or self.held:
                 self.kill()
                 if sys.stderr.isatty():
                     os.write(2, SHOW_CURSOR)
