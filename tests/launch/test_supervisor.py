@@ -17,7 +17,7 @@ from rl.launch.role_state import failure
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.run_dir.metrics import MetricsReader
-from rl.run_dir.status import HEARTBEAT_S, read_status
+from rl.run_dir.status import HEARTBEAT_S, Phase, RoleStatus, read_status, write_status
 from rl.system.errors import DAMAGED, GIVE_UP, RunError
 from rl.system.linux import pid_scope
 from rl.system.process_table import entry, markers
@@ -426,6 +426,24 @@ def test_a_rank_that_stands_still_is_named_with_its_machine_within_a_minute(make
     assert "trainer rank 1 on b" in run.silent("trainer")[0]["reason"] and gone(rank)
     run.ready("trainer", 2)
     assert RLConfig().supervisor.silence_s + SLOW_POLL_S + HEARTBEAT_S < 60
+
+
+def test_a_first_rank_that_has_left_is_not_silent_while_the_launcher_of_worlds_is_there(make):
+    """Regression: a planned departure of its machine was a death of all, silence_s later. Without any status the last one is judged."""
+    run = make()
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    run.supervisor.begin([Role("trainer", command, dict(os.environ))])
+    keeper, rank, launcher = run.supervisor.keeper, run.run_dir.status("trainer"), run.run_dir.status("trainer-launcher")
+    for beat, path in enumerate([rank, launcher]):
+        write_status(path, RoleStatus(process=path.stem, phase=Phase.TRAINING, step=1, heartbeat=float(beat)))
+    run.until(lambda: len(keeper.states["trainer"].attempt.statuses) == 2)
+    rank.unlink()
+    write_status(launcher, RoleStatus(process=launcher.stem, heartbeat=2.0))
+    keeper.clock += 100.0
+    assert not keeper.poll() and keeper.states["trainer"].attempt.doing == "training step 1"
+    launcher.unlink()
+    keeper.clock += 100.0
+    assert [death.reason.partition(" for ")[0] for death in keeper.poll()] == ["gave no heartbeat"]
 
 
 def test_the_statuses_of_hundreds_of_ranks_are_read_every_two_seconds_only(make, monkeypatch):

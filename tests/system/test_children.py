@@ -381,7 +381,7 @@ except Stopped as stop:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_signal_while_a_child_is_started_waits_until_the_child_is_known(driver, times):
-    """Regression: the child that had just been forked was not told to end, and `rl` waited for it until the deadline. `uv run` sends two."""
+    """Regression: the child that had just been forked was not told to end, and `rl` waited for it until the deadline. `uv` sends two."""
     code = """
 from rl.launch import children as launch
 

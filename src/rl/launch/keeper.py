@@ -146,8 +146,10 @@ class Keeper:
         if state.name == "trainer" and all_ranks:
             others = {}
             names += sorted(path.stem for path in self.run_dir.status(state.name).parent.glob("trainer-*.json"))
-        found = {name: read_status(self.run_dir.status(name)) or attempt.statuses.get(name) for name in names}
-        attempt.statuses = others | {name: status for name, status in found.items() if status}
+        found = {name: read_status(self.run_dir.status(name)) for name in names}
+        attempt.has_status = found[state.name] is not None
+        known = {name: status or attempt.statuses.get(name) for name, status in found.items()}
+        attempt.statuses = others | {name: status for name, status in known.items() if status}
         attempt.progressed = attempt.progressed or any(status.progress for status in attempt.statuses.values())
         state.progressed = state.progressed or attempt.progressed
         state.came_up = state.came_up or attempt.works()
@@ -187,7 +189,9 @@ class Keeper:
             ours = [name for name, status in attempt.statuses.items() if status.pid in attempt.stopped and status.place == pid_scope()]
             which = "".join(f" ({rank})" for name in ours if (rank := attempt.rank(name)))
             return f"was stopped by a signal{which} for {attempt.stopped_s:.0f} s (supervisor.silence_s = {limit:g}), and killed"
-        unchanged = [(attempt.staleness.look(name, status.heartbeat), name) for name, status in attempt.statuses.items()]
+        # Between two worlds of a cluster only the launcher has a status. A process that hangs at its end has none: its last one is judged.
+        judged = {name: status for name, status in attempt.statuses.items() if name != attempt.child.name or attempt.has_status}
+        unchanged = [(attempt.staleness.look(name, status.heartbeat), name) for name, status in (judged or attempt.statuses).items()]
         silent_s, name = max(unchanged, default=(0.0, ""))
         if silent_s < limit:
             return ""

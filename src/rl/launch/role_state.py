@@ -51,6 +51,8 @@ class Attempt:
     """Whether it has made progress."""
     statuses: dict[str, RoleStatus] = field(default_factory=dict)
     """Newest statuses by process: its own, and those of the other ranks of a trainer."""
+    has_status: bool = False
+    """Whether its own status file was there at the last look; `statuses` keeps what that said last."""
     staleness: Staleness = field(default_factory=Staleness)
     num_warnings: int = 0
     """Number of its warnings that were printed."""
