@@ -1,5 +1,6 @@
 """The launcher of worlds, with machines that are threads which only write their status."""
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,13 +12,14 @@ import msgspec
 import pytest
 
 from rl.cluster import world as module
-from rl.cluster.world import Launcher, mismatch
+from rl.cluster.world import Launcher, failure, mismatch
 from rl.config.run import RLConfig
 from rl.run_dir.lease import lease_path
 from rl.run_dir.nodes import Nodes, NodeStatus, World
 from rl.run_dir.status import RoleStatus, Staleness, write_status
-from rl.system.errors import RunError
+from rl.system.errors import GIVE_UP, KILLED, RESTART, RunError
 from rl.system.linux import pid_scope
+from tests.run_dir.test_logs import REPORT
 from tests.waiting import until
 
 
@@ -84,7 +86,7 @@ class Clock:
 
 @pytest.fixture
 def config(tmp_path, monkeypatch) -> RLConfig:
-    for name, seconds in {"POLL_S": 0.01, "LEASE_S": 0.5, "SHORT_WAIT_S": 0.3, "SETTLE_S": 0.2}.items():
+    for name, seconds in {"POLL_S": 0.01, "LEASE_S": 0.5, "LATE_S": 0.2, "SHORT_WAIT_S": 0.3, "SETTLE_S": 0.2}.items():
         monkeypatch.setattr(module, name, seconds)
     clock = Clock()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=clock.sleep))
@@ -159,7 +161,7 @@ def test_a_lost_machine_is_a_death_and_the_next_world_goes_on_without_it(config)
         running = Running(config)
         running.world(1)
         machines[2].die()
-        assert running.result() == 1
+        assert running.result() == KILLED
         running = Running(config)
         assert running.world(2).nodes == [0, 1]
         machines[2] = Machine(running.nodes, 2)
@@ -171,7 +173,7 @@ def test_a_machine_that_the_leaders_does_not_reach_is_lost_although_it_lives(con
         running = Running(config)
         running.world(1)
         machines[1].set(place=pid_scope(), cut_off=[2])
-        assert running.result() == 1
+        assert running.result() == KILLED
         running = Running(config)
         assert running.world(2).nodes == [0, 1]
         machines[1].set(cut_off=[])
@@ -185,7 +187,7 @@ def test_one_that_starts_again_is_lost_to_the_world_of_its_former_self(config):
         running = Running(config)
         running.world(1)
         machines[2].start_again()
-        assert running.result() == 1
+        assert running.result() == KILLED
         assert lease_path(running.nodes.lock(2), 2).read_bytes() == b"held", "that of its new self"
         running = Running(config)
         assert (running.world(2).nodes, running.world(2).leases) == ([0, 1, 2], [1, 1, 2])
@@ -196,7 +198,7 @@ def test_nobody_waits_twice_for_a_machine_that_is_lost(config, monkeypatch):
         running = Running(config)
         running.world(1)
         machines[2].die()
-        assert running.result() == 1
+        assert running.result() == KILLED
         monkeypatch.setattr(module, "LEASE_S", 60.0)
         assert Running(config).world(2).nodes == [0, 1]
 
@@ -316,6 +318,35 @@ def test_equal_machines_have_no_fault(config):
         assert mismatch({machine.status.index: machine.status for machine in machines}) == ""
 
 
+def test_ranks_that_were_killed_are_told_from_ranks_that_failed(config, tmp_path):
+    """Regression: both were exit code 1, and two of them before the first step ended the run."""
+    with cluster_of(config, 3) as machines:
+        running = Running(config)
+        running.world(1)
+        machines[1].exit_code = -signal.SIGKILL
+        assert running.result() == KILLED
+    replace, log = msgspec.structs.replace, tmp_path / "agent.log"
+    log.write_text(REPORT)
+    one, other = (replace(machine.status, agent="ended", exit_code=RESTART) for machine in machines[:2])
+    assert failure([one, other], is_late=False) == RESTART
+    assert failure([one, replace(other, exit_code=-signal.SIGKILL)], is_late=False) == KILLED, "one fails because of the other"
+    assert failure([one, replace(other, log=str(log))], is_late=False) == KILLED, "torchrun's agent ends with 1 whatever its ranks do"
+    assert failure([replace(one, exit_code=GIVE_UP)], is_late=True) == GIVE_UP
+    assert failure([replace(one, exit_code=-signal.SIGSEGV)], is_late=True) == RESTART
+
+
+def test_a_rank_that_fails_because_a_machine_is_lost_is_no_failure_of_its_own(config, monkeypatch):
+    monkeypatch.setattr(module, "LEASE_S", 60.0)
+    with cluster_of(config, 3) as machines:
+        running = Running(config)
+        running.world(1)
+        machines[2].die()
+        late = module.time.monotonic() + 2 * module.LATE_S
+        until(lambda: module.time.monotonic() > late)
+        machines[0].exit_code = RESTART
+        assert running.result() == KILLED
+
+
 def test_a_machine_whose_rl_node_is_known_to_have_ended_is_lost_at_once(config, monkeypatch):
     monkeypatch.setattr(module, "LEASE_S", 60.0)
     with cluster_of(config, 3) as machines:
@@ -323,5 +354,5 @@ def test_a_machine_whose_rl_node_is_known_to_have_ended_is_lost_at_once(config, 
         running = Running(config)
         running.world(1)
         machines[0].set(ended=[2], place=pid_scope())  # the launcher's own machine knocks
-        assert running.result() == 1
+        assert running.result() == KILLED
         assert lease.read_bytes() == b"", "all roles that were held on it are free"

@@ -18,9 +18,10 @@ from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.run_dir.metrics import MetricsReader
 from rl.run_dir.status import HEARTBEAT_S, Phase, RoleStatus, read_status, write_status
-from rl.system.errors import DAMAGED, GIVE_UP, RunError
+from rl.system.errors import DAMAGED, GIVE_UP, KILLED, RESTART, RunError
 from rl.system.linux import pid_scope
 from rl.system.process_table import entry, markers
+from tests.run_dir.test_logs import REPORT
 
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -259,6 +260,21 @@ def test_what_never_came_up_is_tried_twice_and_its_own_error_is_told(make):
     assert run.events("give_up")[0]["reason"] == never and run.events("death")[1]["said"] == "ValueError: no such activation: swish"
     assert "ended with exit code 1, loading the model, saying: ValueError: no such activation: swish; it starts again in " in run.said[1]
     assert len(run.events("death")) == 3
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        f"sys.exit({KILLED})",  # of the launcher of worlds
+        f"open(root + '/status/trainer.exit', 'w').write('{RESTART}'); print({REPORT!r}); sys.exit(1)",  # of torchrun's agent
+    ],
+)
+def test_what_was_ended_from_outside_before_it_came_up_is_tried_again(make, ending):
+    """Regression: two machines that were lost, or ranks that were killed, before the first step ended the run."""
+    run = make(backoff_s=0.01)
+    run.begin(trainer=f"status('loading_model')\nif attempt < 4: {ending}\n" + WORK["trainer"])
+    run.ready("trainer")
+    assert [death["exit"] for death in run.events("death")] == [KILLED] * 3 and not run.events("give_up")
 
 
 DEATH = """
