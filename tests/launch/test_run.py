@@ -19,7 +19,7 @@ from rl.config.command_line import from_toml
 from rl.diagnosis.waits import diagnose
 from rl.homes.home import Home
 from rl.homes.records import Record
-from rl.launch.run import Placement, home_lines, resume_command, run
+from rl.launch.run import Placement, Watch, home_lines, resume_command, run
 from rl.run_dir.access_token import page_secret
 from rl.run_dir.events import read_events
 from rl.run_dir.lease import LockOwner, lease_path
@@ -350,6 +350,55 @@ def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_o
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("rl: /disk/status/trainer.json: Read-only file system; free space or make it writable")
     assert said[1] == "resume with: rl @ x.toml --resume"
+
+
+class Loop(Watch):
+    """The loop of `rl` alone, whose supervisor meets these errors, one at each poll; None is a good poll. Then all processes end."""
+
+    def __init__(self, root: Path, *errors: int | None):
+        self.run_dir, self.said, self.polls = RunDir(root, root / "weights"), list[str](), iter(errors)
+        self.console = SimpleNamespace(say=self.said.append, update=lambda _: None)
+        self.supervisor = SimpleNamespace(begin=lambda _: None, poll=self.meet, keeper=SimpleNamespace(finished=False))
+        self.merger, self.reader, self.unshown, self.cleaned, self.beside, self.curves_at = None, None, [], None, [], math.inf
+        self.trackers = SimpleNamespace(send=lambda _: None)
+        self.shown = list[object]()
+
+    def meet(self, lines: list[object]) -> None:
+        self.shown += lines
+        number = next(self.polls, 0)
+        self.supervisor.keeper.finished = number == 0
+        if number:
+            raise OSError(number, os.strerror(number), "/disk/x")
+
+
+def test_a_disk_that_does_not_answer_for_a_moment_does_not_end_a_run(tmp_path, monkeypatch):
+    """Regression: one error of a shared disk under the leader ended the run on all machines, for good."""
+    monkeypatch.setattr("rl.launch.run.POLL_S", 0.0)
+    loop = Loop(tmp_path, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, None, errno.EIO)
+    lines = iter([["a"], ["b"]])
+    loop.reader = SimpleNamespace(new=lambda: next(lines, []))
+    fences = iter([OSError(errno.EIO, "Input/output error", "/disk/rl.000001.lease")])
+
+    def check_fence(_: Path) -> None:
+        if error := next(fences, None):
+            raise error
+
+    monkeypatch.setattr("rl.launch.run.check_fence", check_fence)
+    loop.until_finished([])
+    failed = "Input/output error; this is tried again for 30 s"
+    assert loop.said == [f"warning: /disk/rl.000001.lease: {failed}", f"warning: /disk/x: {failed}"], "once until a good poll"
+    assert loop.shown == ["a", "b"], "no line is lost"
+
+
+@pytest.mark.parametrize(("error", "patience_s"), [(errno.EIO, 0.0), (errno.EROFS, 30.0), (errno.EPIPE, 30.0)])
+def test_an_error_that_stays_ends_the_run(tmp_path, monkeypatch, error, patience_s):
+    monkeypatch.setattr("rl.launch.run.POLL_S", 0.0)
+    monkeypatch.setattr("rl.launch.run.LEASE_S", patience_s)
+    loop = Loop(tmp_path, error, error)
+    loop.reader = SimpleNamespace(new=lambda: [])
+    with pytest.raises(OSError, match=os.strerror(error)):
+        loop.until_finished([])
+    assert len(loop.said) == (error == errno.EIO)
 
 
 def test_configuration_errors_exit_with_2(rl):

@@ -1,5 +1,6 @@
 """A run from its configuration to its report."""
 
+import errno
 import json
 import math
 import os
@@ -31,13 +32,13 @@ from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.launch.tensorboard_log import TensorboardLog
 from rl.launch.wandb_log import WandbLog
-from rl.run_dir.lease import check_fence, lost_to
+from rl.run_dir.lease import LEASE_S, check_fence, lost_to
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, sources_dir
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import RunEnd, read_json
 from rl.system.children import STOP_DEADLINE_S, Stopped
-from rl.system.errors import GIVE_UP, RunError, system_error
+from rl.system.errors import GIVE_UP, LASTING, RunError, system_error
 from rl.system.linux import shared_memory_fault
 from rl.system.machine import machine
 from rl.system.sandbox import fault as sandbox_fault
@@ -103,6 +104,8 @@ class Watch:
         self.console = Console(config, prepared.run_dir)
         self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
         self.reader = MetricsReader(prepared.run_dir.metrics)
+        self.unshown: list[dict[str, Any]] = []
+        """Lines that were read, but not shown because the disk did not answer."""
         self.not_merged = False
         """Whether the user was warned that metrics.jsonl cannot be written."""
         self.console.introduce()
@@ -119,20 +122,38 @@ class Watch:
         self.reader.skip()
 
     def until_finished(self, started: list[Role]) -> None:
-        """Starts processes and keeps them alive until they have ended well. Raises RunError if they cannot, and Stopped after `rl stop`."""
+        """Starts processes and keeps them alive until they have ended well. Raises RunError if they cannot, and Stopped after `rl stop`.
+
+        A disk that does not answer may do so again. Raises OSError if it does not for LEASE_S, or for an error that does not pass.
+        """
         self.supervisor.begin(started)
+        failed_at = math.inf
         while not self.supervisor.keeper.finished:
-            if self.run_dir.stop_request.exists():  # here alone: `rl stop` repeats it until this process has ended
-                self.run_dir.stop_request.unlink(missing_ok=True)
-                raise Stopped(signal.SIGINT)
-            self.supervisor.poll(self.show())
+            try:
+                self._poll()
+                failed_at = math.inf
+            except OSError as error:
+                now = time.monotonic()
+                if error.errno in (errno.EPIPE, *LASTING) or now - failed_at >= LEASE_S:
+                    raise
+                if failed_at == math.inf:
+                    failed_at = now
+                    self.console.say(f"warning: {system_error(error)}; this is tried again for {LEASE_S:.0f} s")
             time.sleep(POLL_S)
+
+    def _poll(self) -> None:
+        if self.run_dir.stop_request.exists():  # here alone: `rl stop` repeats it until this process has ended
+            self.run_dir.stop_request.unlink(missing_ok=True)
+            raise Stopped(signal.SIGINT)
+        self.supervisor.poll(self.show())
 
     def show(self) -> list[dict[str, Any]]:
         """Merges, shows, sends and returns new metrics. Raises RunError if another `rl` has taken over."""
         self._merge()
-        if lines := self.reader.new():
+        self.unshown += self.reader.new()
+        if self.unshown:
             check_fence(self.run_dir.lock("rl"))  # trackers, and the picture, have one writer, too
+        lines, self.unshown = self.unshown, []
         self.console.update(lines)
         if time.monotonic() >= self.curves_at:
             self.curves_at = math.inf
