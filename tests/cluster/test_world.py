@@ -15,9 +15,10 @@ from rl.cluster import world as module
 from rl.cluster.world import Launcher, failure, mismatch
 from rl.config.run import RLConfig
 from rl.run_dir.lease import lease_path
-from rl.run_dir.nodes import Nodes, NodeStatus, World
+from rl.run_dir.nodes import Nodes, NodeStatus, Stop, World
 from rl.run_dir.status import RoleStatus, Staleness, write_status
-from rl.system.errors import GIVE_UP, KILLED, RESTART, RunError
+from rl.system.children import Stopped
+from rl.system.errors import DAMAGED, GIVE_UP, KILLED, RESTART, RunError
 from rl.system.linux import pid_scope
 from tests.run_dir.test_logs import REPORT
 from tests.waiting import until
@@ -37,6 +38,8 @@ class Machine:
         lease_path(nodes.lock(index), 1).write_bytes(b"held")
         self.exit_code: int | None = None
         """Code with which the running agent is to end by itself."""
+        self.slow = 0
+        """Beats that the agent takes for its end when it is told to."""
         self.thread = threading.Thread(target=self._beat, daemon=True)
         self.thread.start()
 
@@ -50,6 +53,8 @@ class Machine:
             if world and self.status.index in world.nodes:
                 if not world.stop and world.generation > self.status.generation:
                     self.set(generation=world.generation, agent="running", exit_code=None)
+                elif world.stop and self.slow:
+                    self.slow -= 1
                 elif self.status.agent == "running" and (world.stop or self.exit_code is not None):
                     self.set(agent="ended", exit_code=143 if self.exit_code is None else self.exit_code)
                     self.exit_code = None
@@ -120,6 +125,7 @@ class Running:
             self.code = self.launcher.run()
         except RunError as error:
             self.error = error
+        self.left = [index for index, status in self.nodes.statuses().items() if status.agent == "running"]
         self.launcher.status.close()
 
     def world(self, generation: int) -> World:
@@ -261,6 +267,39 @@ def test_agents_of_a_killed_launcher_end_before_the_next_world(config):
         until(lambda: all(machine.status.agent == "running" for machine in machines))
         running = Running(config)
         assert running.world(8).nodes == [0, 1, 2]
+
+
+@pytest.mark.parametrize("told_by", ["agent", "rank"])
+def test_damage_is_told_when_no_rank_runs_any_more(config, told_by):
+    """Regression: the leader moved files away while ranks of other machines trained and wrote. torchrun's agent always ends with 1."""
+    with cluster_of(config, 3) as machines:
+        running = Running(config)
+        running.world(1)
+        machines[0].slow = 20
+        if told_by == "rank":
+            config.run_dir.exit_code("trainer").write_text(str(DAMAGED))
+        machines[1].exit_code = DAMAGED if told_by == "agent" else RESTART
+        assert running.result() == DAMAGED and not running.left
+
+
+def test_a_launcher_that_is_stopped_while_agents_end_waits_for_them(config, monkeypatch):
+    with cluster_of(config, 3) as machines:
+        nodes, launcher = Nodes(config.run_dir), Launcher(config)
+        nodes.write(nodes.world_path, World(generation=7, nodes=[0, 1, 2], leases=[1, 1, 1], ranks=[2, 2, 2]))
+        until(lambda: all(machine.status.agent == "running" for machine in machines))
+        launcher.world, machines[0].slow, told, tell = nodes.world(), 20, [], launcher.tell
+
+        def stopped(world: World, stop: Stop) -> None:
+            told.append(stop)
+            tell(world, stop)
+            if len(told) == 1:
+                raise Stopped(signal.SIGTERM)
+
+        monkeypatch.setattr(launcher, "tell", stopped)
+        with pytest.raises(Stopped):
+            launcher.run()
+        assert told == ["kill", "kill"] and all(status.agent == "ended" for status in nodes.statuses().values())
+        launcher.status.close()
 
 
 def test_too_few_machines_end_the_wait_with_their_names(config):

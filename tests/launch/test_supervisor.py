@@ -586,6 +586,18 @@ def test_damage_is_repaired_while_nobody_works_with_it(make, monkeypatch):
     assert "  moved batches/000003.batch away" in run.said and len(run.events("death")) == 1
 
 
+def test_a_process_that_is_ended_for_a_repair_has_its_own_time_for_it(make, monkeypatch):
+    """Regression: the launcher of worlds was killed after 20 s, while its ranks on other machines saved."""
+    monkeypatch.setattr(Children.end, "__defaults__", (0.1,))
+    run = make()
+    code = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.0), open(root + '/saved', 'w'), os._exit(143)))\n" + WORK["trainer"]
+    command = [sys.executable, "-S", "-c", PRELUDE + code, "trainer", str(run.root)]
+    run.supervisor.begin([Role("trainer", command, dict(os.environ), stop_s=60.0)])
+    run.ready("trainer")
+    run.supervisor.keeper.end("trainer")
+    assert (run.root / "saved").exists()
+
+
 def test_damage_is_repaired_before_a_run_ends_because_of_it(make, monkeypatch):
     repaired = []
     monkeypatch.setitem(sys.modules, "rl.launch.repair", types.SimpleNamespace(repair=lambda *_, **__: repaired.append(1) or ["moved"]))

@@ -20,12 +20,13 @@ from rl.config.command_line import load_config_or_exit
 from rl.config.help import PROCESS_USAGE
 from rl.config.plan import plan
 from rl.config.run import RLConfig
+from rl.launch.role_state import rank_code
 from rl.run_dir.lease import LEASE_S, declare_lost, lease_path
 from rl.run_dir.logs import killed_rank, last_lines
 from rl.run_dir.nodes import Nodes, NodeStatus, Stop, World
 from rl.run_dir.status import HEARTBEAT_S, Phase, Staleness, Status, archive_status, is_over
 from rl.system.children import Stopped
-from rl.system.errors import KILLED, RESTART, RunError, system_error
+from rl.system.errors import DAMAGED, KILLED, RESTART, RunError, system_error
 from rl.system.linux import die_with_parent, pid_scope
 from rl.system.prefork import leave
 from rl.trainer.departure import LEFT
@@ -64,7 +65,16 @@ class Launcher:
         """The newest world; at first that of a predecessor, which may not have ended."""
 
     def run(self) -> int:
-        """Returns the exit code of the training. Raises RunError, and Stopped after the agents have been told to save and end."""
+        """Returns the exit code of the training. Raises RunError, and Stopped after the agents have been told to save and have ended."""
+        try:
+            return self.train()
+        except Stopped:
+            newest = self.nodes.world()
+            self.end(self.world, newest.stop or "save" if newest else "save")  # what was told to end at once does not save
+            raise
+
+    def train(self) -> int:
+        """Does what `run` does, except for the end of the agents when it raises Stopped."""
         began = time.monotonic()
         self.end(self.world, "kill")
         while True:
@@ -73,16 +83,26 @@ class Launcher:
             self.write(self.world)
             machines = ", ".join(map(str, self.world.nodes))
             say(f"generation {self.world.generation}: machines {machines} with {self.world.ranks[0]} ranks each")
-            try:
-                code = self.watch(self.world)
-            except Stopped:
-                self.end(self.world, "save")
-                raise
+            code = self.watch(self.world)
             if code is not None:
-                self.tell(self.world, "kill")  # the next launcher waits until all have ended
-                return code
+                return self.finish(code)
             began = time.monotonic()
             self.end(self.world, "save")
+
+    def finish(self, code: int) -> int:
+        """Ends the agents of a world that has failed or is done, and returns its exit code. Raises RunError.
+
+        Waits until all have ended if a rank has found damage, because the leader repairs it next. Otherwise the next launcher waits.
+        """
+        if DAMAGED not in (code, rank_code(self.config.run_dir)):
+            self.tell(self.world, "kill")
+            return code
+        try:
+            self.end(self.world, "kill")
+        except RunError:
+            self.config.run_dir.exit_code("trainer").unlink(missing_ok=True)  # the next attempt finds it again
+            raise
+        return DAMAGED
 
     # Machines -----------------------------------------------------------------------------------------------------------
 
@@ -189,12 +209,12 @@ class Launcher:
     def end(self, world: World, stop: Stop) -> None:
         """Has the agents of a world end, and waits for them. Machines that are lost do not count: when they return, they see a newer world.
 
-        Waits up to cluster.grace_s, and END_S more. Raises RunError.
+        Raises RunError.
         """
         if not world.nodes:
             return
         self.tell(world, stop)
-        deadline = time.monotonic() + LEASE_S + END_S + (self.cluster.grace_s if stop == "save" else 0.0)
+        deadline = time.monotonic() + world_end_s(self.config, stop)
         while running := self.still_running(world):
             if time.monotonic() >= deadline:
                 raise RunError(f"the trainer's agents on machines {', '.join(map(str, running))} do not end: end `rl node` there", RESTART)
@@ -224,6 +244,12 @@ class Launcher:
         for index in lost:
             self.lose(index, running[index].lease, running[index])
         return [index for index in running if index not in lost]
+
+
+def world_end_s(config: RLConfig, stop: Stop) -> float:
+    """Returns the longest time after which all agents have ended that were told to, or are lost."""
+    grace_s = config.cluster.grace_s if config.cluster and stop == "save" else 0.0
+    return LEASE_S + END_S + grace_s
 
 
 def named(index: int, status: NodeStatus | None) -> str:

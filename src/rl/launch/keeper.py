@@ -292,7 +292,7 @@ class Keeper:
         """Ends a process if it runs; the next poll starts it again."""
         state = self.states.get(name)
         if state and state.attempt:
-            self.children.end(state.attempt.child)
+            self.children.end(state.attempt.child, state.role.stop_s)
             self._forget_attempt(state)
             state.start_at = self.clock
 
