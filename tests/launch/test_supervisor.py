@@ -399,6 +399,19 @@ def test_temporary_files_go_with_their_process_and_all_with_the_run(make):
     assert not os.path.exists(os.path.dirname(second)) and guard.returncode == -9
 
 
+def test_a_log_is_cut_on_the_host_of_its_writer_alone(make, monkeypatch):
+    """Regression: on a cluster each machine that serves cut the logs of all, in the same moment as others."""
+    for name, size in (("MAX_LOG_BYTES", 6_000), ("FIRST_BYTES", 800), ("NEWEST_BYTES", 2_400)):
+        monkeypatch.setattr(f"rl.run_dir.logs.{name}", size)
+    run = make()
+    own, worker, far = (run.run_dir.logs / f"{name}.log" for name in ("inference-1", "worker-e-0", "inference-node3-1"))
+    for log in (worker, far):
+        log.write_bytes(b"x" * 10_000)
+    run.begin(inference="print('x' * 10_000)\n" + WORK["inference"])
+    run.until(lambda: all(log.exists() and b"bytes were cut out here" in log.read_bytes() for log in (own, worker)))
+    assert far.stat().st_size == 10_000
+
+
 @pytest.mark.parametrize("victim", ["leader", "below"])
 def test_a_stopped_process_is_noticed_like_a_dead_one(make, victim):
     run = make()

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from rl.launch.guard import Guard
-from rl.run_dir.logs import next_log
+from rl.run_dir.logs import next_log, trim_logs
 from rl.system import process_table
 from rl.system.children import STOP_DEADLINE_S, Child, Stopped, add_marker, descendants, start
 from rl.system.linux import adopt_orphans
@@ -162,10 +162,11 @@ class Children:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def poll(self) -> None:
-        """Replaces a guard that is gone, and reaps adopted orphans that have ended. Call it every few seconds."""
+        """Replaces a guard that is gone, reaps adopted orphans that have ended, and shortens logs. Call it every few seconds."""
         if self.guard:
             self.guard.poll()
             self._running()
+            trim_logs(child.log for child in self.children)
 
     def stopped(self, child: Child, whole_tree: bool) -> list[int]:
         """Returns the processes that a signal has stopped: the child, or any in its whole tree."""

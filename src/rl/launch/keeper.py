@@ -86,7 +86,8 @@ class Keeper:
         if slow_s:
             self.slow_at = self.clock
             self.children.poll()
-            trim_logs(self.run_dir.logs)
+            if "orchestrator" in self.states:
+                trim_logs(self.run_dir.logs.glob("worker-*.log"))
         return deaths
 
     def event(self, kind: EventKind, process: str, **fields: Any) -> None:
