@@ -1,5 +1,6 @@
 """A run from its configuration to its report."""
 
+import contextlib
 import errno
 import json
 import math
@@ -18,6 +19,7 @@ from typing import Any
 
 from rl.config.command_line import CommandLine
 from rl.config.run import RLConfig
+from rl.config.stored import as_written
 from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.rewards import reward_summary
 from rl.diagnosis.run_outcome import early_end, nothing_trained
@@ -229,10 +231,13 @@ class Placement:
 def on_this_machine(config: RLConfig) -> Placement:
     """Divides this machine between all processes. Raises ConfigError for settings that it cannot satisfy."""
     box = machine()
+    with contextlib.suppress(RunError):  # there is no run, or `prepare` says what is wrong with it
+        config = devices.implied_again(config, as_written(config.run_dir.root), box)
     warning, division = devices.check_build(config, box), devices.split(config, box)
     config = devices.write_into(config, division)
+    note = warning or devices.unused(config, division, box)
     stop_s = max(STOP_DEADLINE_S, config.cluster.grace_s + EXIT_S) if config.cluster else STOP_DEADLINE_S
-    return Placement(config, lambda run_dir: roles.roles(config, run_dir, division), [warning] if warning else [], stop_s)
+    return Placement(config, lambda run_dir: roles.roles(config, run_dir, division), [note] if note else [], stop_s)
 
 
 def run(prepared: Prepared, placement: Placement, children: Children, again: str, view: bool = False) -> int:
