@@ -436,6 +436,18 @@ def test_an_error_that_stays_ends_the_run(tmp_path, monkeypatch, error, patience
     assert len(loop.said) == (error == errno.EIO)
 
 
+def test_a_reader_that_has_gone_stops_the_run(rl):
+    """As `head` does. Regression: the run directory was said to be a broken pipe."""
+    waits = "while not (root / 'gone').exists(): time.sleep(0.05)\n"
+    process = rl.start(orchestrator=waits + SCRIPTS["orchestrator"] + FOREVER, trainer=waits + SCRIPTS["trainer"] + FOREVER)
+    rl.pids(4)
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    (rl.root / "gone").touch()
+    err = process.stderr.read()
+    assert process.wait(60) == 128 + signal.SIGPIPE and "Broken pipe" not in err and "resume with: rl" in err and rl.nobody_left()
+
+
 def test_configuration_errors_exit_with_2(rl):
     code, _, err = rl("--bogus", "1")
     assert code == 2 and "unknown key" in err

@@ -44,7 +44,7 @@ from rl.system.errors import GIVE_UP, LASTING, RunError, system_error
 from rl.system.linux import shared_memory_fault
 from rl.system.machine import machine
 from rl.system.sandbox import fault as sandbox_fault
-from rl.system.terminal import say
+from rl.system.terminal import discard_output, say
 
 POLL_S = 0.2
 EXIT_S = 2.0
@@ -265,6 +265,8 @@ def run(prepared: Prepared, placement: Placement, children: Children, again: str
     except RunError as error:
         code, why = 1, f"rl: {error}"
         again += "" if error.resume_at is None else f" {error.resume_at}"
+    except BrokenPipeError:
+        code = discard_output()
     except OSError as error:
         code, why = 1, f"rl: {system_error(error)}"
     finally:
