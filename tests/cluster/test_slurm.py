@@ -16,6 +16,7 @@ from rl.cluster import slurm
 from rl.config.run import RLConfig
 from rl.run_dir.nodes import Nodes, RunOver
 from rl.system import process_table
+from rl.system.children import Stopped
 from rl.system.errors import RunError
 
 STAND_IN = """
@@ -145,6 +146,24 @@ def test_a_job_of_which_one_half_is_refused_is_removed(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="job of the machines for trainer, so nothing is queued: no more"):
         submit(make_config(tmp_path, {}))
     assert (tmp_path / "calls").read_text().splitlines() == ["--parsable []", "--parsable [12]", "--quiet 12"]
+
+
+@pytest.mark.parametrize("error", [subprocess.TimeoutExpired("sbatch", 60), Stopped(signal.SIGINT)])
+def test_a_job_whose_other_half_gets_no_answer_is_removed(tmp_path, monkeypatch, capsys, error):
+    """Regression: the machines that serve stayed in the queue, known to nobody."""
+    ran = []
+
+    def run(command, *, env, **_):
+        ran.append(command)
+        if env.get("RL_SERVERS"):
+            raise error
+        return subprocess.CompletedProcess(command, 0, "12;here\n", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(RunError if isinstance(error, subprocess.TimeoutExpired) else Stopped) as raised:
+        submit(make_config(tmp_path, {}))
+    assert "a job may be queued all the same: `squeue --name=run` shows it" in str(raised.value) + capsys.readouterr().err
+    assert ran == [["sbatch", "--parsable"]] * 2 + [["scancel", "--quiet", "12"]]
 
 
 @pytest.mark.parametrize(("job", "number", "inside"), [("1", "3", True), ("1", "2", False), (None, "3", False), ("1", None, False)])

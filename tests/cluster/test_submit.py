@@ -57,6 +57,16 @@ def test_what_is_known_to_fail_is_said_before_anything_is_made(engine, tmp_path)
     assert "cluster.slurm.partition = 'no'\n    is not a partition" in str(error.value) and not config.run_dir.root.exists()
 
 
+def test_jobs_that_cannot_be_recorded_are_removed(engine, monkeypatch, tmp_path):
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Nodes, "write", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        submit(make(tmp_path, engine="slurm"), CommandLine(), None)
+    assert engine.told == [["12", "13"]]
+
+
 def test_a_run_that_exists_is_not_submitted_twice(engine, tmp_path):
     config = make(tmp_path, engine="slurm", index=2)
     submit(config, CommandLine(), None)

@@ -1,5 +1,6 @@
 """The launcher of worlds, with machines that are threads which only write their status."""
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,13 +12,15 @@ import msgspec
 import pytest
 
 from rl.cluster import world as module
-from rl.cluster.world import Launcher, mismatch
+from rl.cluster.world import Launcher, failure, mismatch
 from rl.config.run import RLConfig
 from rl.run_dir.lease import lease_path
-from rl.run_dir.nodes import Nodes, NodeStatus, World
+from rl.run_dir.nodes import Nodes, NodeStatus, Stop, World
 from rl.run_dir.status import RoleStatus, Staleness, write_status
-from rl.system.errors import RunError
+from rl.system.children import Stopped
+from rl.system.errors import DAMAGED, GIVE_UP, KILLED, RESTART, RunError
 from rl.system.linux import pid_scope
+from tests.run_dir.test_logs import REPORT
 from tests.waiting import until
 
 
@@ -35,6 +38,8 @@ class Machine:
         lease_path(nodes.lock(index), 1).write_bytes(b"held")
         self.exit_code: int | None = None
         """Code with which the running agent is to end by itself."""
+        self.slow = 0
+        """Beats that the agent takes for its end when it is told to."""
         self.thread = threading.Thread(target=self._beat, daemon=True)
         self.thread.start()
 
@@ -48,6 +53,8 @@ class Machine:
             if world and self.status.index in world.nodes:
                 if not world.stop and world.generation > self.status.generation:
                     self.set(generation=world.generation, agent="running", exit_code=None)
+                elif world.stop and self.slow:
+                    self.slow -= 1
                 elif self.status.agent == "running" and (world.stop or self.exit_code is not None):
                     self.set(agent="ended", exit_code=143 if self.exit_code is None else self.exit_code)
                     self.exit_code = None
@@ -84,7 +91,7 @@ class Clock:
 
 @pytest.fixture
 def config(tmp_path, monkeypatch) -> RLConfig:
-    for name, seconds in {"POLL_S": 0.01, "LEASE_S": 0.5, "SHORT_WAIT_S": 0.3, "SETTLE_S": 0.2}.items():
+    for name, seconds in {"POLL_S": 0.01, "LEASE_S": 0.5, "LATE_S": 0.2, "SHORT_WAIT_S": 0.3, "SETTLE_S": 0.2}.items():
         monkeypatch.setattr(module, name, seconds)
     clock = Clock()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=clock.sleep))
@@ -118,6 +125,7 @@ class Running:
             self.code = self.launcher.run()
         except RunError as error:
             self.error = error
+        self.left = [index for index, status in self.nodes.statuses().items() if status.agent == "running"]
         self.launcher.status.close()
 
     def world(self, generation: int) -> World:
@@ -159,7 +167,7 @@ def test_a_lost_machine_is_a_death_and_the_next_world_goes_on_without_it(config)
         running = Running(config)
         running.world(1)
         machines[2].die()
-        assert running.result() == 1
+        assert running.result() == KILLED
         running = Running(config)
         assert running.world(2).nodes == [0, 1]
         machines[2] = Machine(running.nodes, 2)
@@ -171,7 +179,7 @@ def test_a_machine_that_the_leaders_does_not_reach_is_lost_although_it_lives(con
         running = Running(config)
         running.world(1)
         machines[1].set(place=pid_scope(), cut_off=[2])
-        assert running.result() == 1
+        assert running.result() == KILLED
         running = Running(config)
         assert running.world(2).nodes == [0, 1]
         machines[1].set(cut_off=[])
@@ -185,7 +193,7 @@ def test_one_that_starts_again_is_lost_to_the_world_of_its_former_self(config):
         running = Running(config)
         running.world(1)
         machines[2].start_again()
-        assert running.result() == 1
+        assert running.result() == KILLED
         assert lease_path(running.nodes.lock(2), 2).read_bytes() == b"held", "that of its new self"
         running = Running(config)
         assert (running.world(2).nodes, running.world(2).leases) == ([0, 1, 2], [1, 1, 2])
@@ -196,7 +204,7 @@ def test_nobody_waits_twice_for_a_machine_that_is_lost(config, monkeypatch):
         running = Running(config)
         running.world(1)
         machines[2].die()
-        assert running.result() == 1
+        assert running.result() == KILLED
         monkeypatch.setattr(module, "LEASE_S", 60.0)
         assert Running(config).world(2).nodes == [0, 1]
 
@@ -261,6 +269,39 @@ def test_agents_of_a_killed_launcher_end_before_the_next_world(config):
         assert running.world(8).nodes == [0, 1, 2]
 
 
+@pytest.mark.parametrize("told_by", ["agent", "rank"])
+def test_damage_is_told_when_no_rank_runs_any_more(config, told_by):
+    """Regression: the leader moved files away while ranks of other machines trained and wrote. torchrun's agent always ends with 1."""
+    with cluster_of(config, 3) as machines:
+        running = Running(config)
+        running.world(1)
+        machines[0].slow = 20
+        if told_by == "rank":
+            config.run_dir.exit_code("trainer").write_text(str(DAMAGED))
+        machines[1].exit_code = DAMAGED if told_by == "agent" else RESTART
+        assert running.result() == DAMAGED and not running.left
+
+
+def test_a_launcher_that_is_stopped_while_agents_end_waits_for_them(config, monkeypatch):
+    with cluster_of(config, 3) as machines:
+        nodes, launcher = Nodes(config.run_dir), Launcher(config)
+        nodes.write(nodes.world_path, World(generation=7, nodes=[0, 1, 2], leases=[1, 1, 1], ranks=[2, 2, 2]))
+        until(lambda: all(machine.status.agent == "running" for machine in machines))
+        launcher.world, machines[0].slow, told, tell = nodes.world(), 20, [], launcher.tell
+
+        def stopped(world: World, stop: Stop) -> None:
+            told.append(stop)
+            tell(world, stop)
+            if len(told) == 1:
+                raise Stopped(signal.SIGTERM)
+
+        monkeypatch.setattr(launcher, "tell", stopped)
+        with pytest.raises(Stopped):
+            launcher.run()
+        assert told == ["kill", "kill"] and all(status.agent == "ended" for status in nodes.statuses().values())
+        launcher.status.close()
+
+
 def test_too_few_machines_end_the_wait_with_their_names(config):
     with cluster_of(config, 1):
         running = Running(config)
@@ -316,6 +357,35 @@ def test_equal_machines_have_no_fault(config):
         assert mismatch({machine.status.index: machine.status for machine in machines}) == ""
 
 
+def test_ranks_that_were_killed_are_told_from_ranks_that_failed(config, tmp_path):
+    """Regression: both were exit code 1, and two of them before the first step ended the run."""
+    with cluster_of(config, 3) as machines:
+        running = Running(config)
+        running.world(1)
+        machines[1].exit_code = -signal.SIGKILL
+        assert running.result() == KILLED
+    replace, log = msgspec.structs.replace, tmp_path / "agent.log"
+    log.write_text(REPORT)
+    one, other = (replace(machine.status, agent="ended", exit_code=RESTART) for machine in machines[:2])
+    assert failure([one, other], is_late=False) == RESTART
+    assert failure([one, replace(other, exit_code=-signal.SIGKILL)], is_late=False) == KILLED, "one fails because of the other"
+    assert failure([one, replace(other, log=str(log))], is_late=False) == KILLED, "torchrun's agent ends with 1 whatever its ranks do"
+    assert failure([replace(one, exit_code=GIVE_UP)], is_late=True) == GIVE_UP
+    assert failure([replace(one, exit_code=-signal.SIGSEGV)], is_late=True) == RESTART
+
+
+def test_a_rank_that_fails_because_a_machine_is_lost_is_no_failure_of_its_own(config, monkeypatch):
+    monkeypatch.setattr(module, "LEASE_S", 60.0)
+    with cluster_of(config, 3) as machines:
+        running = Running(config)
+        running.world(1)
+        machines[2].die()
+        late = module.time.monotonic() + 2 * module.LATE_S
+        until(lambda: module.time.monotonic() > late)
+        machines[0].exit_code = RESTART
+        assert running.result() == KILLED
+
+
 def test_a_machine_whose_rl_node_is_known_to_have_ended_is_lost_at_once(config, monkeypatch):
     monkeypatch.setattr(module, "LEASE_S", 60.0)
     with cluster_of(config, 3) as machines:
@@ -323,5 +393,5 @@ def test_a_machine_whose_rl_node_is_known_to_have_ended_is_lost_at_once(config, 
         running = Running(config)
         running.world(1)
         machines[0].set(ended=[2], place=pid_scope())  # the launcher's own machine knocks
-        assert running.result() == 1
+        assert running.result() == KILLED
         assert lease.read_bytes() == b"", "all roles that were held on it are free"

@@ -11,7 +11,7 @@ import pytest
 from rl.commands import environment, evaluate
 from rl.commands.homes import several
 from rl.config.command_line import build, parse_args, write_config
-from rl.homes.home import hold
+from rl.homes.home import clean, hold
 from rl.homes.make import ensure
 from rl.homes.request import Request
 from rl.homes.resolve import homes_of, record
@@ -50,6 +50,15 @@ def test_a_home_that_another_machine_plays_in_is_not_deleted(index, said, tmp_pa
     until(lambda: not psutil.pid_exists(player.pid))  # with all its threads
     monkeypatch.setattr(lease, "LEASE_S", 0.5)
     assert called(capsys, "env", "remove", home.digest) == (0, "removed classic\n", "") and not home.place.exists()
+
+
+def test_what_a_killed_removal_has_left_is_deleted(tmp_path, monkeypatch):
+    """Regression: nothing looked for it under its last name."""
+    monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path))
+    for name in (".0123456789abcdef.old", "0123456789abcde0"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+    clean()
+    assert [path.name for path in tmp_path.iterdir()] == ["0123456789abcde0"]
 
 
 def played_in(monkeypatch):

@@ -15,17 +15,19 @@ import httpx
 import msgspec
 import pytest
 
-from rl.config.command_line import from_toml
+from rl.config.command_line import from_toml, to_toml, write_config
+from rl.config.run import RLConfig
 from rl.diagnosis.waits import diagnose
 from rl.homes.home import Home
 from rl.homes.records import Record
-from rl.launch.run import Placement, home_lines, resume_command, run
+from rl.launch.run import Placement, Watch, home_lines, on_this_machine, resume_command, run
 from rl.run_dir.access_token import page_secret
 from rl.run_dir.events import read_events
 from rl.run_dir.lease import LockOwner, lease_path
 from rl.run_dir.paths import RunDir
 from rl.system import sandbox
-from rl.system.errors import system_error
+from rl.system.errors import ConfigError, system_error
+from rl.system.machine import Machine
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 from tests.view.serving import enter
@@ -350,6 +352,100 @@ def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_o
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("rl: /disk/status/trainer.json: Read-only file system; free space or make it writable")
     assert said[1] == "resume with: rl @ x.toml --resume"
+
+
+def test_a_resume_on_other_gpus_implies_again_what_the_start_implied(tmp_path, monkeypatch):
+    """Regression: engines and ranks were taken for the user's, and GPUs were idle in silence."""
+
+    def place(num_gpus: int, config: RLConfig) -> tuple[RLConfig, list[str]]:
+        monkeypatch.setattr("rl.launch.run.machine", lambda: Machine([str(number) for number in range(num_gpus)], [0]))
+        placement = on_this_machine(config)
+        return placement.config, placement.notes
+
+    def resumed(num_gpus: int, **gpus: int) -> tuple[RLConfig, list[str]]:
+        config = from_toml(started.run_dir.config)
+        for section, number in gpus.items():
+            getattr(config, section).gpus = number
+        return place(num_gpus, config)
+
+    about = {"name": "r", "output_dir": str(tmp_path), "orchestrator": {"environment": [{"id": "say-digit"}]}}
+    started, notes = place(4, RLConfig.model_validate(about))
+    write_config(started.run_dir.config, started)
+    assert started.inference.vllm == {"data_parallel_size": 3} and started.trainer.ranks == 1 and not notes
+    config, notes = resumed(4)
+    assert to_toml(config) == to_toml(started) and not notes
+    config, notes = resumed(8, inference=7)
+    assert config.inference.vllm == {"data_parallel_size": 7} and not notes
+    config, notes = resumed(8, trainer=2, inference=6)
+    assert (config.trainer.ranks, config.trainer.gpus, config.inference.vllm) == (2, [0, 1], {"data_parallel_size": 6})
+    config, notes = resumed(8)
+    assert notes == ["GPUs 4, 5, 6, 7 of this machine are not used: trainer.gpus = [0], inference.gpus = [1, 2, 3]"]
+    assert to_toml(config) == to_toml(started)
+    config, notes = resumed(2)
+    assert (config.trainer.gpus, config.inference.gpus, config.inference.vllm) == ([0], [1], {})
+    with pytest.raises(ConfigError, match="there are 0 GPUs here"):
+        resumed(0)
+
+
+class Loop(Watch):
+    """The loop of `rl` alone, whose supervisor meets these errors, one at each poll; None is a good poll. Then all processes end."""
+
+    def __init__(self, root: Path, *errors: int | None):
+        self.run_dir, self.said, self.polls = RunDir(root, root / "weights"), list[str](), iter(errors)
+        self.console = SimpleNamespace(say=self.said.append, update=lambda _: None)
+        self.supervisor = SimpleNamespace(begin=lambda _: None, poll=self.meet, keeper=SimpleNamespace(finished=False))
+        self.merger, self.reader, self.unshown, self.cleaned, self.beside, self.curves_at = None, None, [], None, [], math.inf
+        self.trackers = SimpleNamespace(send=lambda _: None)
+        self.shown = list[object]()
+
+    def meet(self, lines: list[object]) -> None:
+        self.shown += lines
+        number = next(self.polls, 0)
+        self.supervisor.keeper.finished = number == 0
+        if number:
+            raise OSError(number, os.strerror(number), "/disk/x")
+
+
+def test_a_disk_that_does_not_answer_for_a_moment_does_not_end_a_run(tmp_path, monkeypatch):
+    """Regression: one error of a shared disk under the leader ended the run on all machines, for good."""
+    monkeypatch.setattr("rl.launch.run.POLL_S", 0.0)
+    loop = Loop(tmp_path, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, None, errno.EIO)
+    lines = iter([["a"], ["b"]])
+    loop.reader = SimpleNamespace(new=lambda: next(lines, []))
+    fences = iter([OSError(errno.EIO, "Input/output error", "/disk/rl.000001.lease")])
+
+    def check_fence(_: Path) -> None:
+        if error := next(fences, None):
+            raise error
+
+    monkeypatch.setattr("rl.launch.run.check_fence", check_fence)
+    loop.until_finished([])
+    failed = "Input/output error; this is tried again for 30 s"
+    assert loop.said == [f"warning: /disk/rl.000001.lease: {failed}", f"warning: /disk/x: {failed}"], "once until a good poll"
+    assert loop.shown == ["a", "b"], "no line is lost"
+
+
+@pytest.mark.parametrize(("error", "patience_s"), [(errno.EIO, 0.0), (errno.EROFS, 30.0), (errno.EPIPE, 30.0)])
+def test_an_error_that_stays_ends_the_run(tmp_path, monkeypatch, error, patience_s):
+    monkeypatch.setattr("rl.launch.run.POLL_S", 0.0)
+    monkeypatch.setattr("rl.launch.run.LEASE_S", patience_s)
+    loop = Loop(tmp_path, error, error)
+    loop.reader = SimpleNamespace(new=lambda: [])
+    with pytest.raises(OSError, match=os.strerror(error)):
+        loop.until_finished([])
+    assert len(loop.said) == (error == errno.EIO)
+
+
+def test_a_reader_that_has_gone_stops_the_run(rl):
+    """As `head` does. Regression: the run directory was said to be a broken pipe."""
+    waits = "while not (root / 'gone').exists(): time.sleep(0.05)\n"
+    process = rl.start(orchestrator=waits + SCRIPTS["orchestrator"] + FOREVER, trainer=waits + SCRIPTS["trainer"] + FOREVER)
+    rl.pids(4)
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    (rl.root / "gone").touch()
+    err = process.stderr.read()
+    assert process.wait(60) == 128 + signal.SIGPIPE and "Broken pipe" not in err and "resume with: rl" in err and rl.nobody_left()
 
 
 def test_configuration_errors_exit_with_2(rl):

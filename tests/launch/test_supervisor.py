@@ -17,10 +17,11 @@ from rl.launch.role_state import failure
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.run_dir.metrics import MetricsReader
-from rl.run_dir.status import HEARTBEAT_S, read_status
-from rl.system.errors import DAMAGED, GIVE_UP, RunError
+from rl.run_dir.status import HEARTBEAT_S, Phase, RoleStatus, read_status, write_status
+from rl.system.errors import DAMAGED, GIVE_UP, KILLED, RESTART, RunError
 from rl.system.linux import pid_scope
 from rl.system.process_table import entry, markers
+from tests.run_dir.test_logs import REPORT
 
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -261,6 +262,21 @@ def test_what_never_came_up_is_tried_twice_and_its_own_error_is_told(make):
     assert len(run.events("death")) == 3
 
 
+@pytest.mark.parametrize(
+    "ending",
+    [
+        f"sys.exit({KILLED})",  # of the launcher of worlds
+        f"open(root + '/status/trainer.exit', 'w').write('{RESTART}'); print({REPORT!r}); sys.exit(1)",  # of torchrun's agent
+    ],
+)
+def test_what_was_ended_from_outside_before_it_came_up_is_tried_again(make, ending):
+    """Regression: two machines that were lost, or ranks that were killed, before the first step ended the run."""
+    run = make(backoff_s=0.01)
+    run.begin(trainer=f"status('loading_model')\nif attempt < 4: {ending}\n" + WORK["trainer"])
+    run.ready("trainer")
+    assert [death["exit"] for death in run.events("death")] == [KILLED] * 3 and not run.events("give_up")
+
+
 DEATH = """
 beat('serving', seconds=0.2, address='http://x', progress=int(attempt == 1 and os.path.exists(root + '/worked')))
 print('(EngineCore pid=7) ERROR 11-23 15:56:07 [core.py:1512] RuntimeError: no kernel for head_dim=16')
@@ -383,6 +399,19 @@ def test_temporary_files_go_with_their_process_and_all_with_the_run(make):
     assert not os.path.exists(os.path.dirname(second)) and guard.returncode == -9
 
 
+def test_a_log_is_cut_on_the_host_of_its_writer_alone(make, monkeypatch):
+    """Regression: on a cluster each machine that serves cut the logs of all, in the same moment as others."""
+    for name, size in (("MAX_LOG_BYTES", 6_000), ("FIRST_BYTES", 800), ("NEWEST_BYTES", 2_400)):
+        monkeypatch.setattr(f"rl.run_dir.logs.{name}", size)
+    run = make()
+    own, worker, far = (run.run_dir.logs / f"{name}.log" for name in ("inference-1", "worker-e-0", "inference-node3-1"))
+    for log in (worker, far):
+        log.write_bytes(b"x" * 10_000)
+    run.begin(inference="print('x' * 10_000)\n" + WORK["inference"])
+    run.until(lambda: all(log.exists() and b"bytes were cut out here" in log.read_bytes() for log in (own, worker)))
+    assert far.stat().st_size == 10_000
+
+
 @pytest.mark.parametrize("victim", ["leader", "below"])
 def test_a_stopped_process_is_noticed_like_a_dead_one(make, victim):
     run = make()
@@ -426,6 +455,24 @@ def test_a_rank_that_stands_still_is_named_with_its_machine_within_a_minute(make
     assert "trainer rank 1 on b" in run.silent("trainer")[0]["reason"] and gone(rank)
     run.ready("trainer", 2)
     assert RLConfig().supervisor.silence_s + SLOW_POLL_S + HEARTBEAT_S < 60
+
+
+def test_a_first_rank_that_has_left_is_not_silent_while_the_launcher_of_worlds_is_there(make):
+    """Regression: a planned departure of its machine was a death of all, silence_s later. Without any status the last one is judged."""
+    run = make()
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    run.supervisor.begin([Role("trainer", command, dict(os.environ))])
+    keeper, rank, launcher = run.supervisor.keeper, run.run_dir.status("trainer"), run.run_dir.status("trainer-launcher")
+    for beat, path in enumerate([rank, launcher]):
+        write_status(path, RoleStatus(process=path.stem, phase=Phase.TRAINING, step=1, heartbeat=float(beat)))
+    run.until(lambda: len(keeper.states["trainer"].attempt.statuses) == 2)
+    rank.unlink()
+    write_status(launcher, RoleStatus(process=launcher.stem, heartbeat=2.0))
+    keeper.clock += 100.0
+    assert not keeper.poll() and keeper.states["trainer"].attempt.doing == "training step 1"
+    launcher.unlink()
+    keeper.clock += 100.0
+    assert [death.reason.partition(" for ")[0] for death in keeper.poll()] == ["gave no heartbeat"]
 
 
 def test_the_statuses_of_hundreds_of_ranks_are_read_every_two_seconds_only(make, monkeypatch):
@@ -550,6 +597,18 @@ def test_damage_is_repaired_while_nobody_works_with_it(make, monkeypatch):
     assert running == ["inference"] and run.child("inference").attempt == 1 and run.child("orchestrator").attempt == 2
     assert run.events("repair")[0]["lines"] == ["moved batches/000003.batch away"]
     assert "  moved batches/000003.batch away" in run.said and len(run.events("death")) == 1
+
+
+def test_a_process_that_is_ended_for_a_repair_has_its_own_time_for_it(make, monkeypatch):
+    """Regression: the launcher of worlds was killed after 20 s, while its ranks on other machines saved."""
+    monkeypatch.setattr(Children.end, "__defaults__", (0.1,))
+    run = make()
+    code = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.0), open(root + '/saved', 'w'), os._exit(143)))\n" + WORK["trainer"]
+    command = [sys.executable, "-S", "-c", PRELUDE + code, "trainer", str(run.root)]
+    run.supervisor.begin([Role("trainer", command, dict(os.environ), stop_s=60.0)])
+    run.ready("trainer")
+    run.supervisor.keeper.end("trainer")
+    assert (run.root / "saved").exists()
 
 
 def test_damage_is_repaired_before_a_run_ends_because_of_it(make, monkeypatch):

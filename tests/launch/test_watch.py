@@ -16,6 +16,7 @@ from rl.config.run import RLConfig
 from rl.launch import watch
 from rl.run_dir.events import Event, append_event, read_events
 from rl.run_dir.nodes import Jobs, Nodes, NodeStatus, RunOver
+from rl.run_dir.status import Staleness
 from tests.launch.test_run import FOREVER, Run
 from tests.waiting import alive, until
 
@@ -160,7 +161,7 @@ def test_events_of_machines_and_what_becomes_of_these_are_shown(cluster, capsys,
         "  inference-node1 was killed, not started",
         "  trainer is up after 4 s",
         "  machine 1 has left",
-        "no machine of the run is there: waiting for one up to cluster.join_timeout_s = 1800 s after the last sign of life",
+        "no machine of the run is there: waiting for one up to cluster.join_timeout_s = 1800 s after the last sign of life seen here",
     ]
 
 
@@ -182,15 +183,24 @@ def test_a_run_whose_jobs_are_gone_is_over(cluster, capsys):
     assert said.count("waiting for its jobs, 12 (`squeue --jobs=12`)") == 1
 
 
-def test_a_run_whose_machines_no_engine_replaces_is_waited_for_as_long_as_they_wait_for_each_other(cluster, capsys):
+def test_a_run_whose_machines_no_engine_replaces_is_waited_for_as_long_as_they_wait_for_each_other(cluster, monkeypatch):
+    """By this process's clock. Regression: one that was ahead of the disk's ended the wait at once."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock.now, time=time.time))
+    monkeypatch.setattr(Staleness.__init__, "__defaults__", (lambda: clock.now,))
     cluster.machine(0, "trainer")
-    for path in (cluster.nodes.folder, cluster.dir.root):
-        os.utime(path, (time.time() - 1790.0,) * 2)
+    os.utime(cluster.nodes.folder, (5.0, 5.0))
     life = watch.Life(cluster.dir, cluster.config)
     assert life.end() is None and not life.waiting, "its heartbeat has not been seen to stand still"
-    until(lambda: not life.end() and life.waiting)
-    os.utime(cluster.nodes.folder, (time.time() - 1801.0,) * 2)
-    code, text = until(life.end)
+    for seconds in (1.0, 1790.0):
+        clock.now += seconds
+        assert life.end() is None and "up to cluster.join_timeout_s = 1800 s after the last sign" in life.waiting
+    os.utime(cluster.nodes.folder, (6.0, 6.0))
+    for seconds in (20.0, 1790.0):
+        clock.now += seconds
+        assert life.end() is None
+    clock.now += 20.0
+    code, text = life.end()
     assert code == 1 and text.startswith("no machine has given a sign of life for cluster.join_timeout_s = 1800 s: ")
     cluster.machine(0, "trainer")
     life = watch.Life(cluster.dir, cluster.config)

@@ -25,14 +25,14 @@ def test_the_middle_is_cut_out(tmp_path):
     log = tmp_path / "trainer-1.log"
     lines = [f"line {i:09d}" for i in range(10_000)]
     log.write_text("\n".join(lines) + "\n")
-    trim_logs(tmp_path)
+    trim_logs([log])
     kept = log.read_text().splitlines()
     first, newest = 8_000 // 15, 24_000 // 15 - 1
     cut = 150_000 - 15 * (first + newest)
     assert kept == [*lines[:first], f"[rl: {cut} bytes were cut out here; a log keeps its beginning and its end]", *lines[-newest:]]
     before = log.read_bytes()
-    trim_logs(tmp_path)  # it is short enough now
-    trim_logs(tmp_path / "nowhere")
+    trim_logs([log])  # it is short enough now
+    trim_logs([tmp_path / "nowhere.log"])
     assert log.read_bytes() == before and last_lines(log, 1) == ["line 000009999"]
 
 
@@ -52,7 +52,7 @@ def test_its_process_goes_on(tmp_path):
 
     def cut_twice() -> bool:
         before = os.stat(log).st_size
-        trim_logs(tmp_path)
+        trim_logs([log])
         cuts.extend([before] if os.stat(log).st_size < before else [])
         return len(cuts) >= 2
 

@@ -86,6 +86,19 @@ def test_a_pid_that_went_to_another_process_is_not_signalled():
         stranger.wait()
 
 
+def test_a_process_whose_name_is_no_text_is_in_the_table():
+    """Regression: any such process on the machine ended `rl` and the orchestrator, and the guard before it had ended anything."""
+    code = 'import ctypes, time; ctypes.CDLL(None).prctl(15, b"\\xd0) R 1", 0, 0, 0); print(flush=True); time.sleep(60)'
+    process = subprocess.Popen(python(code), stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        line = process_table.table()[process.pid]
+        assert line.parent == os.getpid() and line.start.isdigit()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_waiting_has_a_deadline(tmp_path):
     child = start("x", python(SLEEP), dict(os.environ), tmp_path / "x-1.log")
     began = time.monotonic()
@@ -366,17 +379,20 @@ except Stopped as stop:
     assert not Path(directory).exists() and not alive(int(guard))
 
 
-def test_a_signal_while_a_child_is_started_waits_until_the_child_is_known(driver):
-    """Regression: the child that had just been forked was not told to end, and `rl` waited for it until the deadline."""
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_while_a_child_is_started_waits_until_the_child_is_known(driver, times):
+    """Regression: the child that had just been forked was not told to end, and `rl` waited for it until the deadline. `uv` sends two."""
     code = """
 from rl.launch import children as launch
 
 children, start = Children(), launch.start
+children.forwarded_s = 3600.0
 children.stop_on_signals()
 
 def interrupted(*arguments, **more):
     child = start(*arguments, **more)
-    signal.raise_signal(signal.SIGTERM)
+    for _ in range(TIMES):
+        signal.raise_signal(signal.SIGTERM)
     return child
 
 launch.start = interrupted
@@ -388,7 +404,7 @@ except Stopped as stop:
     left = children.stop(deadline_s=30)
     print("stopping by", stop, left, time.monotonic() - began < 15, flush=True)
 """
-    assert driver(code).stdout.readline() == "stopping by SIGTERM [] True\n"
+    assert driver(code.replace("TIMES", str(times))).stdout.readline() == "stopping by SIGTERM [] True\n"
 
 
 def test_a_signal_that_arrives_in_a_finalizer_is_not_lost(driver):

@@ -32,6 +32,15 @@ def test_what_counts_as_a_secret_variable(monkeypatch):
     assert set(secret_variables().values()) == {"HF_TOKEN", "DB_PASSWORD", "MY_SECRET_2"}
 
 
+def test_a_secret_that_begins_with_a_slash_is_one_unless_it_is_a_path(monkeypatch):
+    """Regression: one key in base64 out of 64 was printed."""
+    secrets = {"AWS_SECRET_KEY": "/bPxRfiCYEXAMPLE/KEY", "TWO_KEY": "//PxRfiCYEXAMPLE/KEY"}
+    monkeypatch.setattr("os.environ", secrets | {"SSH_KEY": "/home/me/.ssh/id", "HOST_KEY": "//etc/ssh/key", "JUDGE": "/usr/share"})
+    assert set(secret_variables()) == set(secrets.values())
+    resolve("env:JUDGE", "args.key")  # given as a secret, whatever it looks like
+    assert redact("401 for /bPxRfiCYEXAMPLE/KEY or /usr/share") == "401 for [$AWS_SECRET_KEY] or [$JUDGE]"
+
+
 def test_texts_are_redacted_longest_first():
     assert redact(f"401 for {KEY}-and-more, {KEY}!") == "401 for [$LONG_SECRET], [$JUDGE_API_KEY]!"
     assert redact("nothing here") == "nothing here"

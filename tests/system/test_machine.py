@@ -12,6 +12,7 @@ import pytest
 
 from rl.config.run import ModelConfig
 from rl.system import machine
+from rl.system.errors import RunError
 from rl.system.linux import pid_scope
 from rl.system.machine import control_groups, multiplies_bfloat16, visible_gpus
 
@@ -23,6 +24,16 @@ def test_visible_gpus(tmp_path):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "4, GPU-ab"}, tmp_path) == ["4", "GPU-ab"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
     assert visible_gpus({}, tmp_path / "none") == []
+
+
+def test_a_driver_that_hangs_is_told(tmp_path, monkeypatch):
+    """Regression: `rl` hung with it, without a word."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setattr(machine, "TIMEOUT_S", 0.1)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(RunError, match="nvidia-smi has not answered for 0 s"):
+        visible_gpus({"PATH": os.environ["PATH"]}, tmp_path / "none")
 
 
 GROUPS = {

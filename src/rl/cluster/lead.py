@@ -6,6 +6,7 @@ import os
 import sys
 import time
 
+from rl.cluster.world import world_end_s
 from rl.config.command_line import CommandLine, write_config
 from rl.config.plan import plan
 from rl.config.run import RLConfig
@@ -24,6 +25,8 @@ from rl.system.errors import ConfigError, RunError
 TAKEN, UNFIT = 76, 77
 """Exit codes of a leader that finds another one; and of one whose machine lacks what it needs, before it has touched the run."""
 ALL_INTERFACES = "0.0.0.0"
+REPORT_S = 10.0
+"""Seconds that the launcher of worlds has for its own end when those of all machines have ended."""
 TRY_S = 1.0
 """Seconds between looks at the role of the leader; a machine's first look comes this much later for each index before its own."""
 
@@ -44,7 +47,7 @@ def on_a_cluster(config: RLConfig) -> Placement:
 
     def roles(run_dir: RunDir) -> list[Role]:
         launcher = [sys.executable, "-m", "rl.cluster.world", "@", str(run_dir.config)]
-        trainer = Role("trainer", launcher, dict(os.environ), leaves_copy=True)
+        trainer = Role("trainer", launcher, dict(os.environ), leaves_copy=True, stop_s=world_end_s(config, "save") + REPORT_S)
         orchestrator = Role("orchestrator", command("orchestrator", run_dir, 1), dict(os.environ), leaves_copy=True)
         return [trainer] if config.sft else [orchestrator, trainer]
 

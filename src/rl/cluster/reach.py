@@ -12,7 +12,7 @@ import time
 
 from rl.run_dir.lease import LEASE_S
 from rl.run_dir.nodes import Nodes, NodeStatus
-from rl.run_dir.status import Staleness
+from rl.run_dir.status import HEARTBEAT_S, Staleness
 
 KNOCK_S = 3.0
 """Seconds between attempts to connect, each of which has as long."""
@@ -36,8 +36,10 @@ class Reach:
         self.reached = {cut: -math.inf for status in nodes.statuses().values() for cut in status.cut_off}
         """Index -> time at which a machine with it was last reached, by time.monotonic. Its successor, or its own next start, is in the
         world once it is reached, too. So is one that was cut off, as this machine or others said, when this process started."""
+        self.refusing: dict[int, float] = {}
+        """The machines whose kernel, or a firewall, refused the newest attempt, and their heartbeats then."""
         self.refused: dict[int, NodeStatus] = {}
-        """The machines whose kernel refused the newest attempt."""
+        """Those of them whose heartbeat stands still."""
         self.statuses, self.read_at = dict[int, NodeStatus](), -math.inf
         """The newest statuses of the other machines, and the time (time.monotonic) at which they were read."""
         self.others: list[int] = []
@@ -47,11 +49,11 @@ class Reach:
     def cut_off(self) -> list[int]:
         """Returns the machines that were once reached and now are not."""
         now = time.monotonic()
-        late = [index for index, at in self.reached.items() if now - at >= CUT_S]
+        late = [index for index, at in list(self.reached.items()) if now - at >= CUT_S]  # the thread may add one
         return [index for index in late if index in self.others or self.reached[index] == -math.inf]
 
     def ended(self) -> dict[int, NodeStatus]:
-        """Returns the machines that were once reached and now refuse it: nothing listens there any more, so their `rl node` has ended."""
+        """Returns the machines that were once reached, and now refuse it without a heartbeat: their `rl node` has ended."""
         return {index: status for index, status in self.refused.items() if self.reached.get(index, -math.inf) > -math.inf}
 
     def is_alone(self) -> bool:
@@ -60,7 +62,7 @@ class Reach:
 
     def look(self) -> None:
         """Tries to connect to all other machines, once."""
-        if self.refused or time.monotonic() - self.read_at >= READ_S:  # one that refuses may be back at another door
+        if self.refusing or time.monotonic() - self.read_at >= READ_S:  # one that refuses may be back at another door
             self.statuses, self.read_at = self.nodes.statuses(), time.monotonic()
         statuses = {index: status for index, status in self.statuses.items() if index != self.index and status.door}
         silent_s = {index: self.heartbeats.look(str(index), status.heartbeat) for index, status in statuses.items()}
@@ -68,7 +70,11 @@ class Reach:
         answers = knock(found)
         for index in [index for index, error in answers.items() if error == 0]:
             self.reached[index] = time.monotonic()
-        self.refused = {index: found[index] for index, error in answers.items() if error == errno.ECONNREFUSED}
+        now = self.nodes.statuses(index for index, error in answers.items() if error == errno.ECONNREFUSED)
+        silent_s |= {index: self.heartbeats.look(str(index), status.heartbeat) for index, status in now.items()}
+        still = [index for index in now if silent_s[index] >= 2 * HEARTBEAT_S or self.refusing.get(index) == now[index].heartbeat]
+        self.refused = {index: now[index] for index in still}
+        self.refusing = {index: status.heartbeat for index, status in now.items()}
         self.others = sorted(found)
 
     def _knock_forever(self) -> None:

@@ -4,6 +4,7 @@ On preemption, before the time limit and on scancel, SIGTERM goes to all process
 that then ends by itself is not queued again, whatever its exit code: its batch script asks for it.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -23,6 +24,7 @@ from rl.run_dir.nodes import Nodes
 from rl.run_dir.paths import RunDir
 from rl.system.children import Stopped
 from rl.system.errors import RunError
+from rl.system.terminal import say
 
 TIMEOUT_S = 60.0
 """Seconds that a command of Slurm has to answer."""
@@ -102,16 +104,22 @@ def render(config: RLConfig, run_dir: RunDir) -> str:
 
 
 def submit(config: RLConfig, run_dir: RunDir) -> list[str]:
-    """Queues the run. Returns the ids of the jobs. Raises RunError, and then nothing is queued."""
+    """Queues the run. Returns the ids of the jobs. Raises RunError and Stopped, and then removes the jobs that it knows of."""
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     jobs: dict[str, str] = {}
-    for role, script in reversed(scripts(config).items()):
-        done = call(["sbatch", "--parsable"], script, {SERVERS: jobs.get("inference", "")})
-        if done.returncode:
-            if jobs:
-                cancel([*jobs.values()], config)
-            raise RunError(f"sbatch does not take the job of the machines for {role}, so nothing is queued: {said(done)}")
-        jobs[role] = done.stdout.strip().partition(";")[0]
+    unknown = f"a job may be queued all the same: `squeue {shlex.quote(f'--name={config.name}')}` shows it, and scancel removes it"
+    with contextlib.ExitStack() as undo:
+        for role, script in reversed(scripts(config).items()):
+            try:
+                done = call(["sbatch", "--parsable"], script, {SERVERS: jobs.get("inference", "")}, late=unknown)
+            except Stopped:
+                say(f"rl: {unknown}")
+                raise
+            if done.returncode:
+                raise RunError(f"sbatch does not take the job of the machines for {role}, so nothing is queued: {said(done)}")
+            jobs[role] = done.stdout.strip().partition(";")[0]
+            undo.callback(cancel, [jobs[role]], config)
+        undo.pop_all()
     return [*reversed(jobs.values())]
 
 
@@ -125,9 +133,9 @@ def active(jobs: list[str], config: RLConfig) -> list[str]:
 
 def cancel(jobs: list[str], config: RLConfig) -> None:
     """Removes jobs; those that have ended are no error. Raises RunError."""
-    done = call(["scancel", "--quiet", *jobs])
+    done = call(["scancel", "--quiet", *jobs], late=f"jobs {', '.join(jobs)} may still be queued")
     if done.returncode and "Invalid job id" not in done.stderr:  # not of one that ended long ago
-        raise RunError(f"scancel failed: {said(done)}; does Slurm's controller run (`scontrol ping`)?")
+        raise RunError(f"scancel of {', '.join(jobs)} failed: {said(done)}; does Slurm's controller run (`scontrol ping`)?")
 
 
 def stays(config: RLConfig, variables: Mapping[str, str] = os.environ) -> bool:
@@ -229,8 +237,11 @@ def partitions(listing: str) -> dict[str, Partition]:
     return found
 
 
-def call(command: list[str], script: str = "", more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs a command of Slurm, without the variables of a job around it. Raises RunError if it cannot be run or does not answer."""
+def call(command: list[str], script: str = "", more: Mapping[str, str] | None = None, late: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs a command of Slurm, without the variables of a job around it. Raises RunError if it cannot be run or does not answer.
+
+    `late`: what that may mean.
+    """
     outer = re.compile(r"SLURM_(?!CONF$)")
     env = {key: value for key, value in os.environ.items() if not outer.match(key)} | dict(more or {})
     try:
@@ -238,7 +249,8 @@ def call(command: list[str], script: str = "", more: Mapping[str, str] | None = 
     except FileNotFoundError:
         raise RunError(f"there is no `{command[0]}` on the PATH: run this on a login node of the cluster") from None
     except subprocess.TimeoutExpired:
-        raise RunError(f"{command[0]} has not answered for {TIMEOUT_S:.0f} s: does Slurm's controller run (`scontrol ping`)?") from None
+        text = f"{command[0]} has not answered for {TIMEOUT_S:.0f} s: does Slurm's controller run (`scontrol ping`)?"
+        raise RunError(f"{text}; {late}" if late else text) from None
 
 
 def ask(command: list[str]) -> str:

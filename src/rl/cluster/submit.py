@@ -1,5 +1,6 @@
 """`rl` with [cluster]: prepares the run directory, has the engine start `rl node` on every machine, and follows the run."""
 
+import contextlib
 import importlib
 import shlex
 import threading
@@ -105,14 +106,18 @@ def submit(config: RLConfig, line: CommandLine, children: Children) -> int:
         over = Nodes(run_dir).over()
         return over.exit_code if over else code  # machines end with 0 also if the run was stopped
     if engine:
-        jobs = engine.submit(config, run_dir)
+        with contextlib.ExitStack() as undo:
+            jobs = engine.submit(config, run_dir)
+            undo.callback(engine.cancel, jobs, config)
+            if sees_directory:
+                nodes = Nodes(run_dir)
+                others = nodes.jobs()  # of a command that has submitted the run at the same moment: `rl stop` ends these, too
+                nodes.write(nodes.jobs_path, Jobs(cluster_of(config).engine, [*(others.jobs if others else []), *jobs]))
+            undo.pop_all()
         print(f"submitted {', '.join(jobs)}", flush=True)
         if not sees_directory:
             print(f"{run_dir.root} is not on this machine; `rl stop` with the same files and flags ends the run", flush=True)
             return 0
-        nodes = Nodes(run_dir)
-        others = nodes.jobs()  # of a command that has submitted the run at the same moment: `rl stop` ends these, too
-        nodes.write(nodes.jobs_path, Jobs(cluster_of(config).engine, [*(others.jobs if others else []), *jobs]))
     else:
         print("\n".join(["start on each machine, with its index:", *commands(config)]), flush=True)
     return watch(run_dir, config, children, waits=True, is_queued=lambda: is_queued(run_dir, config))

@@ -1,7 +1,7 @@
 """The trainer of a run on a cluster, as one process of its leader: forms a world of the machines that train, and ends as it ends.
 
     waits for the machines -> writes the World -> each machine starts its agent -> all end well (0), one fails (its exit code),
-    one is lost (1);   a machine leaves or returns -> stops the agents after a checkpoint, and forms the next world
+    one is lost or killed (KILLED);   a machine leaves or returns -> stops the agents after a checkpoint, and forms the next world
 
 So what a death means, when to start again and when to give up is decided by the supervisor, as on one machine.
 """
@@ -20,12 +20,13 @@ from rl.config.command_line import load_config_or_exit
 from rl.config.help import PROCESS_USAGE
 from rl.config.plan import plan
 from rl.config.run import RLConfig
+from rl.launch.role_state import rank_code
 from rl.run_dir.lease import LEASE_S, declare_lost, lease_path
-from rl.run_dir.logs import last_lines
+from rl.run_dir.logs import killed_rank, last_lines
 from rl.run_dir.nodes import Nodes, NodeStatus, Stop, World
-from rl.run_dir.status import Phase, Staleness, Status, archive_status, is_over
+from rl.run_dir.status import HEARTBEAT_S, Phase, Staleness, Status, archive_status, is_over
 from rl.system.children import Stopped
-from rl.system.errors import RESTART, RunError, system_error
+from rl.system.errors import DAMAGED, KILLED, RESTART, RunError, system_error
 from rl.system.linux import die_with_parent, pid_scope
 from rl.system.prefork import leave
 from rl.trainer.departure import LEFT
@@ -36,6 +37,8 @@ SETTLE_S = 10.0
 """A machine that returns to a running world is taken in when it has been there for this long."""
 SHORT_WAIT_S = 30.0
 """How long to wait for all machines when enough for cluster.min_trainer_nodes are there."""
+LATE_S = 2 * HEARTBEAT_S
+"""A rank that fails while a machine has given no sign of life for this long has probably failed because that one is lost."""
 END_S = 30.0
 """Seconds that an agent may take to end after it was told to, beyond cluster.grace_s."""
 LINES = 200
@@ -62,7 +65,16 @@ class Launcher:
         """The newest world; at first that of a predecessor, which may not have ended."""
 
     def run(self) -> int:
-        """Returns the exit code of the training. Raises RunError, and Stopped after the agents have been told to save and end."""
+        """Returns the exit code of the training. Raises RunError, and Stopped after the agents have been told to save and have ended."""
+        try:
+            return self.train()
+        except Stopped:
+            newest = self.nodes.world()
+            self.end(self.world, newest.stop or "save" if newest else "save")  # what was told to end at once does not save
+            raise
+
+    def train(self) -> int:
+        """Does what `run` does, except for the end of the agents when it raises Stopped."""
         began = time.monotonic()
         self.end(self.world, "kill")
         while True:
@@ -71,16 +83,26 @@ class Launcher:
             self.write(self.world)
             machines = ", ".join(map(str, self.world.nodes))
             say(f"generation {self.world.generation}: machines {machines} with {self.world.ranks[0]} ranks each")
-            try:
-                code = self.watch(self.world)
-            except Stopped:
-                self.end(self.world, "save")
-                raise
+            code = self.watch(self.world)
             if code is not None:
-                self.tell(self.world, "kill")  # the next launcher waits until all have ended
-                return code
+                return self.finish(code)
             began = time.monotonic()
             self.end(self.world, "save")
+
+    def finish(self, code: int) -> int:
+        """Ends the agents of a world that has failed or is done, and returns its exit code. Raises RunError.
+
+        Waits until all have ended if a rank has found damage, because the leader repairs it next. Otherwise the next launcher waits.
+        """
+        if DAMAGED not in (code, rank_code(self.config.run_dir)):
+            self.tell(self.world, "kill")
+            return code
+        try:
+            self.end(self.world, "kill")
+        except RunError:
+            self.config.run_dir.exit_code("trainer").unlink(missing_ok=True)  # the next attempt finds it again
+            raise
+        return DAMAGED
 
     # Machines -----------------------------------------------------------------------------------------------------------
 
@@ -143,17 +165,18 @@ class Launcher:
             members = {index: statuses[index] for index in world.nodes if index in statuses}
             ended = {index: status for index, status in members.items() if has_ended(status, world)}
             leaving = [index for index, status in members.items() if status.leaving]
-            for index, status in ended.items():
-                if status.exit_code and not (leaving and status.exit_code == LEFT):
-                    quote(index, status)
-                    return RESTART if status.exit_code < 0 else status.exit_code
+            there = [index for index, status in living.items() if world.has(status.index, status.lease)]
+            failed = [status for status in ended.values() if status.exit_code and not (leaving and status.exit_code == LEFT)]
+            if failed:
+                others = [index for index in world.nodes if index not in ended]
+                late = [index for index in others if index not in there or self.silent_s(index, living[index]) >= LATE_S]
+                return failure(failed, bool(late))
             if len(ended) == len(world.nodes) and not any(status.exit_code for status in ended.values()):
                 return 0
-            there = [index for index, status in living.items() if world.has(status.index, status.lease)]
             if lost := [pair for pair in zip(world.nodes, world.leases, strict=True) if pair[0] not in ended and pair[0] not in there]:
                 for index, lease in lost:
                     self.lose(index, lease, members.get(index))
-                return RESTART
+                return KILLED
             if leaving:
                 say(f"machine {', '.join(map(str, leaving))} leaves")
                 return None
@@ -186,12 +209,12 @@ class Launcher:
     def end(self, world: World, stop: Stop) -> None:
         """Has the agents of a world end, and waits for them. Machines that are lost do not count: when they return, they see a newer world.
 
-        Waits up to cluster.grace_s, and END_S more. Raises RunError.
+        Raises RunError.
         """
         if not world.nodes:
             return
         self.tell(world, stop)
-        deadline = time.monotonic() + LEASE_S + END_S + (self.cluster.grace_s if stop == "save" else 0.0)
+        deadline = time.monotonic() + world_end_s(self.config, stop)
         while running := self.still_running(world):
             if time.monotonic() >= deadline:
                 raise RunError(f"the trainer's agents on machines {', '.join(map(str, running))} do not end: end `rl node` there", RESTART)
@@ -223,6 +246,12 @@ class Launcher:
         return [index for index in running if index not in lost]
 
 
+def world_end_s(config: RLConfig, stop: Stop) -> float:
+    """Returns the longest time after which all agents have ended that were told to, or are lost."""
+    grace_s = config.cluster.grace_s if config.cluster and stop == "save" else 0.0
+    return LEASE_S + END_S + grace_s
+
+
 def named(index: int, status: NodeStatus | None) -> str:
     """Returns a machine's index, and what is known to be wrong there."""
     return f"{index} ({status.host}: {status.fault})" if status and status.fault else str(index)
@@ -250,11 +279,25 @@ def mismatch(machines: dict[int, NodeStatus]) -> str:
     return ""
 
 
-def quote(index: int, status: NodeStatus) -> None:
+def failure(failed: list[NodeStatus], is_late: bool) -> int:
+    """Returns the exit code of a world whose agents have failed. `is_late`: whether another machine gives no sign of life."""
+    status = min(failed, key=lambda status: not was_killed(status))  # the ranks of the others fail because of that
+    quote(status)
+    code = status.exit_code or RESTART
+    if was_killed(status) or (code == RESTART and is_late):
+        return KILLED
+    return code if code > 0 else RESTART
+
+
+def was_killed(status: NodeStatus) -> bool:
+    return status.exit_code == -signal.SIGKILL or "SIGKILL" in killed_rank(Path(status.log))
+
+
+def quote(status: NodeStatus) -> None:
     """Repeats the end of a failed agent's log, so that the trainer's own log says why it died."""
     for line in last_lines(Path(status.log), LINES):
         print(line)
-    say(f"the trainer on machine {index} ({status.host}) ended with exit code {status.exit_code}; the whole log: {status.log}")
+    say(f"the trainer on machine {status.index} ({status.host}) ended with exit code {status.exit_code}; the whole log: {status.log}")
 
 
 def say(text: str) -> None:

@@ -88,6 +88,7 @@ def main(args: list[str], children: Children) -> int:
         raise SystemExit(0)  # like the dry run of every command
     changes = [Change(key, repr(old), repr(new)) for key, old, new in changed]
     if config.cluster is None:
+        config = devices.implied_again(config, stored, machine())
         config = devices.write_into(config, devices.split(config, machine()))
     make(config, parent, Origin(str(root), step, round(time.time(), 3), changes), clean="clean" in line.switches)
     print("\n".join([f"{config.run_dir.root}: branch of {root} at step {step}", *(f"  {change}" for change in changes)]), flush=True)

@@ -10,11 +10,10 @@ from rl.config.command_line import fail
 from rl.config.environment_id import fetched, homes_root, module_name, read_id
 from rl.config.options import Option, take
 from rl.diagnosis.disk import size
-from rl.homes.home import Pointer, delete, own_bytes, pointers, read, unreferenced, users
+from rl.homes.home import Pointer, clean, delete, own_bytes, pointers, read, unreferenced, users
 from rl.homes.make import ensure, install_record, summary
 from rl.homes.records import read_record, read_records, text_of
 from rl.homes.request import Request
-from rl.run_dir.files import clean_leftovers
 from rl.system.errors import RunError
 from rl.system.terminal import say
 
@@ -118,7 +117,7 @@ def remove(name: str) -> int:
         if pointer.home not in kept:
             delete(pointer.home)
         print(f"removed {pointer.id}")
-    clean_leftovers(homes_root())
+    clean()
     return 0
 
 

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ import psutil
 
 from rl.config.environment_id import homes_root
 from rl.homes.needs import Api
-from rl.run_dir.files import make_directory, remove_directory, write_file
+from rl.run_dir.files import clean_leftovers, make_directory, remove_directory, write_file
 from rl.run_dir.lease import Lease, forget_dead, hold_role
 from rl.system.linux import pid_scope
 
@@ -160,6 +161,13 @@ def own_bytes(name: str) -> int:
         states = [os.lstat(os.path.join(folder, file)) for file in files]
         found += sum(state.st_blocks * 512 for state in states if state.st_nlink == 1)
     return found
+
+
+def clean() -> None:
+    """Deletes what killed processes have left: homes that are half made, and those that have lost their name to be deleted."""
+    clean_leftovers(homes_root())
+    for doomed in homes_root().glob(".*.old"):
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def delete(name: str) -> None:

@@ -30,13 +30,13 @@ from rl.homes.build import (
     version_of,
 )
 from rl.homes.entry import NEITHER, api_of, find_module, project_name
-from rl.homes.home import FILE, NAMES, Home, Pointer, delete, digest, read, read_pointer, users, write_pointer
+from rl.homes.home import FILE, NAMES, Home, Pointer, clean, delete, digest, read, read_pointer, users, write_pointer
 from rl.homes.needs import NO_CLASSIC, VERIFIERS, Api
 from rl.homes.probe import lacking, probe
 from rl.homes.records import Record, difference
 from rl.homes.request import FORMAT, Request, plan_of
 from rl.homes.uv import PROGRESS_S, Say, UvError, run_uv
-from rl.run_dir.files import clean_leftovers, make_directory, move
+from rl.run_dir.files import make_directory, move
 from rl.run_dir.lease import NO_LOCKS
 from rl.system.errors import RunError
 
@@ -108,7 +108,7 @@ def building(request: Request, what: str, say: Say, deadline: float) -> Iterator
             time.sleep(POLL_S)
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
-        clean_leftovers(homes_root())
+        clean()
         yield
     except OSError as error:
         needed = "on a local disk, since this one has no locks" if error.errno in NO_LOCKS else "that can be written, or free some space"

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from rl.launch.guard import Guard
-from rl.run_dir.logs import next_log
+from rl.run_dir.logs import next_log, trim_logs
 from rl.system import process_table
 from rl.system.children import STOP_DEADLINE_S, Child, Stopped, add_marker, descendants, start
 from rl.system.linux import adopt_orphans
@@ -97,7 +97,7 @@ class Children:
 
     @contextlib.contextmanager
     def _holding_signal(self) -> Iterator[None]:
-        """Context in which the first SIGINT or SIGTERM waits: Stopped in the middle of a start would leave a child that nobody ends."""
+        """Context in which SIGINT and SIGTERM wait: Stopped in the middle of a start would leave a child that nobody ends."""
         self.held = []
         try:
             yield
@@ -134,16 +134,17 @@ class Children:
             if not unwinds(sys.exception()):
                 raise Stopped(signum)
 
-        first_at = -math.inf
+        first_at = held_at = -math.inf
 
         def on_signal(signum: int, _frame: FrameType | None) -> None:
-            nonlocal first_at
+            nonlocal first_at, held_at
             if self.held is not None and not self.held:
                 self.held.append(signum)
+                held_at = time.monotonic()
                 return
-            if time.monotonic() - first_at < self.forwarded_s:
+            if time.monotonic() - (held_at if self.held else first_at) < self.forwarded_s:
                 return
-            if self.stopping:
+            if self.stopping or self.held:
                 self.kill()
                 if sys.stderr.isatty():
                     os.write(2, SHOW_CURSOR)
@@ -161,10 +162,11 @@ class Children:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def poll(self) -> None:
-        """Replaces a guard that is gone, and reaps adopted orphans that have ended. Call it every few seconds."""
+        """Replaces a guard that is gone, reaps adopted orphans that have ended, and shortens logs. Call it every few seconds."""
         if self.guard:
             self.guard.poll()
             self._running()
+            trim_logs(child.log for child in self.children)
 
     def stopped(self, child: Child, whole_tree: bool) -> list[int]:
         """Returns the processes that a signal has stopped: the child, or any in its whole tree."""

@@ -3,6 +3,7 @@
 GPUs are numbered as this process sees them: with CUDA_VISIBLE_DEVICES=4,5 they are 0 and 1, as everywhere in CUDA.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ SPIN = {"GOMP_SPINCOUNT": "10000"}
 """How long OpenMP threads spin before they sleep: some 10 us, which leaves vLLM the cores it needs. A step has ten thousand small
 operators: with threads that sleep at once (OMP_WAIT_POLICY=PASSIVE) a step of 2.4 s took 3.3 s."""
 PARALLEL = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+IMPLIED = (PARALLEL[0], "gpu_memory_utilization")
+"""vLLM's arguments that follow from its GPUs."""
 
 FOR_GPUS = "`uv sync --no-group cpu --group gpu`, and `uv run --no-group cpu --group gpu` in place of each `uv run`"
 
@@ -155,6 +158,40 @@ def engine_arguments(given: dict[str, Any], gpus: list[int], *, shared: bool) ->
     if PARALLEL[0] not in given and len(gpus) > used:
         implied[PARALLEL[0]] = len(gpus) // used
     return implied
+
+
+def implied_again(config: RLConfig, stored: RLConfig, box: Machine) -> RLConfig:
+    """Returns a configuration without what `write_into` has added to the stored one that it comes from, so that this machine's GPUs imply
+    it. GPUs themselves stay as they are if this machine has them: the user may have chosen them."""
+    config = config.model_copy(deep=True)
+    trainer, inference = as_ids(stored.trainer.gpus), as_ids(stored.inference.gpus)
+    if trainer and config.trainer.ranks == stored.trainer.ranks == len(trainer):
+        config.trainer.ranks = None
+    with contextlib.suppress(ConfigError):
+        own = {key: value for key, value in stored.inference.vllm.items() if key not in IMPLIED}
+        for key, value in engine_arguments(own, inference, shared=bool(set(trainer) & set(inference))).items():
+            if config.inference.vllm.get(key) == stored.inference.vllm.get(key) == value:
+                del config.inference.vllm[key]
+        if not box.gpus or max([*trainer, *inference], default=0) < len(box.gpus):
+            return config
+        before = Machine([str(number) for number in range(max([*trainer, *inference]) + 1)], box.cores)
+        default = stored.model_copy(deep=True)
+        default.trainer.gpus = default.inference.gpus = default.trainer.ranks = None
+        if split_gpus(default, before) == (trainer, inference) and config.trainer.gpus == trainer:
+            config.trainer.gpus = None
+        default.trainer.gpus = stored.trainer.gpus
+        if split_gpus(default, before)[1] == inference and config.inference.gpus == stored.inference.gpus:
+            config.inference.gpus = None
+    return config
+
+
+def unused(config: RLConfig, division: Split, box: Machine) -> str:
+    """Returns a note about GPUs that no process has; empty if there are none."""
+    left = [str(gpu) for gpu in range(len(box.gpus)) if gpu not in [*division.trainer.gpus, *division.inference.gpus]]
+    if not left or config.is_remote:
+        return ""
+    given = f"trainer.gpus = {config.trainer.gpus}, inference.gpus = {config.inference.gpus}"
+    return f"GPU{'s' * (len(left) > 1)} {', '.join(left)} of this machine {'are' if len(left) > 1 else 'is'} not used: {given}"
 
 
 def write_into(config: RLConfig, division: Split) -> RLConfig:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rl.config.run import RLConfig
 from rl.launch.children import Children
-from rl.launch.role_state import Attempt, Death, RoleState, failure
+from rl.launch.role_state import Attempt, Death, RoleState, failure, rank_code
 from rl.launch.roles import PREPARING, Role
 from rl.run_dir.events import Event, EventKind, append_event
 from rl.run_dir.lease import check_fence
@@ -25,7 +25,7 @@ from rl.run_dir.logs import error_line, killed_rank, last_lines, last_words, tri
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Staleness, archive_status, describe, read_status
 from rl.system.children import Child, RestartPolicy
-from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS, RunError
+from rl.system.errors import DAMAGED, GIVE_UP, KILLED, RESTART, WRONG_SETTINGS, RunError
 from rl.system.linux import pid_scope
 
 LONGEST_POLL_S = 1.0
@@ -37,7 +37,7 @@ FIRST_SIGN_S = 300.0
 MAX_FAILED_STARTS = 2
 """The run ends after this many attempts of a role that ended before they came up, because the same fault would end every other one. So it
 does for a server whose attempts end with an error before they have sampled a token: its model, settings or device are at fault. A SIGKILL
-comes from outside and does not count."""
+and the loss of a machine come from outside and do not count."""
 SHOWN_DEATHS = 5
 
 
@@ -86,7 +86,8 @@ class Keeper:
         if slow_s:
             self.slow_at = self.clock
             self.children.poll()
-            trim_logs(self.run_dir.logs)
+            if "orchestrator" in self.states:
+                trim_logs(self.run_dir.logs.glob("worker-*.log"))
         return deaths
 
     def event(self, kind: EventKind, process: str, **fields: Any) -> None:
@@ -146,8 +147,10 @@ class Keeper:
         if state.name == "trainer" and all_ranks:
             others = {}
             names += sorted(path.stem for path in self.run_dir.status(state.name).parent.glob("trainer-*.json"))
-        found = {name: read_status(self.run_dir.status(name)) or attempt.statuses.get(name) for name in names}
-        attempt.statuses = others | {name: status for name, status in found.items() if status}
+        found = {name: read_status(self.run_dir.status(name)) for name in names}
+        attempt.has_status = found[state.name] is not None
+        known = {name: status or attempt.statuses.get(name) for name, status in found.items()}
+        attempt.statuses = others | {name: status for name, status in known.items() if status}
         attempt.progressed = attempt.progressed or any(status.progress for status in attempt.statuses.values())
         state.progressed = state.progressed or attempt.progressed
         state.came_up = state.came_up or attempt.works()
@@ -187,7 +190,9 @@ class Keeper:
             ours = [name for name, status in attempt.statuses.items() if status.pid in attempt.stopped and status.place == pid_scope()]
             which = "".join(f" ({rank})" for name in ours if (rank := attempt.rank(name)))
             return f"was stopped by a signal{which} for {attempt.stopped_s:.0f} s (supervisor.silence_s = {limit:g}), and killed"
-        unchanged = [(attempt.staleness.look(name, status.heartbeat), name) for name, status in attempt.statuses.items()]
+        # Between two worlds of a cluster only the launcher has a status. A process that hangs at its end has none: its last one is judged.
+        judged = {name: status for name, status in attempt.statuses.items() if name != attempt.child.name or attempt.has_status}
+        unchanged = [(attempt.staleness.look(name, status.heartbeat), name) for name, status in (judged or attempt.statuses).items()]
         silent_s, name = max(unchanged, default=(0.0, ""))
         if silent_s < limit:
             return ""
@@ -213,7 +218,7 @@ class Keeper:
         """Handles the end of a process: a good end, or a death. Raises RunError for a fault that a restart does not fix."""
         child, code = attempt.child, attempt.child.exit_code
         if state.name == "trainer" and code and code > 0:
-            code = self._rank_code() or code
+            code = self._trainer_code(child.log, code)
         self.children.kill_tree(child)
         if code == 0 and not state.role.serves:
             state.attempt, state.done = None, True
@@ -227,11 +232,13 @@ class Keeper:
             raise RunError(f"{lines[-1] if lines else f'the {state.name}: ' + child.ending()}\n  the whole log: {child.log}")
         return self._died(state, attempt, child.ending() + killed_rank(child.log), code)
 
-    def _rank_code(self) -> int | None:
-        """Returns the exit code of the rank that failed: torchrun's agent always exits with 1."""
-        with contextlib.suppress(OSError, ValueError):
-            return int(self.run_dir.exit_code("trainer").read_text())
-        return None
+    def _trainer_code(self, log: Path, code: int) -> int:
+        """Returns the exit code of the rank that failed first, as torchrun's agent always exits with 1. If it was ended from outside, the
+        others fail because of that."""
+        told = rank_code(self.run_dir)
+        if told in (None, RESTART) and (code == KILLED or "SIGKILL" in killed_rank(log)):
+            return KILLED
+        return told or code
 
     def _died(self, state: RoleState, attempt: Attempt, reason: str, code: int | None = None) -> Death:
         """Records a death and schedules the restart, unless the death is the last one."""
@@ -245,7 +252,7 @@ class Keeper:
         said = ""
         # A server that ends with an error in every attempt before it has sampled a token will not do so in another one.
         useless = state.role.serves and not state.progressed and code is not None and code > 0 and code != DAMAGED
-        if useless or (not state.came_up and code not in (-signal.SIGKILL, DAMAGED)):
+        if useless or (not state.came_up and code not in (-signal.SIGKILL, KILLED, DAMAGED)):
             state.failed_starts += 1
             said = f", saying: {words.rstrip('.')}" if words else ""
         delay = self._schedule(state, attempt.progressed)
@@ -286,7 +293,7 @@ class Keeper:
         """Ends a process if it runs; the next poll starts it again."""
         state = self.states.get(name)
         if state and state.attempt:
-            self.children.end(state.attempt.child)
+            self.children.end(state.attempt.child, state.role.stop_s)
             self._forget_attempt(state)
             state.start_at = self.clock
 

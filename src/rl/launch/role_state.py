@@ -1,11 +1,13 @@
 """The keeper's state of each role across all its attempts."""
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl.launch.roles import Role
 from rl.run_dir.logs import last_lines, last_words
+from rl.run_dir.paths import RunDir
 from rl.run_dir.status import TRAINER_STEPS, Phase, RoleStatus, Staleness, describe
 from rl.system.children import Child
 from rl.system.errors import RunError
@@ -51,6 +53,8 @@ class Attempt:
     """Whether it has made progress."""
     statuses: dict[str, RoleStatus] = field(default_factory=dict)
     """Newest statuses by process: its own, and those of the other ranks of a trainer."""
+    has_status: bool = False
+    """Whether its own status file was there at the last look; `statuses` keeps what that said last."""
     staleness: Staleness = field(default_factory=Staleness)
     num_warnings: int = 0
     """Number of its warnings that were printed."""
@@ -125,6 +129,13 @@ class RoleState:
     def is_down(self) -> bool:
         """Whether it has died, and no attempt has come up since."""
         return self.died is not None and not self.done and not (self.attempt and self.attempt.ready)
+
+
+def rank_code(run_dir: RunDir) -> int | None:
+    """Returns the exit code of the trainer's rank that failed first; None if none has left one."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(run_dir.exit_code("trainer").read_text())
+    return None
 
 
 def failure(child: Child, what: str) -> RunError:

@@ -9,7 +9,7 @@ from rl.config.run import RLConfig
 from rl.launch import devices
 from rl.launch.children import Children
 from rl.run_dir.paths import RunDir
-from rl.system.children import Child
+from rl.system.children import STOP_DEADLINE_S, Child
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Role:
     """Whether it leaves a copy for a warm start of its next attempt, see system/preforked.py."""
     after_server: bool = False
     """Whether its first attempt waits until inference is up, or has had inference.startup_timeout_s for it."""
+    stop_s: float = STOP_DEADLINE_S
+    """Seconds that it has for its end when `rl` ends it alone."""
 
     @property
     def serves(self) -> bool:

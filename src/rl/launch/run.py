@@ -1,5 +1,7 @@
 """A run from its configuration to its report."""
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -17,6 +19,7 @@ from typing import Any
 
 from rl.config.command_line import CommandLine
 from rl.config.run import RLConfig
+from rl.config.stored import as_written
 from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.rewards import reward_summary
 from rl.diagnosis.run_outcome import early_end, nothing_trained
@@ -31,17 +34,17 @@ from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.launch.tensorboard_log import TensorboardLog
 from rl.launch.wandb_log import WandbLog
-from rl.run_dir.lease import check_fence, lost_to
+from rl.run_dir.lease import LEASE_S, check_fence, lost_to
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, sources_dir
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import RunEnd, read_json
 from rl.system.children import STOP_DEADLINE_S, Stopped
-from rl.system.errors import GIVE_UP, RunError, system_error
+from rl.system.errors import GIVE_UP, LASTING, RunError, system_error
 from rl.system.linux import shared_memory_fault
 from rl.system.machine import machine
 from rl.system.sandbox import fault as sandbox_fault
-from rl.system.terminal import say
+from rl.system.terminal import discard_output, say
 
 POLL_S = 0.2
 EXIT_S = 2.0
@@ -103,6 +106,8 @@ class Watch:
         self.console = Console(config, prepared.run_dir)
         self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
         self.reader = MetricsReader(prepared.run_dir.metrics)
+        self.unshown: list[dict[str, Any]] = []
+        """Lines that were read, but not shown because the disk did not answer."""
         self.not_merged = False
         """Whether the user was warned that metrics.jsonl cannot be written."""
         self.console.introduce()
@@ -119,20 +124,38 @@ class Watch:
         self.reader.skip()
 
     def until_finished(self, started: list[Role]) -> None:
-        """Starts processes and keeps them alive until they have ended well. Raises RunError if they cannot, and Stopped after `rl stop`."""
+        """Starts processes and keeps them alive until they have ended well. Raises RunError if they cannot, and Stopped after `rl stop`.
+
+        A disk that does not answer may do so again. Raises OSError if it does not for LEASE_S, or for an error that does not pass.
+        """
         self.supervisor.begin(started)
+        failed_at = math.inf
         while not self.supervisor.keeper.finished:
-            if self.run_dir.stop_request.exists():  # here alone: `rl stop` repeats it until this process has ended
-                self.run_dir.stop_request.unlink(missing_ok=True)
-                raise Stopped(signal.SIGINT)
-            self.supervisor.poll(self.show())
+            try:
+                self._poll()
+                failed_at = math.inf
+            except OSError as error:
+                now = time.monotonic()
+                if error.errno in (errno.EPIPE, *LASTING) or now - failed_at >= LEASE_S:
+                    raise
+                if failed_at == math.inf:
+                    failed_at = now
+                    self.console.say(f"warning: {system_error(error)}; this is tried again for {LEASE_S:.0f} s")
             time.sleep(POLL_S)
+
+    def _poll(self) -> None:
+        if self.run_dir.stop_request.exists():  # here alone: `rl stop` repeats it until this process has ended
+            self.run_dir.stop_request.unlink(missing_ok=True)
+            raise Stopped(signal.SIGINT)
+        self.supervisor.poll(self.show())
 
     def show(self) -> list[dict[str, Any]]:
         """Merges, shows, sends and returns new metrics. Raises RunError if another `rl` has taken over."""
         self._merge()
-        if lines := self.reader.new():
+        self.unshown += self.reader.new()
+        if self.unshown:
             check_fence(self.run_dir.lock("rl"))  # trackers, and the picture, have one writer, too
+        lines, self.unshown = self.unshown, []
         self.console.update(lines)
         if time.monotonic() >= self.curves_at:
             self.curves_at = math.inf
@@ -208,10 +231,13 @@ class Placement:
 def on_this_machine(config: RLConfig) -> Placement:
     """Divides this machine between all processes. Raises ConfigError for settings that it cannot satisfy."""
     box = machine()
+    with contextlib.suppress(RunError):  # there is no run, or `prepare` says what is wrong with it
+        config = devices.implied_again(config, as_written(config.run_dir.root), box)
     warning, division = devices.check_build(config, box), devices.split(config, box)
     config = devices.write_into(config, division)
+    note = warning or devices.unused(config, division, box)
     stop_s = max(STOP_DEADLINE_S, config.cluster.grace_s + EXIT_S) if config.cluster else STOP_DEADLINE_S
-    return Placement(config, lambda run_dir: roles.roles(config, run_dir, division), [warning] if warning else [], stop_s)
+    return Placement(config, lambda run_dir: roles.roles(config, run_dir, division), [note] if note else [], stop_s)
 
 
 def run(prepared: Prepared, placement: Placement, children: Children, again: str, view: bool = False) -> int:
@@ -239,6 +265,8 @@ def run(prepared: Prepared, placement: Placement, children: Children, again: str
     except RunError as error:
         code, why = 1, f"rl: {error}"
         again += "" if error.resume_at is None else f" {error.resume_at}"
+    except BrokenPipeError:
+        code = discard_output()
     except OSError as error:
         code, why = 1, f"rl: {system_error(error)}"
     finally:

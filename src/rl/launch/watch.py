@@ -71,7 +71,8 @@ class Life:
 
     def abandoned(self) -> str:
         """Returns why a run without machines does not come back; empty if it may: while its engine has jobs of it or had some ASK_S ago, as
-        last words need a moment to arrive; where no engine tells that, for cluster.join_timeout_s after a machine's last sign of life."""
+        last words need a moment to arrive; where no engine tells that, for cluster.join_timeout_s after the last sign of life that this
+        process has seen."""
         assert self.cluster is not None
         if self.has_machines():
             self.waiting = ""
@@ -83,7 +84,7 @@ class Life:
         if queued is None:
             if self.last_sign_s() >= self.cluster.join_timeout_s:
                 return f"no machine has given a sign of life for {limit}"
-            self.waiting = f"no machine of the run is there: waiting for one up to {limit} after the last sign of life"
+            self.waiting = f"no machine of the run is there: waiting for one up to {limit} after the last sign of life seen here"
         elif not queued:
             return "the run has no jobs in the queue any more" if self.signs.look("queue", queued) >= ASK_S else ""
         else:
@@ -92,9 +93,10 @@ class Life:
         return ""
 
     def last_sign_s(self) -> float:
-        """Returns the seconds since a machine wrote its status, or since the run was prepared."""
+        """Returns the seconds for which this process has seen no machine write its status, and nobody prepare the run. Times of files are
+        only compared with each other: the disk's clock may be another one."""
         paths = [path for path in (self.nodes.folder, self.run_dir.config) if path.exists()]
-        return time.time() - max((path.stat().st_mtime for path in paths), default=0.0)
+        return self.signs.look("files", [path.stat().st_mtime_ns for path in paths])
 
 
 class Watch:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 LAST_LINES = 20
@@ -25,12 +26,13 @@ MAX_LOG_BYTES, FIRST_BYTES, NEWEST_BYTES = 64 << 20, 8 << 20, 24 << 20
 """Maximum size of a log, and of the parts that are kept when it is larger: its beginning and its end."""
 
 
-def trim_logs(logs: Path) -> None:
-    """Cuts the middle out of every log that has grown too long."""
-    with contextlib.suppress(OSError), os.scandir(logs) as entries:
-        for entry in entries:
-            if entry.name.endswith(".log") and entry.stat().st_size > MAX_LOG_BYTES:
-                trim(Path(entry.path))
+def trim_logs(logs: Iterable[Path]) -> None:
+    """Cuts the middle out of those of these logs that have grown too long. Of a log only one process may do so, on its writer's host."""
+    with contextlib.suppress(OSError):  # of a listing that they come from
+        for log in logs:
+            with contextlib.suppress(OSError):
+                if log.stat().st_size > MAX_LOG_BYTES:
+                    trim(log)
 
 
 def trim(log: Path) -> None:

@@ -63,7 +63,7 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     cut_off: list[int] = []
     """Machines that this one has reached before and does not reach now."""
     ended: list[int] = []
-    """Machines of which that is certain: their kernel refuses the connection, so their `rl node` is gone."""
+    """Machines of which that is certain: they refuse the connection and their heartbeat stands still, so their `rl node` is gone."""
     leaving: bool = False
     """Whether its engine takes the machine away: it got SIGTERM."""
     fault: str = ""

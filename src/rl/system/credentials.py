@@ -39,9 +39,14 @@ def secret_variables() -> dict[str, str]:
         if name.startswith("RL__"):  # a setting, such as trainer.loss.token_mask, which is checked like other settings
             continue
         telling = len(value) >= 12 or (len(value) >= SHORTEST and not re.fullmatch("[a-z]*", value))
-        if telling and not value.startswith("/") and (name in resolved_names or SECRET_VARIABLE.search(name)):
+        if telling and (name in resolved_names or (SECRET_VARIABLE.search(name) and not is_path(value))):
             found[value] = name
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))  # so that it is replaced before any shorter value inside it
+
+
+def is_path(value: str) -> bool:
+    """Returns whether a value is an absolute path as far as this machine shows: a secret in base64 may begin with a slash, too."""
+    return value.startswith("/") and os.path.isdir("/" + value.lstrip("/").partition("/")[0])
 
 
 def redact(text: str) -> str:

@@ -1,10 +1,13 @@
 """Errors that name a remedy, the exit codes of processes, and the system errors that do not pass by themselves."""
 
 import errno
+import signal
 
 RESTART, WRONG_SETTINGS, GIVE_UP, DAMAGED = 1, 2, 3, 4
 """Exit codes of our processes: worth a restart, like any other failure; wrong settings; a fault that a restart does not fix (a missing
 model, a full disk); a damaged file in the run directory, to be repaired before the next start."""
+KILLED = 128 + signal.SIGKILL
+"""Exit code of a trainer whose ranks were ended from outside: by SIGKILL, or with the machine that they were on."""
 
 
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)

@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from rl.system.errors import RunError
+
 DISTRIBUTION = "rl-triad"
 """Name of the package that provides the module `rl`; on PyPI the name `rl` belongs to another package."""
+TIMEOUT_S = 60.0
+"""Seconds that nvidia-smi has to answer: a driver that is not loaded yet takes some."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,19 @@ def machine() -> Machine:
 
 
 def visible_gpus(env: dict[str, str], dev: Path = Path("/dev")) -> list[str]:
-    """Returns the GPUs by CUDA_VISIBLE_DEVICES if set, else by the driver's device files, else by nvidia-smi (WSL has no device files)."""
+    """Returns the GPUs by CUDA_VISIBLE_DEVICES if set, else by the driver's device files, else by nvidia-smi (WSL has no device files).
+
+    Raises RunError if nvidia-smi hangs."""
     if "CUDA_VISIBLE_DEVICES" in env:
         names = [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",")]
         return [name for name in names if name and name != "-1"]
     count = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in dev.glob("nvidia*"))
     if not count and shutil.which("nvidia-smi", path=env.get("PATH", "")):
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, env=env)
+        try:
+            listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, env=env, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            remedy = "perhaps the driver hangs; set CUDA_VISIBLE_DEVICES to do without it"
+            raise RunError(f"nvidia-smi has not answered for {TIMEOUT_S:.0f} s: {remedy}") from None
         count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
     return [str(number) for number in range(count)]
 

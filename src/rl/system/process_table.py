@@ -41,8 +41,8 @@ Table = dict[int, Entry]
 def entry(pid: int) -> Entry | None:
     """Returns the entry of a process; None if it is gone."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat", "rb") as file:  # a name has any bytes, and is cut at 15, also within a character
+            fields = file.read().rpartition(b")")[2].decode().split()
     except OSError:
         return None
     return Entry(int(fields[1]), int(fields[3]), fields[0], fields[19]) if len(fields) > 19 else None

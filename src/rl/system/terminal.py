@@ -1,5 +1,7 @@
 """Shows untrusted text on a terminal: escapes control characters and shortens long text."""
 
+import os
+import signal
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -53,6 +55,12 @@ def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
 def say(text: str) -> None:
     """Prints a line to stderr; stdout is reserved for the result of a command."""
     print(visible(text), file=sys.stderr, flush=True)
+
+
+def discard_output() -> int:
+    """Has further output go nowhere, because its reader, such as `head`, has exited. Returns the exit code for that."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 class Lines:
