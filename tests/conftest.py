@@ -1,4 +1,4 @@
-"""How the suite is spread over the machine: a process of pytest for each core, whole files to each, the longest first."""
+"""How the suite is spread over the machine: one process of pytest more than cores, whole files to each, the longest first."""
 
 import os
 from collections.abc import Iterator
@@ -77,9 +77,10 @@ def world():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Processes that run tests: one for each core, and none beside the first for single files, which end before another has started."""
+    """Processes that run tests: one more than cores, because tests of processes wait for a third of their time; and none beside the first
+    for single files, which end before another has started."""
     folders = all(Path(argument.partition("::")[0]).is_dir() for argument in config.args)
-    return min(len(os.sched_getaffinity(0)), MOST_WORKERS) if folders else 0
+    return min(len(os.sched_getaffinity(0)) + 1, MOST_WORKERS) if folders else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
