@@ -1,4 +1,4 @@
-"""How the suite is spread over the machine: one process of pytest more than cores, whole files to each, the longest first."""
+"""How the suite is spread over the machine: a process of pytest for each core and one more, whole files to each, the longest first."""
 
 import os
 from collections.abc import Iterator
@@ -77,10 +77,12 @@ def world():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Processes that run tests: one more than cores, because tests of processes wait for a third of their time; and none beside the first
-    for single files, which end before another has started."""
-    folders = all(Path(argument.partition("::")[0]).is_dir() for argument in config.args)
-    return min(len(os.sched_getaffinity(0)) + 1, MOST_WORKERS) if folders else 0
+    """Processes that run tests: one more than cores, because tests of processes wait for a third of their time. Proofs have one for each core:
+    several of them train a real model, which takes 8 GiB. Single files have no process beside the first: they end before another starts."""
+    if not all(Path(argument.partition("::")[0]).is_dir() for argument in config.args):
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    return min(cores if config.option.markexpr == "proof" else cores + 1, MOST_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
