@@ -77,8 +77,8 @@ def world():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Processes that run tests: one more than cores, because tests of processes wait for a third of their time. Proofs have one for each core:
-    several of them train a real model, which takes 8 GiB. Single files have no process beside the first: they end before another starts."""
+    """Processes that run tests: one more than cores, because tests of processes wait for a third of their time. Proofs have one for each
+    core: several of them train a real model, which takes 8 GiB. Single files have none beside the first: they end before another starts."""
     if not all(Path(argument.partition("::")[0]).is_dir() for argument in config.args):
         return 0
     cores = len(os.sched_getaffinity(0))

@@ -275,6 +275,10 @@ def test_a_branch_of_fine_tuning_keeps_its_examples_and_their_order(run, launche
     write_file(run.config, to_toml(build(parse_args(flags)).with_absolute_paths()).encode())
     for change in (("--sft.batch_size", "128"), ("--seed", "7"), ("--sft.dataset", "e.jsonl"), ("--model.max_model_len", "64")):
         said = fault(capsys, f"{run.root}@2", "--name", "y", *change)
-        assert f"  {change[0][2:]}: " in said and "decides the order of the examples, of which 2 batches are trained" in said
+        assert f"  {change[0][2:]}: " in said and "decides the examples, their order or their batches, 2 of which are trained" in said
+    run.data.mkdir()
     branch(f"{run.root}@2", "--name", "y", "--sft.validation_interval", "7", "--learning_rate", "1e-4")
-    assert launched[0][0].sft.validation_interval == 7
+    branch(f"{run.root}@2", "--name", "z", "--sft.validation", "other.jsonl")
+    same, other = (found[0] for found in launched)
+    assert (same.sft.validation_interval, same.run_dir.data.is_dir()) == (7, True)
+    assert (other.sft.validation, other.run_dir.data.is_dir()) == (str(run.root.parent.parent / "other.jsonl"), False)

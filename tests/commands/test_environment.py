@@ -11,6 +11,7 @@ import pytest
 
 from rl.commands.environment import environment_given, messages_text, print_description, scratch, task_text
 from rl.system.errors import RunError
+from rl.system.linux import pid_scope
 from rl.wire.worker_messages import Description
 from tests.commands.driver import CODE, rl, start
 from tests.commands.servers import Endpoint
@@ -19,8 +20,9 @@ from tests.web import serving
 
 def test_what_failed_calls_have_left_goes_with_the_next_one(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    others = [tmp_path / "rl-env-e-more-1-x", tmp_path / "rl-env-other-99999999-a"]
-    for left in (*others, tmp_path / "rl-env-e-99999999-a"):
+    here = pid_scope()
+    others = [tmp_path / name for name in (f"rl-env-e-more-{here}-1-x", f"rl-env-other-{here}-99999999-a", "rl-env-e-elsewhere-99999999-a")]
+    for left in (*others, tmp_path / f"rl-env-e-{here}-99999999-a"):
         left.mkdir()
     with scratch("e") as first, scratch("e") as second:
         assert sorted(tmp_path.iterdir()) == sorted([first, second, *others])

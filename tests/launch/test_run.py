@@ -379,7 +379,7 @@ def test_a_resume_on_other_gpus_implies_again_what_the_start_implied(tmp_path, m
     config, notes = resumed(8, trainer=2, inference=6)
     assert (config.trainer.ranks, config.trainer.gpus, config.inference.vllm) == (2, [0, 1], {"data_parallel_size": 6})
     config, notes = resumed(8)
-    assert notes == ["GPUs 4, 5, 6, 7 of this machine are not used: trainer.gpus = [0], inference.gpus = [1, 2, 3]"]
+    assert notes == ["GPUs 4, 5, 6, 7 of this machine are not used by this run: trainer.gpus = [0], inference.gpus = [1, 2, 3]"]
     assert to_toml(config) == to_toml(started)
     config, notes = resumed(2)
     assert (config.trainer.gpus, config.inference.gpus, config.inference.vllm) == ([0], [1], {})

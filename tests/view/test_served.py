@@ -1,8 +1,12 @@
 """`rl serve` and the models of its clients, as `rl view` shows them."""
 
+import os
+import time
+
 import pytest
 
 from rl.launch.children import Children
+from rl.records.run import Run
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
@@ -11,6 +15,7 @@ from rl.view.main import main as view
 from rl.view.main import place_of
 from rl.view.queries import Query
 from rl.view.routes import Handlers
+from rl.view.runs import fingerprint
 from tests.records.made import make_run
 
 
@@ -35,6 +40,13 @@ def test_the_models_of_a_server_are_listed_beside_it_with_their_loss(server):
     assert rows.keys() == {"serve-x", "serve-x/models/s-0", "serve-x/models/s-1"}
     trained = rows["serve-x/models/s-0"]
     assert (trained.step, trained.max_steps, trained.measure, trained.rewards) == (2, 0, "loss/mean", [3.0, 2.0])
+
+
+def test_a_model_is_looked_at_again_when_its_server_changes(server):
+    model, now = Run(server.root / "models" / "s-0"), time.time()
+    before = fingerprint(model)
+    os.utime(server.status_dir, (now + 5, now + 5))
+    assert fingerprint(model) != before
 
 
 def test_a_model_is_given_by_its_folder(server):

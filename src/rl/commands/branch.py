@@ -59,6 +59,8 @@ TASKS = ("id", "dataset", "args.*", "set_kwargs.*", "head_server", "reward", "na
 """Settings of an environment that decide which tasks it has, or how often each is played."""
 EXAMPLES = ("sft.*", "model.*", "renderer.*", "seed")
 """Settings of supervised fine-tuning that decide the examples, their order and their batches, and therefore which were already trained."""
+HELD_OUT = ("sft.validation", "sft.validation_split", "sft.validation_interval")
+"""Settings of supervised fine-tuning that decide only on what it is validated."""
 
 
 def main(args: list[str], children: Children) -> int:
@@ -114,12 +116,13 @@ def checkpoint_of(parent: RunDir, version: str, evals: list[str]) -> int:
 def check_changes(stored: RLConfig, config: RLConfig, changed: list[tuple[str, Any, Any]], step: int) -> None:
     """Raises RunError that lists every changed setting that a branch at this step cannot change."""
     refused = []
-    why_examples = "decides the order of the examples, of which {step} batches are trained; start a new run from the exported model"
+    why_examples = (
+        "decides the examples, their order or their batches, {step} of which are trained; start a new run from the exported model"
+    )
     fixed = FIXED | (dict.fromkeys(EXAMPLES, why_examples) if stored.sft and config.sft else {})
     for key, old, new in changed:
         why = next((text for pattern, text in fixed.items() if fnmatch.fnmatchcase(key, pattern)), "")
-        why = "" if key == "sft.validation_interval" else why
-        if why and not moved(old, new):
+        if why and key not in HELD_OUT and not moved(old, new):
             refused.append(f"  {key}: {old!r} -> {new!r}\n    {why.format(step=step)}")
     if bool(stored.sft) != bool(config.sft):
         kinds = ("supervised fine-tuning", "reinforcement learning")
@@ -154,7 +157,8 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
             link_tree(parent.digests(step), new.digests(step))
         if has_weights and not config.trainer.weights.dir:
             link_tree(parent.weights(step), new.weights(step))
-        if config.sft and parent.data.is_dir():  # a branch reads recorded rollouts from the first, also of another file
+        other_data = any(change.key in HELD_OUT[:2] for change in origin.changes)
+        if config.sft and parent.data.is_dir() and not other_data:  # a branch reads recorded rollouts from the first, also of another file
             link_tree(parent.data, new.data)
         if parent.environments.is_dir():
             link_tree(parent.environments, new.environments)

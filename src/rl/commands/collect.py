@@ -39,7 +39,8 @@ OPTIONS = (
 )
 HELP = usage(
     "usage: rl collect [@ FILE] --output FILE.jsonl [--policy SPEC] [--KEY VALUE] ...\n\n"
-    "Plays training tasks of the environments and writes one line per finished rollout. A second start continues the file.",
+    "Plays training tasks of the environments and writes one line per finished rollout. A second start continues the file.\n"
+    "Exit code 1: some were lost to a server or worker that failed.",
     OPTIONS,
     POLICY_SPECS,
 )

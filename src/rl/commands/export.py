@@ -60,7 +60,8 @@ def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> i
     need_weights(config, root, "rl export writes weights")
     step, checkpoint, published = weights_of(run_dir_of(root, config), version)
     base = resolve_model(config.model, needs_template=False)
-    if target in (Path(base).resolve(), Path(config.model.name).expanduser().resolve()):
+    named = Path(config.model.name).expanduser()
+    if target == Path(base).resolve() or (named.is_dir() and target == named.resolve()):
         raise RunError(f"--to {target}: is the base model of the run; give another directory")
     repo, public, overwrite = values["push"], bool(values["public"]), bool(values["overwrite"])
     if repo:

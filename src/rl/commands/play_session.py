@@ -33,6 +33,7 @@ from rl.run_dir.logs import last_lines
 from rl.run_dir.status import describe, read_status
 from rl.system.children import STOP_DEADLINE_S, Child, descendants, kill_descendants
 from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError
+from rl.system.linux import pid_scope
 from rl.system.machine import machine
 from rl.system.terminal import say
 from rl.wire.rollouts import Rollout, Split
@@ -153,7 +154,7 @@ async def start_server(config: RLConfig, model: str, work: Path, children: Child
     """Finds or downloads the model and starts its server, with the adapters in folder `adapter` if given, without waiting until it is
     ready. Its log goes to `work`, which may be the user's folder, and another command's. Raises RunError."""
     work.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="server-", dir=work))
+    folder = own_folder(work, "server")
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(shutil.rmtree, folder, ignore_errors=True)
         server = await start_in(folder, config, model, work / "logs", children, adapter)
@@ -186,15 +187,21 @@ async def start_in(folder: Path, config: RLConfig, model: str, logs: Path, child
     return Server(children, config, weights, roles.start(children, "inference", run_dir, division.inference, 1, logs), folder)
 
 
+def own_folder(parent: Path, label: str) -> Path:
+    """Makes a folder that has this process in its name, and deletes those of processes that have ended without doing so."""
+    prefix = f"{label}-{pid_scope()}-"
+    for old in parent.glob(f"{prefix}*"):
+        pid = old.name.removeprefix(prefix).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
+
+
 @contextlib.contextmanager
 def scratch(label: str) -> Iterator[Path]:
     """Provides a new directory and deletes it at the end or when a signal stops the command. After an error, which may refer to a log in
     it, the directory stays until the next call."""
-    for old in Path(tempfile.gettempdir()).glob(f"rl-env-{label}-*"):
-        pid = old.name.removeprefix(f"rl-env-{label}-").partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(old, ignore_errors=True)
-    work = Path(tempfile.mkdtemp(prefix=f"rl-env-{label}-{os.getpid()}-"))
+    work = own_folder(Path(tempfile.gettempdir()), f"rl-env-{label}")
     named = False
     try:
         yield work

@@ -29,9 +29,8 @@ class CutOffError(Exception):
 
 
 def finished(answer: Any) -> Any:
-    """Returns an answer that the policy has ended, or that has all the tokens it may have. Raises CutOffError for any other: vLLM also
-    returns the first half of an answer, as `abort`, when its engine is stopped."""
-    if answer.finish_reason not in ("stop", "length"):
+    """Returns an answer that is whole. Raises CutOffError for the first half of one, which vLLM returns when its engine is stopped."""
+    if answer.finish_reason in ("abort", "error"):
         raise CutOffError(f"the server is stopping ({answer.finish_reason}); repeat the request elsewhere or later")
     return answer
 

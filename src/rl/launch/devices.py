@@ -165,7 +165,7 @@ def implied_again(config: RLConfig, stored: RLConfig, box: Machine) -> RLConfig:
     it. GPUs themselves stay as they are if this machine has them: the user may have chosen them."""
     config = config.model_copy(deep=True)
     trainer, inference = as_ids(stored.trainer.gpus), as_ids(stored.inference.gpus)
-    if trainer and config.trainer.ranks == stored.trainer.ranks == len(trainer):
+    if config.trainer.ranks == stored.trainer.ranks == (len(trainer) or 1):
         config.trainer.ranks = None
     with contextlib.suppress(ConfigError):
         own = {key: value for key, value in stored.inference.vllm.items() if key not in IMPLIED}
@@ -186,12 +186,12 @@ def implied_again(config: RLConfig, stored: RLConfig, box: Machine) -> RLConfig:
 
 
 def unused(config: RLConfig, division: Split, box: Machine) -> str:
-    """Returns a note about GPUs that no process has; empty if there are none."""
+    """Returns a note about GPUs that no process of the run has; empty if there are none."""
     left = [str(gpu) for gpu in range(len(box.gpus)) if gpu not in [*division.trainer.gpus, *division.inference.gpus]]
     if not left or config.is_remote:
         return ""
     given = f"trainer.gpus = {config.trainer.gpus}, inference.gpus = {config.inference.gpus}"
-    return f"GPU{'s' * (len(left) > 1)} {', '.join(left)} of this machine {'are' if len(left) > 1 else 'is'} not used: {given}"
+    return f"GPU{'s' * (len(left) > 1)} {', '.join(left)} of this machine {'are' if len(left) > 1 else 'is'} not used by this run: {given}"
 
 
 def write_into(config: RLConfig, division: Split) -> RLConfig:

@@ -255,8 +255,9 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
     stored = as_written(run_dir.root)
     if refused := refusals(stored, config):
         many = f"{len(refused)} settings differ" if len(refused) > 1 else "1 setting differs"
+        branch = f"continue with them in a new run: rl branch {run_dir.root} --name NEW and the same settings; "
         remedies = (
-            f"  continue with them in a new run: rl branch {run_dir.root} --name NEW and the same settings; start one with a new --name;",
+            f"  {'' if stored.sft else branch}start one with a new --name;",
             "  or delete this one with --clean. docs/settings.md ends with what a resume may change",
         )
         raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, *remedies]))

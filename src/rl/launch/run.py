@@ -208,7 +208,8 @@ class Watch:
         while self.beside:
             self.beside.pop().close()
         self.curves_at = math.inf
-        self.show()
+        with contextlib.suppress(OSError):  # a disk that does not answer must not keep the report away
+            self.show()
         self.console.close()
         final_report(Numbers.read(self.run_dir.metrics), self.run_dir, self.config.name, self.console.say)
         self.trackers.close(exit_code)

@@ -1,5 +1,6 @@
 """The list of runs, and the comparison of several runs."""
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rl.config.stored import rl_dir_of
 from rl.diagnosis.disk import on_disk
 from rl.records.comparison import eval_points, setting_diffs
 from rl.records.run import Run
@@ -76,10 +78,13 @@ class RunList:
 
 
 def fingerprint(run: Run) -> tuple[float, ...]:
-    """The mtimes of a run's files, which change with the run."""
-    files = run.run_dir
-    paths = (files.config, files.metrics, files.events, files.run_end, files.status_dir, files.rollouts_dir, files.evals)
-    return tuple(path.stat().st_mtime if path.exists() else 0.0 for path in (*paths, *source_files(files.metrics)))
+    """The mtimes of a run's files, which change with the run, and of those that say whether its processes live."""
+    files, lives = run.run_dir, [run.run_dir]
+    with contextlib.suppress(RunError, OSError):
+        lives.append(rl_dir_of(files, run.config))
+    paths = [files.config, files.metrics, files.run_end, files.rollouts_dir, files.evals, *source_files(files.metrics)]
+    paths += [path for one in lives for path in (one.events, one.status_dir)]
+    return tuple(path.stat().st_mtime if path.exists() else 0.0 for path in paths)
 
 
 def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:

@@ -100,7 +100,7 @@ def refuse_split(source: Source, config: SftConfig) -> None:
     if wanted:
         remedy = "name the held-out file with sft.validation, or hold out a part of this one with sft.validation_fraction"
         raise RunError(f"{setting} = {wanted!r}: {source.dataset} has no splits; {remedy}")
-    if config.subset and source.key != "sft.validation":
+    if config.subset and not config.validation:  # which may be what it is of
         raise RunError(f"sft.subset = {config.subset!r}: {source.dataset} has no subsets; leave it out")
 
 
