@@ -59,7 +59,7 @@ TASKS = ("id", "dataset", "args.*", "set_kwargs.*", "head_server", "reward", "na
 """Settings of an environment that decide which tasks it has, or how often each is played."""
 EXAMPLES = ("sft.*", "model.*", "renderer.*", "seed")
 """Settings of supervised fine-tuning that decide the examples, their order and their batches, and therefore which were already trained."""
-HELD_OUT = ("sft.validation", "sft.validation_split", "sft.validation_interval")
+HELD_OUT = ("sft.validation", "sft.validation_split")
 """Settings of supervised fine-tuning that decide only on what it is validated."""
 
 
@@ -122,7 +122,7 @@ def check_changes(stored: RLConfig, config: RLConfig, changed: list[tuple[str, A
     fixed = FIXED | (dict.fromkeys(EXAMPLES, why_examples) if stored.sft and config.sft else {})
     for key, old, new in changed:
         why = next((text for pattern, text in fixed.items() if fnmatch.fnmatchcase(key, pattern)), "")
-        if why and key not in HELD_OUT and not moved(old, new):
+        if why and key not in (*HELD_OUT, "sft.validation_interval") and not moved(old, new):
             refused.append(f"  {key}: {old!r} -> {new!r}\n    {why.format(step=step)}")
     if bool(stored.sft) != bool(config.sft):
         kinds = ("supervised fine-tuning", "reinforcement learning")
@@ -157,7 +157,7 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
             link_tree(parent.digests(step), new.digests(step))
         if has_weights and not config.trainer.weights.dir:
             link_tree(parent.weights(step), new.weights(step))
-        other_data = any(change.key in HELD_OUT[:2] for change in origin.changes)
+        other_data = any(change.key in HELD_OUT for change in origin.changes)
         if config.sft and parent.data.is_dir() and not other_data:  # a branch reads recorded rollouts from the first, also of another file
             link_tree(parent.data, new.data)
         if parent.environments.is_dir():

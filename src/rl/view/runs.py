@@ -79,11 +79,11 @@ class RunList:
 
 def fingerprint(run: Run) -> tuple[float, ...]:
     """The mtimes of a run's files, which change with the run, and of those that say whether its processes live."""
-    files, lives = run.run_dir, [run.run_dir]
+    files = lives = run.run_dir
     with contextlib.suppress(RunError, OSError):
-        lives.append(rl_dir_of(files, run.config))
+        lives = rl_dir_of(files, run.config)
     paths = [files.config, files.metrics, files.run_end, files.rollouts_dir, files.evals, *source_files(files.metrics)]
-    paths += [path for one in lives for path in (one.events, one.status_dir)]
+    paths += [lives.events, lives.status_dir]
     return tuple(path.stat().st_mtime if path.exists() else 0.0 for path in paths)
 
 
