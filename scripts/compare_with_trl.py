@@ -3,9 +3,9 @@
 `uv run scripts/compare_with_trl.py [--seeds 1 2 3]` trains what scripts/trl_curves.json lacks, a minute and a half each here and seven to
 eleven in TRL, draws docs/trl.png, and writes the table of docs/recipes.md; `--plot` trains nothing. Both have the same model, prompts,
 samples a step, learning rate, optimizer, on-policy loss and number formats (float32 masters, bfloat16 products; only ours begin with
-dither), and each draws its own order of tasks. A machine that does not multiply bfloat16 compares them in float32. Nothing is replaced: a
-group whose rewards are all equal keeps its place, as in TRL. Seconds count from the command, so they have both programs' starts in them.
-TRL runs in an environment of its own, which `uv` makes first.
+dither), and each draws its own order of tasks. With `--dtype float32`, and on machines that do not multiply bfloat16, products are float32.
+Nothing is replaced: a group whose rewards are all equal keeps its place, as in TRL. Seconds count from the command, so they have both
+programs' starts in them. TRL runs in an environment of its own, which `uv` makes first.
 """
 
 import argparse
@@ -31,13 +31,14 @@ TRL = ["uv", "run", "--no-project", "--python", "3.11", "--with", "trl==1.16.0",
 TASKS = {"single-digit-addition": ("last_number", "16"), "pick-word-v1": ("one_word", "8")}
 """The reward's name in trl_grpo.py, and new tokens, by environment."""
 STEPS, BATCH = 15, 64
-DTYPE = "bfloat16" if multiplies_bfloat16() else "float32"
+DTYPES = ("bfloat16", "float32")[not multiplies_bfloat16() :]
+"""Number formats of this machine."""
 HEAD = "| task | system | seeds | mean reward of all samples | of the last five steps | seconds a step |\n|---|---|---|---|---|---|\n"
 Curve = dict[str, list[float]]
 """`reward`: the mean of each step's samples; `seconds`: since the command, at the end of each step."""
 
 
-def train_here(task: str, seed: int, folder: Path) -> Curve:
+def train_here(task: str, seed: int, dtype: str, folder: Path) -> Curve:
     """Trains with `rl`."""
     settings = {
         "name": "run",
@@ -46,7 +47,7 @@ def train_here(task: str, seed: int, folder: Path) -> Curve:
         "max_steps": STEPS,
         "max_lag": 0,
         "model.name": MODEL,
-        "model.dtype": DTYPE,
+        "model.dtype": dtype,
         "model.max_model_len": 256,
         "orchestrator.environment.id": task,
         "orchestrator.batch_size": BATCH,
@@ -63,13 +64,13 @@ def train_here(task: str, seed: int, folder: Path) -> Curve:
     return checked({"reward": rewards, "seconds": [line["time"] - began for line in trained]})
 
 
-def train_there(task: str, seed: int, folder: Path) -> Curve:
+def train_there(task: str, seed: int, dtype: str, folder: Path) -> Curve:
     """Trains with TRL."""
     tasks, (reward, tokens) = folder / "tasks.jsonl", TASKS[task]
     export = [sys.executable, "-m", "rl.main", "env", task, "--export", str(tasks)]
     subprocess.run(export, cwd=ROOT, stdout=subprocess.DEVNULL, check=True, timeout=300)
     script = str(ROOT / "scripts" / "benchmarks" / "trl_grpo.py")
-    settings = {"reward": reward, "steps": STEPS, "max-tokens": tokens, "seed": seed, "micro-batch": 16, "products": DTYPE}
+    settings = {"reward": reward, "steps": STEPS, "max-tokens": tokens, "seed": seed, "micro-batch": 16, "products": dtype}
     flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     began, command = time.time(), [*TRL, script, resolve_model(ModelConfig(name=MODEL)), str(tasks), *flags]
     output = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True, timeout=3600).stdout
@@ -84,8 +85,7 @@ def checked(curve: Curve) -> Curve:
     return {key: [round(value, 4) for value in values] for key, values in curve.items()}
 
 
-SUFFIX = " in float32" if DTYPE == "float32" else ""
-TRAINED = {f"rl{SUFFIX}": train_here, f"TRL 1.16{SUFFIX}": train_there}
+TRAINED = {"rl": train_here, "TRL 1.16": train_there}
 
 
 def draw(results: dict[str, dict[str, dict[str, Curve]]]) -> None:
@@ -132,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="number format of products (default: %(default)s)")
     parser.add_argument("--plot", action="store_true", help="train nothing")
     args = parser.parse_args()
     results: dict[str, dict[str, dict[str, Curve]]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -140,11 +141,12 @@ def main() -> None:
     for seed in [] if args.plot else args.seeds:
         for task in args.only:
             for system, train in TRAINED.items():
-                seeds = results.setdefault(task, {}).setdefault(system, {})
+                name = f"{system} in float32" if args.dtype == "float32" else system
+                seeds = results.setdefault(task, {}).setdefault(name, {})
                 if str(seed) not in seeds:
                     with tempfile.TemporaryDirectory(prefix="trl-") as folder:
-                        seeds[str(seed)] = train(task, seed, Path(folder))
-                    print(task, system, seed, seeds[str(seed)], flush=True)
+                        seeds[str(seed)] = train(task, seed, args.dtype, Path(folder))
+                    print(task, name, seed, seeds[str(seed)], flush=True)
                     RESULTS.write_text(json.dumps(results) + "\n")
     if not results:
         sys.exit(f"{RESULTS} has no curve yet: run it without --plot")

@@ -12,6 +12,7 @@ from rl.config.command_line import write_config
 from rl.config.run import ModelConfig, RLConfig
 from rl.launch.children import Children
 from rl.launch.role_state import failure
+from rl.models.tokenizer import text_ids
 from rl.orchestrator.policy.probe import complete
 from rl.system.errors import RunError
 from rl.system.terminal import say
@@ -84,7 +85,7 @@ def prompts(folder: str, model: ModelConfig, num_tokens: int) -> list[list[int]]
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     room = min(1024, model.max_model_len - num_tokens - 1)
     texts = [*TEXTS, LONG_TEXT * (1 + room // 16)]
-    return [tokenizer.encode(text, add_special_tokens=False)[:room] for text in texts]
+    return [text_ids(tokenizer, text)[:room] for text in texts]
 
 
 def report(dtype: str, scored: list[Scored], sliding_window: int | None) -> int:
