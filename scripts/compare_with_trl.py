@@ -3,13 +3,14 @@
 `uv run scripts/compare_with_trl.py [--seeds 1 2 3]` trains what scripts/trl_curves.json lacks, a minute and a half each here and seven to
 eleven in TRL, draws docs/trl.png, and writes the table of docs/recipes.md; `--plot` trains nothing. Both have the same model, prompts,
 samples a step, learning rate, optimizer, on-policy loss and number formats (float32 masters, bfloat16 products; only ours begin with
-dither), and each draws its own order of tasks. With `--dtype float32`, and on machines that do not multiply bfloat16, products are float32.
-Nothing is replaced: a group whose rewards are all equal keeps its place, as in TRL. Seconds count from the command, so they have both
-programs' starts in them. TRL runs in an environment of its own, which `uv` makes first.
+dither), and ask the same tasks in the same order. With `--dtype float32`, and on machines that do not multiply bfloat16, products are
+float32. Nothing is replaced: a group whose rewards are all equal keeps its place, as in TRL. Seconds count from the command, so they have
+both programs' starts in them. TRL runs in an environment of its own, which `uv` makes first.
 """
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -27,10 +28,11 @@ from rl.system.machine import multiplies_bfloat16
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PICTURE = ROOT / "scripts" / "trl_curves.json", ROOT / "docs" / "trl.png"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-TRL = ["uv", "run", "--no-project", "--python", "3.11", "--with", "trl==1.16.0", "--with", "torch==2.13.0", "python"]
+PACKAGES = ("trl==1.16.0", "torch==2.13.0", "transformers==5.19.0", "accelerate==1.15.0")
+TRL = ["uv", "run", "--no-project", "--python", "3.11", *(word for package in PACKAGES for word in ("--with", package)), "python"]
 TASKS = {"single-digit-addition": ("last_number", "16"), "pick-word-v1": ("one_word", "8")}
 """The reward's name in trl_grpo.py, and new tokens, by environment."""
-STEPS, BATCH = 15, 64
+STEPS, BATCH, GROUP = 15, 64, 8
 DTYPES = ("bfloat16", "float32")[not multiplies_bfloat16() :]
 """Number formats of this machine."""
 HEAD = "| task | system | seeds | mean reward of all samples | of the last five steps | seconds a step |\n|---|---|---|---|---|---|\n"
@@ -51,7 +53,7 @@ def train_here(task: str, seed: int, dtype: str, folder: Path) -> Curve:
         "model.max_model_len": 256,
         "orchestrator.environment.id": task,
         "orchestrator.batch_size": BATCH,
-        "orchestrator.group_size": 8,
+        "orchestrator.group_size": GROUP,
         "orchestrator.replace_no_signal": "false",
         "orchestrator.sampling.max_tokens": TASKS[task][1],
         "trainer.optim.lr": 2e-5,
@@ -69,6 +71,7 @@ def train_there(task: str, seed: int, dtype: str, folder: Path) -> Curve:
     tasks, (reward, tokens) = folder / "tasks.jsonl", TASKS[task]
     export = [sys.executable, "-m", "rl.main", "env", task, "--export", str(tasks)]
     subprocess.run(export, cwd=ROOT, stdout=subprocess.DEVNULL, check=True, timeout=300)
+    write_in_our_order(tasks, task, seed)
     script = str(ROOT / "scripts" / "benchmarks" / "trl_grpo.py")
     settings = {"reward": reward, "steps": STEPS, "max-tokens": tokens, "seed": seed, "micro-batch": 16, "products": dtype}
     flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
@@ -76,6 +79,17 @@ def train_there(task: str, seed: int, dtype: str, folder: Path) -> Curve:
     output = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True, timeout=3600).stdout
     lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
     return checked({"reward": [line["reward"] for line in lines], "seconds": [line["time"] - began for line in lines]})
+
+
+def write_in_our_order(tasks: Path, task: str, seed: int) -> None:
+    """Orders the rows as a run of `rl` asks them (rl.orchestrator.tasks.task_source), for as many epochs as the steps need: at first, which
+    questions a batch asks decides more of its reward than the batches before do."""
+    rows, found = tasks.read_text().splitlines(keepends=True), list[str]()
+    for epoch in range(-(-STEPS * BATCH // GROUP // len(rows))):
+        order = list(rows)
+        random.Random(f"{seed}/{task}/{epoch}").shuffle(order)
+        found += order
+    tasks.write_text("".join(found))
 
 
 def checked(curve: Curve) -> Curve:

@@ -12,6 +12,7 @@ from statistics import fmean
 
 from rl.commands.recipe_file import RECIPES, Recipe, names, read
 from rl.config.command_line import read_toml
+from rl.system.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
 HEAD = "| name | task | model | minutes | seeds | before -> after |\n|---|---|---|---|---|---|\n"
@@ -72,7 +73,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     args = parser.parse_args()
     for name in args.names or names():
-        if (recipe := read(name)).curves:
+        try:
+            recipe = read(name)
+        except ConfigError as error:
+            parser.error(str(error))
+        if recipe.curves:
             draw(name, recipe)
         print(RECIPES / name / "curve.png" if recipe.curves else f"{name} was never run: no picture")
     write_table(HEAD, table())

@@ -9,7 +9,7 @@ from datasets import Dataset
 FOUND_WEIGHT = 0.6
 """Share of the reward for finding the number; the rest is for guesses that the answers so far allow."""
 EXAMPLE = (16, 8, 12, 14)
-"""The guesses of a solved game in the prompt: each the middle of the numbers that are left."""
+"""The guesses of a solved game in the prompt: each the middle of the numbers that are left. None of them is held out."""
 
 
 def first_question(most: int, max_guesses: int) -> str:
@@ -89,10 +89,11 @@ def load_environment(most: int = 31, max_guesses: int = 7, eval_count: int = 8, 
         eval_count: how many of the numbers are held out for evaluation.
         seed: another seed holds out other numbers.
     """
-    if most < 31 or not 0 < eval_count < most or max_guesses < len(EXAMPLE):
+    if most < 31 or not 0 < eval_count <= most - len(EXAMPLE) or max_guesses < len(EXAMPLE):
         given = f"most = {most}, max_guesses = {max_guesses}, eval_count = {eval_count}"
-        raise ValueError(f"{given}; most must be at least 31, max_guesses {len(EXAMPLE)}, and eval_count from 1 to most - 1")
+        raise ValueError(f"{given}; most must be at least 31, max_guesses {len(EXAMPLE)}, and eval_count from 1 to most - {len(EXAMPLE)}")
     numbers = random.Random(seed).sample(range(1, most + 1), most)
+    numbers.sort(key=EXAMPLE.__contains__)
     rows = [row(number, most, max_guesses) for number in numbers]
     rubric = vf.Rubric(funcs=[found, allowed], weights=[FOUND_WEIGHT, 1 - FOUND_WEIGHT])
     rubric.add_metric(num_guesses)

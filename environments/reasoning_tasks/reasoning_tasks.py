@@ -1,5 +1,6 @@
 """Any task of reasoning-gym (https://github.com/open-thought/reasoning-gym): generated, and scored by its own verifier."""
 
+import re
 from typing import Any
 
 import reasoning_gym
@@ -7,6 +8,8 @@ import verifiers as vf
 from datasets import Dataset
 
 SYSTEM_PROMPT = "Answer with the result only."
+MOST_DRAWS = 20
+"""Questions to draw for each one that is needed: a task with small numbers repeats itself."""
 
 
 def load_environment(
@@ -16,13 +19,18 @@ def load_environment(
 
     task: its name, such as chain_sum, spell_backward, letter_counting. count, eval_count: tasks to train on and held out. shots: worked
     examples, as turns before the question. seed: of the generator. config: the task's own settings, such as min_terms = 2.
-    Reward `score`: reasoning-gym's score of the whole answer, 0 to 1. Raises ValueError for an unknown task or setting.
+    Reward `score`: reasoning-gym's score of the whole answer, 0 to 1. Raises ValueError for an unknown task or setting, and if the task has
+    too few different questions.
     """
+    needed = shots + eval_count + count
     try:
-        data = reasoning_gym.create_dataset(task, size=shots + eval_count + count, seed=seed, **config)
+        data = reasoning_gym.create_dataset(task, size=MOST_DRAWS * needed, seed=seed, **config)
     except TypeError as error:
         raise ValueError(f"reasoning-gym's task {task} does not take {config}: {error}") from None
-    entries = list(data)
+    entries = different(data, needed)
+    if len(entries) < needed:
+        found = f"{task} with {config} has {len(entries)} different questions, and {needed} are needed"
+        raise ValueError(f"{found} (shots + eval_count + count): lower count, or allow larger questions")
     examples = [message for entry in entries[:shots] for message in turns(entry)]
 
     def score(completion: list[dict[str, Any]], info: dict[str, Any]) -> float:
@@ -45,6 +53,16 @@ def load_environment(
         eval_dataset=Dataset.from_list(rows[shots:held_out]),
         rubric=vf.Rubric(funcs=[score, exact], weights=[1.0, 0.0]),
     )
+
+
+def different(data: Any, most: int) -> list[dict[str, Any]]:
+    """The first questions, at most so many, that do not have the same words and numbers, in whatever order."""
+    found = dict[tuple[str, ...], dict[str, Any]]()
+    for entry in data:
+        found.setdefault(tuple(sorted(re.findall(r"\w+", entry["question"]))), entry)
+        if len(found) == most:
+            break
+    return list(found.values())
 
 
 def turns(entry: dict[str, Any]) -> list[dict[str, str]]:

@@ -6,7 +6,7 @@
 MODEL is the folder that `python -m rl.models.folder` prints; TASKS is what `rl env ID --export` writes. The same model, prompts, batch
 (groups x group size), number of new tokens, optimizer, learning rate and loss as configs/quickstart.toml; generation by transformers with
 its cache, because TRL's vLLM mode needs a GPU. Weights are float32 and products bfloat16, as ours; with `--weights bfloat16` the
-optimizer rounds to bfloat16, too, and with `--products float32` nothing does.
+optimizer rounds to bfloat16, too, and with `--products float32` nothing does. Tasks are asked in the order of the file.
 """
 
 import argparse
@@ -65,6 +65,10 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=64, help="sequences of one forward and backward pass")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.groups * args.group_size % args.micro_batch:
+        parser.error(f"--micro-batch {args.micro_batch} does not divide a batch of {args.groups * args.group_size}, which would be smaller")
+    if (args.weights, args.products) == ("bfloat16", "float32"):
+        parser.error("--products float32 needs --weights float32: products of bfloat16 weights are bfloat16")
     with open(args.tasks) as file:
         rows = [json.loads(line) for line in file]
     data = Dataset.from_list([{"prompt": row["prompt"], "answer": row["answer"]} for row in rows])
@@ -82,6 +86,7 @@ def main() -> None:
         beta=0.0,
         temperature=1.0,
         loss_type="dapo",
+        shuffle_dataset=False,
         scale_rewards=False,
         logging_steps=1,
         save_strategy="no",

@@ -84,10 +84,21 @@ rl @ run.toml
     assert Path("my sums/run.toml").read_text() == (recipes / "run.toml").read_text() and Path("my sums/environments/adding").is_dir()
     assert called(capsys, "recipe", "sums")[0] == 0 and Path("sums").is_dir()
     assert called(capsys, "recipe", "sums") == (1, "", "rl recipe: sums exists already; name another folder, or move it away\n")
+    code, _, said = called(capsys, "recipe", "sums", "--to", "/proc/x/y")
+    assert code == 1 and said.startswith("rl recipe: /proc/x/y cannot be made (") and said.endswith("); name another folder\n")
 
 
 @pytest.mark.parametrize(
-    "args", [["sums", "x"], ["@", "run.toml"], ["sums", "--seed", "1"], ["sums", "--short"], ["sums", "--check", "--to", "x"], ["--check"]]
+    "args",
+    [
+        ["sums", "x"],
+        ["@", "run.toml"],
+        ["sums", "--seed", "0"],
+        ["sums", "--short"],
+        ["sums", "--check", "--to", "x"],
+        ["--check"],
+        ["sums", "--to", ""],
+    ],
 )
 def test_arguments_that_say_nothing(recipes, capsys, args):
     code, out, err = called(capsys, "recipe", *args)
@@ -134,8 +145,9 @@ def test_a_check_prints_its_curve_as_one_more_seed(stages, capsys):
     assert called(capsys, "recipe", "sums", "--check")[1].endswith("as a seed of recipe.toml: 0 = [0.25, 0.555, 0.9]\n")
     stages[1].pop(20)
     stages[1].update({8: 0.9, 10: 0.95})
-    said = called(capsys, "recipe", "sums", "--check", "--seed", "7")[1].splitlines()
-    assert said[-1] == "as a seed of recipe.toml: 7 = [0.25, 0.95, 0.95]"
+    for seed in ("7", "0"):
+        said = called(capsys, "recipe", "sums", "--check", "--seed", seed)[1].splitlines()
+        assert said[-1] == f"as a seed of recipe.toml: {seed} = [0.25, 0.95, 0.95]"
 
 
 def test_a_short_check_wants_stages_that_work_and_the_measure(stages, capsys):

@@ -40,6 +40,7 @@ def numbers(**args):
 def test_splits():
     train, held_out = numbers()
     assert len(held_out) == 8 and sorted(train + held_out) == list(range(1, 32))
+    assert not {16, 8, 12, 14} & {*held_out}, "they are in the prompt's game"
     assert numbers() == [train, held_out] and numbers(seed=1)[1] != held_out
     with pytest.raises(RuntimeError, match="most must be at least 31"):
         load("guess-number", most=10)

@@ -31,6 +31,7 @@ from rl.trainer.model.dither import dither
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import local, make_optimizer
 from rl.trainer.parallel import world as world_module
+from rl.trainer.parallel.sharding import shard_model
 from rl.trainer.parallel.world import World, check_nodes, start_world
 from rl.trainer.store import checkpoint
 from rl.trainer.train import train_step
@@ -266,6 +267,36 @@ def node_faults(world: World, shared: Path) -> list[str]:
     return said
 
 
+class Chosen(torch.nn.Module):
+    """A block whose tokens of a rank pass some of its three experts, each a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False) for _ in range(3)])
+
+    def forward(self, values: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        return torch.stack([self.experts[i](values) for i in chosen]).sum()
+
+
+class Router(torch.nn.Module):
+    _no_split_modules = ("Chosen",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Chosen()
+
+    def forward(self, values: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        return self.block(values, chosen)
+
+
+def gradients_of_experts(world: World) -> list[float]:
+    """The first entry of each expert's gradient: rank 0's tokens, of ones, pass the first two experts, rank 1's, of twos, the last two."""
+    model = Router()
+    shard_model(model, torch.float32, world)
+    model(torch.full((1, 4), world.rank + 1.0), [[0, 1], [1, 2]][world.rank]).backward()
+    return [float(whole(parameter.grad)[0, 0]) for parameter in model.parameters()]
+
+
 def deadlines() -> list[float]:
     """The deadline of the collectives of each process group that this rank has."""
     backends = [group._get_backend(torch.device("cpu")) for group in torch.distributed.distributed_c10d._world.pg_map]
@@ -301,6 +332,7 @@ def main() -> None:
                     save_file(tensors, folder / f"{name}.safetensors")
     with world_of(Layout(2)) as world:
         if world:
+            (folder / f"experts-{rank}.json").write_text(json.dumps(gradients_of_experts(world)))
             (folder / f"nodes-{rank}.json").write_text(json.dumps(node_faults(world, folder / "run")))
             (folder / f"refusal-{rank}.txt").write_text(refusal(make_config(Layout(2), plan["models"]["llama"]), world))
     source = None

@@ -25,12 +25,12 @@ from rl.system.linux import end_with_parent
 OPTIONS = (
     Option("to", "FOLDER", "folder of the copy; must not exist yet; default: ./NAME"),
     Option("check", "", "run all stages, and compare the end of the curve with the recorded seeds"),
-    Option("short", "", "with --check: two steps of each stage, to see that all of them work"),
-    Option("seed", "N", "with --check: seed of the stages; default: that of their files"),
+    Option("short", "", "with --check: two steps of each stage that trains, to see that all of them work"),
+    Option("seed", "SEED", "with --check: seed of the stages; default: that of their files"),
     Option("output", "FOLDER", "with --check: new folder to run in; default: outputs/recipes/NAME-1, NAME-2, ..."),
 )
 HELP = f"""usage: rl recipe [NAME] [--to FOLDER]
-       rl recipe NAME --check [--short] [--seed N] [--output FOLDER]
+       rl recipe NAME --check [--short] [--seed SEED] [--output FOLDER]
 
 A recipe is a task with settings, and the curves of one or more seeds: how far a model got. Without a name, lists all recipes: minutes of
 one seed on the machine that recipe.toml names, how many seeds were recorded, and the measure, mostly a reward, before -> after the last
@@ -50,8 +50,8 @@ def main(args: list[str], _children: Children) -> int:
     values, rest = take("rl recipe", args, OPTIONS, HELP)
     if len(rest) > 1 or any(word.startswith(("-", "@")) for word in rest):
         fail("rl recipe", f"{' '.join(rest)}: not understood; give the name of one recipe, {', '.join(names())}")
-    alone = [key for key in ("short", "seed", "output") if values[key] and not values["check"]]
-    if alone or (values["to"] and values["check"]) or (any(values.values()) and not rest):
+    given = {key for key, value in values.items() if value is not None}
+    if (given & {"short", "seed", "output"} and "check" not in given) or given >= {"to", "check"} or (given and not rest):
         fail("rl recipe", "--to is for a copy, --short, --seed and --output are for --check, and each needs NAME; see rl recipe --help")
     if not rest:
         print("\n".join(listed({name: read(name) for name in names()})))
@@ -91,7 +91,7 @@ def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
     numbered = (Path("outputs") / "recipes" / f"{name}-{i}" for i in itertools.count(1))
     folder = Path(values["output"]).expanduser() if values["output"] else next(path for path in numbered if not path.exists())
     copy(name, recipe, folder)
-    flags = ["--seed", str(values["seed"])] * bool(values["seed"]) + ["--max_steps", SHORT_STEPS] * bool(values["short"])
+    flags = ["--seed", str(values["seed"])] * (values["seed"] is not None) + ["--max_steps", SHORT_STEPS] * bool(values["short"])
     stages = [[*words, *(flags if "@" in words else [])] for words in map(shlex.split, recipe.stages)]  # `export` has no such settings
     with contextlib.chdir(folder):
         settings = itertools.dropwhile(lambda word: not word.startswith(("-", "@")), stages[-1])

@@ -137,7 +137,10 @@ def copy(name: str, recipe: Recipe, target: Path) -> None:
                 )
             shutil.copytree(ENVIRONMENTS / environment, folder / "environments" / environment, ignore=ignore)
 
-    write_directory(target, fill, new=True)
+    try:
+        write_directory(target, fill, new=True)
+    except OSError as error:
+        raise RunError(f"{target} cannot be made ({error}); name another folder") from error
 
 
 def program(folder: Path) -> str:

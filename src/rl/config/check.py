@@ -17,7 +17,7 @@ from rl.config.loss import (
 from rl.config.orchestrator import EnvSource, NoCreditConfig
 from rl.config.plan import cluster_faults
 from rl.config.run import RLConfig
-from rl.config.sft import SftConfig
+from rl.config.sft import LEARNING_RATE, SftConfig
 from rl.config.tinker_faults import tinker_faults
 from rl.config.trainer import EXPERTS, OptimConfig
 from rl.run_dir.access_token import REMEDY, VARIABLE, given_token, is_loopback, token_file
@@ -165,10 +165,13 @@ def check_source(key: str, entry: EnvSource) -> Iterator[Fault]:
 
 def warnings_of(config: RLConfig) -> Iterator[str]:
     """Yields warnings about valid settings whose effect the user should know."""
-    if (config.is_remote or (config.trainer.lora and not config.serve)) and config.trainer.optim.lr == OptimConfig().lr:
+    default, enough = OptimConfig().lr, "ten to a hundred times that (1e-5 to 1e-4)"
+    if config.sft:
+        default, enough = LEARNING_RATE, "ten times that (2e-4)"
+    if (config.is_remote or (config.trainer.lora and not config.serve)) and config.trainer.optim.lr == default:
         yield (
-            f"trainer.optim.lr = {OptimConfig().lr:g} is the default for training the whole model; adapters start at zero and need about "
-            "ten to a hundred times that (1e-5 to 1e-4) to learn as fast"
+            f"trainer.optim.lr = {default:g} is the default for training the whole model; adapters start at zero and need about {enough} "
+            "to learn as fast"
         )
     yield from exposure(config)
     if config.recorded and config.orchestrator.eval:

@@ -9,6 +9,8 @@ from rl.config.help import fit
 from rl.system.errors import ConfigError
 
 WIDTH = 27
+LEAST = {"N": 1, "SEED": 0}
+"""The least value of each kind of integer."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class Option:
 
     name: str
     value: str
-    """Kind of value: N is an integer from 1, JSON an object, A|B one of these words, any other name a text; empty for a switch."""
+    """Kind of value: N is an integer from 1, SEED one from 0, JSON an object, A|B one of these words, any other name a text; empty for a
+    switch."""
     help: str
 
     @property
@@ -55,9 +58,11 @@ def take(program: str, args: list[str], options: tuple[Option, ...], text: str =
 def parse(option: Option, text: str) -> Any:
     """Parses the value of a flag. Raises ConfigError if the text is invalid."""
     choices, fault = option.value.split("|"), f"--{option.name} {text}"
-    if option.value == "N":
-        if not (text.isascii() and text.isdigit()) or int(text) < 1:
-            raise ConfigError(f"{fault}: needs an integer of at least 1")
+    if not text:
+        raise ConfigError(f"--{option.name} is empty: it needs a value, {option.value}")
+    if option.value in LEAST:
+        if not (text.isascii() and text.isdigit()) or int(text) < LEAST[option.value]:
+            raise ConfigError(f"{fault}: needs an integer of at least {LEAST[option.value]}")
         return int(text)
     if option.value == "JSON":
         try:

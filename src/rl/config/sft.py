@@ -6,6 +6,9 @@ from pydantic import Field
 
 from rl.config.base import PATH_IF_EXISTS, Settings
 
+LEARNING_RATE = 2e-5
+"""Default of trainer.optim.lr in fine-tuning of all weights."""
+
 
 class SftColumns(Settings):
     """Names of the columns of a dataset."""
@@ -64,7 +67,7 @@ def with_sft_defaults(values: Any) -> Any:
     """Returns a run's raw settings with the defaults of fine-tuning: a cross-entropy loss and a learning rate for imitation."""
     if not isinstance(values, dict) or not values.get("sft") or not isinstance(trainer := values.get("trainer", {}), dict):
         return values
-    for section, key, value in (("loss", "type", "cross_entropy"), ("optim", "lr", 2e-5)):
+    for section, key, value in (("loss", "type", "cross_entropy"), ("optim", "lr", LEARNING_RATE)):
         given = trainer.get(section, {})
         if isinstance(given, dict):
             trainer = {**trainer, section: {key: value} | given}

@@ -15,6 +15,7 @@ from rl.config.loss import LossConfig
 from rl.system.errors import GIVE_UP, RunError
 from rl.trainer.data.minibatches import sample_weights
 from rl.trainer.loss.common import LossInputs, compute_loss, log_ratio, outside_masks
+from rl.trainer.loss.kl import teacher_advantages
 from rl.trainer.loss.losses import custom_function, loss_function
 from tests.trainer import loss_formulas as formulas
 from tests.trainer.samples import make_sample
@@ -122,7 +123,12 @@ def test_measured_kl_literals():
         config = loss_config(kl_coefficient=0.1, kl_estimator=estimator, teacher_coefficient=2.0)
         terms, gradient = run(inputs_of([-2.0, -2.0], [-2.0, -2.0], [1.0, 1.0], **more), config)
         assert terms.reference_kl.tolist() == pytest.approx(expected) and gradient.isfinite().all()
-        assert terms.teacher_kl.tolist() == pytest.approx([-0.5, math.nan], nan_ok=True)
+
+
+def test_a_teacher_adds_to_the_advantage_where_it_has_scored():
+    """log teacher - log p = 0.5, no score, and 14, which is cut to 10."""
+    trainer, teacher = torch.tensor([-2.0, -2.0, -15.0]), torch.tensor([-1.5, math.nan, -1.0])
+    assert teacher_advantages(trainer, teacher, 2.0).tolist() == [1.0, 0.0, 20.0]
 
 
 def test_masked_tokens_have_no_term_and_clipped_ones_keep_kl_and_entropy():

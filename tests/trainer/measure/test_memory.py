@@ -39,7 +39,7 @@ def advised(model, world, longest: int = 64, **trainer) -> str:
     return advice(model, batch, config, world, 128)
 
 
-def test_only_settings_that_help_in_this_case_are_named(tied_folder, world):
+def test_only_settings_that_help_in_this_case_are_named(tied_folder, world, monkeypatch):
     config = RLConfig.model_validate({"model": {"dtype": "float32"}})
     model = load_policy(str(tied_folder), config.model, config.trainer, world)
     said = advised(model, world)
@@ -48,6 +48,16 @@ def test_only_settings_that_help_in_this_case_are_named(tied_folder, world):
     assert "micro_batch_tokens" not in advised(model, world, longest=65)  # a sequence cannot be divided among rows
     assert "activation_checkpointing" not in advised(model, world, activation_checkpointing="full")
     assert "trainer.lora" not in advised(model, world, lora={"rank": 4})
+    head = model.get_output_embeddings().forward
+    for mode, rows, shared in (("eager", True, False), ("unpacked", False, False), ("flex", True, True)):
+        monkeypatch.setattr(head, "mode", mode)
+        said = advised(model, world)
+        assert ("micro_batch_tokens" in said, "context_parallel" in said) == (rows, shared), mode
+    monkeypatch.undo()
+    with_reference = RLConfig.model_validate({"model": {"dtype": "bfloat16"}, "trainer": {"loss": {"kl_coefficient": 0.1}}})
+    assert state_of(model, with_reference, shards=2).reference == sum(p.numel() for p in model.parameters())
+    assert "optimizer and KL reference take" in advised(model, world, loss={"kl_coefficient": 0.1})
+    assert "KL reference" not in advised(model, world, loss={"kl_coefficient": 0.1}, lora={"rank": 4})
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0), mesh=world.mesh, context_size=1)
     assert "trainer.optim.offload = true (" in advised(model, on_gpu)
     assert "offload" not in advised(model, on_gpu, optim={"offload": True})

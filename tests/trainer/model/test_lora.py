@@ -70,6 +70,8 @@ def test_settings(capsys):
     load_config_or_exit([*lr[:2], "--trainer.lora"])
     said = capsys.readouterr().err
     assert "trainer.optim.lr = 1e-06 is the default" in said and "times that (1e-5 to 1e-4)" in said
+    load_config_or_exit(["--sft.dataset", "rows.jsonl", "--trainer.lora"])
+    assert "trainer.optim.lr = 2e-05 is the default" in capsys.readouterr().err
 
 
 def test_version_0_is_the_base_model(tied_folder, world):

@@ -1,11 +1,14 @@
 """The frozen reference: it scores as the model that it was loaded from, whatever the policy has become; and the terms beside the loss."""
 
+import json
+
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from rl.config.run import RLConfig
+from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import TrainerConfig
+from rl.models.folder import resolve_model
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.measure.performance import Timer
@@ -64,6 +67,19 @@ def test_another_model_as_reference(tied_folder, world, tmp_path):
     alone = load_policy(str(other), config.model, TrainerConfig(), world)
     assert torch.equal(reference_logprobs(reference, batch, world), score(alone, batch, world).logprobs)
     assert not torch.equal(reference_logprobs(reference, batch, world), score(policy, batch, world).logprobs)
+
+
+def test_a_reference_needs_no_chat_template(tied_folder, world, tmp_path):
+    """It scores tokens. The remedy that was given, model.chat_template, would have replaced the policy's."""
+    other = make_tiny_model(tmp_path / "base-model", seed=1)
+    (other / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in settings.items() if key != "chat_template"}))
+    with pytest.raises(RunError, match="has no chat template"):
+        resolve_model(ModelConfig(name=str(other)))
+    config = make_config(lora=True, kl_coefficient=0.1, kl_reference=str(other))
+    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+    assert load_reference(config, str(tied_folder), policy, world) is not policy
 
 
 def test_what_cannot_be_a_reference(tied_folder, world):

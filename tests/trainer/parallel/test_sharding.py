@@ -115,6 +115,11 @@ def test_every_rank_says_how_the_nodes_differ(results):
     assert not list(results.glob("run*/.ranks-*"))
 
 
+def test_experts_that_a_rank_does_not_use_keep_their_own_gradient(results):
+    """Ranks added the gradients that they had in turn: rank 0's of the first expert to rank 1's of the second, without an error."""
+    assert [json.loads((results / f"experts-{rank}.json").read_text()) for rank in range(2)] == [[1.0, 3.0, 2.0]] * 2
+
+
 def test_a_row_is_divided_into_parts_of_equal_cost():
     assert [part.tolist() for part in parts_of_row(8, 2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     for length, ranks in ((1, 2), (3, 4), (7, 2), (1000, 8)):

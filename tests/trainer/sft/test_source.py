@@ -170,9 +170,9 @@ def test_loss_and_gradient_are_those_of_plain_cross_entropy(tied_folder, world, 
 
 
 def test_ratios_to_a_sampler_are_not_reported(tied_folder, tmp_path):
-    metrics = {"loss/mean": 1.0, "mismatch_kl/mean": 9.0, "ratio/mean": 0.1, "optim/lr": 1e-3, "entropy/mean": 2.0}
+    metrics = {"loss/mean": 1.0, "mismatch_kl/mean": 9.0, "ratio/mean": 0.1, "optim/lr": 1e-3, "experts/unused": 0.5}
     assert source_of(tmp_path, tied_folder, sft={"validation_fraction": 0}).meaningful(metrics, 1) == {
-        "loss/mean": 1.0, "optim/lr": 1e-3, "entropy/mean": 2.0, "epoch": 8 / 37,
+        "loss/mean": 1.0, "optim/lr": 1e-3, "experts/unused": 0.5, "epoch": 8 / 37,
     }  # fmt: skip
     assert FromOrchestrator.meaningful(SimpleNamespace(), metrics, 1) == metrics
 

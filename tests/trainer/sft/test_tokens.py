@@ -268,6 +268,14 @@ def test_too_long_and_empty_examples_are_counted(folders, tmp_path):
         prepared(tmp_path / "no-rows", folders / "base")
 
 
+def test_a_task_without_an_example_is_none_to_hold_out(folders, tmp_path):
+    """Numbers of tasks that were left out could be held out: then nothing was, or nothing was left to train."""
+    rows = [{"prompt": f"{n:02}", "completion": "c" * (9 if n % 2 else 1)} for n in range(10)]
+    prepared(tmp_path, folders / "base", *rows, max_model_len=8)
+    groups = open_examples(make_config(tmp_path, None, 8).run_dir.data / "train.arrow")["group"].to_pylist()
+    assert groups == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [

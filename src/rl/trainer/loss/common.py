@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rl.config.loss import EVERYTHING, Band, LossSettings
-from rl.trainer.loss.kl import MAX_LOG_RATIO, k3, reference_kl, teacher_terms
+from rl.trainer.loss.kl import MAX_LOG_RATIO, k3, reference_kl, teacher_advantages
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,6 @@ class LossTerms:
     """k3 of the log ratio that masks act on: an estimate of KL(q || p), or of KL(q || o) if o is known."""
     reference_kl: Tensor | None
     """The `kl_estimator`'s estimate of KL(p || reference), before the coefficient; None without a reference."""
-    teacher_kl: Tensor | None
-    """log p - log teacher, whose mean over sampled tokens is KL(p || teacher); nan for tokens without a teacher, None if none has one."""
     update_kl: Tensor | None
     """k3 of log p - log o: an estimate of KL(o || p), how far the batch's optimizer steps have moved the policy; None without o."""
 
@@ -92,9 +90,9 @@ def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunctio
 
     An excluded token is not trained at all, so it has no KL or entropy term either. A token that the loss's own clip stops keeps both.
     """
-    kl = teacher_kl = None
+    kl = None
     if inputs.teacher_logprobs is not None:
-        bonus, teacher_kl = teacher_terms(inputs.trainer_logprobs, inputs.teacher_logprobs, config.teacher_coefficient)
+        bonus = teacher_advantages(inputs.trainer_logprobs, inputs.teacher_logprobs, config.teacher_coefficient)
         inputs = replace(inputs, advantages=inputs.advantages + bonus)
     loss, clipped = function(inputs, config)
     if config.kl_coefficient:
@@ -113,7 +111,6 @@ def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunctio
         ratio=log_ratio(inputs).detach().exp(),
         kl=k3(log_mismatch),
         reference_kl=None if kl is None else kl.detach(),
-        teacher_kl=teacher_kl,
         update_kl=None if inputs.old_logprobs is None else k3(log_update(inputs).detach()),
     )
 

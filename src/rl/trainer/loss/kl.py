@@ -25,12 +25,12 @@ def reference_kl(trainer_logprobs: Tensor, reference_logprobs: Tensor, estimator
     return x.square() / 2 if estimator == "k2" else k3(x.clamp(max=MAX_LOG_RATIO))
 
 
-def teacher_terms(trainer_logprobs: Tensor, teacher_logprobs: Tensor, coefficient: float) -> tuple[Tensor, Tensor]:
-    """Returns (coefficient * (log teacher - log p), to be added to the advantage; log p - log teacher), without gradient.
+def teacher_advantages(trainer_logprobs: Tensor, teacher_logprobs: Tensor, coefficient: float) -> Tensor:
+    """Returns coefficient * (log teacher - log p), to be added to the advantage, without gradient; 0 for tokens without a teacher, which
+    are nan in `teacher_logprobs`.
 
     On-policy distillation: the policy gradient with this advantage descends KL(p || teacher), token by token
-    (https://arxiv.org/abs/2306.13649, https://thinkingmachines.ai/blog/on-policy-distillation). Tokens without a teacher are nan in
-    `teacher_logprobs` and in the second result, and 0 in the first.
+    (https://arxiv.org/abs/2306.13649, https://thinkingmachines.ai/blog/on-policy-distillation).
     """
-    teacher_kl = trainer_logprobs.detach() - teacher_logprobs
-    return torch.where(teacher_kl.isnan(), 0.0, -coefficient * teacher_kl.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), teacher_kl
+    gap = (teacher_logprobs - trainer_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(gap.isnan(), 0.0, coefficient * gap)

@@ -28,23 +28,27 @@ BESIDE = GIB
 
 @dataclass(frozen=True)
 class State:
-    """Bytes that one rank holds throughout a run: float32 master weights, gradients and Adam's two moments, all sharded."""
+    """Bytes that one rank holds throughout a run: float32 master weights, gradients, Adam's two moments and the weights of a KL reference,
+    all sharded."""
 
     parameters: float
     gradients: float
     optimizer: float
+    reference: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.reference
 
 
 def state_of(model: PreTrainedModel, config: RLConfig, shards: int) -> State:
     """Returns the state of a model sharded over `shards` ranks. A frozen weight has no gradient, no moments and no float32 master."""
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / shards
     frozen = sum(weight.numel() for weight in model.parameters() if not weight.requires_grad) / shards
-    frozen_bytes = frozen * DTYPES[config.model.dtype].itemsize
-    return State(4 * trained + frozen_bytes, 4 * trained, 0.0 if config.trainer.optim.offload else 8 * trained)
+    settings, size = config.trainer, DTYPES[config.model.dtype].itemsize
+    has_own_reference = settings.loss.kl_coefficient and (settings.loss.kl_reference or not settings.lora)
+    reference = size * (trained + frozen) if has_own_reference else 0.0
+    return State(4 * trained + size * frozen, 4 * trained, 0.0 if settings.optim.offload else 8 * trained, reference)
 
 
 def advice(model: PreTrainedModel, batch: MicroBatch, config: RLConfig, world: World, row_tokens: int) -> str:
@@ -52,9 +56,11 @@ def advice(model: PreTrainedModel, batch: MicroBatch, config: RLConfig, world: W
     settings, shards, longest = config.trainer, world.mesh.size(-1), int(batch.position_ids.max()) + 1
     state = state_of(model, config, shards)
     smaller = []
-    if row_tokens // 2 * world.context_size >= longest:
+    mode = mode_of(model)
+    if mode != "unpacked" and row_tokens // 2 * world.context_size >= longest:
         smaller.append(f"trainer.micro_batch_tokens = {row_tokens // 2}")
-    smaller.append(f"trainer.context_parallel = {2 * world.context_size}")
+    if mode in ("blocks", "flex"):
+        smaller.append(f"trainer.context_parallel = {2 * world.context_size}")
     if experts_of(model) and shards > 1 and settings.expert_parallel < shards:
         smaller.append(f"trainer.expert_parallel = {2 * settings.expert_parallel} (a rank then gathers half as many experts)")
     if settings.activation_checkpointing == "none":
@@ -64,8 +70,9 @@ def advice(model: PreTrainedModel, batch: MicroBatch, config: RLConfig, world: W
         less.append(f"trainer.optim.offload = true ({state.optimizer / GIB:.2f} GiB, which moves to host memory)")
     if not settings.lora:
         less.append(f"trainer.lora = true ({(state.gradients + state.optimizer) / GIB:.2f} GiB)")
+    held = "Weights, gradients, optimizer and KL reference" if state.reference else "Weights, gradients and optimizer"
     return (
-        f"Weights, gradients and optimizer take {state.total / GIB:.2f} GiB on each rank, the activations of a row take the rest. "
+        f"{held} take {state.total / GIB:.2f} GiB on each rank, the activations of a row take the rest. "
         f"Smaller activations: {'; '.join(smaller)}. Less state: {'; '.join(less)}"
     )
 
@@ -80,6 +87,8 @@ def try_largest(
     with explain_out_of_memory(model, rows, config, world):
         score(model, rows[0].to(world.device), world).logprobs.sum().backward()
     optimizer.zero_grad()
+    for experts in experts_of(model).values():
+        experts.load.zero_()
 
 
 def keep_to_share(config: RLConfig, device: torch.device) -> None:

@@ -27,7 +27,6 @@ MEANS = (
     "lag_kl/{}mean",
     "ratio/{}mean",
     "reference_kl/{}mean",
-    "teacher_kl/{}mean",
     "update_kl/{}mean",
 )
 """Metrics that are means over the tokens that have the value; `{}` is an environment's name with a slash, or empty."""
@@ -66,7 +65,7 @@ class Statistics:
         nothing = torch.full_like(terms.ratio, math.nan)
         kl = terms.kl if first or terms.update_kl is not None else nothing
         kls = [torch.where(batch.fresh, kl, nothing), torch.where(batch.fresh, nothing, kl)]
-        optional = [nothing if values is None else values for values in (terms.reference_kl, terms.teacher_kl, terms.update_kl)]
+        optional = [nothing if values is None else values for values in (terms.reference_kl, terms.update_kl)]
         values = torch.stack([scores.entropies, *kls, terms.ratio, *optional, terms.without_gradient.float()], dim=1).double()
         has_value = ~values.isnan()
         self.sums.index_add_(0, batch.envs, torch.where(has_value, values, 0.0))
@@ -75,7 +74,7 @@ class Statistics:
         self.log_ratios.view(-1).index_add_(0, bins, (~terms.ratio.isnan()).double())  # nan: the sampler's is not known
         self.kl_max = torch.maximum(self.kl_max, kls[0].nan_to_num(0.0).max())
         if first:
-            self.parity.add(terms.ratio.log(), batch.fresh)
+            self.parity.add(terms.ratio.log(), batch.fresh & ~batch.logprobs.isnan())
 
     def total_loss(self, world: World) -> float:
         """Returns the loss so far, summed over all ranks. Every rank calls this."""

@@ -8,17 +8,21 @@ import torch
 
 from rl.system.errors import RunError
 
+LIMIT = 16
+"""Sizes of 0, of 1 and equal ones have graphs of their own, each with and without gradients: up to ten for the log-probabilities of a
+row."""
+
 
 def compiled(function: Callable[..., Any], remedy: str) -> Callable[..., Any]:
     """Compiles `function` at its first call, with symbols for all sizes.
 
-    Each value of a size or flag that cannot be a symbol costs another compilation, and after eight of one code object torch would continue
+    Each value of a size or flag that cannot be a symbol costs another compilation, and after LIMIT of one code object torch would continue
     uncompiled, with many times the memory. The function raises RunError with `remedy` then, and if torch cannot compile it.
     """
     from torch._dynamo import config  # takes seconds, which runs without compilation need not spend
     from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 
-    config.fail_on_recompile_limit_hit = True
+    config.fail_on_recompile_limit_hit, config.recompile_limit = True, LIMIT
     config.specialize_float = True  # caps on scores must be constants of the graph: inductor cannot compile them as symbols
     inner = torch.compile(function, dynamic=True)
     name = getattr(function, "__qualname__", "a function")
@@ -28,7 +32,7 @@ def compiled(function: Callable[..., Any], remedy: str) -> Callable[..., Any]:
         try:
             return inner(*args, **kwargs)
         except FailOnRecompileLimitHit as error:
-            raise RunError(f"torch compiled {name} {config.recompile_limit} times, each time for other inputs; {remedy}") from error
+            raise RunError(f"torch compiled {name} {LIMIT} times, each time for other inputs; {remedy}") from error
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, torch.OutOfMemoryError):  # needs another remedy
                 raise

@@ -37,7 +37,8 @@ def load_reference(config: RLConfig, base: str, policy: PreTrainedModel, world: 
     if config.trainer.lora and not loss.kl_reference:
         return policy
     try:
-        folder = resolve_model(config.model.model_copy(update={"name": loss.kl_reference})) if loss.kl_reference else base
+        other = config.model.model_copy(update={"name": loss.kl_reference, "chat_template": None})
+        folder = resolve_model(other, needs_template=False) if loss.kl_reference else base
     except RunError as error:
         raise RunError(f"trainer.loss.kl_reference: {error}") from error
     settings = config.trainer.model_copy(update={"lora": None, "activation_checkpointing": "none", "router_replay": "off"})

@@ -45,6 +45,9 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, world: World) -> Non
     for block in reversed(untied_blocks(model)):  # inner blocks first, where blocks are nested (Falcon-Mamba)
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard)
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
+    if world.size > 1:
+        # A rank whose tokens pass by an expert has no gradient of it. Without zeros in its place, ranks would add different experts'.
+        model.set_reduce_scatter_unused_params(True)
     for module in model.modules():
         if isinstance(module, FSDPModule) and world.size > 1:
             # Neither setting recurses, and the factor without the other setting needs nccl's PREMUL_SUM.

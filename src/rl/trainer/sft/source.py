@@ -29,7 +29,7 @@ NO_VERSION = -1
 """Policy version of an example's tokens, which no policy has sampled."""
 HELD_OUT = 1 << 32
 """Number of the random stream that selects held-out examples; smaller numbers are passes over the data."""
-MEASURED = ("loss/", "entropy/", "optim/")
+MEASURED = ("loss/", "entropy/", "optim/", "experts/", "reference_kl/")
 """Prefixes of the metrics that are meaningful without a sampler."""
 
 

@@ -163,8 +163,8 @@ def prepare_data(config: RLConfig, base: str, report: Callable[[Phase, None, str
                 for example in read_examples(source, sft, counts):
                     if counts["rows"] % PROGRESS_ROWS == 0:
                         report(Phase.READING_DATA, None, f"{source.dataset}: {counts['rows']:,} rows")
-                    group = tasks.setdefault(example.task, len(tasks))
-                    yield from ((sample, group) for sample in tokenizer.samples(example, counts))
+                    for sample in tokenizer.samples(example, counts):  # a task without one must not be held out
+                        yield sample, tasks.setdefault(example.task, len(tasks))
 
             sizes = write_examples(folder / f"{name}.arrow", samples())
             rows = counts.pop("rows", 0)
