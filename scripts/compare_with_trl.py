@@ -33,8 +33,6 @@ TRL = ["uv", "run", "--no-project", "--python", "3.11", *(word for package in PA
 TASKS = {"single-digit-addition": ("last_number", "16"), "pick-word-v1": ("one_word", "8")}
 """The reward's name in trl_grpo.py, and new tokens, by environment."""
 STEPS, BATCH, GROUP = 15, 64, 8
-DTYPES = ("bfloat16", "float32")[not multiplies_bfloat16() :]
-"""Number formats of this machine."""
 HEAD = "| task | system | seeds | mean reward of all samples | of the last five steps | seconds a step |\n|---|---|---|---|---|---|\n"
 Curve = dict[str, list[float]]
 """`reward`: the mean of each step's samples; `seconds`: since the command, at the end of each step."""
@@ -146,7 +144,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="number format of products (default: %(default)s)")
+    formats = ["bfloat16", "float32"] if multiplies_bfloat16() else ["float32"]
+    parser.add_argument("--dtype", choices=formats, default=formats[0], help="number format of products (default: %(default)s)")
     parser.add_argument("--plot", action="store_true", help="train nothing")
     args = parser.parse_args()
     results: dict[str, dict[str, dict[str, Curve]]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
