@@ -144,21 +144,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
-    formats = ["bfloat16", "float32"] if multiplies_bfloat16() else ["float32"]
-    parser.add_argument("--dtype", choices=formats, default=formats[0], help="number format of products (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="number format of products; default: bfloat16 if this machine has it"
+    )
     parser.add_argument("--plot", action="store_true", help="train nothing")
     args = parser.parse_args()
+    dtype = args.dtype or ("bfloat16" if multiplies_bfloat16() else "float32")
     results: dict[str, dict[str, dict[str, Curve]]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not args.plot:
         subprocess.run([*TRL, "-c", "import trl"], check=True, timeout=1200)  # its installation does not count
     for seed in [] if args.plot else args.seeds:
         for task in args.only:
             for system, train in TRAINED.items():
-                name = f"{system} in float32" if args.dtype == "float32" else system
+                name = f"{system} in float32" if dtype == "float32" else system
                 seeds = results.setdefault(task, {}).setdefault(name, {})
                 if str(seed) not in seeds:
                     with tempfile.TemporaryDirectory(prefix="trl-") as folder:
-                        seeds[str(seed)] = train(task, seed, args.dtype, Path(folder))
+                        seeds[str(seed)] = train(task, seed, dtype, Path(folder))
                     print(task, name, seed, seeds[str(seed)], flush=True)
                     RESULTS.write_text(json.dumps(results) + "\n")
     if not results:
