@@ -7,6 +7,7 @@ import torch
 
 from rl.config.loss import CustomConfig
 from rl.config.run import RLConfig
+from rl.models.folder import weights_digest
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.origin import read_origin
@@ -63,7 +64,9 @@ def start(
     reference = load_reference(config, base, model, world)
     optimizer = make_optimizer(model, settings.optim)
     patience_s = settings.patience_s
-    step = checkpoint.load(*newest, model, optimizer, world, world.new_group(patience_s), patience_s) if newest else 0
+    needs_base = settings.lora or (settings.loss.kl_coefficient and not settings.loss.kl_reference)
+    held = weights_digest(Path(base)) if needs_base else ""
+    step = checkpoint.load(*newest, model, optimizer, world, world.new_group(patience_s), patience_s, held) if newest else 0
     if settings.data.fake:
         source = FakeBatches(settings.data.fake, model.config.get_text_config().vocab_size, config.seed)
     waits = [Wait(settings.batch_timeout_s, status.enter) for _ in range(2)]
@@ -82,7 +85,7 @@ def start(
         saver: Saver = StateComparer(run_dir, settings, world, step, trained)
     else:
         publisher = Publisher(run_dir, settings.weights, client, waits[1], status.warn, world)
-        saver = Saver(run_dir, settings, world, step)
+        saver = Saver(run_dir, settings, world, step, held)
     # The last status must not say "training" when one of these threads fails: readers would blame the batch.
     for thread in (publisher.thread, publisher.disk):
         thread.on_error = lambda: status.enter(Phase.PUBLISHING, publisher.newest_started)

@@ -14,7 +14,6 @@ import gc
 import hashlib
 import importlib.metadata
 import math
-import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,7 +28,7 @@ from transformers import PreTrainedModel
 
 from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
-from rl.models.folder import cache_root
+from rl.models.folder import cache_root, weights_digest
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import MicroBatch, fill_blocks
@@ -111,11 +110,7 @@ def digest(candidate: Candidate, modes: list[Mode]) -> str:
     for path in sorted(Path(candidate.folder).iterdir()):
         if path.name == "config.json" or path.suffix == ".py":
             found.update(path.read_bytes())
-        elif path.suffix in (".safetensors", ".bin"):
-            with path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(size // 2)
-                found.update(f"{path.name} {size}".encode() + file.read(1 << 16))
+    found.update(weights_digest(Path(candidate.folder)).encode())
     return found.hexdigest()
 
 
