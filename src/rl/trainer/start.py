@@ -93,6 +93,8 @@ def start(
     metrics = MetricsLog(run_dir.metrics, "trainer", partial(check_fence, run_dir.lock("trainer"))) if world.is_main else None
     none = replay or config.sft or settings.data.fake or not settings.token_log.max_gib
     token_files = None if none else TokenFiles(run_dir, settings.token_log)
+    if token_files:
+        token_files.thread.on_error = lambda: status.enter(Phase.WRITING_TOKEN_LOG, token_files.newest_started)
     context = TrainContext(model, optimizer, settings, world, reference, parity, status, token_files)
     return Trainer(config, Path(base), context, step, batches, publisher, saver, work_of(model), metrics, status, departure=departure)
 

@@ -253,7 +253,8 @@ def test_a_disk_that_does_not_answer_ends_the_wait(trained, world, tmp_path, mon
     answers = threading.Event()
     monkeypatch.setattr(checkpoint, "write", lambda *_: answers.wait(60))
     saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig(), world, 0)
-    saver.deadline_s = 0.1
+    saver.deadline_s, said = 0.1, []
+    saver.thread.on_error = lambda: said.append(saver.newest_started)  # so that the status says so, and nobody blames the batch
     saver.save(1, *trained)
     with pytest.raises(RunError, match=r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"):
         saver.finish()
@@ -262,6 +263,7 @@ def test_a_disk_that_does_not_answer_ends_the_wait(trained, world, tmp_path, mon
     saver.last_began = time.monotonic() - 3001
     with pytest.raises(RunError, match=r"waited 3001 s for checkpoint 1 to be written to .*: does that disk answer"):
         saver.due(3, last=99)  # with an interval in seconds, nobody would wait for it before the run's last step
+    assert said == [1, 1]
     answers.set()
 
 

@@ -66,6 +66,7 @@ class Saver:
         """
         self.thread.raise_errors()
         if self.step != self.newest_started and (waited_s := time.monotonic() - (self.last_began or math.inf)) > self.deadline_s:
+            self.thread.on_error()
             raise RunError(f"waited {waited_s:.0f} s for {self._in_progress()}", RESTART)
         if self.never_due:
             return False
