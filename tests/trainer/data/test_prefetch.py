@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rl.config.trainer import WeightsConfig
+from rl.config.trainer import TrainerConfig, WeightsConfig
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.in_memory import make
 from rl.run_dir.paths import RunDir, numbered
@@ -14,6 +14,7 @@ from rl.run_dir.status import Phase
 from rl.system.errors import RunError
 from rl.trainer.data.prefetch import Prefetch
 from rl.trainer.store.publisher import Publisher
+from rl.trainer.store.saver import Saver
 from rl.trainer.store.single_task_thread import SingleTaskThread
 from rl.wire.messages import Acknowledged
 from rl.wire.transport import Wait
@@ -143,8 +144,7 @@ def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_
     while happened != [1, 2]:  # a disk that is slow for the first holds the second up no longer than for its own writing
         time.sleep(0.01)
     with pytest.raises(RunError, match=r"waited 0 s for a version to be written to .*: does that disk answer\?"):
-        monkeypatch.setattr("rl.trainer.store.publisher.DISK_S", 0.1)
-        publisher.wait.timeout_s = 0.1
+        publisher.deadline_s = 0.2
         publisher.free()
     monkeypatch.undo()
     slow.set()
@@ -230,8 +230,15 @@ def test_an_error_of_the_publisher_comes_once_with_the_next_call(tmp_path):
     publisher.finish()
 
 
-def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.trainer.store.publisher.DISK_S", 0.1)
+@pytest.mark.parametrize(("timeout_s", "deadline_s"), [(60, 3660), (3600, 3660), (7200, 7260)])
+def test_a_short_timeout_for_batches_is_none_for_disks(tmp_path, world, timeout_s, deadline_s):
+    """A version of 16 GB on a slow NFS takes minutes, and took them again after each restart."""
+    settings, run_dir = TrainerConfig(batch_timeout_s=timeout_s), RunDir(tmp_path, tmp_path)
+    publisher = Publisher(run_dir, settings.weights, None, Wait(settings.batch_timeout_s, nothing))
+    assert publisher.deadline_s == deadline_s and Saver(run_dir, settings, world, 0).deadline_s == settings.patience_s == deadline_s + 540
+
+
+def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path):
     hangs = threading.Event()
 
     class Hangs(Empty):
@@ -239,6 +246,7 @@ def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path, monkeypatch):
             hangs.wait(10)
 
     publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(0.1, nothing))
+    publisher.deadline_s = 0.2
     publisher.start(1, Hangs(), {0})
     with pytest.raises(RunError, match=r"waited 0 s for a version to be written to .*: does that disk answer?"):
         publisher.finish()
