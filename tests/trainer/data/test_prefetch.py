@@ -6,7 +6,9 @@ import time
 
 import pytest
 
+from rl.config.command_line import build, parse_args
 from rl.config.trainer import TrainerConfig, WeightsConfig
+from rl.diagnosis import disk
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.in_memory import make
 from rl.run_dir.paths import RunDir, numbered
@@ -151,6 +153,28 @@ def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_
     publisher.start(3, Empty(), checkpoints={})
     publisher.finish()
     assert list(numbered(run_dir.weights_dir)) == [2, 3]
+
+
+def test_the_disk_that_versions_take_at_most_is_what_the_estimate_says(tmp_path, tied_folder, monkeypatch):
+    """Two are written while an older one cannot be deleted yet, as the disk is slow to make the newer durable: it was short by two."""
+    run_dir, slow = RunDir(tmp_path, tmp_path / "weights"), threading.Event()
+    slow.set()
+    monkeypatch.setattr("rl.trainer.store.publisher.make_durable", lambda path: slow.wait(60))
+    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), None, Wait(10, nothing))
+    for version in range(1, 6):
+        publisher.start(version, Empty(), checkpoints={1, 2})
+    publisher.finish()
+    assert list(numbered(run_dir.weights_dir)) == [1, 2, 4, 5]
+    slow.clear()
+    for version in (6, 7):
+        publisher.start(version, Empty(), checkpoints={1, 2})
+    until(lambda: 7 in numbered(run_dir.weights_dir))
+    assert list(numbered(run_dir.weights_dir)) == [1, 2, 4, 5, 6, 7]
+    slow.set()
+    publisher.finish()
+    flags = ["--orchestrator.environment.id", "e", "--output_dir", str(tmp_path), "--trainer.weights.keep_last", "2"]
+    (need,) = disk.needs(build(parse_args(flags)), tied_folder)
+    assert "6 policy versions" in need.parts
 
 
 def test_an_older_version_is_deleted_once_the_newer_is_durable(tmp_path, monkeypatch):
