@@ -23,7 +23,7 @@ from rl.trainer.loss.losses import custom_function
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import work_of
 from rl.trainer.model.dither import dither
-from rl.trainer.model.policy import load_policy, mode_of
+from rl.trainer.model.policy import DTYPES, load_policy, mode_of
 from rl.trainer.model.reference import load_reference
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel.world import World
@@ -64,6 +64,8 @@ def start(
     reference = load_reference(config, base, model, world)
     optimizer = make_optimizer(model, settings.optim)
     patience_s = settings.patience_s
+    if world.device.type == "cuda" and not (settings.data.fake or replay):
+        checkpoint.require_host_memory(model, optimizer, DTYPES[config.model.dtype], world)
     needs_base = settings.lora or (settings.loss.kl_coefficient and not settings.loss.kl_reference)
     held = weights_digest(Path(base)) if needs_base else ""
     step = checkpoint.load(*newest, model, optimizer, world, world.new_group(patience_s), patience_s, held) if newest else 0

@@ -32,6 +32,7 @@ from rl.run_dir.hashes import blake2b
 from rl.run_dir.paths import numbers
 from rl.system import faults
 from rl.system.errors import RunError
+from rl.system.machine import memory_bytes
 from rl.trainer.optim import local
 from rl.trainer.parallel.world import World
 from rl.trainer.store.reader import METADATA, Reader
@@ -81,6 +82,23 @@ def snapshot(model: PreTrainedModel, optimizer: Optimizer, world: World, stager:
     if on_gpu:
         torch.cuda.synchronize(world.device)
     return copied
+
+
+def require_host_memory(model: PreTrainedModel, optimizer: Optimizer, dtype: torch.dtype, world: World) -> None:
+    """Raises RunError if this machine has less memory than its ranks will hold: the copy for checkpoints and the newest version in `dtype`,
+    which both stay, and offloaded moments. A rank would be killed without a message, at the first checkpoint of each start."""
+    state = [local(tensor) for tensor in tensors_of(model, optimizer, world).values()]
+    copied, offloaded = sum(tensor.nbytes for tensor in state), sum(tensor.nbytes for tensor in state if tensor.is_cpu)
+    weights = sum(local(parameter).numel() for parameter in model.parameters() if parameter.requires_grad)
+    version = weights * dtype.itemsize // world.num_replicas  # one of them publishes
+    ranks, total = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), memory_bytes()[0]
+    if ranks * (copied + version + offloaded) > total:
+        gib = [f"{ranks * size / 2**30:.1f}" for size in (copied, version, offloaded)]
+        raise RunError(
+            f"the copies of {ranks} rank(s) for checkpoints take {gib[0]} GiB of memory, for policy versions {gib[1]} GiB, "
+            f"and trainer.optim.offload {gib[2]} GiB, but this machine has {total / 2**30:.1f} GiB: shard the model over more machines, "
+            "do not offload, or train adapters (trainer.lora)"
+        )
 
 
 class HashedFiles(FileSystem):

@@ -52,8 +52,8 @@ class Ranks:
         return [answer["result"] for answer in answers]
 
     def of_main(self, work: Callable[[], Any]) -> Any:
-        """Returns rank 0's result of `work`, which only rank 0 does, on every rank. Otherwise as `share`, which only tells of errors here: it
-        would have every rank send as many bytes as rank 0, and digests have megabytes."""
+        """Returns rank 0's result of `work`, which only rank 0 does, on every rank. Otherwise as `share`, which here tells of errors only:
+        it would have every rank send as many bytes as rank 0, and digests have megabytes."""
         found: list[Any] = []
         self.share(lambda: found.append(work()) if self.is_main else None)
         if not self.world or self.size == 1:
