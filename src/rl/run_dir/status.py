@@ -90,16 +90,8 @@ class Phase(StrEnum):
 
 
 TRAINER_STEPS = frozenset(
-    {
-        Phase.WAITING_FOR_BATCH,
-        Phase.TRAINING,
-        Phase.VALIDATING,
-        Phase.PUBLISHING,
-        Phase.ANNOUNCING_VERSION,
-        Phase.COPYING_STATE,
-        Phase.CHECKPOINTING,
-        Phase.WRITING_TOKEN_LOG,
-    }
+    {Phase.WAITING_FOR_BATCH, Phase.TRAINING, Phase.VALIDATING, Phase.PUBLISHING, Phase.ANNOUNCING_VERSION}
+    | {Phase.COPYING_STATE, Phase.CHECKPOINTING, Phase.WRITING_TOKEN_LOG}
 )
 """Phases of a running trainer: the parts of its steps."""
 
