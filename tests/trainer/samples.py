@@ -106,8 +106,8 @@ def toy_step(model, optimizer) -> None:
     optimizer.zero_grad()
 
 
-def save_checkpoint(path, step, model, optimizer, world):
-    checkpoint.write(path, step, checkpoint.tensors_of(model, optimizer, world), checkpoint.fingerprint(model), world)
+def save_checkpoint(path, step, model, optimizer, world, base=""):
+    checkpoint.write(path, step, checkpoint.tensors_of(model, optimizer, world), checkpoint.fingerprint(model), world, base=base)
 
 
 def assert_alike(ours: RunDir, theirs: RunDir, version: int) -> None:

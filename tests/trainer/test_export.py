@@ -7,13 +7,14 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.main import subcommand
+from rl.models.folder import weights_digest
 from rl.run_dir.files import write_file
 from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
@@ -37,7 +38,8 @@ def make_run(root, model_folder, world, dtype="bfloat16", **trainer):
     for step in range(1, 5):
         toy_step(model, optimizer)
         if step in (2, 4):
-            save_checkpoint(config.run_dir.checkpoint(step), step, model, optimizer, world)
+            base = weights_digest(model_folder) if config.trainer.lora else ""
+            save_checkpoint(config.run_dir.checkpoint(step), step, model, optimizer, world, base)
         if step in (2, 3):
             version = versions.snapshot(model, model_folder, DTYPES[dtype], {})
             version.write_record(config.run_dir.digests(step))
@@ -160,6 +162,24 @@ def test_the_base_model_may_have_moved_but_not_changed(adapted, tmp_path, tied_f
     (other / "config.json").write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
     export(run_dir.root, "--to", tmp_path / "c", "--model.name", other, code=1)
     assert "was written by another model than model.name" in capsys.readouterr().err
+
+
+def test_other_weights_of_the_same_shapes_are_another_base(adapted, tmp_path, tied_folder, capsys):
+    """Adapters were exported, and trained further, on whatever lay in the folder."""
+    run_dir, _ = adapted
+    other = shutil.copytree(tied_folder, tmp_path / "other")
+    file = other / "model.safetensors"
+    tensors = load_file(file)
+    name = max(tensors, key=lambda name: tensors[name].nbytes)
+    save_file(tensors | {name: tensors[name] * 2}, file, {"format": "pt"})
+    assert file.stat().st_size == (tied_folder / file.name).stat().st_size
+    export(run_dir.root, "--to", tmp_path / "a", "--merge", "--model.name", other, code=1)
+    assert "000004 was written with other weights of model.name, on which the adapters" in capsys.readouterr().err
+    manifest = run_dir.checkpoint(4) / "manifest.json"
+    whole = manifest.read_text()
+    manifest.write_text(json.dumps({key: value for key, value in json.loads(whole).items() if key != "base"}))  # of an older rl
+    export(run_dir.root, "--to", tmp_path / "b", "--merge", "--model.name", other)
+    manifest.write_text(whole)
 
 
 def test_a_full_disk(adapted, tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from rl.run_dir.status import Phase, read_status
 from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
-from rl.trainer.store import checkpoint
+from rl.trainer.store import checkpoint, token_files
 from rl.trainer.store.publisher import Publisher
 from tests.ports import free_ports
 from tests.trainer.samples import assert_alike, make_batch, run_config
@@ -261,11 +261,16 @@ def fail_a_thread():
 
     if os.environ["RL_TEST_FAILS"] == "saver":
         checkpoint.write = fails
+    elif os.environ["RL_TEST_FAILS"] == "token log":
+        token_files.write_token_log = fails
     else:
         Publisher._is_there = fails
 
 
-@pytest.mark.parametrize(("thread", "phase", "step"), [("saver", Phase.CHECKPOINTING, 2), ("publisher", Phase.PUBLISHING, 1)])
+@pytest.mark.parametrize(
+    ("thread", "phase", "step"),
+    [("saver", Phase.CHECKPOINTING, 2), ("publisher", Phase.PUBLISHING, 1), ("token log", Phase.WRITING_TOKEN_LOG, 1)],
+)
 def test_the_error_of_a_thread_that_writes_is_not_the_batchs(tied_folder, tmp_path, monkeypatch, thread, phase, step):
     """Nobody that reads the last status takes the trainer for one that its batch has killed."""
     monkeypatch.setenv("RL_TEST_FAILS", thread)

@@ -99,7 +99,7 @@ class Client(OrchestratorClient):
     def get_batch(self, step: int) -> bytes | RunEnded:
         with Wait(self.timeout_s, lambda *what: self.waits.append(what)) as wait:
             if self.enough:
-                wait.left_s = lambda: 0.0 if self.enough(self.waits) else 60.0
+                wait.left_s = lambda _=0.0: 0.0 if self.enough(self.waits) else 60.0
             return super().get_batch(step, wait)
 
 
@@ -302,6 +302,16 @@ def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_
         assert waits[0] == (Phase.WAITING_FOR_BATCH, 7, "filling batch 7")
         began = time.monotonic()
         assert failed.wait(30) and time.monotonic() - began > 0.2
+
+
+def test_the_time_that_a_disk_has_taken_is_not_the_orchestrators(serve, tmp_path):
+    """Its owner has waited longer for a version to be written than it waits for answers: it was not asked even once."""
+    serve(lambda _request: Acknowledged(3))
+    trainer = OrchestratorClient(RunDir(tmp_path, tmp_path / "weights"))
+    with Wait(60, lambda *_: None) as wait:
+        wait.since -= 3000
+        assert wait.left_s() < -2900 and 50 < wait.left_s(time.monotonic()) <= 60
+        assert trainer.published(WeightVersion(3, "/weights/000003"), wait) == Acknowledged(3)
 
 
 def test_who_gives_up_waits_for_no_answer(serve, tmp_path):

@@ -149,6 +149,10 @@ class DataConfig(Settings):
     """The logged batches of another run."""
 
 
+DISK_S = 3600.0
+"""Least seconds that a disk has for a version or a checkpoint, whatever trainer.batch_timeout_s is: large ones take minutes."""
+
+
 class TrainerConfig(Settings):
     """The trainer: FSDP2 under torchrun, one code path for any number of ranks, CPU or GPU."""
 
@@ -204,13 +208,14 @@ class TrainerConfig(Settings):
     weights: WeightsConfig = WeightsConfig()
     token_log: TokenLogConfig = TokenLogConfig()
     batch_timeout_s: float = Field(3600.0, gt=0)
-    """Seconds that the trainer waits for a batch before it exits with a diagnosis."""
+    """Seconds that the trainer waits for a batch, or for the orchestrator to confirm a version, before it exits with a diagnosis. Versions
+    and checkpoints have as long to be written, but never less than an hour."""
     rank_timeout_s: float = Field(300.0, gt=0)
     """Seconds that a rank waits for another one inside of a computation before all end and start again; 15 minutes until the first step is
     trained. A rank that waits for the orchestrator or a disk is not late, and a lost one is noticed earlier: see supervisor.silence_s."""
 
     @property
     def patience_s(self) -> float:
-        """Seconds that ranks wait for one that waits for the orchestrator or a disk: more than rank 0 waits for a batch, so that rank 0
-        reports it."""
-        return self.batch_timeout_s + 600.0
+        """Seconds that ranks wait for one that waits for the orchestrator or a disk: more than rank 0 waits for a batch or a version to be
+        written, so that rank 0 reports it."""
+        return max(self.batch_timeout_s, DISK_S) + 600.0

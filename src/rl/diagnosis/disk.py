@@ -92,7 +92,8 @@ def needs(config: RLConfig, model_folder: Path) -> list[Need]:
         return min(config.max_steps, settings.keep_last + every + others)
 
     checkpoints = kept(trainer.checkpoint, 1)  # the one being written
-    versions = kept(trainer.weights, 2 + len(config.orchestrator.eval))  # plus the newest checkpoint's and each evaluation's best
+    # Plus two that are written before an older one is deleted, those of the checkpoint and of the one in progress, each evaluation's best.
+    versions = kept(trainer.weights, 4 + len(config.orchestrator.eval))
     parts = {f"{checkpoints} checkpoints": checkpoints * weights * CHECKPOINT_BYTES - on_disk(run_dir.checkpoints)}
     version = weights * BYTES_PER_WEIGHT[config.model.dtype]
     published = {f"{versions} policy versions": versions * version - on_disk(run_dir.weights_dir)}

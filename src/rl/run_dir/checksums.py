@@ -66,7 +66,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             manifest = json.loads((path / MANIFEST).read_text())
         if not all(re.fullmatch(r"[\w.-]{1,100}", name) and isinstance(entry, dict) for name, entry in manifest["files"].items()):
             raise ValueError("names of files")
-        return {key: manifest[key] for key in ("step", "world_size", "model", "files")}
+        return {key: manifest[key] for key in ("step", "world_size", "model", "files")} | {"base": manifest.get("base", "")}
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptFileError(f"{path / MANIFEST}: missing or damaged") from None
 

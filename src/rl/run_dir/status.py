@@ -85,19 +85,13 @@ class Phase(StrEnum):
     ANNOUNCING_VERSION = "announcing_version", "waiting for the orchestrator to confirm version {step}", "orchestrator"
     COPYING_STATE = "copying_state", "copying the state of step {step} for a checkpoint"
     CHECKPOINTING = "checkpointing", "writing checkpoint {step}"
+    WRITING_TOKEN_LOG = "writing_token_log", "writing the token log of step {step}"
     COMPARING = "comparing", "comparing version {step}"
 
 
 TRAINER_STEPS = frozenset(
-    {
-        Phase.WAITING_FOR_BATCH,
-        Phase.TRAINING,
-        Phase.VALIDATING,
-        Phase.PUBLISHING,
-        Phase.ANNOUNCING_VERSION,
-        Phase.COPYING_STATE,
-        Phase.CHECKPOINTING,
-    }
+    {Phase.WAITING_FOR_BATCH, Phase.TRAINING, Phase.VALIDATING, Phase.PUBLISHING, Phase.ANNOUNCING_VERSION}
+    | {Phase.COPYING_STATE, Phase.CHECKPOINTING, Phase.WRITING_TOKEN_LOG}
 )
 """Phases of a running trainer: the parts of its steps."""
 

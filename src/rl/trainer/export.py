@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rl.config.trainer import LoraConfig
+from rl.models.folder import weights_digest
 from rl.run_dir.checksums import check_version, verify_checkpoint
 from rl.run_dir.deltas import readable
 from rl.run_dir.files import CorruptFileError, write_directory
@@ -59,7 +60,7 @@ def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
     if origin.lora:
         lora.add_adapters(model, origin.lora)
     if found:
-        checkpoint.load_weights(*found, model)
+        checkpoint.load_weights(*found, model, weights_digest(origin.base) if origin.lora else "")
     elif origin.lora and origin.version:
         lora.read_adapters(origin.version, model)
     return model

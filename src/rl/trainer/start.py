@@ -7,6 +7,7 @@ import torch
 
 from rl.config.loss import CustomConfig
 from rl.config.run import RLConfig
+from rl.models.folder import weights_digest
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.origin import read_origin
@@ -22,7 +23,7 @@ from rl.trainer.loss.losses import custom_function
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import work_of
 from rl.trainer.model.dither import dither
-from rl.trainer.model.policy import load_policy, mode_of
+from rl.trainer.model.policy import DTYPES, load_policy, mode_of
 from rl.trainer.model.reference import load_reference
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel.world import World
@@ -63,7 +64,11 @@ def start(
     reference = load_reference(config, base, model, world)
     optimizer = make_optimizer(model, settings.optim)
     patience_s = settings.patience_s
-    step = checkpoint.load(*newest, model, optimizer, world, world.new_group(patience_s), patience_s) if newest else 0
+    if world.device.type == "cuda" and not (settings.data.fake or replay):
+        checkpoint.require_host_memory(model, optimizer, DTYPES[config.model.dtype], world)
+    needs_base = settings.lora or (settings.loss.kl_coefficient and not settings.loss.kl_reference)
+    held = weights_digest(Path(base)) if needs_base else ""
+    step = checkpoint.load(*newest, model, optimizer, world, world.new_group(patience_s), patience_s, held) if newest else 0
     if settings.data.fake:
         source = FakeBatches(settings.data.fake, model.config.get_text_config().vocab_size, config.seed)
     waits = [Wait(settings.batch_timeout_s, status.enter) for _ in range(2)]
@@ -82,7 +87,7 @@ def start(
         saver: Saver = StateComparer(run_dir, settings, world, step, trained)
     else:
         publisher = Publisher(run_dir, settings.weights, client, waits[1], status.warn, world)
-        saver = Saver(run_dir, settings, world, step)
+        saver = Saver(run_dir, settings, world, step, held)
     # The last status must not say "training" when one of these threads fails: readers would blame the batch.
     for thread in (publisher.thread, publisher.disk):
         thread.on_error = lambda: status.enter(Phase.PUBLISHING, publisher.newest_started)
@@ -90,6 +95,8 @@ def start(
     metrics = MetricsLog(run_dir.metrics, "trainer", partial(check_fence, run_dir.lock("trainer"))) if world.is_main else None
     none = replay or config.sft or settings.data.fake or not settings.token_log.max_gib
     token_files = None if none else TokenFiles(run_dir, settings.token_log)
+    if token_files:
+        token_files.thread.on_error = lambda: status.enter(Phase.WRITING_TOKEN_LOG, token_files.newest_started)
     context = TrainContext(model, optimizer, settings, world, reference, parity, status, token_files)
     return Trainer(config, Path(base), context, step, batches, publisher, saver, work_of(model), metrics, status, departure=departure)
 

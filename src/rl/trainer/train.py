@@ -51,20 +51,23 @@ def train(trainer: Trainer) -> bool:
             has_trained = True
         trainer.step = step
         leaves = trainer.leaves()
-        if leaves:  # before anything slow; `receive` then ends the loop
+        if leaves:  # before anything slow; `receive` then ends the loop. A run resumed from this checkpoint does not log this step again
+            trainer.log(metrics, ready, timer)
             trainer.save_checkpoint()
-            timer.lap("checkpoint")
         checkpoint_is_due = not leaves and trainer.saver.due(step, trainer.last)
         if checkpoint_is_due or leaves or trainer.every_version_is_read:
             trainer.publish()
         timer.lap("publish_weights")
         if checkpoint_is_due:
             metrics |= trainer.probe(timer)
-        metrics |= trainer.validate(timer)
+        held_out = trainer.validate(timer)
         if checkpoint_is_due:  # after everything slow: a run resumed from this checkpoint does not log this step again
             trainer.save_checkpoint()
         timer.lap("checkpoint")
-        trainer.log(metrics, ready, timer)
+        if not leaves:
+            trainer.log(metrics | held_out, ready, timer)
+        elif held_out:  # only if the grace has been long enough
+            trainer.write(held_out)
     trainer.finish()
     return trainer.leaves()
 

@@ -132,10 +132,11 @@ class Wait:
         if self.since is not None and self.what:
             self.on_wait(*self.what)
 
-    def left_s(self) -> float:
-        """Returns the seconds until the deadline; inf outside of `with wait:`."""
+    def left_s(self, asked: float = -math.inf) -> float:
+        """Returns the seconds until the deadline; inf outside of `with wait:`. `asked`: when the question was asked (time.monotonic):
+        the owner may have waited for something else before."""
         since = self.since  # the owner may stop waiting at any time
-        return math.inf if since is None else self.timeout_s - (time.monotonic() - since)
+        return math.inf if since is None else self.timeout_s - (time.monotonic() - max(since, asked))
 
 
 class OrchestratorClient:
@@ -205,8 +206,8 @@ class OrchestratorClient:
         """Asks until an answer of an accepted type comes, or gives up and returns None. The RunError at the deadline names `what`; the
         status shows phase and step."""
         detail = "the orchestrator to come up"
-        since = time.strftime("%H:%M:%S")
-        while (left := wait.left_s()) > 0:
+        asked, since = time.monotonic(), time.strftime("%H:%M:%S")
+        while (left := wait.left_s(asked)) > 0:
             wait.about(phase, step, detail)
             address = read_address(self.status_path)
             try:

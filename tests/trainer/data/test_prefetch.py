@@ -6,7 +6,9 @@ import time
 
 import pytest
 
-from rl.config.trainer import WeightsConfig
+from rl.config.command_line import build, parse_args
+from rl.config.trainer import TrainerConfig, WeightsConfig
+from rl.diagnosis import disk
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.in_memory import make
 from rl.run_dir.paths import RunDir, numbered
@@ -14,6 +16,7 @@ from rl.run_dir.status import Phase
 from rl.system.errors import RunError
 from rl.trainer.data.prefetch import Prefetch
 from rl.trainer.store.publisher import Publisher
+from rl.trainer.store.saver import Saver
 from rl.trainer.store.single_task_thread import SingleTaskThread
 from rl.wire.messages import Acknowledged
 from rl.wire.transport import Wait
@@ -143,14 +146,35 @@ def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_
     while happened != [1, 2]:  # a disk that is slow for the first holds the second up no longer than for its own writing
         time.sleep(0.01)
     with pytest.raises(RunError, match=r"waited 0 s for a version to be written to .*: does that disk answer\?"):
-        monkeypatch.setattr("rl.trainer.store.publisher.DISK_S", 0.1)
-        publisher.wait.timeout_s = 0.1
+        publisher.deadline_s = 0.2
         publisher.free()
     monkeypatch.undo()
     slow.set()
     publisher.start(3, Empty(), checkpoints={})
     publisher.finish()
     assert list(numbered(run_dir.weights_dir)) == [2, 3]
+
+
+def test_the_disk_that_versions_take_at_most_is_what_the_estimate_says(tmp_path, tied_folder, monkeypatch):
+    """Two are written while an older one cannot be deleted yet, as the disk is slow to make the newer durable: it was short by two."""
+    run_dir, slow = RunDir(tmp_path, tmp_path / "weights"), threading.Event()
+    slow.set()
+    monkeypatch.setattr("rl.trainer.store.publisher.make_durable", lambda path: slow.wait(60))
+    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), None, Wait(10, nothing))
+    for version in range(1, 6):
+        publisher.start(version, Empty(), checkpoints={1, 2})
+    publisher.finish()
+    assert list(numbered(run_dir.weights_dir)) == [1, 2, 4, 5]
+    slow.clear()
+    for version in (6, 7):
+        publisher.start(version, Empty(), checkpoints={1, 2})
+    until(lambda: 7 in numbered(run_dir.weights_dir))
+    assert list(numbered(run_dir.weights_dir)) == [1, 2, 4, 5, 6, 7]
+    slow.set()
+    publisher.finish()
+    flags = ["--orchestrator.environment.id", "e", "--output_dir", str(tmp_path), "--trainer.weights.keep_last", "2"]
+    (need,) = disk.needs(build(parse_args(flags)), tied_folder)
+    assert "6 policy versions" in need.parts
 
 
 def test_an_older_version_is_deleted_once_the_newer_is_durable(tmp_path, monkeypatch):
@@ -230,8 +254,15 @@ def test_an_error_of_the_publisher_comes_once_with_the_next_call(tmp_path):
     publisher.finish()
 
 
-def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.trainer.store.publisher.DISK_S", 0.1)
+@pytest.mark.parametrize(("timeout_s", "deadline_s"), [(60, 3660), (3600, 3660), (7200, 7260)])
+def test_a_short_timeout_for_batches_is_none_for_disks(tmp_path, world, timeout_s, deadline_s):
+    """A version of 16 GB on a slow NFS takes minutes, and took them again after each restart."""
+    settings, run_dir = TrainerConfig(batch_timeout_s=timeout_s), RunDir(tmp_path, tmp_path)
+    publisher = Publisher(run_dir, settings.weights, None, Wait(settings.batch_timeout_s, nothing))
+    assert publisher.deadline_s == deadline_s and Saver(run_dir, settings, world, 0).deadline_s == settings.patience_s == deadline_s + 540
+
+
+def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path):
     hangs = threading.Event()
 
     class Hangs(Empty):
@@ -239,6 +270,7 @@ def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path, monkeypatch):
             hangs.wait(10)
 
     publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(0.1, nothing))
+    publisher.deadline_s = 0.2
     publisher.start(1, Hangs(), {0})
     with pytest.raises(RunError, match=r"waited 0 s for a version to be written to .*: does that disk answer?"):
         publisher.finish()

@@ -18,6 +18,7 @@ from rl.trainer.measure.performance import work_of
 from rl.trainer.model import alone, head, rope, selftest
 from rl.trainer.model import policy as policy_module
 from rl.trainer.model.alone import keep_layers
+from rl.trainer.model.compiled import CompilerError
 from rl.trainer.model.policy import assemble, mode_of, score
 from rl.trainer.model.selftest import Candidate, Test, choose_mode
 from tests.families import CONFIGS, UNTIED
@@ -234,6 +235,11 @@ def test_the_result_is_cached_by_model_and_settings(folder, world, cache, monkey
     assert choose_mode(candidate(folder("llama"), world, config, activation_checkpointing="full")) == first and len(tried) == 5
     divided = replace(world, experts=SimpleNamespace(shape=(1, 1)))
     assert selftest.digest(candidate(folder("llama"), world), []) != selftest.digest(candidate(folder("llama"), divided), [])
+    names = iter(["NVIDIA H200", "NVIDIA L40S", "NVIDIA H200"])
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: next(names))
+    on_gpu = replace(world, device=torch.device("cuda", 0))
+    first, second, third = (selftest.digest(candidate(folder("llama"), on_gpu), []) for _ in range(3))
+    assert first == third != second
 
 
 @pytest.mark.parametrize("place", [(alone, "load_plain"), (alone, "measure"), (policy_module, "load_rows"), (policy_module, "LossHead")])
@@ -247,6 +253,36 @@ def test_out_of_memory_is_no_fault_of_the_model(folder, world, cache, monkeypatc
     with pytest.raises(RunError, match=r"too little memory to test how to train it.*\(CUDA out of memory. Tried .*\); free memory"):
         choose_mode(candidate(folder("llama"), world))
     assert not list(cache.glob("*"))
+
+
+@pytest.mark.parametrize("kind", [torch.distributed.DistBackendError, torch.AcceleratorError])
+@pytest.mark.parametrize("place", [(alone, "load_plain"), (alone, "measure"), (policy_module, "load_rows"), (policy_module, "LossHead")])
+def test_a_lost_rank_or_a_broken_gpu_is_no_fault_of_the_model(folder, world, cache, monkeypatch, place, kind):
+    """Another model was recommended, or a slower mode taken and cached."""
+
+    def raising(*_, **__):
+        raise kind("of the test")
+
+    monkeypatch.setattr(*place, raising)
+    with pytest.raises(kind, match="of the test"):
+        choose_mode(candidate(folder("llama"), world))
+    assert not list(cache.glob("*"))
+
+
+def test_a_mode_whose_compiler_failed_is_tried_again_at_the_next_start(folder, world, cache, monkeypatch, capsys):
+    """A full disk at one start made all later ones slow."""
+
+    def head(inner, mode, routers):
+        if mode == "blocks":
+            raise CompilerError("torch cannot compile it (OSError: no space left)")
+        return real(inner, mode, routers)
+
+    real = policy_module.LossHead
+    with monkeypatch.context() as broken:
+        broken.setattr(policy_module, "LossHead", head)
+        assert choose_mode(candidate(folder("llama"), world)).mode == "eager"
+    assert "after rejecting blocks: torch cannot compile it" in capsys.readouterr().err and not list(cache.glob("*"))
+    assert choose_mode(candidate(folder("llama"), world)).mode == "blocks" and len(list(cache.glob("*"))) == 1
 
 
 def test_as_many_layers_are_tested_as_a_gpu_has_memory_for(monkeypatch):

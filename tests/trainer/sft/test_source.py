@@ -1,6 +1,7 @@
 """Supervised fine-tuning: what a batch has, its loss against plain cross entropy, and the real trainer, resumed and on two ranks."""
 
 import json
+import os
 import random
 import shutil
 from collections import Counter
@@ -29,7 +30,9 @@ from rl.trainer.model.policy import load_policy, score
 from rl.trainer.sft.source import FromExamples, make_batch, shuffled, split, validate
 from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
 from rl.trainer.train import loss_inputs
+from rl.trainer.trainer import Trainer
 from tests.trainer.samples import assert_alike, pack_alone, plain_scores
+from tests.trainer.test_departure import signal_in_step_3
 from tests.trainer.test_main import run_trainer
 
 STEPS = 6
@@ -233,6 +236,34 @@ def test_sigterm_loses_no_step_and_no_validation(straight, tmp_path, monkeypatch
     mine, whole = (read_metrics(c.run_dir.metrics) for c in (config, straight))
     assert list(mine) == list(whole) and mine[6, "trainer"]["validation/loss"] == whole[6, "trainer"]["validation/loss"]
     assert [step for (step, _), line in mine.items() if "validation/loss" in line] == [0, 3, 6]
+
+
+def end_in_the_validation_of_step_3():
+    """SIGTERM comes in step 3, and the grace is over while the held-out examples are scored, after the checkpoint is complete."""
+    signal_in_step_3()
+    validate = Trainer.validate
+
+    def cut_off(trainer, timer=None):
+        if trainer.step == 3:
+            trainer.saver.finish()
+            os._exit(143)
+        return validate(trainer, timer)
+
+    Trainer.validate = cut_off
+
+
+def test_a_grace_that_ends_in_the_validation_loses_only_that(straight, tmp_path, monkeypatch):
+    """The step's line came after the validation, and was lost, as the next start does not train the step again."""
+    monkeypatch.setenv("RL_GRACE_S", "100")
+    monkeypatch.setenv("RL_TEST_STEP_S", "0.5")
+    config = make_config(tmp_path, straight.model.name, sft={"validation_interval": 3})
+    run_trainer(config, 143, "tests.trainer.sft.test_source:end_in_the_validation_of_step_3")
+    assert list(numbered(config.run_dir.checkpoints)) == [3]
+    assert [step for step, _ in read_metrics(config.run_dir.metrics)] == [0, 1, 2, 3]
+    run_trainer(config)
+    mine, whole = (read_metrics(c.run_dir.metrics) for c in (config, straight))
+    assert list(mine) == list(whole) and mine[3, "trainer"]["loss/mean"] == whole[3, "trainer"]["loss/mean"]
+    assert [step for (step, _), line in mine.items() if "validation/loss" in line] == [0, 6]
 
 
 def test_two_ranks_equal_one(straight, tmp_path):

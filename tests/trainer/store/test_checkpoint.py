@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import json
 import os
@@ -253,7 +254,8 @@ def test_a_disk_that_does_not_answer_ends_the_wait(trained, world, tmp_path, mon
     answers = threading.Event()
     monkeypatch.setattr(checkpoint, "write", lambda *_: answers.wait(60))
     saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig(), world, 0)
-    saver.deadline_s = 0.1
+    saver.deadline_s, said = 0.1, []
+    saver.thread.on_error = lambda: said.append(saver.newest_started)  # so that the status says so, and nobody blames the batch
     saver.save(1, *trained)
     with pytest.raises(RunError, match=r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"):
         saver.finish()
@@ -262,6 +264,7 @@ def test_a_disk_that_does_not_answer_ends_the_wait(trained, world, tmp_path, mon
     saver.last_began = time.monotonic() - 3001
     with pytest.raises(RunError, match=r"waited 3001 s for checkpoint 1 to be written to .*: does that disk answer"):
         saver.due(3, last=99)  # with an interval in seconds, nobody would wait for it before the run's last step
+    assert said == [1, 1]
     answers.set()
 
 
@@ -270,6 +273,26 @@ def test_errors_of_torch_become_ours(tmp_path):
     full, strange = (CheckpointException("write", {0: (error, None)}) for error in (OSError(28, "No space"), ValueError("what")))
     assert checkpoint.cause_of(full, tmp_path, {}).errno == 28
     assert isinstance(checkpoint.cause_of(strange, tmp_path, {}), RuntimeError)
+
+
+def test_copies_that_do_not_fit_into_the_hosts_memory_are_refused(world, monkeypatch):
+    """Only moments were counted; a rank was killed without a message at the first checkpoint of each start."""
+    model = torch.nn.Linear(1 << 10, 1 << 20, bias=False, device="meta")  # as on a GPU: a copy takes 12 GiB, a version 2 GiB
+    moments = {name: torch.empty_like(model.weight) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer = SimpleNamespace(state={model.weight: moments})
+    monkeypatch.setattr(checkpoint, "memory_bytes", lambda: (15 << 30, 15 << 30))
+    checkpoint.require_host_memory(model, optimizer, torch.bfloat16, world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    said = r"2 rank\(s\) for checkpoints take 24\.0 GiB of memory, for policy versions 4\.0 GiB, .* this machine has 15\.0 GiB: shard"
+    with pytest.raises(RunError, match=said):
+        checkpoint.require_host_memory(model, optimizer, torch.bfloat16, world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    model = torch.nn.Linear(1 << 10, 1 << 10, bias=False, device="meta")
+    moments = {name: torch.empty(1 << 10, 1 << 10) for name in moments}  # offloaded: 8 MiB, besides a copy of 12 MiB and a version of 2 MiB
+    for mib, fits in ((21.9, False), (22.1, True)):
+        monkeypatch.setattr(checkpoint, "memory_bytes", lambda mib=mib: (int(mib * 2**20), 0))
+        with contextlib.nullcontext() if fits else pytest.raises(RunError, match=r"trainer\.optim\.offload 0\.0 GiB"):
+            checkpoint.require_host_memory(model, SimpleNamespace(state={model.weight: moments}), torch.bfloat16, world)
 
 
 class Clock:

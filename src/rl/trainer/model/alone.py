@@ -16,6 +16,7 @@ from typing import get_args
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -216,8 +217,9 @@ def describe(error: Exception) -> str:
 
 
 def let_pass(error: Exception) -> None:
-    """Raises the error again if it is not the model's fault."""
-    if is_out_of_memory(error):
+    """Raises the error again if it is not the model's fault, but that of memory, another rank or a GPU. It then ends this process, and the
+    launcher the others."""
+    if is_out_of_memory(error) or isinstance(error, dist.DistError | torch.AcceleratorError):
         raise error
 
 

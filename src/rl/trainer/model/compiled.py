@@ -13,11 +13,15 @@ LIMIT = 16
 row."""
 
 
+class CompilerError(RunError):
+    """Torch cannot compile a function: it may be at fault, or a full disk, or a machine without a C compiler."""
+
+
 def compiled(function: Callable[..., Any], remedy: str) -> Callable[..., Any]:
     """Compiles `function` at its first call, with symbols for all sizes.
 
     Each value of a size or flag that cannot be a symbol costs another compilation, and after LIMIT of one code object torch would continue
-    uncompiled, with many times the memory. The function raises RunError with `remedy` then, and if torch cannot compile it.
+    uncompiled, with many times the memory. The function raises RunError with `remedy` then, and CompilerError if torch cannot compile it.
     """
     from torch._dynamo import config  # takes seconds, which runs without compilation need not spend
     from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
@@ -36,7 +40,7 @@ def compiled(function: Callable[..., Any], remedy: str) -> Callable[..., Any]:
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, torch.OutOfMemoryError):  # needs another remedy
                 raise
-            raise RunError(f"torch cannot compile {name} ({describe(error.inner_exception)}); {remedy}") from error
+            raise CompilerError(f"torch cannot compile {name} ({describe(error.inner_exception)}); {remedy}") from error
 
     return call
 

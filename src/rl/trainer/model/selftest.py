@@ -14,7 +14,6 @@ import gc
 import hashlib
 import importlib.metadata
 import math
-import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,12 +28,13 @@ from transformers import PreTrainedModel
 
 from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
-from rl.models.folder import cache_root
+from rl.models.folder import cache_root, weights_digest
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import MicroBatch, fill_blocks
 from rl.trainer.measure.performance import is_out_of_memory
 from rl.trainer.model.alone import FAR, MODEL_ERRORS, PREFIX, SPARSE, Alone, Samples, compute_alone, describe, let_pass, part_of, quiet
+from rl.trainer.model.compiled import CompilerError
 from rl.trainer.model.head import Scores
 from rl.trainer.model.modes import Mode, is_compiled, possible_modes
 from rl.trainer.parallel.sharding import localise
@@ -66,6 +66,8 @@ class ModeChoice(msgspec.Struct):
     """One line for the user."""
     fault: str = ""
     """The reason why no mode is exact; empty if there is one."""
+    is_lasting: bool = True
+    """Whether the next start would find the same: not if a compiler has failed, whose machine may be at fault. Then it is not cached."""
 
 
 def choose_mode(candidate: Candidate) -> ModeChoice:
@@ -83,7 +85,7 @@ def choose_mode(candidate: Candidate) -> ModeChoice:
         choice = msgspec.json.decode(found, type=ModeChoice)
     else:
         choice = examine(candidate, modes)
-        if world.is_main and not choice.fault:
+        if world.is_main and choice.is_lasting and not choice.fault:
             with suppress(OSError):  # it is only a cache
                 key.parent.mkdir(parents=True, exist_ok=True)
                 write_file(key, msgspec.json.encode(choice))
@@ -95,22 +97,20 @@ def choose_mode(candidate: Candidate) -> ModeChoice:
 
 
 def digest(candidate: Candidate, modes: list[Mode]) -> str:
-    """Returns a hash of everything the result depends on: the model's code, shape and some of its weights, versions, settings, ranks."""
+    """Returns a hash of everything the result depends on: the model's code, shape and some of its weights, versions, settings, ranks
+    and their devices."""
     found, config, settings, world = hashlib.blake2b(digest_size=16), candidate.config, candidate.settings, candidate.world
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers", *(["peft"] if settings.lora else []))]
     here = Path(__file__).parent
     own = [file.read_bytes() for file in sorted([*here.glob("*.py"), *here.with_name("parallel").glob("*.py")])]
-    ranks = [world.device.type, world.size, tuple(world.mesh.shape), world.context_size, world.experts and tuple(world.experts.shape)]
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    ranks = [device, world.size, tuple(world.mesh.shape), world.context_size, world.experts and tuple(world.experts.shape)]
     put_in = [settings.compile, settings.activation_checkpointing, settings.lora, settings.router_replay, candidate.frozen]
     found.update(repr([versions, own, modes, ranks, put_in, config.dtype, config.max_model_len]).encode())
     for path in sorted(Path(candidate.folder).iterdir()):
         if path.name == "config.json" or path.suffix == ".py":
             found.update(path.read_bytes())
-        elif path.suffix in (".safetensors", ".bin"):
-            with path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(size // 2)
-                found.update(f"{path.name} {size}".encode() + file.read(1 << 16))
+    found.update(weights_digest(Path(candidate.folder)).encode())
     return found.hexdigest()
 
 
@@ -148,7 +148,8 @@ def try_modes(candidate: Candidate, modes: list[Mode]) -> ModeChoice:
         return ModeChoice(fault=f"model.name = {config.name}: cannot be computed alone ({describe(error)}); choose another model")
     for mode in modes:
         if not (reason := test.why_not(mode)):
-            return ModeChoice(mode, alone.implementations[mode], note_of(mode, alone.name, reasons, test.found, test.limit))
+            note = note_of(mode, alone.name, reasons, test.found, test.limit)
+            return ModeChoice(mode, alone.implementations[mode], note, is_lasting=not test.compiler_failed)
         reasons.append(f"{mode}: {reason}")
     remedy = "choose another model"
     if "unpacked" not in modes:
@@ -180,6 +181,8 @@ class Test:
         self.shape = part_of(candidate.folder, self.config, self.world)
         self.samples = Samples(self.shape, self.config.max_model_len)
         self.found = self.limit = 0.0
+        self.compiler_failed = False
+        """Whether any rank's compiler has failed in any mode."""
         self.computed: dict[str, Alone] = {}
 
     def alone(self, dtype: str) -> Alone:
@@ -201,7 +204,7 @@ class Test:
         return self.try_mode(mode, self.config.dtype)
 
     def try_mode(self, mode: Mode, dtype: str) -> str:
-        alone, found, reason = self.alone(dtype), math.inf, ""
+        alone, found, failed, reason = self.alone(dtype), math.inf, False, ""
         if mode not in alone.implementations:
             return "its attention cannot be replaced"
         try:
@@ -214,8 +217,9 @@ class Test:
             found = max(self.difference(model, row) for row in rows)
         except MODEL_ERRORS as error:
             let_pass(error)
-            reason = describe(error)
-        self.found = float(self.world.reduce(torch.tensor(found, dtype=torch.float64), dist.ReduceOp.MAX))
+            failed, reason = isinstance(error, CompilerError), describe(error)
+        self.found, failed = self.world.reduce(torch.tensor([found, failed], dtype=torch.float64), dist.ReduceOp.MAX).tolist()
+        self.compiler_failed |= bool(failed)
         self.limit, reason = alone.limit, self.world.broadcast_bytes(reason.encode()).decode()
         return "" if self.found <= self.limit else reason or f"{self.found:.2g} nats off, rounding allows {self.limit:.1e}"
 

@@ -32,6 +32,7 @@ from rl.run_dir.hashes import blake2b
 from rl.run_dir.paths import numbers
 from rl.system import faults
 from rl.system.errors import RunError
+from rl.system.machine import memory_bytes
 from rl.trainer.optim import local
 from rl.trainer.parallel.world import World
 from rl.trainer.store.reader import METADATA, Reader
@@ -83,6 +84,23 @@ def snapshot(model: PreTrainedModel, optimizer: Optimizer, world: World, stager:
     return copied
 
 
+def require_host_memory(model: PreTrainedModel, optimizer: Optimizer, dtype: torch.dtype, world: World) -> None:
+    """Raises RunError if this machine has less memory than its ranks will hold: the copy for checkpoints and the newest version in `dtype`,
+    which both stay, and offloaded moments. A rank would be killed without a message, at the first checkpoint of each start."""
+    state = [local(tensor) for tensor in tensors_of(model, optimizer, world).values()]
+    copied, offloaded = sum(tensor.nbytes for tensor in state), sum(tensor.nbytes for tensor in state if tensor.is_cpu)
+    weights = sum(local(parameter).numel() for parameter in model.parameters() if parameter.requires_grad)
+    version = weights * dtype.itemsize // world.num_replicas  # one of them publishes
+    ranks, total = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), memory_bytes()[0]
+    if ranks * (copied + version + offloaded) > total:
+        gib = [f"{ranks * size / 2**30:.1f}" for size in (copied, version, offloaded)]
+        raise RunError(
+            f"the copies of {ranks} rank(s) for checkpoints take {gib[0]} GiB of memory, for policy versions {gib[1]} GiB, "
+            f"and trainer.optim.offload {gib[2]} GiB, but this machine has {total / 2**30:.1f} GiB: shard the model over more machines, "
+            "do not offload, or train adapters (trainer.lora)"
+        )
+
+
 class HashedFiles(FileSystem):
     """The file system of a checkpoint's writer: hashes each file while it is written."""
 
@@ -105,9 +123,10 @@ def write(
     world: World,
     group: dist.ProcessGroup | None = None,
     fence: Callable[[], None] | None = None,
+    base: str = "",
 ) -> None:
     """Writes a state as the checkpoint of `step`. Every rank calls this with its part; it returns when the checkpoint is complete under its
-    final name. `model`: the model's fingerprint.
+    final name. `model`: the model's fingerprint; `base`: the digest of the base model's weights if the run needs them further on.
 
     `group`: a process group used only for this, if it runs in a thread. `fence`: see write_file. Raises OSError if the disk is full,
     TakenError if there already is a checkpoint of that step.
@@ -134,7 +153,7 @@ def write(
             fsync_path(temporary / name)
     sums = world.gather_bytes(json.dumps(own).encode(), group)
     if world.is_main:
-        write_manifest(temporary, step, model, sums)
+        write_manifest(temporary, step, model, sums, base)
         faults.point("checkpoint.manifest")
         commit_directory(temporary, path, new=True, fence=fence)
     world.barrier(group)
@@ -157,12 +176,12 @@ def cause_of(error: CheckpointException, folder: Path, state: dict[str, Tensor])
     return RuntimeError(f"{folder}: the checkpoint could not be written: {error}")
 
 
-def write_manifest(folder: Path, step: int, model: str, sums: list[bytes]) -> None:
+def write_manifest(folder: Path, step: int, model: str, sums: list[bytes], base: str) -> None:
     """Writes the manifest. `sums`: for each rank, the checksums of its own files as JSON."""
     files = {".metadata": checksum(folder / ".metadata")}
     for own in sums:
         files |= json.loads(own)
-    manifest = {"step": step, "world_size": len(sums), "model": model, "files": files}
+    manifest = {"step": step, "world_size": len(sums), "model": model, "base": base, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
@@ -207,14 +226,15 @@ def load(
     world: World,
     group: dist.ProcessGroup | None = None,
     deadline_s: float = READ_S,
+    base: str = "",
 ) -> int:
     """Reads a checkpoint, which `newest` has found, into model, optimizer and RNG, and verifies it; returns its step. The number of ranks
     may differ from the writer's. A file that a rank reads as a whole is hashed meanwhile; the ranks divide the others.
 
-    `group`: one whose collectives may wait for disks. Raises CorruptFileError on every rank if the checkpoint is damaged: then `rl` repairs
-    the run. Waits for: the disk; after `deadline_s` seconds raises RunError.
+    `group`: one whose collectives may wait for disks. `base`: as in `write`. Raises CorruptFileError on every rank if the checkpoint is
+    damaged: then `rl` repairs the run. Waits for: the disk; after `deadline_s` seconds raises RunError.
     """
-    check_model(path, manifest, model)
+    check_model(path, manifest, model, base)
     reader, reading = Reader(path, hashed=True), SingleTaskThread()
     state = without_missing_rng(tensors_of(model, optimizer, world), reader)
     if manifest["world_size"] != world.size:  # RNG streams belong to ranks, and mean nothing to another number of ranks
@@ -261,21 +281,27 @@ def misread(path: Path, files: dict[str, Any], read: list[dict[str, Any]]) -> st
     return ""
 
 
-def load_weights(path: Path, manifest: dict[str, Any], model: PreTrainedModel) -> None:
-    """Reads only the weights of a verified checkpoint, in a single process without a process group."""
-    check_model(path, manifest, model)
+def load_weights(path: Path, manifest: dict[str, Any], model: PreTrainedModel, base: str = "") -> None:
+    """Reads only the weights of a verified checkpoint, in a single process without a process group. `base`: as in `write`."""
+    check_model(path, manifest, model, base)
     state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, storage_reader=Reader(path), no_dist=True)
 
 
-def check_model(path: Path, manifest: dict[str, Any], model: PreTrainedModel) -> None:
-    """Raises RunError unless the model has the same parameters as the one that wrote the checkpoint."""
+def check_model(path: Path, manifest: dict[str, Any], model: PreTrainedModel, base: str) -> None:
+    """Raises RunError unless the model has the same parameters as the one that wrote the checkpoint, and the same base if it needs one:
+    adapters and the KL term mean nothing to another. Checkpoints of an older rl do not name theirs."""
     if manifest["model"] != fingerprint(model):
         raise RunError(
             f"{path} was written by another model than model.name: names or shapes of parameters differ; "
             "use the run's own model, or another name for a new run"
+        )
+    if base and manifest["base"] not in ("", base):
+        raise RunError(
+            f"{path} was written with other weights of model.name, on which the adapters or the KL term depend: their files have changed; "
+            "put them back (of a model of the hub, the earlier revision), give a copy of them as model.name, or start a new run"
         )
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rl.config.trainer import WeightsConfig
+from rl.config.trainer import DISK_S, WeightsConfig
 from rl.run_dir import spans
 from rl.run_dir.checksums import check_record, first_difference, is_delta, read_digests, verify_version
 from rl.run_dir.digests import Digest
@@ -35,8 +35,8 @@ from rl.trainer.store.versions import PublishedVersion
 from rl.wire.messages import Acknowledged, WeightVersion
 from rl.wire.transport import OrchestratorClient, Wait
 
-DISK_S = 60.0
-"""Seconds allowed for writing a version, in addition to the orchestrator's timeout."""
+MORE_S = 60.0
+"""Seconds allowed for writing and announcing a version, in addition to the longer one of the orchestrator's timeout and DISK_S."""
 DISK = "does that disk answer?"
 
 
@@ -53,7 +53,8 @@ class Publisher:
         world: World | None = None,
     ):
         """Without a client nothing is announced, and no version is kept for evaluations. `warn`: see Status.warn. Every rank calls this."""
-        self.warn, self.ranks = warn, Ranks(world, wait.timeout_s + DISK_S)  # rank 0 waits for the orchestrator meanwhile
+        self.warn, self.deadline_s = warn, max(wait.timeout_s, DISK_S) + MORE_S
+        self.ranks = Ranks(world, self.deadline_s)  # rank 0 waits for the orchestrator meanwhile
         self.run_dir, self.config, self.client, self.wait = run_dir, config, client, wait
         self.retention = Retention(run_dir.weights_dir, ("",), config.keep_last, config.keep_every)
         self.retention.continues = lambda number: is_delta(run_dir.weights(number))
@@ -103,7 +104,7 @@ class Publisher:
             self.last.keep(number, version.image)
         needed = self._announce(WeightVersion(number, str(path)), since)
         if self.ranks.is_main:
-            self.disk.result(f"version {number - 1} to be durable: {DISK}", self.wait.timeout_s + DISK_S)
+            self.disk.result(f"version {number - 1} to be durable: {DISK}", self.deadline_s)
             self.disk.start(self._make_durable, number, path, needed, checkpoints)
 
     def _is_delta(self, number: int) -> bool:
@@ -222,4 +223,4 @@ class Publisher:
         what = f"a version to be written to {self.run_dir.weights_dir}: {DISK}"
         if thread.busy:
             with self.wait:  # the thread's requests to the orchestrator time out earlier
-                thread.result(what, self.wait.timeout_s + DISK_S)
+                thread.result(what, self.deadline_s)

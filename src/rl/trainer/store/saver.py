@@ -31,8 +31,9 @@ class Saver:
     differs between machines, so counting all of it keeps the bound valid everywhere. A resumed run measures the cost again.
     """
 
-    def __init__(self, run_dir: RunDir, settings: TrainerConfig, world: World, step: int):
-        """`step`: the step of the newest existing checkpoint."""
+    def __init__(self, run_dir: RunDir, settings: TrainerConfig, world: World, step: int, base: str = ""):
+        """`step`: the step of the newest existing checkpoint. `base`: see checkpoint.write."""
+        self.base = base
         self.run_dir, self.config, self.world, self.deadline_s = run_dir, settings.checkpoint, world, settings.patience_s
         self.retention = Retention(run_dir.checkpoints, ("",), self.config.keep_last, self.config.keep_every)
         self.never_due = bool(settings.data.fake) and settings.checkpoint.interval is None
@@ -65,6 +66,7 @@ class Saver:
         """
         self.thread.raise_errors()
         if self.step != self.newest_started and (waited_s := time.monotonic() - (self.last_began or math.inf)) > self.deadline_s:
+            self.thread.on_error()
             raise RunError(f"waited {waited_s:.0f} s for {self._in_progress()}", RESTART)
         if self.never_due:
             return False
@@ -88,7 +90,7 @@ class Saver:
         """`began`, `before`: when this checkpoint and the previous one began."""
         fence = partial(check_fence, self.run_dir.lock("trainer"))
         with spans.span("write_checkpoint", "saver", step):
-            checkpoint.write(self.run_dir.checkpoint(step), step, state, model, self.world, self.group, fence)
+            checkpoint.write(self.run_dir.checkpoint(step), step, state, model, self.world, self.group, fence, self.base)
         self.since = time.monotonic()
         self.cost_s = self.since - began
         self.fraction = self.cost_s / max(began - before, self.cost_s)

@@ -22,7 +22,7 @@ class SingleTaskThread:
         self._pool = ThreadPool(1)
         self._work: AsyncResult | None = None
         self.on_error: Callable[[], None] = lambda: None
-        """Called right before an error of a task is raised."""
+        """Called right before an error of a task is raised, or that it takes too long."""
 
     @property
     def busy(self) -> bool:
@@ -53,6 +53,7 @@ class SingleTaskThread:
                 other.raise_errors()
             left_s = deadline - time.monotonic()
             if left_s <= 0:
+                self.on_error()
                 raise RunError(f"waited {deadline_s:.0f} s for {what}", exit_code=1)  # so that it counts as a crash: a restart may succeed
             self._work.wait(min(POLL_S, left_s))
         return self._take()

@@ -25,11 +25,14 @@ class TokenFiles:
         self.sizes: dict[int, int] | None = None
         """Bytes of the files by step, oldest first; None before the directory has been listed."""
         self.thread = SingleTaskThread()
+        self.newest_started = 0
+        """The newest step whose log was started."""
 
     def start(self, step: int, columns: Mapping[str, np.ndarray] | None) -> None:
         """Starts to write the log of a step; `columns` is None on all ranks but 0. Waits for: the previous log."""
         self.finish()
         if columns is not None:
+            self.newest_started = step
             self.thread.start(self._write, step, columns)
 
     def _write(self, step: int, columns: Mapping[str, np.ndarray]) -> None:
