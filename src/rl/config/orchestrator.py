@@ -292,7 +292,8 @@ class OrchestratorConfig(Settings):
     inference_timeout_s: float = Field(900.0, gt=0)
     """Seconds to wait for an inference server to come up, come back, or load a version."""
     trainer_timeout_s: float = Field(3600.0, gt=0)
-    """Seconds to wait for the trainer's next policy version before the run ends with a diagnosis."""
+    """Seconds to wait for the trainer's next policy version before the run ends with a diagnosis; counted anew whenever a group finishes,
+    since the trainer may be waiting for its batch."""
     worker_timeout_s: float = Field(300.0, gt=0)
     """Seconds that an environment's worker may take to start."""
     batches: RetentionConfig = RetentionConfig()
