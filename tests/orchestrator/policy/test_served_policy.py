@@ -5,14 +5,16 @@ import json
 from pathlib import Path
 from unittest.mock import AsyncMock
 
+import msgspec
 import pytest
 
 from rl.config.command_line import build, parse_args
 from rl.orchestrator.evals.evaluator import EvalEnv, Evaluator
 from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.step_clock import StepClock
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.metrics import read_metrics
+from rl.run_dir.origin import Origin
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout
@@ -259,3 +261,18 @@ def test_an_eval_whose_workers_are_lost_is_left_out(world):
     pool.lost["e"] = "it died"
     policy.loaded = 5
     assert not evaluator.due(4, 9) and policy.needed(9)[0] == 5
+
+
+def test_a_branch_is_evaluated_from_its_first_version_on(tmp_path):
+    """Regression: a branch at step 40 first loaded and evaluated the base model, and at step 37 not the version that it begins with."""
+    flags = ["--name", "b", "--output_dir", str(tmp_path), "--orchestrator.environment.id", "e", "--orchestrator.eval.interval", "20"]
+    config = build(parse_args([*flags, "--max_steps", "80"]))
+    config.run_dir.weights(37).mkdir(parents=True)
+    write_file(config.run_dir.origin, msgspec.json.encode(Origin("r", 37, 0.0, [])))
+    servers = Servers(37)
+    evaluator = Evaluator(config, Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
+    policy = ServedPolicy(servers, config.run_dir, str(tmp_path), evaluator, AsyncMock())
+    asyncio.run(policy.start())
+    policy.forget(80)
+    assert policy.there() == [0, 37] and policy.needed(80)[0] == 37
+    assert [number for number in range(81) if evaluator.due(number, 80)] == [37, 40, 60, 80]

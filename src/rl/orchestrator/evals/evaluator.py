@@ -17,6 +17,7 @@ from rl.orchestrator.workers.setups import EvalEnv
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog, read_metrics
+from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout
@@ -40,6 +41,8 @@ class Evaluator:
         self.metrics = MetricsLog(self.run_dir.metrics, "eval", partial(check_fence, self.run_dir.lock("orchestrator")))
         self.best: dict[str, tuple[float, int]] = {}
         """By label: (mean reward, policy version); the first version wins ties."""
+        self.first = first_step(self.run_dir)
+        """The version before the run's first step."""
         self.skipped: set[int] = set()
         """Versions that inference can no longer load."""
         for (version, _), values in sorted(read_metrics(self.run_dir.metrics, "eval").items()):
@@ -54,11 +57,13 @@ class Evaluator:
             write_file(self.run_dir.evals / "best.json", json.dumps(content, indent=2).encode())
 
     def due(self, version: int, final: int) -> list[EvalConfig]:
-        """Returns the unfinished evaluations to play at a version: at 0, every `interval` versions, and at the last version, `final`."""
+        """Returns the unfinished evaluations to play at a version: before the first step, every `interval` versions, and at the last
+        version, `final`. A branch does not evaluate versions of the run that it was made from, such as the base model."""
         return [
             entry
             for entry in self.config.orchestrator.eval
-            if (version % entry.interval == 0 or version == final)
+            if version >= self.first
+            and (version % entry.interval == 0 or version in (self.first, final))
             and not (self.run_dir.eval(version, entry.label).exists() or version in self.skipped)
             and self.envs[entry.label].worker_env not in self.pool.lost
         ]
