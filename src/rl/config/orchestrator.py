@@ -210,7 +210,7 @@ class EvalConfig(EnvSource):
     samples: int = Field(1, ge=1)
     """Rollouts of each example."""
     target: Unbounded = math.inf
-    """The run ends when this evaluation reaches this mean reward."""
+    """The run ends when this evaluation reaches this mean reward and less than a tenth of its rollouts failed."""
 
 
 def inherit(entry: EvalConfig, env: EnvConfig) -> None:

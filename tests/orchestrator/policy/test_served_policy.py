@@ -253,6 +253,26 @@ def test_an_eval_that_died_before_its_file_is_played_again_and_its_target_is_rem
     assert again.reached_target() == "eval e reached 0.750 at version 2; its target is 0.7" and again.best["e"] == (0.75, 2)
 
 
+def test_an_eval_of_which_many_rollouts_failed_is_neither_the_best_nor_reaches_a_target(world, caplog):
+    """Regression: with negative rewards a failure, which counts as 0, was the best reward, and ended the run as a success."""
+    servers = Servers(2)
+    config, evaluator, _ = world(servers, pool := Pool(servers))
+    config.orchestrator.eval[0].target = -1.0
+    played = iter([*[Rollout(reward=-4.5)] * 4, *[Rollout(error="judge away", cause="reward")] * 4])
+
+    async def play(*_, **__):
+        return [next(played)]
+
+    pool.play = play
+    for version in (2, 4):
+        asyncio.run(evaluator.evaluate(config.orchestrator.eval[0], version, AsyncMock()))
+    evaluator.metrics.write(6, {"eval/e/reward_mean": -4.0, "eval/e/errored": 0.0625})
+    again = Evaluator(config, pool, evaluator.envs, StepClock())
+    assert evaluator.best["e"] == (-4.5, 2) and again.best["e"] == (-4.0, 6)
+    assert evaluator.reached_target() is again.reached_target() is None
+    assert "eval e at version 4: 100% of its rollouts failed" in caplog.text and "at version 6" not in caplog.text
+
+
 def test_an_eval_whose_workers_are_lost_is_left_out(world):
     servers = Servers(4)
     pool = Pool(servers)
