@@ -134,9 +134,9 @@ class EnvSource(Settings):
     """Files and directories visible in a sandbox, in addition to the environment's folder or module, its rows and its reward's file, such
     as modules that it imports from its directory and paths in its arguments: `["helper.py", "corpus"]`."""
     max_generating: int = Field(-1, ge=-1)
-    """Most rollouts generated at once, over all workers; -1: no limit."""
+    """Most rollouts generated at once, over all workers, so at least as many as these; -1: no limit."""
     max_scoring: int = Field(-1, ge=-1)
-    """Most rollouts scored at once, over all workers; -1: no limit."""
+    """Most rollouts scored at once, over all workers, so at least as many as these; -1: no limit."""
     timeout_s: float | None = Field(None, gt=0)
     """Time limit in seconds for generating one rollout, and again for scoring it. Default: orchestrator.rollout_timeout_s."""
     sampling: SamplingOverrides = Field(default_factory=SamplingOverrides)
@@ -203,6 +203,9 @@ class EvalConfig(EnvSource):
     defaults, or sets to them.
     """
 
+    workers: int = Field(1, ge=1)
+    """Number of processes that run the environment's code. No effect where the evaluation shares a training environment's workers, because
+    their settings are equal."""
     interval: int = Field(10, ge=1)
     """Steps between evaluations."""
     num_examples: int = Field(-1, ge=-1)
