@@ -134,9 +134,9 @@ class EnvSource(Settings):
     """Files and directories visible in a sandbox, in addition to the environment's folder or module, its rows and its reward's file, such
     as modules that it imports from its directory and paths in its arguments: `["helper.py", "corpus"]`."""
     max_generating: int = Field(-1, ge=-1)
-    """Most rollouts generated at once, over all workers; -1: no limit."""
+    """Most rollouts generated at once, over all workers, so at least as many as these; -1: no limit."""
     max_scoring: int = Field(-1, ge=-1)
-    """Most rollouts scored at once, over all workers; -1: no limit."""
+    """Most rollouts scored at once, over all workers, so at least as many as these; -1: no limit."""
     timeout_s: float | None = Field(None, gt=0)
     """Time limit in seconds for generating one rollout, and again for scoring it. Default: orchestrator.rollout_timeout_s."""
     sampling: SamplingOverrides = Field(default_factory=SamplingOverrides)
@@ -203,6 +203,9 @@ class EvalConfig(EnvSource):
     defaults, or sets to them.
     """
 
+    workers: int = Field(1, ge=1)
+    """Number of processes that run the environment's code. No effect where the evaluation shares a training environment's workers, because
+    their settings are equal."""
     interval: int = Field(10, ge=1)
     """Steps between evaluations."""
     num_examples: int = Field(-1, ge=-1)
@@ -210,7 +213,7 @@ class EvalConfig(EnvSource):
     samples: int = Field(1, ge=1)
     """Rollouts of each example."""
     target: Unbounded = math.inf
-    """The run ends when this evaluation reaches this mean reward."""
+    """The run ends when this evaluation reaches this mean reward and less than a tenth of its rollouts failed."""
 
 
 def inherit(entry: EvalConfig, env: EnvConfig) -> None:
@@ -292,7 +295,8 @@ class OrchestratorConfig(Settings):
     inference_timeout_s: float = Field(900.0, gt=0)
     """Seconds to wait for an inference server to come up, come back, or load a version."""
     trainer_timeout_s: float = Field(3600.0, gt=0)
-    """Seconds to wait for the trainer's next policy version before the run ends with a diagnosis."""
+    """Seconds to wait for the trainer's next policy version before the run ends with a diagnosis; counted anew whenever a group finishes,
+    since the trainer may be waiting for its batch."""
     worker_timeout_s: float = Field(300.0, gt=0)
     """Seconds that an environment's worker may take to start."""
     batches: RetentionConfig = RetentionConfig()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rl.config.command_line import build, parse_args
 from rl.orchestrator.batches import batch_selection as batches
-from rl.orchestrator.batches.batch_builder import MAX_FAILED
+from rl.orchestrator.batches.batch_builder import MAX_FAILED, MAX_WITHOUT_SIGNAL
 from rl.orchestrator.batches.early_stop import RewardHistory
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.orchestrator.groups.group_credit import Rules, credit_group
@@ -242,6 +242,34 @@ def test_failures_of_an_earlier_process_do_not_end_the_next_one(tmp_path):
         now(one.builder.add(failed))
         with pytest.raises(RunError, match=f"the last {2 * MAX_FAILED} groups all failed; the newest error:\nthe judge is down"):
             now(one.builder.commit_full_batches())
+
+
+def test_a_run_that_ended_without_any_signal_can_be_resumed_once_the_cause_is_fixed(tmp_path):
+    """Regression: it asked for the reward function to be mended, and ended again before it had played anything with the mended one."""
+    world = World(tmp_path, random.Random(0))
+
+    def play(one: Orchestrator, *rewards: float) -> None:
+        group = world.group(one.source.next(["a"]), 0)
+        for rollout, reward in zip(group.rollouts, rewards, strict=True):
+            rollout.reward, rollout.error, rollout.cause = reward, None, None
+        now(one.builder.add([group]))
+        now(one.builder.commit_full_batches())
+
+    for num_groups in (2 * MAX_WITHOUT_SIGNAL, 2):  # a batch is two groups
+        one = world.orchestrator()
+        now(one.builder.restore())
+        now(one.builder.commit_full_batches())
+        for _ in range(num_groups - 1):
+            play(one, 0.0, 0.0)
+        with pytest.raises(
+            RunError, match=f"^{4 * MAX_WITHOUT_SIGNAL + (4 if num_groups == 2 else 0)} rollouts in a row without any signal"
+        ):
+            play(one, 0.0, 0.0)
+    one = world.orchestrator()
+    now(one.builder.restore())
+    for _ in range(4):
+        play(one, 0.0, 1.0)
+    assert one.progress.newest == 2
 
 
 def ref_of(group: Group) -> TaskRef:

@@ -5,14 +5,16 @@ import json
 from pathlib import Path
 from unittest.mock import AsyncMock
 
+import msgspec
 import pytest
 
 from rl.config.command_line import build, parse_args
 from rl.orchestrator.evals.evaluator import EvalEnv, Evaluator
 from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.step_clock import StepClock
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.metrics import read_metrics
+from rl.run_dir.origin import Origin
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout
@@ -251,6 +253,26 @@ def test_an_eval_that_died_before_its_file_is_played_again_and_its_target_is_rem
     assert again.reached_target() == "eval e reached 0.750 at version 2; its target is 0.7" and again.best["e"] == (0.75, 2)
 
 
+def test_an_eval_of_which_many_rollouts_failed_is_neither_the_best_nor_reaches_a_target(world, caplog):
+    """Regression: with negative rewards a failure, which counts as 0, was the best reward, and ended the run as a success."""
+    servers = Servers(2)
+    config, evaluator, _ = world(servers, pool := Pool(servers))
+    config.orchestrator.eval[0].target = -1.0
+    played = iter([*[Rollout(reward=-4.5)] * 4, *[Rollout(error="judge away", cause="reward")] * 4])
+
+    async def play(*_, **__):
+        return [next(played)]
+
+    pool.play = play
+    for version in (2, 4):
+        asyncio.run(evaluator.evaluate(config.orchestrator.eval[0], version, AsyncMock()))
+    evaluator.metrics.write(6, {"eval/e/reward_mean": -4.0, "eval/e/errored": 0.0625})
+    again = Evaluator(config, pool, evaluator.envs, StepClock())
+    assert evaluator.best["e"] == (-4.5, 2) and again.best["e"] == (-4.0, 6)
+    assert evaluator.reached_target() is again.reached_target() is None
+    assert "eval e at version 4: 100% of its rollouts failed" in caplog.text and "at version 6" not in caplog.text
+
+
 def test_an_eval_whose_workers_are_lost_is_left_out(world):
     servers = Servers(4)
     pool = Pool(servers)
@@ -259,3 +281,18 @@ def test_an_eval_whose_workers_are_lost_is_left_out(world):
     pool.lost["e"] = "it died"
     policy.loaded = 5
     assert not evaluator.due(4, 9) and policy.needed(9)[0] == 5
+
+
+def test_a_branch_is_evaluated_from_its_first_version_on(tmp_path):
+    """Regression: a branch at step 40 first loaded and evaluated the base model, and at step 37 not the version that it begins with."""
+    flags = ["--name", "b", "--output_dir", str(tmp_path), "--orchestrator.environment.id", "e", "--orchestrator.eval.interval", "20"]
+    config = build(parse_args([*flags, "--max_steps", "80"]))
+    config.run_dir.weights(37).mkdir(parents=True)
+    write_file(config.run_dir.origin, msgspec.json.encode(Origin("r", 37, 0.0, [])))
+    servers = Servers(37)
+    evaluator = Evaluator(config, Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
+    policy = ServedPolicy(servers, config.run_dir, str(tmp_path), evaluator, AsyncMock())
+    asyncio.run(policy.start())
+    policy.forget(80)
+    assert policy.there() == [0, 37] and policy.needed(80)[0] == 37
+    assert [number for number in range(81) if evaluator.due(number, 80)] == [37, 40, 60, 80]

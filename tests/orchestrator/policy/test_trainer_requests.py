@@ -15,9 +15,11 @@ from rl.orchestrator.progress import Progress
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import RoleStatus, write_status
+from rl.system.errors import RunError
 from rl.wire.batch_file import EncodedBatch, write_batch
 from rl.wire.inference_client import Generation, InferenceLostError, PromptTooLongError
 from rl.wire.messages import VersionSpan
+from tests import steady
 from tests.trainer.samples import make_sample
 from tests.waiting import until
 
@@ -42,6 +44,26 @@ def test_a_trainer_on_a_host_with_another_clock_lives_as_long_as_its_heart_beats
         assert not requests.trainer_has_ended()
         time.sleep(0.05)
     until(requests.trainer_has_ended)
+
+
+def test_a_batch_that_is_played_for_long_is_not_the_trainers_fault(tmp_path):
+    """Regression: a healthy run whose batch took longer than trainer_timeout_s was ended, however many of its groups had finished."""
+    progress, status = Progress(9), SimpleNamespace(progress=0)
+    requests = TrainerRequests(RunDir(tmp_path, tmp_path / "weights"), progress, SimpleNamespace(), status, 0)
+
+    async def play(num_groups: int) -> None:
+        for _ in range(num_groups):
+            await asyncio.sleep(0.15)
+            status.progress += 8
+            await progress.notify()
+
+    async def main() -> None:
+        playing = asyncio.create_task(play(6))
+        with pytest.raises(RunError, match="waited 0 s for version 1"):
+            await requests.wait_for_trainer(lambda: status.progress > 48, "version 1", 0.2)
+        assert status.progress == 48 and playing.done()
+
+    steady.run(main())
 
 
 def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeypatch):

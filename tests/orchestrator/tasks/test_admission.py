@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl.orchestrator.tasks import admission as admission_module
 from rl.orchestrator.tasks.admission import Admission, InFlight, Pace, Places, eligible
 from rl.orchestrator.tasks.task_source import TaskRef
 
@@ -91,6 +92,22 @@ def test_the_pace_is_that_of_the_environments_with_half_of_the_weight():
     major.add("fast", 1.0)
     major.add("slow", 60.0)
     assert major.typical_s() == 60.0
+
+
+def test_an_outage_frees_no_places(monkeypatch):
+    """Regression: while nothing finished, all groups in flight gave up their places, and those started instead made lag reach 8."""
+    clock = [20.0]
+    monkeypatch.setattr(admission_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    settings = SimpleNamespace(batch_size=64, max_in_flight=576, max_refill=3)
+    admission = Admission(SimpleNamespace(max_lag=1, orchestrator=settings), SimpleNamespace(shares=ONE, retry=[]))
+    admission.pace.add("a", 20.0)  # started at 0, as all of these
+    admission.in_flight = {number: InFlight(TaskRef(number, "a", 0), 8, 0, 0.0, None) for number in range(16)}
+    clock[0] = 100.0
+    assert admission.eligible(admission.places([]), 2) == []
+    admission.in_flight[16] = InFlight(TaskRef(16, "a", 0), 8, 0, 40.0, None)
+    admission.pace.add("a", 70.0)  # started at 30
+    places = admission.places([])
+    assert (places.slow["a"], places.playing["a"]) == (128, 8) and admission.eligible(places, 2) == ["a"]
 
 
 def test_a_lost_environment_leaves_the_groups_that_are_played_to_their_batch():

@@ -84,6 +84,26 @@ def test_tasks_of_an_environment_that_changed_do_not_hang_a_resume():
     assert source.next(["a"]).group_id > 0
 
 
+@pytest.mark.parametrize("size", [4999, 5001, 6000, None])
+@pytest.mark.parametrize("num_done", [1, 6])
+def test_with_another_number_of_tasks_only_groups_that_were_in_flight_are_issued_again(size, num_done, caplog):
+    """Regression: with one task more, 3,047 groups counted as lost and were started at once; endless tasks were drawn 2**30 times."""
+    source = TaskSource({"a": EnvTasks(5000), "b": EnvTasks(9)}, seed=0)
+    first = [source.next(["a"]) for _ in range(100)]
+    state = source.state(first[90:])
+    later = [source.next([env]) for env in "aabaaabb"]
+    done = [*later[1 : 1 + num_done], later[7]]
+    restored = TaskSource({"a": EnvTasks(size), "b": EnvTasks(9)}, seed=0)
+    restored.restore(state, done)
+    again, lost = list(restored.retry)[:10], list(restored.retry)[10:]
+    assert again == first[90:] and {ref.group_id for ref in lost} <= {ref.group_id for ref in later if ref not in done}
+    assert [ref.task for ref in lost if ref.env == "b"] == [ref.task for ref in later if ref.env == "b" and ref not in done]
+    lost_a = [ref for ref in lost if ref.env == "a"]
+    assert restored.issued == {"a": 100 + sum(ref.env == "a" for ref in done) + len(lost_a), "b": 3}
+    assert len(lost_a) == (size == 5001)  # whose order has much in common with that of 5000
+    assert ("environment a: its tasks, or their order" in caplog.text) == (size != 5001) and "environment b" not in caplog.text
+
+
 def pooled(size, **weights):
     return TaskSource({"a": EnvTasks(size, difficulty=DifficultyConfig(**weights))}, seed=0)
 

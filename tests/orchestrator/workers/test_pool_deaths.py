@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from rl.orchestrator.workers.pool import EnvLostError
 from rl.system.errors import RunError
 from tests.orchestrator.light_worker import run
 
@@ -57,6 +58,47 @@ def test_a_group_that_kills_workers_is_given_up_alone_and_once_under_a_steady_fe
     poison, started = run(tmp_path, monkeypatch, work)
     assert [(rollout.cause, rollout.episode) for rollout in poison] == [("worker", 0), ("worker", 1)] and "died 3 times" in poison[0].error
     assert started == 4 and not any(rollout.error for rollout in outcomes)
+
+
+@pytest.mark.parametrize("kind", ["idle", "busy", "suspect"])
+def test_groups_of_a_worker_that_does_not_come_back_go_to_another(tmp_path, monkeypatch, kind):
+    """Regression: they waited for it without end, or until its failed starts made the environment lost and killed the healthy worker."""
+    monkeypatch.setattr("rl.orchestrator.workers.pool.RESTART_S", 0.02)
+    monkeypatch.setattr("rl.orchestrator.workers.pool.RESTART_LIMIT_S", 0.05)
+    monkeypatch.setattr("rl.orchestrator.workers.pool.BARREN_DEATHS", 1)
+    monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.COPY_S", 0.05)
+
+    async def feed(pool):
+        while True:
+            await pool.play("light", "train", 0, 1, {"seconds": 0.05}, 0)
+
+    def start(pool, task, seconds):
+        return asyncio.create_task(pool.play("light", "train", task, 1, {"seconds": seconds}, 0))
+
+    async def work(pool):
+        pool.on_lost = lambda env, reason: None
+        held, _, long = start(pool, 7, 3600), start(pool, 8, 0.0), start(pool, 9, 3600)
+        await asyncio.sleep(0)
+        dying, healthy = pool.workers.values()
+        play, _ = dying.sent.values()
+        play.order.sampling["seconds"], play.kills = 0.0, int(kind == "suspect")
+        feeding = asyncio.create_task(feed(pool)) if kind == "busy" else None
+        monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", "raise SystemExit(1)")
+        os.kill(dying.child.pid, signal.SIGKILL)
+        assert [rollout.reward for rollout in await held] == [7.0]
+        while pool.num_started < 6:  # it goes on being started, and is no reason to lose the environment
+            await asyncio.sleep(0.05)
+        assert pool.lost == {} and 9 in [play.order.task for play in healthy.sent.values()]
+        long.cancel()
+        if feeding:
+            feeding.cancel()
+        await asyncio.gather(long, *([feeding] if feeding else []), return_exceptions=True)
+        assert healthy.sent == {}
+        os.kill(healthy.child.pid, signal.SIGKILL)
+        with pytest.raises(EnvLostError, match="finished nothing in between"):
+            await start(pool, 1, 3600)
+
+    run(tmp_path, monkeypatch, work, workers=2)
 
 
 def test_a_worker_that_dies_of_a_description_or_gives_none(tmp_path, monkeypatch):

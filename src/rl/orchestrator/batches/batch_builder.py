@@ -108,6 +108,8 @@ class BatchBuilder:
         self.history = RewardHistory()
         self.restored = set[int]()
         """Groups played by an earlier process: the cause of their failures may have been fixed since."""
+        self.num_played = 0
+        """Number of episodes that this process has taken in."""
         self.warnings = GroupWarnings(self.warn)
         self.fence = partial(check_fence, self.run_dir.lock("orchestrator"))
         self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator", self.fence)
@@ -160,6 +162,7 @@ class BatchBuilder:
             for group in groups:
                 self.admission.outcomes[group.env].append(group.why is None)
                 self._count(group)
+                self.num_played += group.num_episodes
             if not self.config.max_lag:
                 mark_surplus(group for group in groups if group.group_id not in self.admission.in_flight)
         finally:
@@ -275,10 +278,11 @@ class BatchBuilder:
         if problem := only_failures(played_here, MAX_FAILED * batch_size):
             raise RunError(f"{problem}\n`rl show {self.run_dir.root}` shows them")
         if self.history.episodes >= MAX_WITHOUT_SIGNAL * batch_size and self.progress.final > self.progress.newest:
-            if not self.history.is_solved():
+            if self.history.is_solved():
+                self.progress.end(*self.history.success())
+                log.info(self.progress.end_reason)
+            elif self.num_played >= batch_size:  # a resumed run first plays a batch: the cause may have been fixed since
                 raise RunError(f"{self.history.diagnosis(self.config)}. `rl show {self.run_dir.root}` shows them")
-            self.progress.end(*self.history.success())
-            log.info(self.progress.end_reason)
 
 
 def mark_surplus(groups: Iterable[Group]) -> None:

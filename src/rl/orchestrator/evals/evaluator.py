@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from rl.config.orchestrator import EvalConfig
@@ -17,6 +17,7 @@ from rl.orchestrator.workers.setups import EvalEnv
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog, read_metrics
+from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 20
 """How often examples sampled by another version are replayed before an evaluation gives up: enough if a server dies once a minute."""
+
+MAX_ERRORED = 0.1
+"""Share of failed episodes from which an evaluation is not compared: they count as reward 0, which may be more than the others have."""
 
 
 class Evaluator:
@@ -39,26 +43,34 @@ class Evaluator:
         self.clock = clock
         self.metrics = MetricsLog(self.run_dir.metrics, "eval", partial(check_fence, self.run_dir.lock("orchestrator")))
         self.best: dict[str, tuple[float, int]] = {}
-        """By label: (mean reward, policy version); the first version wins ties."""
+        """By label: (mean reward, policy version), of evaluations with few failures; the first version wins ties."""
+        self.first = first_step(self.run_dir)
+        """The version before the run's first step."""
         self.skipped: set[int] = set()
         """Versions that inference can no longer load."""
         for (version, _), values in sorted(read_metrics(self.run_dir.metrics, "eval").items()):
             for entry in config.orchestrator.eval:
-                if (reward := values.get(f"eval/{entry.label}/reward_mean")) is not None:
-                    self._update_best(entry.label, version, reward)
+                if f"eval/{entry.label}/reward_mean" in values:
+                    self._update_best(entry.label, version, values)
 
-    def _update_best(self, label: str, version: int, reward: float) -> None:
-        if label not in self.best or reward > self.best[label][0]:
+    def _update_best(self, label: str, version: int, metrics: Mapping[str, float]) -> None:
+        reward, errored = metrics[f"eval/{label}/reward_mean"], metrics.get(f"eval/{label}/errored", 0.0)
+        if errored >= MAX_ERRORED:
+            text = "eval %s at version %d: %.0f%% of its rollouts failed, so it is neither the best nor does it reach a target"
+            log.warning(text, label, version, 100 * errored)
+        elif label not in self.best or reward > self.best[label][0]:
             self.best = self.best | {label: (reward, version)}  # a new dict: the event loop may be reading the old one
             content = {name: {"policy_version": version, "reward_mean": reward} for name, (reward, version) in self.best.items()}
             write_file(self.run_dir.evals / "best.json", json.dumps(content, indent=2).encode())
 
     def due(self, version: int, final: int) -> list[EvalConfig]:
-        """Returns the unfinished evaluations to play at a version: at 0, every `interval` versions, and at the last version, `final`."""
+        """Returns the unfinished evaluations to play at a version: before the first step, every `interval` versions, and at the last
+        version, `final`. A branch does not evaluate versions of the run that it was made from, such as the base model."""
         return [
             entry
             for entry in self.config.orchestrator.eval
-            if (version % entry.interval == 0 or version == final)
+            if version >= self.first
+            and (version % entry.interval == 0 or version in (self.first, final))
             and not (self.run_dir.eval(version, entry.label).exists() or version in self.skipped)
             and self.envs[entry.label].worker_env not in self.pool.lost
         ]
@@ -92,9 +104,8 @@ class Evaluator:
         metrics = eval_metrics(label, results)
         self.metrics.write(version, metrics | {"time/eval": time.monotonic() - began})
         write_eval(self.run_dir.eval(version, label), version, label, results)
-        reward = metrics[f"eval/{label}/reward_mean"]
-        self._update_best(label, version, reward)
-        return reward
+        self._update_best(label, version, metrics)
+        return metrics[f"eval/{label}/reward_mean"]
 
     async def _play(self, entry: EvalConfig, version: int, reconcile: Callable[[], Awaitable[object]]) -> Results:
         """Plays all rollouts of an evaluation with every token sampled by `version`, as many at once as may play in training."""

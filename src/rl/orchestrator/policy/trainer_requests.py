@@ -114,11 +114,12 @@ class TrainerRequests:
         return await server.reply(sender, Probe(samples))
 
     async def wait_for_trainer(self, holds: Callable[[], bool], what: str, deadline_s: float) -> None:
-        """Waits until `holds()`, after what the trainer does. Raises RunError after `deadline_s` seconds without progress: a new batch, an
-        announced version, or a batch served to the trainer (which may train steps again after a restart)."""
+        """Waits until `holds()`, after what the trainer does. Raises RunError after `deadline_s` seconds without progress: a finished group
+        or a new batch, for which the trainer itself waits, an announced version, or a batch served to the trainer (which may train steps
+        again after a restart)."""
 
-        def made() -> tuple[int, int]:
-            return self.progress.newest, self.activity
+        def made() -> tuple[int, int, int]:
+            return self.status.progress, self.progress.newest, self.activity
 
         while not holds():
             before = made()

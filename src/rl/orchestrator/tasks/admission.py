@@ -11,8 +11,9 @@ groups that started first, not those that finished first, which would favor shor
 or not, and their tasks are played next.
 
 With max_lag > 0 a batch does not wait for a slow minority: a group that has played for longer than SLOW times the typical time gives up
-its place. It continues, is trained when it finishes, and may lag by more than max_lag, up to max_off_policy_steps. So a slow environment
-plays as many groups at once as its share requires, without holding up the others.
+its place once a group that started later has finished; in an outage, when none finishes, all keep theirs. It continues, is trained when it
+finishes, and may lag by more than max_lag, up to max_off_policy_steps. So a slow environment plays as many groups at once as its share
+requires, without holding up the others.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from rl.orchestrator.tasks.task_source import TaskRef, TaskSource
 from rl.wire.rollouts import Group
 
 SLOW = 2.0
-"""A group that has played for longer than this multiple of the typical time no longer holds a place."""
+"""A group that has played for longer than this multiple of the typical time no longer holds a place once a later one has finished."""
 PACE_GROUPS = 32
 """Number of an environment's newest groups over which its median time is taken."""
 
@@ -42,10 +43,14 @@ class Pace:
 
     def __init__(self, shares: dict[str, float]):
         self.shares = shares
+        self.newest_start = -math.inf
+        """Latest start of a group that has finished, in monotonic time: unfinished groups that started earlier were overtaken."""
         self.seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=PACE_GROUPS))
 
     def add(self, env: str, seconds: float) -> None:
+        """Notes a group that has just finished."""
         self.seconds[env].append(seconds)
+        self.newest_start = max(self.newest_start, time.monotonic() - seconds)
 
     def typical_s(self) -> float:
         """Returns the weighted median of the environments' median times, seconds; inf until environments with half the weight have one."""
@@ -148,7 +153,8 @@ class Admission:
                 kind[group.env] += group.num_episodes
         slow_s = SLOW * self.pace.typical_s() if self.config.max_lag else float("inf")
         for play in self.in_flight.values():
-            kind = places.slow if now - play.started > slow_s else places.playing
+            is_slow = now - play.started > slow_s and play.started < self.pace.newest_start
+            kind = places.slow if is_slow else places.playing
             kind[play.ref.env] += play.episodes
         return places
 

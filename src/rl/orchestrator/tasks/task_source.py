@@ -1,5 +1,6 @@
 """Chooses the next task, as a function of the seed, counters and the solve rates at the last batch, so that its state is small."""
 
+import logging
 import math
 import random
 import zlib
@@ -13,6 +14,8 @@ import msgspec
 
 from rl.config.orchestrator import DifficultyConfig
 from rl.system.errors import RunError
+
+log = logging.getLogger(__name__)
 
 MEMORY = 0.5
 """Weight of the previous solve rate when a task's rate is updated with a new group."""
@@ -159,16 +162,19 @@ class TaskSource:
             self.orders[env] = epoch, order
         return order
 
-    def _redraw(self, later: list[TaskRef], env: str) -> list[Lost]:
+    def _redraw(self, later: list[TaskRef], env: str, num_missing: int) -> list[Lost]:
         """Repeats an environment's draws until all groups in `later` (issued after the state was written) are drawn. Returns the other
-        groups drawn, which were in flight when the process died."""
+        groups drawn, which were in flight when the process died.
+
+        These have at most the `num_missing` ids. If there are more, the environment's tasks have changed since, and the groups in flight
+        remain unknown: none are returned.
+        """
         numbers: dict[int, deque[int]] = {}
         for ref in later:
             numbers.setdefault(ref.task, deque()).append(ref.group_id)
+        issued, skipped = self.issued[env], self.skipped[env]
         between, lost, last, left = list[TaskRef](), list[Lost](), -1, len(later)
-        limit = (self.envs[env].size or 2**30) + len(later)
-        while left and limit:
-            limit -= 1
+        while left and len(lost) + len(between) <= num_missing:
             ref = self._draw(env)
             if numbers.get(ref.task):
                 before, last, left = last, numbers[ref.task].popleft(), left - 1
@@ -176,7 +182,12 @@ class TaskSource:
                 between.clear()
             else:
                 between.append(ref)
-        return lost + [Lost(last, self.next_group, one) for one in between]
+        if left:
+            self.issued[env], self.skipped[env] = issued + len(later), skipped
+            text = "environment %s: its tasks, or their order, are not those of the groups finished since the newest batch; "
+            log.warning(text + "those started since then that did not finish are not issued again", env)
+            return []
+        return lost
 
     def give_back(self, begun: Iterable[TaskRef]) -> None:
         """Requeues the tasks of groups that a batch did without as the next ones, in starting order, under new group ids."""
@@ -251,8 +262,9 @@ class TaskSource:
         later = sorted([*begun, *(ref for ref in done if ref.group_id >= self.next_group)], key=lambda ref: ref.group_id)
         first, end = self.next_group, max([self.next_group, *(ref.group_id + 1 for ref in later)])
         self.next_group = end
-        lost = [one for env in self.envs for one in self._redraw([ref for ref in later if ref.env == env], env)]
-        for number in sorted({*range(first, end)} - {ref.group_id for ref in later}):
+        missing = sorted({*range(first, end)} - {ref.group_id for ref in later})
+        lost = [one for env in self.envs for one in self._redraw([ref for ref in later if ref.env == env], env, len(missing))]
+        for number in missing:
             if fitting := [one for one in lost if one.after < number]:
                 one = min(fitting, key=lambda one: one.before)
                 lost.remove(one)

@@ -25,7 +25,7 @@ from rl.orchestrator.workers.pool_worker import (
     EnvLostError,
     Play,
     Worker,
-    inherit,
+    count_death,
     kill_if_due,
     wait_described,
     wait_ready,
@@ -163,7 +163,12 @@ class WorkerPool:
             self.failed.set_exception(error)
 
     async def _revive(self, worker: Worker, timeout_s: float) -> None:
-        """Loop. Waits for a worker's death, kills the processes it left, and starts a new one with its groups."""
+        """Loop. Waits for a worker's death, kills the processes it left, and starts a new one with its groups.
+
+        If that does not come up, its groups go to the environment's other workers; while one of these is up, this does not count as a
+        death of the environment.
+        """
+        failed_starts = 0
         while True:
             code, env = await worker.child.wait_async(), worker.setup.env.name
             self._end(worker)
@@ -171,26 +176,28 @@ class WorkerPool:
             worker.fail_descriptions(reason)
             if env in self.lost:
                 return
-            self.barren[env] += 1
-            num_workers = sum(other.setup.env.name == env for other in self.workers.values())
-            delay_s = RestartPolicy(RESTART_S, RESTART_LIMIT_S, barren_limit=BARREN_DEATHS * num_workers).delay_s(self.barren[env])
-            if delay_s is None:
+            if not (failed_starts and await self._hand_over(worker)):
+                self.barren[env] += 1
+            if self.barren[env] >= BARREN_DEATHS * len(self._workers_of(env)):
                 deaths = f"its workers died {self.barren[env]} times and finished nothing in between; the last time: {reason}"
                 return self._lose(env, f"{deaths} (output: {worker.child.log})")
             self.on_death(env, f"worker {worker.setup.worker_id} is restarted: {reason} (its output: {worker.child.log})")
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(RestartPolicy(RESTART_S, RESTART_LIMIT_S).delay_s(max(self.barren[env], failed_starts)) or 0.0)
+            count_death(worker, reason)
             try:
-                if warm := self.barren[env] == 1:
+                if warm := self.barren[env] == 1 and not failed_starts:
                     await self.launcher.copy(worker.setup.python)
                 dead, worker = worker, self.start(worker.setup, warm=warm)
             except RunError as error:  # its interpreter is gone, or the system refuses another process
                 worker.kill_reason = str(error)
+                failed_starts += 1
                 continue
-            inherit(dead, worker, reason)
-            await self._join(worker, timeout_s)
+            worker.waiting = dead.waiting
+            failed_starts = 0 if await self._join(worker, timeout_s) else failed_starts + 1
 
-    async def _join(self, worker: Worker, timeout_s: float) -> None:
-        """Waits until a worker that was started later is ready, and sends it its groups. If it does not come up, it is killed."""
+    async def _join(self, worker: Worker, timeout_s: float) -> bool:
+        """Waits until a worker that was started later is ready, and sends it its groups. If it does not come up, it is killed. Returns
+        whether it came up."""
         try:
             ready = await wait_ready(worker, timeout_s)
             log.info("worker %s is up with %s tasks", worker.setup.worker_id, ready.num_train)
@@ -198,9 +205,26 @@ class WorkerPool:
             worker.kill_reason = worker.kill_reason or str(error)
         if worker.kill_reason or worker.setup.env.name in self.lost:
             worker.child.signal_group(signal.SIGKILL)
-            return
+            return False
         worker.heard = time.monotonic()
         await self._pump(worker)
+        return True
+
+    async def _hand_over(self, worker: Worker) -> bool:
+        """Moves the groups of a worker that did not come up to others of its environment. Returns False if none of these is up."""
+        while (other := self._least_busy(worker.setup.env.name)) and worker.waiting:
+            play = worker.waiting.popleft()
+            (other.waiting.appendleft if play.is_suspect else other.waiting.append)(play)
+            await self._pump(other)
+        return other is not None
+
+    def _least_busy(self, env: str) -> Worker | None:
+        """Returns the worker of an environment with the fewest groups, of those that are up; None if none is."""
+        up = [worker for worker in self._workers_of(env) if worker.is_up]
+        return min(up, key=lambda worker: worker.num_plays, default=None)
+
+    def _workers_of(self, env: str) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.setup.env.name == env]
 
     def _lose(self, env: str, reason: str) -> None:
         """Counts an environment as lost: kills its workers, and fails their groups with EnvLostError."""
@@ -283,8 +307,7 @@ class WorkerPool:
         order = PlayGroup(self.next_play, split, task, num_episodes, sampling, session, seed=seed)
         kept = [] if self.scores_groups.get(env) else list(members)
         play = Play(order, asyncio.get_running_loop().create_future(), kept, on_members)
-        workers = [worker for worker in self.workers.values() if worker.setup.env.name == env]
-        worker = min([worker for worker in workers if worker.ready.done()] or workers, key=lambda worker: worker.num_plays)
+        worker = self._least_busy(env) or min(self._workers_of(env), key=lambda worker: worker.num_plays)
         worker.waiting.append(play)
         await self._pump(worker)
         try:
@@ -295,16 +318,22 @@ class WorkerPool:
             return rollouts
         finally:
             if play.done.cancelled():  # the caller was cancelled
-                worker = self.workers[worker.setup.worker_id]
-                if worker.sent.pop(order.play_id, None):
-                    await self._send(worker, Cancel(order.play_id))
-                if play in worker.waiting:
-                    worker.waiting.remove(play)
-                await self._pump(worker)
+                await self._withdraw(play)
+
+    async def _withdraw(self, play: Play) -> None:
+        """Takes a group away from its worker, which is not always the one that got it first."""
+        worker = next((worker for worker in self.workers.values() if play in worker.plays), None)
+        if worker is None:
+            return
+        if worker.sent.pop(play.order.play_id, None):
+            await self._send(worker, Cancel(play.order.play_id))
+        else:
+            worker.waiting.remove(play)
+        await self._pump(worker)
 
     async def _pump(self, worker: Worker) -> None:
         """Sends waiting groups: suspects first, each while nothing else is played, then all others at once."""
-        while worker.ready.done() and worker.waiting:
+        while worker.is_up and worker.waiting:
             play = worker.waiting[0]
             if worker.sent and (play.is_suspect or any(other.is_suspect for other in worker.sent.values())):
                 return

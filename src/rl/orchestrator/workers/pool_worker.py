@@ -95,6 +95,11 @@ class Worker:
     descriptions: "deque[asyncio.Future[Description]]" = field(default_factory=deque)
 
     @property
+    def is_up(self) -> bool:
+        """Whether it has loaded its environment, and is neither dead nor to be killed."""
+        return self.ready.done() and not self.ready.exception() and self.child.exit_code is None and not self.kill_reason
+
+    @property
     def plays(self) -> list[Play]:
         return [*self.sent.values(), *self.waiting]
 
@@ -197,11 +202,12 @@ def lacking_remedy(python: str) -> str:
     return f"`{install}`, the environment's own package, and verifiers (classic: <0.4)"
 
 
-def inherit(dead: Worker, worker: Worker, reason: str) -> None:
-    """Passes a dead worker's groups to its successor, except those given up because of this death."""
-    for play in dead.sent.values():
+def count_death(worker: Worker, reason: str) -> None:
+    """Gives up the groups of a dead worker that this death is one too many for; the others wait, suspects first."""
+    for play in worker.sent.values():
         play.kills += 1
         if play.failed and not play.done.done():
             play.give_up(reason)
-    left = [play for play in dead.plays if not play.done.done()]
-    worker.waiting.extend(sorted(left, key=lambda play: not play.is_suspect))
+    left = [play for play in worker.plays if not play.done.done()]
+    worker.sent.clear()
+    worker.waiting = deque(sorted(left, key=lambda play: not play.is_suspect))

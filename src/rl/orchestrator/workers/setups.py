@@ -32,11 +32,12 @@ def eval_workers(config: RLConfig) -> dict[str, str]:
     }
 
 
-def env_spec(entry: EnvSource, name: str, config: RLConfig) -> EnvSpec:
-    """Returns the spec for one worker of an environment; configured limits are for all workers together, so each gets its part."""
+def env_spec(entry: EnvSource, name: str, config: RLConfig, worker: int = 0) -> EnvSpec:
+    """Returns the spec for one worker of an environment, by its number. Limits are for all workers together, so each gets its part, and the
+    first ones what is left over."""
     given: dict[str, Any] = {key: value for key, value in entry.source.items() if key in EnvSpec.__struct_fields__ and value is not None}
     for key in ("max_generating", "max_scoring"):
-        given[key] = -1 if given[key] < 0 else max(1, given[key] // entry.workers)
+        given[key] = -1 if given[key] < 0 else given[key] // entry.workers + (worker < given[key] % entry.workers)
     given["timeout_s"] = entry.timeout_s or config.orchestrator.rollout_timeout_s
     return EnvSpec(name=name, **given)
 
@@ -66,7 +67,7 @@ def worker_setups(config: RLConfig, policy: PolicySpec, address: str) -> list[Wo
     """Returns the setups of all worker processes of the run; `address` is the pool's."""
     return [
         WorkerSetup(
-            env=env_spec(entry, name, config),
+            env=env_spec(entry, name, config, i),
             policy=policy,
             orchestrator=address,
             worker_id=f"{name}-{i}",
