@@ -13,12 +13,20 @@ MOST_DRAWS = 20
 
 
 def load_environment(
-    task: str = "chain_sum", count: int = 400, eval_count: int = 40, shots: int = 3, seed: int = 0, **config: Any
+    task: str = "chain_sum",
+    count: int = 400,
+    eval_count: int = 40,
+    shots: int = 3,
+    seed: int = 0,
+    any_order: bool = False,
+    **config: Any,
 ) -> vf.Environment:
     """A single-turn environment of one reasoning-gym task.
 
     task: its name, such as chain_sum, spell_backward, letter_counting. count, eval_count: tasks to train on and held out. shots: worked
-    examples, as turns before the question. seed: of the generator. config: the task's own settings, such as min_terms = 2.
+    examples, as turns before the question. seed: of the generator. any_order: whether questions with the same words in another order are
+    the same, so that the divisor of 8 and 12 is not asked again as that of 12 and 8. config: the task's own settings, as
+    min_terms = 2.
     Reward `score`: reasoning-gym's score of the whole answer, 0 to 1. Raises ValueError for an unknown task or setting, and if the task has
     too few different questions.
     """
@@ -27,7 +35,7 @@ def load_environment(
         data = reasoning_gym.create_dataset(task, size=MOST_DRAWS * needed, seed=seed, **config)
     except TypeError as error:
         raise ValueError(f"reasoning-gym's task {task} does not take {config}: {error}") from None
-    entries = different(data, needed)
+    entries = different(data, needed, any_order)
     if len(entries) < needed:
         found = f"{task} with {config} has {len(entries)} different questions, and {needed} are needed"
         raise ValueError(f"{found} (shots + eval_count + count): lower count, or allow larger questions")
@@ -55,11 +63,12 @@ def load_environment(
     )
 
 
-def different(data: Any, most: int) -> list[dict[str, Any]]:
-    """The first questions, at most so many, that do not have the same words and numbers, in whatever order."""
-    found = dict[tuple[str, ...], dict[str, Any]]()
+def different(data: Any, most: int, any_order: bool) -> list[dict[str, Any]]:
+    """The first questions that differ, at most so many. `any_order`: questions with the same words in another order do not."""
+    found = dict[str | tuple[str, ...], dict[str, Any]]()
     for entry in data:
-        found.setdefault(tuple(sorted(re.findall(r"\w+", entry["question"]))), entry)
+        question = entry["question"]
+        found.setdefault(tuple(sorted(re.findall(r"\w+", question))) if any_order else question, entry)
         if len(found) == most:
             break
     return list(found.values())

@@ -66,10 +66,10 @@ def test_the_environment_and_its_arguments(capsys):
     assert environment_given(["x", "--args.n", "3"])[1] == ["--orchestrator.environment.args.n", "3"]
     assert environment_given(["@", "run.toml", "--args", '{"n": 3}']) == (
         {"orchestrator.environment.args.n": (3, "--args")}, ["@", "run.toml"])  # fmt: skip
-    for text, fault in (("{n: 3}", "not JSON"), ("[1]", "give an object"), ("", "not JSON")):
+    for text, fault in ((" {n: 3}", ": not JSON"), (" [1]", ": give an object"), ("", " is empty: it needs a value")):
         with pytest.raises(SystemExit):
-            environment_given(["x", "--args", text])
-        assert f"rl env: --args {text}: {fault}" in capsys.readouterr().err
+            environment_given(["x", "--args", text.strip()])
+        assert f"rl env: --args{text}{fault}" in capsys.readouterr().err
 
 
 def test_a_conversation_in_words():

@@ -85,7 +85,7 @@ rl @ run.toml
     assert called(capsys, "recipe", "sums")[0] == 0 and Path("sums").is_dir()
     assert called(capsys, "recipe", "sums") == (1, "", "rl recipe: sums exists already; name another folder, or move it away\n")
     code, _, said = called(capsys, "recipe", "sums", "--to", "/proc/x/y")
-    assert code == 1 and said.startswith("rl recipe: /proc/x/y cannot be made (") and said.endswith("); name another folder\n")
+    assert code == 1 and said.startswith("rl recipe: /proc/x/y cannot be made: ")
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,15 @@ def test_examples_eval_and_training_are_different_questions():
 
 def test_a_task_that_repeats_itself_has_no_held_out_question_in_training():
     """Of 40 held-out pairs up to 20, 30 were in the training set, and 2 more in the other order."""
-    env = load("reasoning-tasks", task="gcd", max_value=20, shots=5, count=150)
+    env = load("reasoning-tasks", task="gcd", max_value=20, any_order=True, shots=5, count=150)
     train, held_out = env.get_dataset().to_list(), env.get_eval_dataset().to_list()
     shown = [message["content"] for message in train[0]["prompt"][1:-1:2]]
     pairs = [frozenset(re.findall(r"\d+", text)) for text in [row["prompt"][-1]["content"] for row in [*train, *held_out]] + shown]
     assert len(set(pairs)) == len(pairs) == 195
     with pytest.raises(RuntimeError, match=r"gcd with .* has 2\d\d different questions, and 443 are needed .*lower count"):
-        load("reasoning-tasks", task="gcd", max_value=20)
+        load("reasoning-tasks", task="gcd", max_value=20, any_order=True)
+    rows = load("reasoning-tasks", task="ab").get_dataset().to_list()
+    assert len({row["prompt"][-1]["content"] for row in rows}) == 400, "the same words in another order are another question"
 
 
 def test_wrong_arguments_are_named():

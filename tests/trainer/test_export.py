@@ -174,7 +174,7 @@ def test_other_weights_of_the_same_shapes_are_another_base(adapted, tmp_path, ti
     save_file(tensors | {name: tensors[name] * 2}, file, {"format": "pt"})
     assert file.stat().st_size == (tied_folder / file.name).stat().st_size
     export(run_dir.root, "--to", tmp_path / "a", "--merge", "--model.name", other, code=1)
-    assert "000004 was written with other weights of model.name, on which the adapters" in capsys.readouterr().err
+    assert "000004 was written beside other files of model.name's weights, on which the adapters" in capsys.readouterr().err
     manifest = run_dir.checkpoint(4) / "manifest.json"
     whole = manifest.read_text()
     manifest.write_text(json.dumps({key: value for key, value in json.loads(whole).items() if key != "base"}))  # of an older rl

@@ -140,7 +140,7 @@ def copy(name: str, recipe: Recipe, target: Path) -> None:
     try:
         write_directory(target, fill, new=True)
     except OSError as error:
-        raise RunError(f"{target} cannot be made ({error}); name another folder") from error
+        raise RunError(f"{target} cannot be made: {error}") from error
 
 
 def program(folder: Path) -> str:

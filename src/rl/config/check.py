@@ -129,8 +129,6 @@ def check_sampling(config: RLConfig) -> Iterator[Fault]:
         labels = [entry.label for entry in entries]
         for i, entry in enumerate(entries):
             yield from check_source(f"orchestrator.{kind}.{i}", entry)
-            if kind == "environment" or all(env.source != entry.source for env in settings.environment):  # it has workers of its own
-                yield from check_limits(f"orchestrator.{kind}.{i}", entry)
             if entry.label in labels[:i]:  # labels name metrics and files
                 yield f"orchestrator.{kind}.{i}.name", entry.label, "is already taken; give each entry its own name"
     for i, entry in enumerate(settings.eval):
@@ -163,14 +161,6 @@ def check_source(key: str, entry: EnvSource) -> Iterator[Fault]:
         yield f"{key}.isolation", entry.isolation, "applies to workers, but a NeMo Gym environment runs in its own servers; leave it out"
     if fault := name_fault(entry.label, MAX_LABEL):
         yield f"{key}.name", entry.label, f"is part of file names: {fault}"
-
-
-def check_limits(key: str, entry: EnvSource) -> Iterator[Fault]:
-    """Yields limits for all workers together that leave nothing for some of them."""
-    for name in ("max_generating", "max_scoring"):
-        if 0 <= (limit := getattr(entry, name)) < entry.workers:
-            remedy = f"is for all of its workers = {entry.workers} together, and each needs at least 1: raise it, lower workers, or give -1"
-            yield f"{key}.{name}", limit, f"{remedy} (no limit)"
 
 
 def warnings_of(config: RLConfig) -> Iterator[str]:

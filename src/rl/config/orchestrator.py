@@ -134,9 +134,9 @@ class EnvSource(Settings):
     """Files and directories visible in a sandbox, in addition to the environment's folder or module, its rows and its reward's file, such
     as modules that it imports from its directory and paths in its arguments: `["helper.py", "corpus"]`."""
     max_generating: int = Field(-1, ge=-1)
-    """Most rollouts generated at once, over all workers, so at least as many as these; -1: no limit."""
+    """Maximum number of rollouts generated at once by all workers together, each of which generates at least one; -1: no limit."""
     max_scoring: int = Field(-1, ge=-1)
-    """Most rollouts scored at once, over all workers, so at least as many as these; -1: no limit."""
+    """Maximum number of rollouts scored at once by all workers together, each of which scores at least one; -1: no limit."""
     timeout_s: float | None = Field(None, gt=0)
     """Time limit in seconds for generating one rollout, and again for scoring it. Default: orchestrator.rollout_timeout_s."""
     sampling: SamplingOverrides = Field(default_factory=SamplingOverrides)

@@ -218,4 +218,4 @@ class TrainerConfig(Settings):
     def patience_s(self) -> float:
         """Seconds that ranks wait for one that waits for the orchestrator or a disk: more than rank 0 waits for a batch or a version to be
         written, so that rank 0 reports it."""
-        return max(self.batch_timeout_s, DISK_S) + 600.0
+        return self.batch_timeout_s + DISK_S + 600.0

@@ -10,7 +10,7 @@ from rl.trainer.data.micro_batch import micro_batch_tokens
 from rl.trainer.model.modes import Mode, is_compiled
 from rl.trainer.parallel.world import World
 
-ARITHMETIC = "6 (buffers are published as the trainer has them; stacked biases do not decay)"
+ARITHMETIC = "7 (on several ranks, experts that are modules of their own keep their gradients)"
 """Version of this code's arithmetic. Any change that alters a bit of a result must change the number."""
 
 

@@ -54,6 +54,7 @@ def train(trainer: Trainer) -> bool:
         if leaves:  # before anything slow; `receive` then ends the loop. A run resumed from this checkpoint does not log this step again
             trainer.log(metrics, ready, timer)
             trainer.save_checkpoint()
+            timer.lap("checkpoint")
         checkpoint_is_due = not leaves and trainer.saver.due(step, trainer.last)
         if checkpoint_is_due or leaves or trainer.every_version_is_read:
             trainer.publish()

@@ -250,7 +250,7 @@ def test_an_eval_that_died_before_its_file_is_played_again_and_its_target_is_rem
     assert [entry.label for entry in evaluator.due(2, 9)] == ["e"]
     config.orchestrator.eval[0].target = 0.7
     again = Evaluator(config, Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
-    assert again.reached_target() == "eval e reached 0.750 at version 2; its target is 0.7" and again.best["e"] == (0.75, 2)
+    assert again.reached_target() == "eval e reached 0.750 at version 2; its target is 0.7" and again.best["e"] == (True, 0.75, 2)
 
 
 def test_an_eval_of_which_many_rollouts_failed_is_neither_the_best_nor_reaches_a_target(world, caplog):
@@ -258,17 +258,19 @@ def test_an_eval_of_which_many_rollouts_failed_is_neither_the_best_nor_reaches_a
     servers = Servers(2)
     config, evaluator, _ = world(servers, pool := Pool(servers))
     config.orchestrator.eval[0].target = -1.0
-    played = iter([*[Rollout(reward=-4.5)] * 4, *[Rollout(error="judge away", cause="reward")] * 4])
+    away = [Rollout(error="judge away", cause="reward")] * 4
+    played = iter([*away, *[Rollout(reward=-4.5)] * 4, *away])
 
     async def play(*_, **__):
         return [next(played)]
 
     pool.play = play
-    for version in (2, 4):
+    for version, best in ((0, (False, 0.0, 0)), (2, (True, -4.5, 2)), (4, (True, -4.5, 2))):
         asyncio.run(evaluator.evaluate(config.orchestrator.eval[0], version, AsyncMock()))
+        assert evaluator.best["e"] == best
     evaluator.metrics.write(6, {"eval/e/reward_mean": -4.0, "eval/e/errored": 0.0625})
     again = Evaluator(config, pool, evaluator.envs, StepClock())
-    assert evaluator.best["e"] == (-4.5, 2) and again.best["e"] == (-4.0, 6)
+    assert evaluator.best["e"] == (True, -4.5, 2) and again.best["e"] == (True, -4.0, 6)
     assert evaluator.reached_target() is again.reached_target() is None
     assert "eval e at version 4: 100% of its rollouts failed" in caplog.text and "at version 6" not in caplog.text
 

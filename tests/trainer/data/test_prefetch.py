@@ -254,7 +254,7 @@ def test_an_error_of_the_publisher_comes_once_with_the_next_call(tmp_path):
     publisher.finish()
 
 
-@pytest.mark.parametrize(("timeout_s", "deadline_s"), [(60, 3660), (3600, 3660), (7200, 7260)])
+@pytest.mark.parametrize(("timeout_s", "deadline_s"), [(60, 3720), (3600, 7260), (7200, 10860)])
 def test_a_short_timeout_for_batches_is_none_for_disks(tmp_path, world, timeout_s, deadline_s):
     """A version of 16 GB on a slow NFS takes minutes, and took them again after each restart."""
     settings, run_dir = TrainerConfig(batch_timeout_s=timeout_s), RunDir(tmp_path, tmp_path)

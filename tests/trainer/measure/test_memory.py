@@ -53,6 +53,8 @@ def test_only_settings_that_help_in_this_case_are_named(tied_folder, world, monk
         monkeypatch.setattr(head, "mode", mode)
         said = advised(model, world)
         assert ("micro_batch_tokens" in said, "context_parallel" in said) == (rows, shared), mode
+        has_remedy = "Smaller activations" in advised(model, world, activation_checkpointing="full")
+        assert has_remedy == (rows or shared), mode
     monkeypatch.undo()
     with_reference = RLConfig.model_validate({"model": {"dtype": "bfloat16"}, "trainer": {"loss": {"kl_coefficient": 0.1}}})
     assert state_of(model, with_reference, shards=2).reference == sum(p.numel() for p in model.parameters())

@@ -29,7 +29,7 @@ MAX_ATTEMPTS = 20
 """How often examples sampled by another version are replayed before an evaluation gives up: enough if a server dies once a minute."""
 
 MAX_ERRORED = 0.1
-"""Share of failed episodes from which an evaluation is not compared: they count as reward 0, which may be more than the others have."""
+"""Share of failed episodes from which any other evaluation is better: they count as reward 0, which may be more than the others have."""
 
 
 class Evaluator:
@@ -42,8 +42,8 @@ class Evaluator:
         self.envs = envs
         self.clock = clock
         self.metrics = MetricsLog(self.run_dir.metrics, "eval", partial(check_fence, self.run_dir.lock("orchestrator")))
-        self.best: dict[str, tuple[float, int]] = {}
-        """By label: (mean reward, policy version), of evaluations with few failures; the first version wins ties."""
+        self.best: dict[str, tuple[bool, float, int]] = {}
+        """By label: (whether few rollouts failed, mean reward, policy version); the first version wins ties."""
         self.first = first_step(self.run_dir)
         """The version before the run's first step."""
         self.skipped: set[int] = set()
@@ -55,12 +55,13 @@ class Evaluator:
 
     def _update_best(self, label: str, version: int, metrics: Mapping[str, float]) -> None:
         reward, errored = metrics[f"eval/{label}/reward_mean"], metrics.get(f"eval/{label}/errored", 0.0)
-        if errored >= MAX_ERRORED:
-            text = "eval %s at version %d: %.0f%% of its rollouts failed, so it is neither the best nor does it reach a target"
+        is_sound = errored < MAX_ERRORED
+        if not is_sound:
+            text = "eval %s at version %d: %.0f%% of its rollouts failed, so it reaches no target, and another one may be the best"
             log.warning(text, label, version, 100 * errored)
-        elif label not in self.best or reward > self.best[label][0]:
-            self.best = self.best | {label: (reward, version)}  # a new dict: the event loop may be reading the old one
-            content = {name: {"policy_version": version, "reward_mean": reward} for name, (reward, version) in self.best.items()}
+        if label not in self.best or (is_sound, reward) > self.best[label][:2]:
+            self.best = self.best | {label: (is_sound, reward, version)}  # a new dict: the event loop may be reading the old one
+            content = {name: {"policy_version": version, "reward_mean": reward} for name, (_, reward, version) in self.best.items()}
             write_file(self.run_dir.evals / "best.json", json.dumps(content, indent=2).encode())
 
     def due(self, version: int, final: int) -> list[EvalConfig]:
@@ -78,8 +79,8 @@ class Evaluator:
     def reached_target(self) -> str | None:
         """Returns why the run ends if an evaluation has reached its target, even before a restart; else None."""
         for entry in self.config.orchestrator.eval:
-            reward, version = self.best.get(entry.label, (-math.inf, 0))
-            if reward >= entry.target:
+            is_sound, reward, version = self.best.get(entry.label, (False, -math.inf, 0))
+            if is_sound and reward >= entry.target:
                 return f"eval {entry.label} reached {reward:.3f} at version {version}; its target is {entry.target:g}"
         return None
 

@@ -139,7 +139,7 @@ class ServedPolicy:
         """Returns the oldest version that is loaded or waits for an eval, and those that must be kept even if they are older: an evaluation
         found them best, or a server reads them."""
         oldest = min([self.loaded, *(number for number in self.versions if self.evaluator.due(number, final))])
-        return oldest, sorted({version for _, version in self.evaluator.best.values()} | self.in_use())
+        return oldest, sorted({version for _, _, version in self.evaluator.best.values()} | self.in_use())
 
     def in_use(self) -> set[int]:
         """Returns the versions that live servers are reading, to start with or to load; one per server."""

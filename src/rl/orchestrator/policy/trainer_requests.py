@@ -115,8 +115,8 @@ class TrainerRequests:
 
     async def wait_for_trainer(self, holds: Callable[[], bool], what: str, deadline_s: float) -> None:
         """Waits until `holds()`, after what the trainer does. Raises RunError after `deadline_s` seconds without progress: a finished group
-        or a new batch, for which the trainer itself waits, an announced version, or a batch served to the trainer (which may train steps
-        again after a restart)."""
+        (of which there are no more than the window has) or a new batch, for which the trainer itself waits, an announced version, or a
+        batch served to the trainer (which may train steps again after a restart)."""
 
         def made() -> tuple[int, int, int]:
             return self.status.progress, self.progress.newest, self.activity

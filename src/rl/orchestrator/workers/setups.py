@@ -37,7 +37,7 @@ def env_spec(entry: EnvSource, name: str, config: RLConfig, worker: int = 0) -> 
     first ones what is left over."""
     given: dict[str, Any] = {key: value for key, value in entry.source.items() if key in EnvSpec.__struct_fields__ and value is not None}
     for key in ("max_generating", "max_scoring"):
-        given[key] = -1 if given[key] < 0 else given[key] // entry.workers + (worker < given[key] % entry.workers)
+        given[key] = -1 if given[key] < 0 else max(1, given[key] // entry.workers + (worker < given[key] % entry.workers))
     given["timeout_s"] = entry.timeout_s or config.orchestrator.rollout_timeout_s
     return EnvSpec(name=name, **given)
 

@@ -71,10 +71,8 @@ def advice(model: PreTrainedModel, batch: MicroBatch, config: RLConfig, world: W
     if not settings.lora:
         less.append(f"trainer.lora = true ({(state.gradients + state.optimizer) / GIB:.2f} GiB)")
     held = "Weights, gradients, optimizer and KL reference" if state.reference else "Weights, gradients and optimizer"
-    return (
-        f"{held} take {state.total / GIB:.2f} GiB on each rank, the activations of a row take the rest. "
-        f"Smaller activations: {'; '.join(smaller)}. Less state: {'; '.join(less)}"
-    )
+    remedies = [f"Smaller activations: {'; '.join(smaller)}."] * bool(smaller) + [f"Less state: {'; '.join(less)}"]
+    return f"{held} take {state.total / GIB:.2f} GiB on each rank, the activations of a row take the rest. {' '.join(remedies)}"
 
 
 def try_largest(

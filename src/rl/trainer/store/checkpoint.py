@@ -300,8 +300,8 @@ def check_model(path: Path, manifest: dict[str, Any], model: PreTrainedModel, ba
         )
     if base and manifest["base"] not in ("", base):
         raise RunError(
-            f"{path} was written with other weights of model.name, on which the adapters or the KL term depend: their files have changed; "
-            "put them back (of a model of the hub, the earlier revision), give a copy of them as model.name, or start a new run"
+            f"{path} was written beside other files of model.name's weights, on which the adapters or the KL term depend; put these back "
+            "(of a model of the hub, the earlier revision), give a copy of them as model.name, or start a new run"
         )
 
 

@@ -53,7 +53,7 @@ class Publisher:
         world: World | None = None,
     ):
         """Without a client nothing is announced, and no version is kept for evaluations. `warn`: see Status.warn. Every rank calls this."""
-        self.warn, self.deadline_s = warn, max(wait.timeout_s, DISK_S) + MORE_S
+        self.warn, self.deadline_s = warn, wait.timeout_s + DISK_S + MORE_S
         self.ranks = Ranks(world, self.deadline_s)  # rank 0 waits for the orchestrator meanwhile
         self.run_dir, self.config, self.client, self.wait = run_dir, config, client, wait
         self.retention = Retention(run_dir.weights_dir, ("",), config.keep_last, config.keep_every)
