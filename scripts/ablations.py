@@ -77,7 +77,7 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
         columns = list(zip(*seeds.values(), strict=True))
         cells = [with_range(values) for values in (columns[0], columns[2])]
         others = sum("float32" in seed for seed in seeds)
-        runs = f"{len(seeds)}{f', {others} in float32' * bool(others)}"
+        runs = f"{len(seeds)}{f', {others} on AVX2' * bool(others)}"
         rows.append(f"| {kind} | {name} | {runs} | {' | '.join(cells)} |\n")
     return "".join(rows)
 
