@@ -2,10 +2,10 @@
 
 `uv run scripts/compare_with_trl.py [--seeds 1 2 3]` trains what scripts/trl_curves.json lacks, one and a half to three minutes each here
 and seven to thirteen in TRL, draws docs/trl.png, and writes the table of docs/recipes.md; `--plot` trains nothing. Both have the same
-model, prompts, samples a step, learning rate, optimizer, on-policy loss and number formats (float32 masters, bfloat16 products; only ours begin
-with dither), and ask the same tasks in the same order. With `--dtype float32`, and on machines that do not multiply bfloat16, products are
-float32. Nothing is replaced: a group whose rewards are all equal keeps its place, as in TRL. Seconds count from the command, so they have
-both programs' starts in them. TRL runs in an environment of its own, which `uv` makes first.
+model, prompts, samples a step, learning rate, optimizer, on-policy loss and number formats (float32 masters, bfloat16 products; only ours
+begin with dither), and ask the same tasks in the same order. With `--dtype float32`, and on machines that do not multiply bfloat16,
+products are float32. Nothing is replaced: a group whose rewards are all equal keeps its place, as in TRL. Seconds count from the command,
+so they have both programs' starts in them. TRL runs in an environment of its own, which `uv` makes first.
 """
 
 import argparse
