@@ -68,7 +68,7 @@ def test_a_run_that_needs_its_base_does_not_go_on_with_another(folder, world, tm
     assert started(tmp_path, base, world, **settings).step == 1
     file = base / "model.safetensors"
     save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    with pytest.raises(RunError, match=r"with other weights of model\.name") if needed else contextlib.nullcontext():
+    with pytest.raises(RunError, match=r"beside other files of model\.name's weights") if needed else contextlib.nullcontext():
         started(tmp_path, base, world, **settings)
 
 
