@@ -124,7 +124,7 @@ def test_an_evaluation_of_many_rollouts_is_written_beside_the_loop(tmp_path):
     async def work():
         version = next(versions)
         await evaluator.evaluate(settings.orchestrator.eval[0], version, lambda: asyncio.sleep(0))
-        assert settings.run_dir.eval(version, "e").exists() and evaluator.best["e"] == (0.5, 0)
+        assert settings.run_dir.eval(version, "e").exists() and evaluator.best["e"] == (True, 0.5, 0)
 
     assert least_hold(work) < HELD_S
 
