@@ -120,7 +120,8 @@ class EnvSource(Settings):
     name: str | None = None
     """Name of the environment in metrics and files. Default: the id without owner and version."""
     workers: int = Field(1, ge=1)
-    """Number of processes that run the environment's code."""
+    """Number of processes that run the environment's code. An evaluation with the source of a training environment is played by that
+    one's processes."""
     python: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
     """Python interpreter of a virtual environment that you made for it: `.venvs/x/bin/python`. Default: rl makes one."""
     isolation: Literal["none", "sandbox"] = "none"
@@ -203,9 +204,6 @@ class EvalConfig(EnvSource):
     defaults, or sets to them.
     """
 
-    workers: int = Field(1, ge=1)
-    """Number of processes that run the environment's code. No effect where the evaluation shares a training environment's workers, because
-    their settings are equal."""
     interval: int = Field(10, ge=1)
     """Steps between evaluations."""
     num_examples: int = Field(-1, ge=-1)

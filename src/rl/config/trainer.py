@@ -150,7 +150,8 @@ class DataConfig(Settings):
 
 
 DISK_S = 3600.0
-"""Least seconds that a disk has for a version or a checkpoint, whatever trainer.batch_timeout_s is: large ones take minutes."""
+"""Seconds that a disk has for a version or a checkpoint, in addition to trainer.batch_timeout_s, which may be short: large ones take
+minutes."""
 
 
 class TrainerConfig(Settings):
@@ -209,7 +210,7 @@ class TrainerConfig(Settings):
     token_log: TokenLogConfig = TokenLogConfig()
     batch_timeout_s: float = Field(3600.0, gt=0)
     """Seconds that the trainer waits for a batch, or for the orchestrator to confirm a version, before it exits with a diagnosis. Versions
-    and checkpoints have as long to be written, but never less than an hour."""
+    and checkpoints have an hour more to be written."""
     rank_timeout_s: float = Field(300.0, gt=0)
     """Seconds that a rank waits for another one inside of a computation before all end and start again; 15 minutes until the first step is
     trained. A rank that waits for the orchestrator or a disk is not late, and a lost one is noticed earlier: see supervisor.silence_s."""

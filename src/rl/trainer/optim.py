@@ -138,7 +138,7 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, config: O
     norm = gradient_norm(parameters)
     if not (math.isfinite(norm) and math.isfinite(loss)):
         found = f"step {batch}: loss {loss}, gradient norm {norm}"
-        raise RunError(f"{found}; the step is discarded", RESTART)
+        raise RunError(f"{found}; the step is discarded. If that repeats itself, look at its samples, or lower trainer.optim.lr", RESTART)
     clip_gradients(parameters, norm, config.max_grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = lr

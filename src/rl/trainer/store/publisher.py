@@ -36,7 +36,7 @@ from rl.wire.messages import Acknowledged, WeightVersion
 from rl.wire.transport import OrchestratorClient, Wait
 
 MORE_S = 60.0
-"""Seconds allowed for writing and announcing a version, in addition to the longer one of the orchestrator's timeout and DISK_S."""
+"""Seconds allowed for a version in addition to its disk's DISK_S and the orchestrator's timeout, so that theirs end first and name them."""
 DISK = "does that disk answer?"
 
 
