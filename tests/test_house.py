@@ -142,7 +142,7 @@ def test_light_imports(module):
 def test_functions_and_files_stay_short():
     for path in FILES:
         text = path.read_text()
-        assert text.count("\n") <= 400, path
+        assert text.count("\n") <= 600, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno - node.lineno < 80, f"{path}: {node.name}"
