@@ -36,11 +36,26 @@ LONGEST = (
 """Files of more than half a minute, which, begun last, would keep a single worker busy while the others have nothing left; before them the
 one that converts a real model, for which others wait."""
 
+LEFT_BY_USERS = ("outputs", "wandb")
+
 hypothesis.settings.register_profile("rl", deadline=None)  # a slow machine fails no property
 hypothesis.settings.load_profile("rl")
 mend_vllm_cpu()
 collect_ignore = list(IN_A_HOME)
 os.environ["RL_ENVIRONMENTS_HUB"] = "http://127.0.0.1:9"  # no test asks the real one
+
+
+@pytest.fixture(scope="session", autouse=True)
+def start_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where all tests start: the clone as links, without what a user's commands left in it (`outputs/`). None may depend on that."""
+    clone, folder = Path(__file__).parents[1], tmp_path_factory.mktemp("start")
+    for entry in clone.iterdir():
+        if entry.name not in LEFT_BY_USERS:
+            (folder / entry.name).symlink_to(entry)
+    begun = Path.cwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(begun)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -60,13 +59,11 @@ def servers(versions, tmp_path_factory):
 def answers_during(server: Server, load: list[int]) -> list[dict]:
     """Ten answers that are in flight while versions are loaded; then one more of the last version."""
     with ThreadPoolExecutor(10) as pool:
-        asked = [
-            pool.submit(server.generate, [10 + i, *PROMPT], max_tokens=400, temperature=1.0, seed=i, stop_token_ids=[]) for i in range(10)
-        ]
-        # The first may end before the last begin.
-        until(lambda: sum(answer.done() for answer in asked) + server.status()["num_running"] == 10)
+        wanted = {"max_tokens": 850, "temperature": 1.0, "stop_token_ids": []}
+        with server.held():
+            asked = [pool.submit(server.generate, [10 + i, *PROMPT], seed=i, **wanted) for i in range(10)]
+            until(lambda: server.status()["num_running"] == 10)
         for version in load:
-            time.sleep(0.1)
             loaded = server.load(version)
             assert loaded.status_code == 200, loaded.text
             assert server.status()["policy_version"] == version
@@ -123,9 +120,11 @@ def test_more_versions_than_slots_wait_for_the_oldest_requests(servers):
         asked = {version: [] for version in (1, 2, 3)}
         for version in asked:
             assert server.load(version).status_code == 200
-            for i in range(8):
-                asked[version].append(pool.submit(server.generate, [20 + i, *PROMPT], max_tokens=300, temperature=1.0, seed=i))
-            until(lambda: server.status()["num_running"] >= sum(not one.done() for answers in asked.values() for one in answers))
+            with server.held():
+                before = server.status()["num_running"]
+                for i in range(8):
+                    asked[version].append(pool.submit(server.generate, [20 + i, *PROMPT], max_tokens=300, temperature=1.0, seed=i))
+                until(lambda before=before: server.status()["num_running"] == before + 8)
         assert server.load(1).status_code == 200  # three slots, and answers of three versions are in flight: one of them has ended by now
         assert server.status()["num_running"] <= 16
         for version, answers in asked.items():

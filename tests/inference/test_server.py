@@ -148,8 +148,9 @@ def test_a_seed_draws_the_same_tokens_whoever_is_beside_it(servers):
         was_beside = False
         for _ in range(5):  # on a busy machine one may end before the other has begun
             with ThreadPoolExecutor(1) as pool:
-                running = pool.submit(server.post, "/v1/completions", **beside, **other)
-                until(lambda running=running: running.done() or server.status()["num_running"])
+                with server.held():
+                    running = pool.submit(server.post, "/v1/completions", **beside, **other)
+                    until(lambda: server.status()["num_running"] == 1)
                 assert server.generate(PROMPT, **wanted)["token_ids"] == alone, other
                 was_beside = not running.done()
                 assert running.result().status_code == 200
@@ -295,8 +296,9 @@ def test_the_versions_of_a_chat_are_remembered(servers):
     first = said(chat(server, ask))
     assert server.load(1).status_code == 200
     with ThreadPoolExecutor() as pool:
-        long = pool.submit(chat, server, ask, max_tokens=600)
-        until(lambda: server.status()["num_running"] == 1, 30)
+        with server.held():
+            long = pool.submit(chat, server, ask, max_tokens=600)
+            until(lambda: server.status()["num_running"] == 1)
         assert server.load(0).status_code == 200
         second = said(long.result())
     digests = [answer_digest(*(answer[key] for key in TOKENS)) for answer in (first, second)]
@@ -309,8 +311,9 @@ def test_the_versions_of_a_chat_are_remembered(servers):
 def test_several_answers_to_one_prompt_outlive_a_new_version(servers):
     server = servers["tied"]
     with ThreadPoolExecutor() as pool:
-        both = pool.submit(server.post, "/v1/completions", prompt=PROMPT, n=2, seed=1, max_tokens=600, ignore_eos=True)
-        until(lambda: server.status()["num_running"] == 2, 30)
+        with server.held():
+            both = pool.submit(server.post, "/v1/completions", prompt=PROMPT, n=2, seed=1, max_tokens=600, ignore_eos=True)
+            until(lambda: server.status()["num_running"] == 2)
         assert server.load(1).status_code == 200
         assert [len(choice["text"]) > 0 for choice in both.result().json()["choices"]] == [True, True]
     assert server.load(0).status_code == 200
@@ -351,8 +354,9 @@ def test_every_token_has_its_version_while_weights_are_loaded(servers, kind, tmp
         with ThreadPoolExecutor(len(prompts)) as pool:
             with in_memory(server.weights[1]) as memory:
                 asked = {"max_tokens": 850, "temperature": 1.0, "stop_token_ids": []}
-                answers = [pool.submit(server.generate, prompt, **asked) for prompt in prompts]
-                until(lambda answers=answers: sum(answer.done() for answer in answers) + server.status()["num_running"] == len(prompts))
+                with server.held():
+                    answers = [pool.submit(server.generate, prompt, **asked) for prompt in prompts]
+                    until(lambda: server.status()["num_running"] == len(prompts))
                 loads = [server.load(1, tmp_path / "000001", memory)]
             if not version_2.exists():
                 threading.Timer(0.5, os.rename, (written, version_2)).start()
@@ -583,9 +587,10 @@ def test_sigterm_ends_the_server_and_its_engine_and_no_answer_is_cut_off(servers
         return None
 
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(ask, seed) for seed in range(8)]
-        until(lambda: server.status()["num_running"] >= 4, 30)
-        os.killpg(server.process.pid, signal.SIGTERM)
+        with server.held():
+            asked = [pool.submit(ask, seed) for seed in range(8)]
+            until(lambda: server.status()["num_running"] == 8)
+            os.killpg(server.process.pid, signal.SIGTERM)
         assert server.process.wait(timeout=30) == 0
     answers = [one.result() for one in asked]
     reasons = {answer.json()["finish_reason"] for answer in answers if answer and answer.status_code == 200}
