@@ -21,7 +21,7 @@ from rl.tinker.gate import Gate
 from rl.tinker.listing import Listing
 from rl.tinker.places import Places
 from rl.tinker.proto import FLOAT32, INT64, MESSAGE
-from rl.tinker.sampling import Sampling
+from rl.tinker.sampling import Sampling, Target, Turns
 from rl.tinker.training import Training
 from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
@@ -435,6 +435,63 @@ def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(tm
             assert "cannot be sampled" in (await client.post("create_sampling_session", path, 400))["detail"]
             assert (await client.http.delete(named)).status_code == 200
             assert (await client.http.get(url)).status_code == 404
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("key", ["sampling_session_id", "policy_version", "type"])
+def test_words_of_a_client_that_look_like_ours_change_no_answer(tmp_path, key):
+    """`user_metadata` comes back in the answer to create_model, which was searched for our names."""
+
+    async def scenario():
+        async with Client(tmp_path) as client:
+            session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))["session_id"]
+            new = {"session_id": session, "base_model": "meta/x", "lora_config": {"rank": 4}}
+            for number, metadata in enumerate(({key: "x"}, {"x": key}, {key: "save_weights_for_sampler"})):
+                answer = await client.call("create_model", {**new, "model_seq_id": number, "user_metadata": metadata})
+                assert answer["type"] == "create_model" and answer["made"]["user_metadata"] == metadata
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ticks", range(8))
+def test_a_request_that_is_cancelled_at_any_moment_lets_the_others_through(ticks):
+    """Cancelled when its turn had come and before it ran, it counted as running for ever."""
+
+    async def scenario():
+        servers = Servers()
+        turns = Turns(servers)
+
+        async def sample(number):
+            async with turns.of(Target("m", number, "", "")):
+                return servers.held
+
+        first = asyncio.create_task(sample(1))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        first.cancel()
+        async with asyncio.timeout(5):
+            assert [await sample(number) for number in (2, 1, 2)] == [2, 1, 2]
+
+    asyncio.run(scenario())
+
+
+def test_an_error_of_a_load_that_nobody_expected_ends_its_requests_alone():
+    async def scenario():
+        servers = Servers()
+        turns, load = Turns(servers), servers.load
+
+        async def broken(url, version):
+            raise ValueError("not expected")
+
+        servers.load = broken
+        async with asyncio.timeout(5):
+            with pytest.raises(ValueError, match="not expected"):
+                async with turns.of(Target("m", 1, "", "")):
+                    pass
+            servers.load = load
+            async with turns.of(Target("m", 2, "", "")):
+                assert servers.held == 2
 
     asyncio.run(scenario())
 

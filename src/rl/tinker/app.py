@@ -14,6 +14,7 @@ from starlette.routing import Route
 from rl.tinker.downloads import Downloads
 from rl.tinker.gate import DOWNLOADS
 from rl.tinker.listing import Listing
+from rl.tinker.log import Answer
 from rl.tinker.openai import OpenAi
 from rl.tinker.places import EXTERNAL, MODEL_ID, Places, write_json
 from rl.tinker.proto import MESSAGE
@@ -154,14 +155,14 @@ class Api:
         answer = await self.training.answer(owner, int(number), POLL_S)
         if answer is None:
             return try_again(asked.request_id)
-        await self._make_session(owner, answer.body)
+        await self._make_session(owner, answer)
         return answered(answer)
 
-    async def _make_session(self, model_id: str, body: bytes) -> None:
+    async def _make_session(self, model_id: str, answer: Answer) -> None:
         """Makes the sampling session that an answer names, before the client gets it."""
-        if b'"sampling_session_id"' in body:
-            made = msgspec.json.decode(body)
-            await self.sampling.create(made["sampling_session_id"], self.sampling.target(model_id, made["policy_version"]))
+        fields = msgspec.json.decode(answer.body) if answer.is_json else {}
+        if fields.get("type") == "save_weights_for_sampler" and "sampling_session_id" in fields:
+            await self.sampling.create(fields["sampling_session_id"], self.sampling.target(model_id, fields["policy_version"]))
 
     async def missing(self, request: Request) -> Response:
         """What is not here: the public service has it, or it does not exist."""

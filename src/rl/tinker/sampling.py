@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -57,24 +58,24 @@ class Turns:
     def __init__(self, servers: InferenceServers):
         self.servers = servers
         self.held: Target | None = None
-        self.running = 0
+        self.running: set[asyncio.Future[None]] = set()
         self.waiting: dict[Target, list[asyncio.Future[None]]] = {}
         self.loading: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def of(self, target: Target) -> AsyncIterator[None]:
-        """Context in which inference holds the target. Raises RunError if it cannot load it."""
-        if target == self.held and not self.waiting and not self.loading:
-            self.running += 1
-        else:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.waiting.setdefault(target, []).append(turn)
-            self._advance()
-            await turn
+        """Context in which inference holds the target. Raises what loading it raises."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
+            if target == self.held and not self.waiting and not self.loading:
+                self.running.add(turn)
+            else:
+                self.waiting.setdefault(target, []).append(turn)
+                self._advance()
+                await turn
             yield
-        finally:
-            self.running -= 1
+        finally:  # also if it is cancelled between its turn and its next step
+            self.running.discard(turn)
             self._advance()
 
     def lost(self, target: Target) -> None:
@@ -85,26 +86,27 @@ class Turns:
     def _advance(self) -> None:
         if self.running or self.loading or not self.waiting:
             return
-        self.loading = asyncio.create_task(self._load(next(iter(self.waiting))))
+        target = next(iter(self.waiting))
+        self.loading = asyncio.create_task(self._load(target))
+        self.loading.add_done_callback(partial(self._loaded, target))
 
     async def _load(self, target: Target) -> None:
-        error: RunError | None = None
-        try:
-            if target != self.held:
-                self.held = None
-                await self._order(target)
-                self.held = target
-        except RunError as found:
-            error = found
-        for turn in self.waiting.pop(target):
-            if turn.cancelled():
-                continue
+        if target != self.held:
+            self.held = None
+            await self._order(target)
+            self.held = target
+
+    def _loaded(self, target: Target, loading: asyncio.Task[None]) -> None:
+        """Lets the requests of the target run, or fail as its load did."""
+        if loading.cancelled():  # by the end of the process
+            return
+        self.loading, error = None, loading.exception()
+        for turn in [turn for turn in self.waiting.pop(target) if not turn.done()]:
             if error:
                 turn.set_exception(error)
             else:
-                self.running += 1
+                self.running.add(turn)
                 turn.set_result(None)
-        self.loading = None
         self._advance()
 
     async def _order(self, target: Target) -> None:
@@ -297,7 +299,12 @@ class Sampling:
                         return answer
                     self.turns.lost(session.target)
 
-        answers = await asyncio.gather(*(one(index) for index in range(request.num_samples)))
+        samples = [asyncio.create_task(one(index)) for index in range(request.num_samples)]
+        try:
+            answers = await asyncio.gather(*samples)
+        finally:  # after an error the others are not sampled on
+            for sample in samples:
+                sample.cancel()
         of_prompt = answers[0].prompt_logprobs or []
         if last := request.prompt_logprobs_last_n:
             of_prompt = [None] * (len(of_prompt) - last) + of_prompt[-last:]
