@@ -2,19 +2,16 @@
 
 import asyncio
 import json
-import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from rl.config.run import RLConfig
 from rl.config.trainer import ReplayConfig
 from rl.run_dir.access_token import is_loopback, page_secret, run_token
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import Phase, Status
+from rl.run_dir.status import Status
 from rl.tinker.app import Api, make_app
 from rl.tinker.downloads import Downloads
 from rl.tinker.gate import Gate
@@ -23,12 +20,10 @@ from rl.tinker.places import Places
 from rl.tinker.replay import replay as executed
 from rl.tinker.sampling import Sampling
 from rl.tinker.training import Training
+from rl.wire import serving
 from rl.wire.inference_client import InferenceServers
 from rl.wire.training_calls import Learner
 
-LISTEN = 1024
-KEEP_ALIVE_S = 600
-"""Idle connections stay open longer than the SDK keeps them."""
 INFERENCE_S = 900.0
 """How long a request waits for inference to be started again."""
 BASE = "base"
@@ -69,21 +64,8 @@ async def run(config: RLConfig, learner: Learner, status: Status, sock: socket.s
     secret = page_secret(run_dir.status_dir)
     app = make_app(Api(training, sampling, places), Listing(training, sampling, places), Downloads(places, secret))
     app = Gate(app, run_token(run_dir.status_dir), secret, loopback=is_loopback(host))
-    parser = "auto" if is_loopback(host) else "h11"
-    settings = uvicorn.Config(app, http=parser, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)
-    server = uvicorn.Server(settings)
     sampling.begin()
     work = asyncio.create_task(training.run())
-    stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    sock.listen(LISTEN)
-    serving = asyncio.create_task(server._serve(sockets=[sock]))
-    port = sock.getsockname()[1]
-    status.enter(Phase.SERVING, address=f"http://{f'[{host}]' if ':' in host else host}:{port}")
-    await asyncio.wait([work, serving, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = server.force_exit = True
-    if work.done():
-        work.result()
+    await serving.serve(app, host, sock, status, work)
     work.cancel()
     await servers.close()

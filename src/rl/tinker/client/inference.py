@@ -4,7 +4,6 @@ Requests with the same prompt that come together, as those of a group do, are on
 """
 
 import asyncio
-import signal
 import socket
 import sys
 import time
@@ -15,7 +14,6 @@ from typing import Any
 
 import msgspec
 import tinker
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,10 +24,11 @@ from rl.run_dir.access_token import is_loopback, run_token
 from rl.run_dir.checksums import content_id
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import numbered
-from rl.run_dir.status import Phase, RunWarning, Status, reachable
+from rl.run_dir.status import Phase, RunWarning, Status
 from rl.system.errors import RunError
 from rl.tinker.client.places import sound_version
 from rl.tinker.client.service import ERRORS, answered, asking, base_model, is_refusal, main, url_of, wait_for_service
+from rl.wire import serving
 from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL, Generation, HeldVersion
 from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
@@ -42,8 +41,6 @@ WARN_S = 600.0
 """The least time between two warnings that the service does not sample."""
 MAX_SEED = 2**31 - 1
 """skyrl-tx, for one, takes no larger seeds, and answers none of the requests that it has put together with such a one."""
-KEEP_ALIVE_S = 600
-"""Idle connections stay open longer than any client keeps them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,17 +256,7 @@ async def serve(config: RLConfig, status: Status, sock: socket.socket) -> None:
     await asyncio.to_thread(sampler.begin)
     status.gauges["requests"] = lambda: sampler.num_running
     app = make_app(sampler, config, run_token(config.run_dir.status_dir))
-    parser = "auto" if is_loopback(config.inference.host) else "h11"
-    settings = uvicorn.Config(app, http=parser, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)
-    server, stop = uvicorn.Server(settings), asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    sock.listen(1024)
-    serving = asyncio.create_task(server._serve(sockets=[sock]))
-    host, port = reachable(config.inference.host), sock.getsockname()[1]
-    status.enter(Phase.SERVING, address=f"http://{f'[{host}]' if ':' in host else host}:{port}")
-    await asyncio.wait([serving, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = server.force_exit = True
+    await serving.serve(app, config.inference.host, sock, status)
 
 
 def run(config: RLConfig, status: Status) -> None:
