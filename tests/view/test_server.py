@@ -28,7 +28,7 @@ from rl.system import linux, process_table
 from rl.system.errors import RunError
 from rl.view import responses, runs, tokens
 from rl.view.access import PageGate
-from rl.view.library import Library
+from rl.view.library import KEPT, Library
 from rl.view.queries import Query
 from rl.view.rollouts import Wanted, Which
 from rl.view.routes import (
@@ -93,6 +93,24 @@ def alone(tmp_path):
     for folder in (files.spans, files.status_dir):
         folder.mkdir()
     return files, Handlers(Library([tmp_path]))
+
+
+def test_few_runs_stay_open_and_a_list_that_is_still_right_opens_none(tmp_path, monkeypatch):
+    """Regression: every run that was ever shown stayed in memory."""
+    count = KEPT + 4
+    for i in range(count):
+        make_run(tmp_path / f"x{i}").status_dir.mkdir()
+    library, opened = Library([tmp_path]), []
+    handlers, begin = Handlers(library), Run.__init__
+    monkeypatch.setattr(Run, "__init__", lambda run, root: (opened.append(root.name), begin(run, root))[1])
+    assert len(handlers.runs(Query()).runs) == count == len(opened) and len(library.opened) == KEPT
+    assert len(handlers.runs(Query()).runs) == count == len(opened)
+    first = library.run("x0")
+    for i in range(1, KEPT):
+        library.run(f"x{i}")
+    assert library.run("x0") is first and [*library.opened][-1] == "x0"
+    library.run(f"x{KEPT}")
+    assert library.run("x0") is first and "x1" not in library.opened
 
 
 # Who is let in ----------------------------------------------------------------------------------------------------------
