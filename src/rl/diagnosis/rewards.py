@@ -22,7 +22,7 @@ SOLVED = 0.95
 
 def reward_problems(state: RunState) -> list[Problem]:
     """Returns that the reward does not rise, then possible causes. Empty if it rises, or it is too early to tell and no cause is clear."""
-    values = state.values("orchestrator", "reward/mean")
+    values = state.numbers.reward()[1].tolist()
     if not state.config.plays:
         return []
     clear = clear_causes(state)

@@ -82,6 +82,8 @@ class Comparison(Answer):
     """Up to the length of the shortest run; empty if a run has no rewards."""
     faults: list[str]
     """Configurations that could not be read."""
+    notes: list[str]
+    """Runs that are branches: their rollouts follow those of another run."""
 
 
 class Metric(Answer):

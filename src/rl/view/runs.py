@@ -103,7 +103,7 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         config, state, why = None, "unreadable", " ".join(str(error).split())
     first, last = extent(run)
     measure = "loss/mean" if config and (config.sft or config.serve) else "reward/mean"
-    values = run.numbers.curve(measure)[1]
+    values = (run.numbers.curve(measure) if measure == "loss/mean" else run.numbers.reward())[1]
     return RunRow(
         key=key,
         name=visible(run.root.name),
@@ -157,19 +157,20 @@ def eval_changes(run: Run) -> list[EvalChange]:
 
 def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
     """Compares runs: settings that differ, evaluations by version, and rewards."""
-    configs, faults = [], []
+    configs, faults, notes = [], [], []
     for key, run in zip(keys, runs, strict=True):
         try:
             configs.append(run.config)
+            notes += [f"{key}: {visible(str(run.origin))}; it began with what that run had learned"] if run.origin else []
         except RunError as error:
             faults.append(f"{key}: {visible(str(error))}")
             configs.append(None)
-    return Comparison(settings=setting_diffs(configs), evals=eval_points(runs), learned=learned(runs), faults=faults)
+    return Comparison(settings=setting_diffs(configs), evals=eval_points(runs), learned=learned(runs), faults=faults, notes=notes)
 
 
 def learned(runs: Sequence[Run]) -> list[Learned]:
     """The runs' rewards after equal numbers of rollouts, each a mean over the preceding SPAN."""
-    curves = [(Places(run, "rollouts")(steps), values) for run in runs for steps, values in [run.numbers.curve("reward/mean")]]
+    curves = [(Places(run, "rollouts")(steps), values) for run in runs for steps, values in [run.numbers.reward()]]
     if not all(len(values) for _, values in curves) or not (shortest := min(float(at[-1]) for at, _ in curves)) > 0:
         return []
     return [

@@ -40,6 +40,7 @@ export interface Comparison {
   evals: EvalPoint[];
   learned: Learned[];
   faults: string[];
+  notes: string[];
 }
 
 export interface SettingDiff {
