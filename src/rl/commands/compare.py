@@ -16,7 +16,7 @@ from rl.launch.children import Children
 from rl.records.comparison import eval_points, setting_diffs
 from rl.records.run import Run
 from rl.run_dir.numbers import Curve
-from rl.system.terminal import clip, sparkline, visible
+from rl.system.terminal import clip, digits, sparkline, visible
 
 HELP = """usage: rl compare A B
 
@@ -119,7 +119,7 @@ def curve_table(found: list[tuple[str, list[Curve]]], parts: Stretches, bars: St
     for name, both in found:
         values = np.concatenate([values for _, values in both])
         for run, points in zip(NAMES, both, strict=True):
-            cells = ["-" if value is None else f"{value:.4g}" for value in means(points, parts)]
+            cells = ["-" if value is None else digits(value, 4) for value in means(points, parts)]
             drawn = sparkline(means(points, bars), float(values.min()), float(values.max()))
             rows.append([name if run == NAMES[0] else "", run, *cells, drawn])
     heads = [str(first) if first == end else f"{first}-{end}" for first, end in parts]

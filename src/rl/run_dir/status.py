@@ -137,7 +137,8 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Time at which `progress` last grew."""
     address: str | None = None
     max_steps: int | None = None
-    """Of the trainer: if epochs are set, only the trainer knows their number of steps."""
+    """Of the trainer: if epochs are set, only the trainer knows their number of steps. Of an orchestrator with recorded rollouts: the step
+    at which they end."""
     batch: int | None = None
     """Of the orchestrator: the batch being filled; `batch_done` of its `batch_size` episodes are done."""
     batch_done: int | None = None
