@@ -63,7 +63,9 @@ def test_tasks_that_have_no_room_are_counted(place):
     first = len(msgspec.json.encode([rows[0], every[rows[0].env, rows[0].task]])) + len("sums")
     used, said = add_tasks(content, run, 2 * first + 60)
     assert first < used <= 2 * first + 60 and said == "2 of 7 tasks are in this file, those that changed most; raise --max-mib for more"
-    assert content["tasks"]["train"] == rows[:1] and [*content["task"]["train"]] == [f"sums/{rows[0].task}"]
+    assert content["tasks"]["train"] == tasks.with_prompts(run.rollouts("train"), rows[:1]) and [*content["task"]["train"]] == [
+        f"sums/{rows[0].task}"
+    ]
     assert len(content["tasks"]["eval"]) == len(content["task"]["eval"]) == 1
 
 

@@ -133,6 +133,13 @@ def test_a_branch_is_compared_as_one_and_environments_at_equal_shares(tmp_path):
     assert names == [{"reward/mean"}, {"reward/mean", "reward/sums/mean", "reward/words/mean"}]
 
 
+def test_the_place_of_a_run_has_no_detour(tmp_path):
+    make_run(tmp_path / "x")
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    assert Library([tmp_path / "y" / ".." / "x"]).place == str(tmp_path / "x") == str(Run(tmp_path / "x" / "." / ".." / "x").root)
+    assert Library([tmp_path / "link"]).places == [tmp_path / "link"]
+
+
 # Who is let in ----------------------------------------------------------------------------------------------------------
 
 

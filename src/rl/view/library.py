@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.records.run import Run
+from rl.records.run import Run, plain
 from rl.run_dir.paths import is_model, is_run
 from rl.run_dir.status import Staleness
 from rl.system.errors import RunError
@@ -50,7 +50,7 @@ class Library:
     """The runs in some places, which are runs or folders with runs. Thread-safe."""
 
     def __init__(self, places: Sequence[Path]):
-        self.places = [place.expanduser().absolute() for place in places]
+        self.places = [plain(place) for place in places]
         self.lock = threading.Lock()
         self.opened: dict[str, tuple[tuple[int, ...], Run]] = {}
         """Key -> identity of the opened directory, and the run; the KEPT that were asked for last, in this order."""

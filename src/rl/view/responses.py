@@ -265,6 +265,8 @@ class TaskRow(Answer):
     """Mean reward in the first third of the versions that played it."""
     last: float | None
     change: float | None
+    prompt: str = ""
+    """The beginning of its prompt's last message."""
 
 
 class Tasks(Answer):

@@ -5,7 +5,7 @@ import { useAnswer } from "./api.js";
 import { Sign } from "./chart.js";
 import { Curves } from "./curves.js";
 import { reward } from "./format.js";
-import { Fault } from "./ui.js";
+import { Fault, Words } from "./ui.js";
 
 /** Maximum number of runs with a column each. */
 const FEW = 4;
@@ -17,7 +17,7 @@ export function Compare({ runs, values, live }) {
   return html`<div class="bar"><h1>Compare</h1><span class="faint">${runs.join(" · ")}</span></div>
     ${error && html`<${Fault} text=${error} />`}
     ${(data?.faults ?? []).map((text) => html`<${Fault} text=${text} />`)}
-    ${(data?.notes ?? []).map((text) => html`<p class="note">${text}</p>`)}
+    ${(data?.notes ?? []).map((text) => html`<p class="note"><${Words} text=${text} /></p>`)}
     <div class=${`sides compared${runs.length > FEW ? " many" : ""}`}>
       <section class="card"><h2>Settings that differ</h2>
         ${data && (data.settings.length ? html`<${Table} runs=${runs} corner="Setting" rows=${data.settings.map((row) => ({ name: html`<code>${row.key}</code>`, cells: row.values.map((value) => html`<code>${value ?? "–"}</code>`) }))} />`

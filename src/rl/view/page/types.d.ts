@@ -190,6 +190,7 @@ export interface TaskRow {
   first: number | null;
   last: number | null;
   change: number | null;
+  prompt: string;
 }
 
 export interface Task {
