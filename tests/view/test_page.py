@@ -297,6 +297,7 @@ def test_j_goes_on_to_the_next_page_and_back(tab, more_steps):
     tab.page.keyboard.press("k")
     tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:nth-child(37) [aria-current=true]')")
     tab.go("#/runs")
+    tab.until("!!document.querySelector('table.runs')")  # so that nothing more is asked
     tab.until_answered("run=first")  # the files are deleted now
 
 

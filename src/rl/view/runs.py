@@ -160,8 +160,8 @@ def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
     configs, faults, notes = [], [], []
     for key, run in zip(keys, runs, strict=True):
         try:
-            configs.append(run.config)
             notes += [f"{key}: {visible(str(run.origin))}; it began with what that run had learned"] if run.origin else []
+            configs.append(run.config)
         except RunError as error:
             faults.append(f"{key}: {visible(str(error))}")
             configs.append(None)
