@@ -390,6 +390,7 @@ def test_how_a_run_died_is_said_once_with_code_as_code(tab):
     assert tab.page.inner_text("main").count("the run ended") == 1 and "--resume" in tab.text(".verdict code")
     assert tab.page.locator(".verdict .evidence a").inner_text() == "logs/trainer-1.log"
     assert not tab.page.locator(".lines li", has_text="ValueError").count(), "the log is below"
+    tab.until("document.querySelector('.log pre').textContent.startsWith('<script>window.hacked = 1</script>\\nValueError')")
 
 
 def test_the_row_of_a_link_is_in_sight_and_else_the_first_is_open(tab, place):
