@@ -257,7 +257,7 @@ async def serve(config: RLConfig, status: Status, sock: socket.socket) -> None:
     """Serves until SIGTERM or SIGINT. Raises RunError."""
     sampler = Sampler(config, status)
     await asyncio.to_thread(sampler.begin)
-    status.gauges["requests"] = lambda: sampler.num_running
+    status.follow("requests", lambda: sampler.num_running)
     app = make_app(sampler, config, run_token(config.run_dir.status_dir))
     parser = "auto" if is_loopback(config.inference.host) else "h11"
     settings = uvicorn.Config(app, http=parser, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)
