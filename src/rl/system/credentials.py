@@ -62,7 +62,7 @@ def without(secrets: dict[str, str], text: str) -> str:
 
 
 def redact_json(encoded: bytes) -> bytes:
-    """Does the same as `redact` for the strings of encoded JSON. A number with a secret's digits stays: it is no secret, and must be valid."""
+    """Does the same as `redact` for the strings of encoded JSON. Numbers with a secret's digits stay as they are."""
     secrets = secret_variables()
     if not any(msgspec.json.encode(value)[1:-1] in encoded for value in secrets):
         return encoded
