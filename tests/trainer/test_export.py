@@ -187,3 +187,13 @@ def test_a_full_disk(adapted, tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"no space left: 0\.\d\d MiB are needed, 0\.00 MiB are free") as error:
         export(adapted[0].root, "--to", tmp_path / "full")
     assert error.value.filename.startswith(str(tmp_path)) and not list(tmp_path.iterdir())
+
+
+def test_a_base_whose_generation_config_is_invalid_is_exported_with_it(model_folder, world, tmp_path):
+    """Llama 2's has a temperature without do_sample."""
+    base = shutil.copytree(model_folder, tmp_path / "base")
+    text = json.dumps({"temperature": 0.6, "top_p": 0.9, "do_sample": False})
+    (base / "generation_config.json").write_text(text)
+    run_dir, _ = make_run(tmp_path / "outputs", base, world)
+    export(run_dir.root, "--to", tmp_path / "exported")
+    assert (tmp_path / "exported" / "generation_config.json").read_text() == text

@@ -17,6 +17,7 @@ from rl.config.run import ModelConfig, RLConfig
 from rl.models.gguf import convert_gguf, gguf_of_package
 from rl.run_dir.checksums import check_version, is_delta
 from rl.run_dir.files import CorruptFileError, write_directory
+from rl.run_dir.safetensors import model_files, read_header
 from rl.run_dir.version_files import REMOTE, is_remote
 from rl.system.errors import RunError
 
@@ -30,8 +31,8 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML template; begins with the tokenizer's own BOS token, if it has one, as pretraining texts did."""
-SAMPLES, SAMPLE_BYTES = 16, 1 << 12
-"""What `weights_digest` reads of each file."""
+SAMPLE_BYTES = 1 << 12
+"""What `weights_digest` reads of each tensor."""
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
@@ -83,16 +84,22 @@ def missing_parts(folder: Path, needs_weights: bool = True) -> list[str]:
 
 
 def weights_digest(folder: Path) -> str:
-    """A hash of the names and sizes of a model's files of weights, and of SAMPLES samples of each. It takes no time, and tells other
-    weights of the same shapes."""
-    found = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
+    """A hash of a model's files of weights: of their names and sizes, and of each safetensors file's header and the first SAMPLE_BYTES of
+    each tensor. It takes no time, and tells other weights of the same shapes. Of .bin files, a block in 1 MiB is read."""
+    found = hashlib.blake2b(digest_size=20)  # its length tells it from the digests of an older rl
+    for path in model_files(folder) or sorted(folder.glob("pytorch_model*.bin")):
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             found.update(f"{path.name} {size}\n".encode())
-            for number in range(SAMPLES):
-                file.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
-                found.update(file.read(SAMPLE_BYTES))
+            if path.suffix == ".safetensors":
+                entries = read_header(path).items()
+                found.update(repr(sorted(entries)).encode())
+                samples = sorted((entry.start, min(entry.end - entry.start, SAMPLE_BYTES)) for _, entry in entries)
+            else:
+                samples = [(start, SAMPLE_BYTES) for start in range(0, size, 1 << 20)]
+            for start, length in samples:
+                file.seek(start)
+                found.update(file.read(length))
     return found.hexdigest()
 
 

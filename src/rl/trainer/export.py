@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rl.config.trainer import LoraConfig
@@ -92,6 +92,8 @@ def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype) 
         for parameter in model.parameters():  # buffers stay as they are, see layout.dtype_of
             parameter.data = parameter.data.to(dtype)
         require_space(folder, model.parameters())
+        if (base / "generation_config.json").is_file():  # it is copied as it is: transformers refuses to save some, such as Llama 2's
+            model.generation_config = GenerationConfig()
         model.save_pretrained(folder)
         copy_small_files(base, folder)
         write_config(base, folder, model, dtype)
