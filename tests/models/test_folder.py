@@ -13,7 +13,7 @@ from rl.models.folder import cache_root, longest_sequence, make_once, resolve_mo
 from rl.models.gguf import gguf_of_package
 from rl.models.renderer import load_renderer
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.digests import HASH
+from rl.run_dir.digests import HASH, digest_of_file
 from rl.run_dir.safetensors import model_files, read_header, tensor_digests, weights_files
 from rl.system.errors import RunError
 
@@ -243,3 +243,13 @@ def test_files_beside_the_model_are_not_the_model(folder):
     (folder / "consolidated.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     assert model_files(folder) == weight_files(folder) == [folder / "model.safetensors"]
     assert weights_digest(folder) == before
+
+
+def test_a_template_over_a_version_of_another_run(folder, cache):
+    config = folder / "tokenizer_config.json"
+    content = {"hash": HASH, "tensors": tensor_digests(folder / "model.safetensors"), "files": {config.name: digest_of_file(config)}}
+    (folder / "digests.json").write_text(json.dumps(content | {"made_by": {}}))
+    run = RLConfig.model_validate(
+        {"model": {"name": str(folder), "chat_template": "chatml", "max_model_len": 64}, "orchestrator": {"environment": [{"id": "e"}]}}
+    )
+    assert sound_model(run).startswith(str(cache))

@@ -18,7 +18,7 @@ from rl.models.gguf import convert_gguf, gguf_of_package
 from rl.run_dir.checksums import check_version, is_delta
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.run_dir.safetensors import model_files, read_header
-from rl.run_dir.version_files import REMOTE, is_remote
+from rl.run_dir.version_files import DIGESTS, REMOTE, is_remote
 from rl.system.errors import RunError
 
 HUB_TIMEOUT_S = 10.0
@@ -154,7 +154,10 @@ def with_template(folder: Path, text: bytes) -> Path:
     target = cache_root() / f"{folder.name}-{hashlib.blake2b(text + repr((str(folder), stats)).encode(), digest_size=6).hexdigest()}"
 
     def fill(temporary: Path) -> None:
+        require_sound(folder)
         for file in files:
+            if file.name == DIGESTS:
+                continue  # with another template, the folder is no longer the version that was written
             (temporary / file.name).symlink_to(file.resolve())
         config = temporary / "tokenizer_config.json"
         if config.exists():
@@ -234,13 +237,18 @@ def folder_here(model: ModelConfig) -> Path | None:
         return None
 
 
+def require_sound(folder: Path) -> None:
+    """Raises RunError if a folder contains digests, as a version of another run does, and its files differ from them."""
+    try:
+        check_version(folder)
+    except CorruptFileError as error:
+        raise RunError(f"{error}; copy {folder} again, or give another model.name") from None
+
+
 def sound_model(config: RLConfig) -> str:
     """The folder of a run's model, verified if it contains digests, as a version of another run does. Raises RunError."""
     folder = resolve_model(config.model, needs_template=config.plays, needs_weights=not config.is_remote)
-    try:
-        check_version(Path(folder))
-    except CorruptFileError as error:
-        raise RunError(f"{error}; copy {folder} again, or give another model.name") from None
+    require_sound(Path(folder))
     longest = longest_sequence(read_json(Path(folder) / "config.json"))
     own = config.starts_inference and not config.is_remote
     if own and longest and config.model.max_model_len > longest and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
