@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from rl.config.run import ModelConfig, RLConfig
 from rl.inference.weight_files import weight_files
@@ -253,3 +254,10 @@ def test_a_template_over_a_version_of_another_run(folder, cache):
         {"model": {"name": str(folder), "chat_template": "chatml", "max_model_len": 64}, "orchestrator": {"environment": [{"id": "e"}]}}
     )
     assert sound_model(run).startswith(str(cache))
+
+
+def test_second_copies_of_a_hub_models_weights_are_not_downloaded():
+    names = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja"]
+    copies = ["original/params.json", "consolidated.safetensors", "checkpoint-500/model.safetensors", "model.fp16.safetensors"]
+    patterns = {"allow_patterns": model_folder.HUB_FILES, "ignore_patterns": model_folder.HUB_COPIES}
+    assert list(filter_repo_objects(names + copies, **patterns)) == names

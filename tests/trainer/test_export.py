@@ -111,7 +111,10 @@ def test_adapters_and_merged_compute_what_the_trainer_computes(adapted, tied_fol
 
 def test_a_version_of_adapters_is_exported_and_merged(adapted, tied_folder, tmp_path):
     run_dir, _ = adapted
+    (tied_folder / "README.md").write_text("the base's card")
     export(f"{run_dir.root}@3", "--to", tmp_path / "adapter")
+    (tied_folder / "README.md").unlink()
+    assert not (tmp_path / "adapter" / "README.md").exists()
     ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "adapter", run_dir.weights(3)))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     export(f"{run_dir.root}@3", "--to", tmp_path / "merged", "--merge", "--dtype", "bfloat16")

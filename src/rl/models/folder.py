@@ -34,6 +34,8 @@ CHATML = (
 SAMPLE_BYTES = 1 << 12
 """What `weights_digest` reads of each tensor."""
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+HUB_COPIES = ["original/*", "consolidated*", "checkpoint-*/*", "*.fp16.*"]
+"""Second copies of a model's weights, which transformers does not read."""
 
 
 def resolve_model(model: ModelConfig, *, needs_template: bool = True, needs_weights: bool = True) -> str:
@@ -195,7 +197,7 @@ def from_hub(model: ModelConfig, needs_weights: bool = True) -> Path:
     patterns = [*HUB_FILES, "*.py"] if model.trust_remote_code else HUB_FILES
     patterns = [pattern for pattern in patterns if needs_weights or pattern != "*.safetensors"]
     try:
-        cached = Path(snapshot_download(model.name, local_files_only=True, allow_patterns=patterns))
+        cached = Path(snapshot_download(model.name, local_files_only=True, allow_patterns=patterns, ignore_patterns=HUB_COPIES))
         if not missing_parts(cached, needs_weights):
             return cached
     except LocalEntryNotFoundError:
@@ -206,7 +208,7 @@ def from_hub(model: ModelConfig, needs_weights: bool = True) -> Path:
     if converted.is_dir():
         return converted
     try:
-        return Path(snapshot_download(model.name, etag_timeout=HUB_TIMEOUT_S, allow_patterns=patterns))
+        return Path(snapshot_download(model.name, etag_timeout=HUB_TIMEOUT_S, allow_patterns=patterns, ignore_patterns=HUB_COPIES))
     except GatedRepoError:
         raise RunError(f"model.name = {model.name!r}: accept its terms on the hub first, then run `hf auth login`") from None
     except RepositoryNotFoundError:

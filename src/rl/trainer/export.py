@@ -87,7 +87,8 @@ def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype) 
         lora.write_config(folder, model, base)
         write_tensors(folder / lora.WEIGHTS_FILE, tensors)
         copy_small_files(base, folder)
-        (folder / "config.json").unlink()  # this is the base model's config
+        for name in ("config.json", "README.md"):  # these are the base model's
+            (folder / name).unlink(missing_ok=True)
     else:
         for parameter in model.parameters():  # buffers stay as they are, see layout.dtype_of
             parameter.data = parameter.data.to(dtype)
