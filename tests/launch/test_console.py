@@ -13,6 +13,7 @@ from rl.config.command_line import build, parse_args
 from rl.diagnosis.rollouts import short_messages_text
 from rl.launch.console import Console
 from rl.launch.phases import alike, phase_text
+from rl.run_dir.metric_names import PASS
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.run_dir.status import Phase, RoleStatus, write_status
 
@@ -118,7 +119,20 @@ def test_evals_are_printed_as_they_come(tmp_path):
     screen = Screen(tmp_path)
     screen.write(10, "eval", {"eval/gsm8k/reward_mean": 0.4123, "eval/gsm8k/pass@4": 0.6, "eval/gsm8k/errored": 0.0, "time/eval": 3})
     screen.write(10, "eval", {"eval/math/reward_mean": 0.1})
-    assert screen.look() == "  eval at version 10: gsm8k 0.412 (pass@4 0.600)\n  eval at version 10: math 0.100\n"
+    assert screen.look() == f"  eval at version 10: gsm8k 0.412 (pass@4 0.600)\n  {PASS}\n  eval at version 10: math 0.100\n"
+    screen.write(20, "eval", {"eval/gsm8k/reward_mean": 0.5, "eval/gsm8k/pass@4": 0.7})
+    assert screen.look() == "  eval at version 20: gsm8k 0.500 (pass@4 0.700)\n"
+
+
+def test_the_time_left_ends_with_the_recorded_rollouts(tmp_path):
+    """Regression: `left 16 min` of a file with two batches."""
+    screen = Screen(tmp_path, "--max_steps", "100")
+    write_status(screen.run_dir.status("trainer"), RoleStatus(phase=Phase.TRAINING, max_steps=100))
+    write_status(screen.run_dir.status("orchestrator"), RoleStatus(phase=Phase.FILLING_BATCH, max_steps=3))
+    for step in (1, 2):
+        screen.step(step)
+    seconds = TRAINER["time/step"]
+    assert f" {seconds:.0f} s" in screen.look().splitlines()[-1]
 
 
 def test_the_column_of_evaluations_is_one_of_them(tmp_path):

@@ -1,5 +1,6 @@
 """The final report of a synthetic run."""
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -41,6 +42,19 @@ def test_several_environments_are_told_apart():
     ended = report_lines(Numbers.of({(0, "eval"): {"eval/e/reward_mean": 0.25}, (1, "orchestrator"): {"reward/mean": 0.125}}), run_dir)
     assert ended[1:3] == ["reward    0.125   (mean of the first and of the last steps)", "eval      0.250   (e, version 0)"]
     assert report_lines(Numbers.of(lines), run_dir)[2:4] == ["          0.200 -> 0.700   a", "          0.700 -> 0.300   b"]
+
+
+def test_another_mix_of_environments_is_no_change_of_the_reward():
+    """Regression: the headline said 0.963 -> 0.612 of a run in which no environment had changed."""
+    run_dir, lines = RunDir(Path("x"), Path("x")), {}
+    for step in range(1, 9):
+        hard = (step - 1) / 8
+        lines[step, "orchestrator"] = {"reward/mean": 1.0 * (1 - hard) + 0.5 * hard, "reward/easy/mean": 1.0, "reward/hard/mean": 0.5}
+    del lines[1, "orchestrator"]["reward/hard/mean"]
+    text = "reward    0.750 -> 0.750   (mean of the first and of the last steps, environments at equal shares)"
+    assert report_lines(Numbers.of(lines), run_dir)[1] == text
+    only = {(1, "orchestrator"): {"reward/mean": 0.25, "reward/a/mean": 0.25, "reward/b/mean": math.nan}}
+    assert [column.tolist() for column in Numbers.of(only).reward()] == [[1], [0.25]]
 
 
 def test_the_report_says_what_failed_and_of_which_environment_nothing_was_trained():

@@ -5,15 +5,17 @@ import re
 import sys
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from rl.config.run import ModelConfig, RLConfig
+from rl.inference.weight_files import weight_files
 from rl.models import folder as model_folder
-from rl.models.folder import cache_root, longest_sequence, make_once, resolve_model, sound_model
+from rl.models.folder import cache_root, longest_sequence, make_once, resolve_model, sound_model, weights_digest
 from rl.models.gguf import gguf_of_package
 from rl.models.renderer import load_renderer
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.digests import HASH
-from rl.run_dir.safetensors import tensor_digests, weights_files
+from rl.run_dir.digests import HASH, digest_of_file
+from rl.run_dir.safetensors import model_files, read_header, tensor_digests, weights_files
 from rl.system.errors import RunError
 
 SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -216,3 +218,46 @@ def test_the_real_conversion():
     assert tokenizer.tokenize("12+3") == ["1", "2", "+", "3"]
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_every_tensor_counts_in_the_digest_of_weights(folder):
+    before = weights_digest(folder)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content)
+    for name, entry in read_header(file).items():
+        with file.open("r+b") as stream:
+            stream.seek(entry.start)
+            byte = stream.read(1)
+            stream.seek(entry.start)
+            stream.write(bytes([byte[0] ^ 1]))
+            stream.flush()
+            assert weights_digest(folder) != before, name
+            stream.seek(entry.start)
+            stream.write(byte)
+    assert weights_digest(folder) == before
+
+
+def test_files_beside_the_model_are_not_the_model(folder):
+    before = weights_digest(folder)
+    (folder / "consolidated.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    assert model_files(folder) == weight_files(folder) == [folder / "model.safetensors"]
+    assert weights_digest(folder) == before
+
+
+def test_a_template_over_a_version_of_another_run(folder, cache):
+    config = folder / "tokenizer_config.json"
+    content = {"hash": HASH, "tensors": tensor_digests(folder / "model.safetensors"), "files": {config.name: digest_of_file(config)}}
+    (folder / "digests.json").write_text(json.dumps(content | {"made_by": {}}))
+    run = RLConfig.model_validate(
+        {"model": {"name": str(folder), "chat_template": "chatml", "max_model_len": 64}, "orchestrator": {"environment": [{"id": "e"}]}}
+    )
+    assert sound_model(run).startswith(str(cache))
+
+
+def test_second_copies_of_a_hub_models_weights_are_not_downloaded():
+    names = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja"]
+    copies = ["original/params.json", "consolidated.safetensors", "checkpoint-500/model.safetensors", "model.fp16.safetensors"]
+    patterns = {"allow_patterns": model_folder.HUB_FILES, "ignore_patterns": model_folder.HUB_COPIES}
+    assert list(filter_repo_objects(names + copies, **patterns)) == names

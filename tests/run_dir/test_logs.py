@@ -21,6 +21,17 @@ def small(monkeypatch):
     monkeypatch.setattr(logs, "NEWEST_BYTES", 24_000)
 
 
+@pytest.mark.parametrize("prefix", ["(EngineCore pid=7) ", ""])
+def test_the_last_words_are_no_routine(tmp_path, prefix):
+    """Regression: `saying: INFO 11-29 04:39:28 [core.py:1] Added request` was the reason of a death."""
+    log = tmp_path / "inference-1.log"
+    routine = f'{prefix}INFO 11-29 04:39:28 [core.py:1] Added request\nINFO:     127.0.0.1:5 - "GET /health HTTP/1.1" 200 OK\n'
+    log.write_text(f"ValueError: no room\n{routine}")
+    assert last_words(log) == "ValueError: no room"
+    log.write_text(routine)
+    assert last_words(log) == ""
+
+
 def test_the_middle_is_cut_out(tmp_path):
     log = tmp_path / "trainer-1.log"
     lines = [f"line {i:09d}" for i in range(10_000)]

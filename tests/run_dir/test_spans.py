@@ -77,7 +77,7 @@ def test_phases_of_a_status_are_spans(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("rl.run_dir.status.HEARTBEAT_S", 0.01)
     spans.start(folder, "p")
     status = Status(tmp_path / "status" / "p.json", "p")
-    status.gauges["requests"] = lambda: 4
+    status.gauges["requests"] = 4
     status.enter(Phase.TRAINING, 1)
     status.enter(Phase.TRAINING, 1)
     wanted = {"progress": 0, "requests": 4}

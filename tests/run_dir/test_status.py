@@ -1,5 +1,6 @@
 """Heartbeats, phases and the lock that fences a role."""
 
+import asyncio
 import json
 import os
 import socket
@@ -43,7 +44,7 @@ def test_a_status_says_what_its_process_does_and_since_when(tmp_path):
 def test_a_person_with_jq_sees_what_a_process_does(tmp_path):
     path = tmp_path / "orchestrator.json"
     status = Status(path, "orchestrator")
-    status.gauges["playing"] = lambda: 3
+    status.gauges["playing"] = 3
     status.enter(Phase.FILLING_BATCH, 13, batch=13, batch_done=40, batch_size=64, address="tcp://1")
     seen = json.loads(path.read_text())
     times = {name: seen.pop(name) for name in ("started", "since", "heartbeat", "progressed")}
@@ -125,7 +126,7 @@ def test_a_process_of_a_machine_that_was_declared_lost_writes_nothing(tmp_path, 
     monkeypatch.setenv("RL_MACHINE_LEASE", "nodes/1.000001.lease")
     spans.start(tmp_path / "spans", "x")
     status = Status(path, "x")
-    status.gauges["requests"] = lambda: 123
+    status.gauges["requests"] = 123
 
     def own_lines():
         """Statuses that earlier tests have left add their gauges, which are other numbers."""
@@ -142,6 +143,32 @@ def test_a_process_of_a_machine_that_was_declared_lost_writes_nothing(tmp_path, 
     status.close()
     assert read_status(path).address == "of its successor" and own_lines() == before
     spans.recorder = None
+
+
+def test_a_gauge_that_fails_ends_neither_the_heartbeat_nor_the_process(tmp_path, monkeypatch):
+    """Regression: the heartbeat's thread read it, and ended, so `rl` killed a healthy process."""
+    monkeypatch.setattr("rl.run_dir.status.HEARTBEAT_S", 0.02)
+    status, reads, faults = Status(tmp_path / "x.json", "x"), iter([3, None, 5]), []
+
+    def read() -> int:
+        if (value := next(reads, 5)) is None:
+            raise RuntimeError("dictionary changed size during iteration")
+        return value
+
+    def written(name: str):
+        return getattr(read_status(tmp_path / "x.json"), name)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context["exception"])))
+        status.follow("playing", read)
+        while written("playing") != 5:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    last = written("heartbeat")
+    until(lambda: written("heartbeat") > last)
+    assert faults == ["dictionary changed size during iteration"]
+    status.close()
 
 
 def test_half_a_file_is_no_status(tmp_path):

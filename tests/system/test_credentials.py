@@ -115,3 +115,10 @@ def test_hidden_values():
     table = {"api_key": "12345678", "inner": [{"password": "abcdefgh", "user": "me"}], "n": 1}
     assert hidden("args", table) == {"api_key": "(hidden)", "inner": [{"password": "(hidden)", "user": "me"}], "n": 1}
     assert hidden("x.token", "12345678") == "(hidden)"
+
+
+@pytest.mark.parametrize("secret", ["12345678", "n4567890", "u000b123"])
+def test_a_secret_in_json_is_looked_for_in_the_strings_and_not_in_numbers_or_escapes(monkeypatch, secret):
+    monkeypatch.setitem(os.environ, "DB_PASSWORD", secret)
+    row = {"x": 0.12345678, "n": 12345678, "text": f"\n4567890 \x0b123 is {secret}"}
+    assert msgspec.json.decode(redact_json(msgspec.json.encode(row))) == row | {"text": "\n4567890 \x0b123 is [$DB_PASSWORD]"}

@@ -22,7 +22,8 @@ def test_visible_gpus(tmp_path):
         (tmp_path / name).touch()
     assert visible_gpus({}, tmp_path) == ["0", "1", "2"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "4, GPU-ab"}, tmp_path) == ["4", "GPU-ab"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+    for none in ("", "-1", "NoDevFiles", "none", "void"):
+        assert visible_gpus({"CUDA_VISIBLE_DEVICES": none}, tmp_path) == [], none
     assert visible_gpus({}, tmp_path / "none") == []
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.system.terminal import clip, cut_middle, sparkline, visible
+from rl.system.terminal import clip, cut_middle, digits, sparkline, visible
 
 
 def test_what_acts_on_a_terminal_is_shown_and_the_rest_stays():
@@ -24,6 +24,21 @@ def test_the_middle_is_left_out_and_counted():
 @pytest.mark.parametrize(("width", "said"), [(5, "hello"), (4, "hel…"), (1, "…"), (0, "")])
 def test_clip(width, said):
     assert clip("hello", width) == said
+
+
+def test_numbers_have_few_digits_and_no_exponent_where_they_can_be_read_without():
+    shown = {
+        0.0: "0",
+        0.12345: "0.123",
+        12.345: "12.3",
+        999.4: "999",
+        999.7: "1000",
+        1020.0: "1020",
+        -12345.6: "-12346",
+        1.25e-5: "1.25e-05",
+    }
+    assert {value: digits(value) for value in shown} == shown and digits(5e9) == "5e+09" and digits(12345.6, 4) == "12346"
+    assert digits(float("nan")) == "nan" and digits(1234.4, 4) == "1234"
 
 
 def test_sparkline():

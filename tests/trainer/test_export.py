@@ -111,7 +111,10 @@ def test_adapters_and_merged_compute_what_the_trainer_computes(adapted, tied_fol
 
 def test_a_version_of_adapters_is_exported_and_merged(adapted, tied_folder, tmp_path):
     run_dir, _ = adapted
+    (tied_folder / "README.md").write_text("the base's card")
     export(f"{run_dir.root}@3", "--to", tmp_path / "adapter")
+    (tied_folder / "README.md").unlink()
+    assert not (tmp_path / "adapter" / "README.md").exists()
     ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "adapter", run_dir.weights(3)))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     export(f"{run_dir.root}@3", "--to", tmp_path / "merged", "--merge", "--dtype", "bfloat16")
@@ -187,3 +190,13 @@ def test_a_full_disk(adapted, tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"no space left: 0\.\d\d MiB are needed, 0\.00 MiB are free") as error:
         export(adapted[0].root, "--to", tmp_path / "full")
     assert error.value.filename.startswith(str(tmp_path)) and not list(tmp_path.iterdir())
+
+
+def test_a_base_whose_generation_config_is_invalid_is_exported_with_it(model_folder, world, tmp_path):
+    """Llama 2's has a temperature without do_sample."""
+    base = shutil.copytree(model_folder, tmp_path / "base")
+    text = json.dumps({"temperature": 0.6, "top_p": 0.9, "do_sample": False})
+    (base / "generation_config.json").write_text(text)
+    run_dir, _ = make_run(tmp_path / "outputs", base, world)
+    export(run_dir.root, "--to", tmp_path / "exported")
+    assert (tmp_path / "exported" / "generation_config.json").read_text() == text

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,6 +47,19 @@ def test_a_gpu_that_is_not_there_ends_it_without_another_start(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         rl.trainer.main.uses_gpus(RLConfig(name="r", trainer={"gpus": 1}, orchestrator={"environment": [{"id": "e"}]}))
     assert ended.value.code == WRONG_SETTINGS
+
+
+@pytest.mark.parametrize(("ranks", "phases"), [("1", ["loading_model"]), ("2", ["loading_model", "waiting_for_ranks"])])
+def test_one_rank_waits_for_no_others(tmp_path, monkeypatch, ranks, phases):
+    entered = []
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.setattr("rl.trainer.main.resolve_model", lambda *_, **__: tmp_path)
+    monkeypatch.setattr("rl.trainer.main.uses_gpus", lambda _: sys.exit(7))
+    monkeypatch.setattr("rl.trainer.main.Status", lambda *_: SimpleNamespace(enter=lambda phase: entered.append(phase.value)))
+    monkeypatch.setattr("rl.trainer.main.spans.start", lambda *_: None)
+    with pytest.raises(SystemExit):
+        rl.trainer.main.run(run_config(tmp_path, tmp_path, 1, "float32"), 1, None)
+    assert entered == phases
 
 
 @pytest.mark.parametrize("main", [rl.trainer.main.main, serve_process.main], ids=["trainer", "serve"])

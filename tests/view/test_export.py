@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from rl.launch.children import Children
+from rl.records.run import Run
 from rl.run_dir.events import Event, append_event
 from rl.run_dir.nodes import Nodes, NodeStatus
 from rl.run_dir.paths import RunDir
@@ -20,7 +21,8 @@ from rl.view.bundle import digest
 from rl.view.export import add_tasks, write_page
 from rl.view.library import Library
 from rl.view.main import main as view
-from tests.records.made import group, write_step
+from rl.view.redaction import Redaction
+from tests.records.made import group, make_run, write_step
 from tests.view.made import make_runs
 
 
@@ -45,6 +47,15 @@ def test_a_page_keeps_its_size_and_says_what_is_left_out(place, tmp_path):
         write_page(library, part, 1000)
 
 
+@pytest.mark.parametrize(("host", "home"), [("localhost", "/root"), ("localhost", "/"), ("", "/")])
+def test_a_machine_without_a_name_or_a_home_of_its_own_changes_nothing(tmp_path, monkeypatch, host, home):
+    """Regression: the pattern of no names matched between any two signs."""
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    monkeypatch.setenv("HOME", home)
+    text = "trainer: waiting (12 s), see https://example.org/x / logs, - and *"
+    assert Redaction(Run(make_run(tmp_path / "x").root)).text(text) == text
+
+
 def test_tasks_that_have_no_room_are_counted(place):
     run = Library([place / "first"]).run("first")
     rows, content = tasks.ordered(run, "train"), {"tasks": {}, "task": {}}
@@ -52,7 +63,9 @@ def test_tasks_that_have_no_room_are_counted(place):
     first = len(msgspec.json.encode([rows[0], every[rows[0].env, rows[0].task]])) + len("sums")
     used, said = add_tasks(content, run, 2 * first + 60)
     assert first < used <= 2 * first + 60 and said == "2 of 7 tasks are in this file, those that changed most; raise --max-mib for more"
-    assert content["tasks"]["train"] == rows[:1] and [*content["task"]["train"]] == [f"sums/{rows[0].task}"]
+    assert content["tasks"]["train"] == tasks.with_prompts(run.rollouts("train"), rows[:1]) and [*content["task"]["train"]] == [
+        f"sums/{rows[0].task}"
+    ]
     assert len(content["tasks"]["eval"]) == len(content["task"]["eval"]) == 1
 
 

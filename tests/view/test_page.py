@@ -297,13 +297,13 @@ def test_j_goes_on_to_the_next_page_and_back(tab, more_steps):
     tab.page.keyboard.press("k")
     tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:nth-child(37) [aria-current=true]')")
     tab.go("#/runs")
+    tab.until("!!document.querySelector('table.runs')")  # so that nothing more is asked
     tab.until_answered("run=first")  # the files are deleted now
 
 
 def test_j_goes_through_the_tasks_and_escape_leaves_one(tab):
     tab.go("#/tasks?run=first&step=3")
-    tab.until("document.querySelectorAll('.tasks tbody tr').length > 2")
-    tab.page.keyboard.press("j")
+    tab.until("!!document.querySelector('.tasks tbody tr:nth-child(1)[aria-current=true]')")
     tab.page.keyboard.press("j")
     tab.until("!!document.querySelector('.tasks tbody tr:nth-child(2)[aria-current=true]')")
     assert "step=" not in tab.page.url
@@ -371,11 +371,53 @@ def test_a_table_shows_the_machines_of_a_cluster(tab, place):
             and rows[3] == ["2", "not", "there", "serves"]
         )
         tab.page.locator("table.machines a", has_text="trainer-node0").click()
-        assert tab.text(".log pre span") == "of trainer-node0-1"
+        assert tab.text(".log pre span").strip() == "of trainer-node0-1"
         assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     finally:
         shutil.rmtree(place / "third")
         tab.go("#/runs")
+
+
+def test_an_unknown_run_is_only_unknown(tab):
+    tab.go("#/curves?run=nothere")
+    assert tab.text(".fault") == "nothere: no such run here; it may have been deleted."
+    assert "There are no runs yet" not in tab.page.inner_text("main")
+
+
+def test_how_a_run_died_is_said_once_with_code_as_code(tab):
+    tab.go("#/health?run=first&process=trainer")
+    assert "ValueError" in tab.text(".verdict") and "`" not in tab.page.inner_text("main")
+    assert tab.page.inner_text("main").count("the run ended") == 1 and "--resume" in tab.text(".verdict code")
+    assert tab.page.locator(".verdict .evidence a").inner_text() == "logs/trainer-1.log"
+    assert not tab.page.locator(".lines li", has_text="ValueError").count(), "the log is below"
+    tab.until("document.querySelector('.log pre').textContent.startsWith('<script>window.hacked = 1</script>\\nValueError')")
+
+
+def test_the_row_of_a_link_is_in_sight_and_else_the_first_is_open(tab, place):
+    deep = made.make_run(place / "deep")
+    made.write_step(deep, 1, [made.group(i, [0.0, 1.0], task=i, stop="max_turns_reached") for i in range(60)])
+    made.write_samples(deep, 1, [made.sample(0, 0, tokens=200)])
+    try:
+        tab.go("#/rollouts?run=deep&at=40/1")
+        tab.until("document.querySelector('.rows a[aria-current=true]')?.getBoundingClientRect().top < innerHeight")
+        assert "offset=50" in tab.page.url and "group 40 #1" in tab.text(".rows a[aria-current=true]")
+        assert "max" not in tab.text("header.rollout")
+        tab.go("#/rollouts?run=first")
+        tab.go("#/rollouts?run=deep&at=0/0&tab=tokens")
+        tab.until("document.querySelectorAll('.tokens .chunk').length === 4 && document.querySelectorAll('.tokens .t').length > 190")
+        ends = "[...document.querySelectorAll('.tokens .chunk')].map((one) => getComputedStyle(one, '::after').content)"
+        assert tab.page.evaluate(ends) == ['"\u21aa"'] * 3 + ["none"]
+        tab.go("#/rollouts?run=first&kind=eval")
+        tab.until("!!document.querySelector('.rows li:first-child a[aria-current=true]') && location.hash.includes('at=')")
+        tab.page.get_by_role("button", name="training").click()
+        tab.until("location.hash.includes('at=4') && !document.querySelector('.fault')")
+        tab.go("#/tasks?run=first&env=sums&task=7&step=99")
+        assert "nothing shows what it changed" in tab.text(".detail .note") and not tab.page.locator(".side").count()
+        assert "2 + 2" in tab.text(".tasks .snippet")
+    finally:
+        tab.go("#/runs")
+        tab.page.wait_for_load_state("networkidle")
+        shutil.rmtree(place / "deep")
 
 
 def test_dots_stay_at_their_version_and_are_chosen_by_keys(tab, place):

@@ -15,7 +15,7 @@ from rl.view.main import main as view
 from rl.view.main import place_of
 from rl.view.queries import Query
 from rl.view.routes import Handlers
-from rl.view.runs import fingerprint
+from rl.view.runs import fingerprint, watched
 from tests.records.made import make_run
 
 
@@ -44,9 +44,9 @@ def test_the_models_of_a_server_are_listed_beside_it_with_their_loss(server):
 
 def test_a_model_is_looked_at_again_when_its_server_changes(server):
     model, now = Run(server.root / "models" / "s-0"), time.time()
-    before = fingerprint(model)
+    before = fingerprint(watched(model))
     os.utime(server.status_dir, (now + 5, now + 5))
-    assert fingerprint(model) != before
+    assert fingerprint(watched(model)) != before
 
 
 def test_a_model_is_given_by_its_folder(server):

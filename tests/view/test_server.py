@@ -22,13 +22,14 @@ from rl.records.run import Run
 from rl.run_dir.access_token import link
 from rl.run_dir.events import Event, append_event
 from rl.run_dir.metrics import MetricsLog
+from rl.run_dir.origin import Origin
 from rl.run_dir.spans import Gauges, Span, Start
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
 from rl.system import linux, process_table
 from rl.system.errors import RunError
 from rl.view import responses, runs, tokens
 from rl.view.access import PageGate
-from rl.view.library import Library
+from rl.view.library import KEPT, Library
 from rl.view.queries import Query
 from rl.view.rollouts import Wanted, Which
 from rl.view.routes import (
@@ -36,6 +37,7 @@ from rl.view.routes import (
     CurveParameters,
     Handlers,
     OfRun,
+    OfRuns,
     TaskParameters,
     TasksParameters,
     TimelineParameters,
@@ -43,7 +45,7 @@ from rl.view.routes import (
 from rl.view.server import PAGE, make_app
 from rl.wire.rollouts import Group
 from tests.records.made import group, make_run, rollout, write_eval_of, write_step
-from tests.view.made import HOSTILE, make_cluster_run, make_runs
+from tests.view.made import HOSTILE, make_cluster_run, make_runs, write_numbers
 from tests.view.serving import enter, serving
 
 SECRET = "a-secret-of-this-page"
@@ -93,6 +95,49 @@ def alone(tmp_path):
     for folder in (files.spans, files.status_dir):
         folder.mkdir()
     return files, Handlers(Library([tmp_path]))
+
+
+def test_few_runs_stay_open_and_a_list_that_is_still_right_opens_none(tmp_path, monkeypatch):
+    """Regression: every run that was ever shown stayed in memory."""
+    count = KEPT + 4
+    for i in range(count):
+        make_run(tmp_path / f"x{i}").status_dir.mkdir()
+    library, opened = Library([tmp_path]), []
+    handlers, begin = Handlers(library), Run.__init__
+    monkeypatch.setattr(Run, "__init__", lambda run, root: (opened.append(root.name), begin(run, root))[1])
+    assert len(handlers.runs(Query()).runs) == count == len(opened) and len(library.opened) == KEPT
+    assert len(handlers.runs(Query()).runs) == count == len(opened)
+    first = library.run("x0")
+    for i in range(1, KEPT):
+        library.run(f"x{i}")
+    assert library.run("x0") is first and [*library.opened][-1] == "x0"
+    library.run(f"x{KEPT}")
+    assert library.run("x0") is first and "x1" not in library.opened
+
+
+def test_a_branch_is_compared_as_one_and_environments_at_equal_shares(tmp_path):
+    """Regression: `it learned faster per rollout` of a run that began with what another had learned."""
+    for name in ("x", "y"):
+        files = make_run(tmp_path / name)
+        write_numbers(files, [0.9, 0.6])
+        log = MetricsLog(files.metrics, "orchestrator")
+        for step in (1, 2):
+            log.write(step, {"reward/sums/mean": 1.0} | ({"reward/words/mean": 0.5} if name == "y" else {}))
+    files.origin.write_bytes(msgspec.json.encode(Origin("x", 40, 0.0, [])))
+    handlers = Handlers(Library([tmp_path]))
+    found = handlers.compare(OfRuns(run=["x", "y"]))
+    assert found.notes == ["y: branch of x at step 40; it began with what that run had learned"] and not found.faults
+    assert found.learned[-1].rewards == [0.6, 0.75]
+    assert {row.key: row.reward for row in handlers.runs(Query()).runs} == {"x": 0.6, "y": 0.75}
+    names = [{one.name for one in handlers.metrics(OfRuns(run=[run])).metrics if one.name.startswith("reward/")} for run in ("x", "y")]
+    assert names == [{"reward/mean"}, {"reward/mean", "reward/sums/mean", "reward/words/mean"}]
+
+
+def test_the_place_of_a_run_has_no_detour(tmp_path):
+    make_run(tmp_path / "x")
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    assert Library([tmp_path / "y" / ".." / "x"]).place == str(tmp_path / "x") == str(Run(tmp_path / "x" / "." / ".." / "x").root)
+    assert Library([tmp_path / "link"]).places == [tmp_path / "link"]
 
 
 # Who is let in ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from rl.launch.children import Children
 from rl.records.comparison import eval_points, setting_diffs
 from rl.records.run import Run
 from rl.run_dir.numbers import Curve
-from rl.system.terminal import clip, sparkline, visible
+from rl.system.terminal import clip, digits, sparkline, visible
 
 HELP = """usage: rl compare A B
 
@@ -32,7 +32,7 @@ METRICS = (
     ("orchestrator", "rollouts/zero_advantage"), ("orchestrator", "rollouts/missing"), ("orchestrator", "lag/mean"),
     ("trainer", "mismatch_kl/mean"), ("trainer", "optim/grad_norm"), ("trainer", "time/step"),
 )  # fmt: skip
-"""Source and name of the metrics to show, if a run has them; rewards of several environments follow the first."""
+"""Source and name of the metrics to show, if a run has them; rewards of several environments replace the first, their mix."""
 SHAPES = ((6, 24), (6, 12), (4, 12), (3, 8), (2, 4))
 """Numbers of intervals to print as numbers and as bars: the first pair that fits the terminal; without a terminal, the first."""
 VALUE_WIDTHS = (10, 60)
@@ -56,7 +56,8 @@ def main(args: list[str], _children: Children) -> int:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     named = zip(NAMES, roots, runs, strict=True)
     of = ("" if run.config.sft and run.config.sft.epochs else f" of {run.config.max_steps}" for run in runs)
-    about = [f"{name}  {root}: {run.step}{last} steps" for (name, root, run), last in zip(named, of, strict=True)]
+    whose = (f", {run.origin}" if run.origin else "" for run in runs)
+    about = [f"{name}  {root}: {run.step}{last} steps{branch}" for (name, root, run), last, branch in zip(named, of, whose, strict=True)]
     print("\n".join([*map(visible, about), ""]))
     for part in (settings(runs, width), curves(runs, width), evaluations(runs)):
         print("\n".join([*(clip(line, width or len(line)) for line in map(visible, part)), ""]))
@@ -118,7 +119,7 @@ def curve_table(found: list[tuple[str, list[Curve]]], parts: Stretches, bars: St
     for name, both in found:
         values = np.concatenate([values for _, values in both])
         for run, points in zip(NAMES, both, strict=True):
-            cells = ["-" if value is None else f"{value:.4g}" for value in means(points, parts)]
+            cells = ["-" if value is None else digits(value, 4) for value in means(points, parts)]
             drawn = sparkline(means(points, bars), float(values.min()), float(values.max()))
             rows.append([name if run == NAMES[0] else "", run, *cells, drawn])
     heads = [str(first) if first == end else f"{first}-{end}" for first, end in parts]
@@ -131,7 +132,8 @@ def metric_curves(runs: list[Run]) -> list[tuple[str, list[Curve]]]:
     rewards = [name for name in names if name.startswith("reward/") and name.count("/") > 1]
     by_env, parts = [name for name in rewards if name.endswith("/mean")], [name for name in rewards if not name.endswith("/mean")]
     shown = [(source, name) for source, name in METRICS if "epoch" in names or name != "loss/mean"]  # the loss is informative only for SFT
-    shown[1:1] = [("orchestrator", name) for name in [*(by_env if len(by_env) > 1 else []), *parts]]
+    several = len(by_env) > 1
+    shown[0 if several else 1 : 1] = [("orchestrator", name) for name in [*(by_env if several else []), *parts]]
     found = [(name, [run.numbers.curve(name, source) for run in runs]) for source, name in shown]
     return [(name, both) for name, both in found if any(values.any() for _, values in both)]
 

@@ -10,6 +10,7 @@ from rl.config.orchestrator import EvalConfig
 from rl.config.run import RLConfig
 from rl.orchestrator.evals.eval_metrics import Difference, Results, difference, episodes, eval_metrics, example_rewards, pass_at_k
 from rl.run_dir.files import write_file
+from rl.run_dir.metric_names import PASS
 from rl.system.errors import RunError
 from rl.system.terminal import say
 from rl.wire.rollouts import Split
@@ -136,7 +137,7 @@ def rows(report: dict[str, Any]) -> list[list[str]]:
 
 def note(report: dict[str, Any]) -> str:
     """Returns the line below the table that explains its numbers."""
-    text = "(examples x samples); ± is the standard error over examples"
+    text = f"(examples x samples); ± is the standard error over examples; {PASS}"
     if report["comparison"]:
         text += "; the interval of the difference is a paired bootstrap over examples; if it excludes 0, the two policies differ"
     return text

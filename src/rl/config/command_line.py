@@ -158,7 +158,9 @@ def parse_word(line: CommandLine, word: str, rest: list[str]) -> None:
         read_file(line, rest.pop(0), rest, section=name)
     elif word.startswith("--") and name:
         key = SHORT_FLAGS.get(name, name.replace("-", "_"))
-        value_follows = rest and not rest[0].startswith(("--", "@"))
+        field = field_tree(RLConfig).get(without_numbers(canonical(key, "")))
+        is_text = field and takes_text_alone(field.annotation) and rest[:1] != ["@"]
+        value_follows = rest and not rest[0].startswith("--" if is_text else ("--", "@"))
         value = parse_value(key, text if has_value else rest.pop(0)) if has_value or value_follows else True
         line.flags |= flatten({key: value}, f"--{name if name.isprintable() else repr(name)}")
     else:

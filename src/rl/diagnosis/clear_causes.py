@@ -23,10 +23,11 @@ def clear_causes(state: RunState) -> list[Problem]:
     template = [Problem(text, serious=False, metrics=metrics) for text in said]
     if found := collapse(state):
         return found
-    shares, rewards, silent = (newest(state, "orchestrator", name) for name in ("rollouts/truncated", "reward/mean", SILENT))
+    shares, silent = (newest(state.values("orchestrator", name)) for name in ("rollouts/truncated", SILENT))
+    rewards = newest(every := state.numbers.reward()[1].tolist())
     if template and (not shares or statistics.fmean(shares) > MOSTLY):
         return template
-    rises = bool(rewards) and rewards[-1] > state.values("orchestrator", "reward/mean")[0]
+    rises = bool(rewards) and rewards[-1] > every[0]
     if shares and (share := statistics.fmean(shares)) > MOSTLY and not rises:
         found = [Problem(f"{cut_off_remedy(share, state.config)} (rollouts/truncated)", serious=False, metrics=metrics)]
     settings = state.config.orchestrator
@@ -37,16 +38,15 @@ def clear_causes(state: RunState) -> list[Problem]:
     return found + template
 
 
-def newest(state: RunState, source: str, metric: str) -> list[float]:
+def newest(values: list[float]) -> list[float]:
     """Returns a metric's values in the newest steps; none if the run has too few."""
-    values = state.values(source, metric)
     return values[-FEW_STEPS:] if len(values) >= FEW_STEPS else []
 
 
 def collapse(state: RunState) -> list[Problem]:
     """Returns that the reward fell while the entropy leapt or far more answers were cut off, if so."""
-    steps, rewards = state.numbers.points("orchestrator", "reward/mean")
-    late = newest(state, "orchestrator", "reward/mean")[-max(1, len(rewards) // 2) :]
+    steps, rewards = (column.tolist() for column in state.numbers.reward())
+    late = newest(rewards)[-max(1, len(rewards) // 2) :]
     if not late or (now := statistics.fmean(late)) > (low := min(rewards)) + COLLAPSED * ((peak := max(rewards)) - low) or low == peak:
         return []
     signs, confirmed = list[str](), False

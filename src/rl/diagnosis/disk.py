@@ -13,6 +13,7 @@ from rl.config.trainer import CheckpointConfig, LoraConfig, WeightsConfig
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.safetensors import read_header
 from rl.run_dir.spans import MAX_BYTES as MAX_SPANS_BYTES
+from rl.system.terminal import digits
 from rl.wire.batch_file import PLAIN_STEPS
 
 BYTES_PER_WEIGHT = {"bfloat16": 2, "float32": 4}
@@ -61,6 +62,8 @@ def kept_text(config: RLConfig) -> str:
         return f"the newest {settings.keep_last}{every}" if settings.keep_last else "all"
 
     parts = {"checkpoints": newest(config.trainer.checkpoint), "policy versions": newest(config.trainer.weights)}
+    if config.trainer.weights.keep_last:
+        parts["policy versions"] += ", those of checkpoints, those being written, and the best of each evaluation"
     if config.sft is None:
         batches, rollouts = config.orchestrator.batches, config.orchestrator.rollouts
         needed = " and those since the oldest checkpoint" if batches.keep_last else ""
@@ -155,4 +158,4 @@ def size(count: float) -> str:
     unit = 0
     while count >= 1024 and unit < len(UNITS) - 1:
         count, unit = count / 1024, unit + 1
-    return f"{count:.3g} {UNITS[unit]}" if unit else f"{count:.0f} B"
+    return f"{digits(count)} {UNITS[unit]}"

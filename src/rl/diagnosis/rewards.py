@@ -10,6 +10,7 @@ from rl.diagnosis.environments import max_tokens
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
+from rl.system.terminal import digits
 from rl.wire.parity import RUN_LIMITS
 
 ENOUGH_STEPS = 16
@@ -22,7 +23,7 @@ SOLVED = 0.95
 
 def reward_problems(state: RunState) -> list[Problem]:
     """Returns that the reward does not rise, then possible causes. Empty if it rises, or it is too early to tell and no cause is clear."""
-    values = state.values("orchestrator", "reward/mean")
+    values = state.numbers.reward()[1].tolist()
     if not state.config.plays:
         return []
     clear = clear_causes(state)
@@ -156,7 +157,7 @@ def trainer_hints(state: RunState) -> list[Problem]:
         text = "all gradients are 0 (optim/grad_norm): no token of a batch contributes; see masked_fraction and rollouts/trained"
         found.append(hint(text, "optim/grad_norm", "masked_fraction", "rollouts/trained"))
     elif norm > 20 * optim.max_grad_norm:
-        size = f"{norm / optim.max_grad_norm:.0f} times the clipping limit (optim/grad_norm {norm:.3g})"
+        size = f"{norm / optim.max_grad_norm:.0f} times the clipping limit (optim/grad_norm {digits(norm)})"
         found.append(hint(f"gradients are {size}: try a lower learning rate, or more rollouts", "optim/grad_norm"))
     if masked > 0.2:
         text = f"{masked:.0%} of the tokens are masked (masked_fraction): see trainer.loss.token_mask, mismatch_kl and lag_kl"

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl.run_dir.files import MAX_LINE_BYTES, CorruptFileError, reading
 from rl.run_dir.paths import PENDING_ROLLOUTS, RunDir
-from rl.system.terminal import cut_middle, visible
+from rl.system.terminal import cut_middle, digits, visible
 from rl.wire.batch_file import check_rollouts, open_rollouts
 
 Row = dict[str, Any]
@@ -239,7 +239,7 @@ def heading(row: Row) -> str:
              "rollout_id": "rollout", "rollout": "rollout", "sample": "sample"}  # fmt: skip
     place = [f"{word} {row[name]}".strip() for name, word in names.items() if row.get(name) is not None]
     place += [f"agent {row['agent']}"] if row.get("agent", "agent") != "agent" else []
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in metrics_of(row).items() if isinstance(value, (int, float)))
+    metrics = ", ".join(f"{name} {digits(value, 4)}" for name, value in metrics_of(row).items() if isinstance(value, (int, float)))
     reward, advantage = number_of(row, "reward"), number_of(row, "advantage")
     scores = ["no reward" if reward is None else f"reward {reward:.3f}" + (f" ({metrics})" if metrics else "")]
     scores += [f"advantage {advantage:+.3f}"] if advantage is not None else []

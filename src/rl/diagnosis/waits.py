@@ -31,6 +31,8 @@ TOKENS_HOLD = 0.75
 """Fraction of rollouts waiting for tokens above which sampling is the slow part; below a quarter, the environments are."""
 UNEVEN = 0.4
 """Fraction of its time that the trainer waits above which rollouts are the slower side; below half of it, the trainer is."""
+QUOTE = "  | "
+"""The beginning of a line from a process's log."""
 ORCHESTRATOR_WORKS = (Phase.FILLING_BATCH, Phase.WAITING_FOR_VERSION, Phase.WAITING_FOR_TEACHER, Phase.WAITING_FOR_TRAINER_END)
 """Phases in which the pace of the newest steps is still valid."""
 
@@ -327,7 +329,7 @@ def report(state: RunState) -> list[str]:
         if process or state.alive:
             lines.append(f"{name}: {process_text(process) if process else 'no status'}")
         if (process and (process.silent or not process.there)) or (not process and not state.alive and not ended_well(state)):
-            lines += [f"  | {line}" for line in last_lines(state.log(name), LOG_LINES)]
+            lines += [f"{QUOTE}{line}" for line in last_lines(state.log(name), LOG_LINES)]
         if deaths := state.deaths(name):
             often = "once," if len(deaths) == 1 else f"{len(deaths)} times, the last time"
             lines.append(f"{name}: died {often} {span(state.now - deaths[-1].time)} ago: {deaths[-1].reason}")

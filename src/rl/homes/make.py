@@ -1,6 +1,7 @@
 """Finds the existing home that satisfies an environment's request, or makes one."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import platform
@@ -40,6 +41,8 @@ from rl.run_dir.files import make_directory, move
 from rl.run_dir.lease import NO_LOCKS
 from rl.system.errors import RunError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors that mean the folder of all homes, whichever file they name."""
 DEADLINE_S = 1800.0
 """Limit for making one home, and for waiting until another process has made it."""
 POLL_S = 0.2
@@ -93,6 +96,7 @@ def building(request: Request, what: str, say: Say, deadline: float) -> Iterator
     """Holds the lock of a request, so that only one of several processes makes the same home. Raises RunError at the deadline, and if the
     disk is full or cannot be written."""
     path, fd = homes_root() / "locks" / f"{request.name}-{request.key}.lock", -1
+    held = False
     try:
         make_directory(path.parent)
         fd, told = os.open(path, os.O_RDWR | os.O_CREAT, 0o600), 0.0
@@ -109,8 +113,12 @@ def building(request: Request, what: str, say: Say, deadline: float) -> Iterator
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         clean()
+        held = True
         yield
     except OSError as error:
+        concerns_homes = not held or error.errno in FULL or Path(str(error.filename)).is_relative_to(homes_root())
+        if not concerns_homes:  # a source folder, a file of uv, the network
+            raise RunError(f"{what}: {error}") from error
         needed = "on a local disk, since this one has no locks" if error.errno in NO_LOCKS else "that can be written, or free some space"
         problem = f"{what}: {error.filename or homes_root()}: {error.strerror or error}"
         raise RunError(f"{problem}; set RL_ENVIRONMENTS to a folder {needed}") from None

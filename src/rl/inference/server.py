@@ -235,7 +235,7 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     engine.set_model(served.policy_version, served.content, read_tensors(Path(args.model)), served.status.advance)
     engine.mirror = served.mirror
     engine.read_timeout_s = engine_process.LOAD_PATIENCE * served.engine_timeout_s
-    served.status.gauges["requests"] = engine.get_num_unfinished_requests
+    served.status.follow("requests", engine.get_num_unfinished_requests)
     engine.all_here = all(await engine.on_every_worker("begin", os.getpid(), pid_scope()))
     engine.head_is_tied = any(await engine.on_every_worker("head_is_tied"))
     if served.changes:

@@ -1,9 +1,8 @@
 """Checks by their headers that weight files are whole and fit the model, before anything is changed."""
 
-import json
 from pathlib import Path
 
-from rl.run_dir.safetensors import TensorEntry, read_header
+from rl.run_dir.safetensors import TensorEntry, model_files, read_header
 from rl.system.errors import RESTART, RunError
 
 FLOATS = {"BF16", "F16", "F32"}
@@ -26,12 +25,7 @@ def weight_files(directory: Path) -> list[Path]:
         return [directory]
     if not directory.is_dir():
         raise WeightsGoneError(f"{directory}: no such directory")
-    index = directory / "model.safetensors.index.json"
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
-    except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"{index}: not readable as an index: {error}") from None
-    files = [directory / name for name in names] or sorted(directory.glob("*.safetensors"))
+    files = model_files(directory)
     if not files:
         raise RunError(f"{directory}: has no *.safetensors file")
     return files

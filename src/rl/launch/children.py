@@ -23,7 +23,7 @@ from rl.launch.guard import Guard
 from rl.run_dir.logs import next_log, trim_logs
 from rl.system import process_table
 from rl.system.children import STOP_DEADLINE_S, Child, Stopped, add_marker, descendants, start
-from rl.system.linux import adopt_orphans
+from rl.system.linux import adopt_orphans, socket_base
 from rl.system.preforked import PreforkedProcess
 from rl.system.process_table import Table
 
@@ -31,8 +31,8 @@ OF_AN_ATTEMPT = (process_table.MARKER, "TMPDIR", "VLLM_RPC_BASE_PATH")
 """Environment variables that differ between attempts of a role."""
 OF_A_WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Those of a rank of a cluster, too."""
-LONGEST_BASE = 40
-"""Maximum bytes of the temporary directory's path: some processes put Unix sockets there, whose names have at most 107 bytes."""
+SOCKET_ROOM = 67
+"""Bytes that the paths of Unix sockets add to the temporary directory's: ours, and those of vLLM and of the environment workers."""
 
 REPEAT_S = 1.0
 """Seconds after which Stopped is raised again if it was lost."""
@@ -79,8 +79,7 @@ class Children:
         log = next_log(logs, name)
         if self.guard is None:
             self.not_ours = set(descendants(self.waiting()))
-            base = tempfile.gettempdir()
-            self.directory = Path(tempfile.mkdtemp(prefix="rl-", dir=base if len(base) <= LONGEST_BASE else "/tmp"))
+            self.directory = Path(tempfile.mkdtemp(prefix="rl-", dir=socket_base(SOCKET_ROOM)))
             self.guard = Guard(self.marker, self.directory, STOP_DEADLINE_S)
         marker = f"{self.marker}{name}:{log.stem.rpartition('-')[2]}"
         self.num_started += 1

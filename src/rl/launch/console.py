@@ -18,10 +18,11 @@ from rl.diagnosis.rollouts import heading, num_prompt_messages, read_rollouts, s
 from rl.diagnosis.state import span
 from rl.launch.phases import alike, phase_text, processes_of, read_statuses
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.metric_names import PASS
 from rl.run_dir.metrics import NEWEST_BYTES, merge_lines, read_metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, describe
-from rl.system.terminal import Lines, clip, visible
+from rl.system.terminal import Lines, clip, digits, visible
 from rl.wire.parity import RUN_LIMITS, parity_warning
 
 
@@ -216,10 +217,13 @@ class Console:
         """Prints newly completed steps and evals, and shows what the processes do."""
         merge_lines(self.lines, [line for line in new_lines if line["step"] > self.shown and line["source"] != "eval"])
         statuses = read_statuses(self.run_dir, self.processes)
-        self.max_steps = statuses.get("trainer", RoleStatus()).max_steps or self.max_steps  # with epochs only the trainer knows it
+        self.max_steps = min((one.max_steps for one in statuses.values() if one.max_steps), default=self.max_steps)
         for line in new_lines:
             if line["source"] == "eval":
-                self._say_folded(eval_text(line["step"], line))
+                self._say_folded(text := eval_text(line["step"], line))
+                if "pass@" in text and PASS not in self.explained:
+                    self._say_folded(f"  {PASS}")
+                    self.explained.add(PASS)
                 self.evals |= {line["step"]: line[self.eval_metric]} if self.eval_metric in line else {}
             if text := parity_warning(line, self.limit):
                 self.say(f"warning: step {line['step']}: {text}")
@@ -235,11 +239,12 @@ class Console:
     def _warn_of_checkpoints(self, line: Line) -> None:
         """Warns once if checkpoints at the user's interval in steps take a large share of the time."""
         interval, fraction = self.config.trainer.checkpoint.interval, line.get("time/checkpoint_fraction", 0.0)
+        cost = line.get("time/checkpoint_cost", 0.0)
         if interval is None or fraction <= MOST_FOR_CHECKPOINTS or "checkpoints" in self.explained:
             return
         self.explained.add("checkpoints")
         self.say(
-            f"warning: step {line['step']}: checkpoints are being written {fraction:.0%} of the time ({line['time/checkpoint_cost']:.3g} s "
+            f"warning: step {line['step']}: checkpoints are being written {fraction:.0%} of the time ({digits(cost)} s "
             f"each): trainer.checkpoint.interval = {interval} is obeyed; a larger one, or none (trainer.checkpoint.interval_s), costs less"
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 from rl.diagnosis.environments import played_in
 from rl.run_dir.files import LineReader, write_file
 from rl.run_dir.lease import lease_path, newest_lease
-from rl.run_dir.metrics import all_lines, parse_line
+from rl.run_dir.metrics import all_lines, environment_rewards, parse_line
 from rl.run_dir.numbers import Numbers, Points
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
@@ -65,8 +65,7 @@ def eval_curves(numbers: Numbers) -> dict[str, Points]:
 
 def environments_of(numbers: Numbers) -> list[str]:
     """Returns the environments that have a training reward."""
-    names = (name.split("/") for name in numbers.names_of("orchestrator"))
-    return [words[1] for words in names if words[0] == "reward" and words[2:] == ["mean"]]
+    return [*environment_rewards(dict.fromkeys(numbers.names_of("orchestrator")))]
 
 
 def environment_curves(numbers: Numbers) -> dict[str, Points]:
@@ -147,8 +146,9 @@ def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
     count = max(0, max(numbers.points("trainer", "time/step")[0], default=0) - first_step(run_dir))
     took = f"{count} step{'' if count == 1 else 's'} in {duration(took_s)}"
     report = [took + (f"; {', '.join(shares)} of the time" if shares else "") if took_s else "no step was trained"]
-    if reward := trend(numbers.points("orchestrator", "reward/mean")[1]):
-        report.append(f"reward    {reward}   (mean of the first and of the last steps)")
+    if reward := trend(numbers.reward()[1].tolist()):
+        shares = ", environments at equal shares" if environment_curves(numbers) else ""
+        report.append(f"reward    {reward}   (mean of the first and of the last steps{shares})")
     report += environment_lines(numbers) + fallen_lines(numbers)
     if is_sft(numbers) and (loss := trend(numbers.points("trainer", "loss/mean")[1], ".4f")):
         report.append(f"loss      {loss}   (nats a token, mean of the first and of the last steps)")

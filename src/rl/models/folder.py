@@ -17,7 +17,8 @@ from rl.config.run import ModelConfig, RLConfig
 from rl.models.gguf import convert_gguf, gguf_of_package
 from rl.run_dir.checksums import check_version, is_delta
 from rl.run_dir.files import CorruptFileError, write_directory
-from rl.run_dir.version_files import REMOTE, is_remote
+from rl.run_dir.safetensors import model_files, read_header
+from rl.run_dir.version_files import DIGESTS, REMOTE, is_remote
 from rl.system.errors import RunError
 
 HUB_TIMEOUT_S = 10.0
@@ -30,9 +31,11 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML template; begins with the tokenizer's own BOS token, if it has one, as pretraining texts did."""
-SAMPLES, SAMPLE_BYTES = 16, 1 << 12
-"""What `weights_digest` reads of each file."""
+SAMPLE_BYTES = 1 << 12
+"""What `weights_digest` reads of each tensor."""
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+HUB_COPIES = ["original/*", "consolidated*", "checkpoint-*/*", "*.fp16.*"]
+"""Second copies of a model's weights, which transformers does not read."""
 
 
 def resolve_model(model: ModelConfig, *, needs_template: bool = True, needs_weights: bool = True) -> str:
@@ -83,16 +86,22 @@ def missing_parts(folder: Path, needs_weights: bool = True) -> list[str]:
 
 
 def weights_digest(folder: Path) -> str:
-    """A hash of the names and sizes of a model's files of weights, and of SAMPLES samples of each. It takes no time, and tells other
-    weights of the same shapes."""
-    found = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
+    """A hash of a model's files of weights: of their names and sizes, and of each safetensors file's header and the first SAMPLE_BYTES of
+    each tensor. It takes no time, and tells other weights of the same shapes. Of .bin files, a block in 1 MiB is read."""
+    found = hashlib.blake2b(digest_size=20)  # its length tells it from the digests of an older rl
+    for path in model_files(folder) or sorted(folder.glob("pytorch_model*.bin")):
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             found.update(f"{path.name} {size}\n".encode())
-            for number in range(SAMPLES):
-                file.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
-                found.update(file.read(SAMPLE_BYTES))
+            if path.suffix == ".safetensors":
+                entries = read_header(path).items()
+                found.update(repr(sorted(entries)).encode())
+                samples = sorted((entry.start, min(entry.end - entry.start, SAMPLE_BYTES)) for _, entry in entries)
+            else:
+                samples = [(start, SAMPLE_BYTES) for start in range(0, size, 1 << 20)]
+            for start, length in samples:
+                file.seek(start)
+                found.update(file.read(length))
     return found.hexdigest()
 
 
@@ -147,7 +156,10 @@ def with_template(folder: Path, text: bytes) -> Path:
     target = cache_root() / f"{folder.name}-{hashlib.blake2b(text + repr((str(folder), stats)).encode(), digest_size=6).hexdigest()}"
 
     def fill(temporary: Path) -> None:
+        require_sound(folder)
         for file in files:
+            if file.name == DIGESTS:
+                continue  # with another template, the folder is no longer the version that was written
             (temporary / file.name).symlink_to(file.resolve())
         config = temporary / "tokenizer_config.json"
         if config.exists():
@@ -185,7 +197,7 @@ def from_hub(model: ModelConfig, needs_weights: bool = True) -> Path:
     patterns = [*HUB_FILES, "*.py"] if model.trust_remote_code else HUB_FILES
     patterns = [pattern for pattern in patterns if needs_weights or pattern != "*.safetensors"]
     try:
-        cached = Path(snapshot_download(model.name, local_files_only=True, allow_patterns=patterns))
+        cached = Path(snapshot_download(model.name, local_files_only=True, allow_patterns=patterns, ignore_patterns=HUB_COPIES))
         if not missing_parts(cached, needs_weights):
             return cached
     except LocalEntryNotFoundError:
@@ -196,7 +208,7 @@ def from_hub(model: ModelConfig, needs_weights: bool = True) -> Path:
     if converted.is_dir():
         return converted
     try:
-        return Path(snapshot_download(model.name, etag_timeout=HUB_TIMEOUT_S, allow_patterns=patterns))
+        return Path(snapshot_download(model.name, etag_timeout=HUB_TIMEOUT_S, allow_patterns=patterns, ignore_patterns=HUB_COPIES))
     except GatedRepoError:
         raise RunError(f"model.name = {model.name!r}: accept its terms on the hub first, then run `hf auth login`") from None
     except RepositoryNotFoundError:
@@ -227,13 +239,18 @@ def folder_here(model: ModelConfig) -> Path | None:
         return None
 
 
+def require_sound(folder: Path) -> None:
+    """Raises RunError if a folder contains digests, as a version of another run does, and its files differ from them."""
+    try:
+        check_version(folder)
+    except CorruptFileError as error:
+        raise RunError(f"{error}; copy {folder} again, or give another model.name") from None
+
+
 def sound_model(config: RLConfig) -> str:
     """The folder of a run's model, verified if it contains digests, as a version of another run does. Raises RunError."""
     folder = resolve_model(config.model, needs_template=config.plays, needs_weights=not config.is_remote)
-    try:
-        check_version(Path(folder))
-    except CorruptFileError as error:
-        raise RunError(f"{error}; copy {folder} again, or give another model.name") from None
+    require_sound(Path(folder))
     longest = longest_sequence(read_json(Path(folder) / "config.json"))
     own = config.starts_inference and not config.is_remote
     if own and longest and config.model.max_model_len > longest and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):

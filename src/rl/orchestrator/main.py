@@ -83,7 +83,7 @@ async def run(config: RLConfig, status: Status, model_path: str, homes: Homes) -
         evaluator = Evaluator(config, pool, eval_envs(config, ready), StepClock())
         policy = ServedPolicy(servers, config.run_dir, model_path, evaluator, pool.tell)
         orchestrator = Orchestrator(config, pool, policy, task_source(config, ready), evaluator, status, teachers)
-        status.gauges["playing"] = lambda: sum(play.episodes for play in list(orchestrator.admission.in_flight.values()))
+        status.follow("playing", lambda: sum(play.episodes for play in orchestrator.admission.in_flight.values()))
         await orchestrator.builder.restore()
         return RunEnd(await orchestrator.run(server), time.time(), orchestrator.progress.end_kind)
     finally:

@@ -61,6 +61,12 @@ def check_metric(name: str, known: Collection[str]) -> None:
         )
 
 
+def plain(path: Path) -> Path:
+    """A path as it is shown: absolute, and without `..`. A link keeps its name unless the path goes up from it."""
+    path = path.expanduser().absolute()
+    return path.resolve() if ".." in path.parts else path
+
+
 @dataclass(frozen=True)
 class Version:
     """A policy version with remaining weights, a checkpoint or an evaluation."""
@@ -80,7 +86,7 @@ class Run:
 
     def __init__(self, root: Path | str):
         """Opens a run. Raises RunError if there is none."""
-        self.root = Path(root).expanduser().absolute()
+        self.root = plain(Path(root))
         if not (self.root / "config.toml").is_file():
             raise RunError(f"{self.root}: not a run directory; give the directory that has its config.toml")
         self._lock = threading.RLock()

@@ -14,6 +14,8 @@ FAREWELL = " [shutdown] "
 """Part of the lines in which vLLM logs its shutdown, after those that give the cause."""
 RAISED = re.compile(r"(?:\[rank\d+\]:\s*)?((?:trainer: |[\w.]*(?:Error|Exception|Exit)(?:: |$)).*)")
 """The last line of a traceback of the trainer, or the message with which it exited."""
+ROUTINE = re.compile(r"(?:\(\w+ pid=\d+\) +)?(?:INFO|DEBUG)[: ]")
+"""The beginning of a line in which vLLM or its server logs what is no fault."""
 MANY_LINES = 1000
 TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed")
 TORCHRUN_ENDS = "] Sending process "
@@ -105,9 +107,10 @@ def error_line(log: Path | None) -> str:
 
 
 def last_words(log: Path | None) -> str:
-    """Returns the last line of a log, or the error above it if the line only refers to that, as vLLM's server does for its engine. Empty
-    without a readable log."""
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line).strip() for line in last_lines(log, MANY_LINES)] or [""]
+    """Returns the last line of a log that is not routine, or the error above it if the line only refers to that, as vLLM's server does for
+    its engine. Empty without a readable log."""
+    told = [line for line in last_lines(log, MANY_LINES) if not ROUTINE.match(line)]
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line).strip() for line in told] or [""]
     if not POINTS_UP.search(lines[-1]):
         return lines[-1]
     errors = (match[1] for line in reversed(lines[:-1]) if (match := ERROR.fullmatch(line)))

@@ -6,6 +6,8 @@
 import re
 from functools import cache
 
+PASS = "pass@k: the chance that one of k samples has the highest reward, 1"
+"""What a pass is, where one is shown beside a mean reward, which also counts partial answers."""
 REWARD = {
     "reward/mean": "Mean reward of rollouts finished since the last batch, trained or not; with several agents, only of trainable ones.",
     "reward/<env>/mean": "The same for one environment.",

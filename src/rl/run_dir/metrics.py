@@ -14,9 +14,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from rl.run_dir.spans import is_time
 from rl.system import faults
 from rl.system.errors import RunError
 
+T = TypeVar("T")
 Lines = dict[tuple[int, str], dict[str, Any]]
 """The lines of metrics.jsonl by (step, source): see read_metrics."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -232,8 +233,8 @@ def read_metrics(path: Path, source: str = "", last_bytes: int | None = None) ->
     return {key: line for key, line in merged.items() if key[1] == source} if source else merged
 
 
-def environment_rewards(line: dict[str, Any]) -> dict[str, float]:
-    """Returns environment -> mean training reward, from a line of the orchestrator."""
+def environment_rewards(line: Mapping[str, T]) -> dict[str, T]:
+    """Returns environment -> mean training reward, from a line of the orchestrator, or from other values by metric."""
     keys = (key.split("/") for key in line)
     return {parts[1]: line["/".join(parts)] for parts in keys if len(parts) == 3 and parts[0] == "reward" and parts[2] == "mean"}
 

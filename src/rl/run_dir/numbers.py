@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rl.run_dir.files import LineReader
-from rl.run_dir.metrics import ALWAYS, MOST_NAMES, NEWEST_BYTES, all_lines, parse_line, source_files
+from rl.run_dir.metrics import ALWAYS, MOST_NAMES, NEWEST_BYTES, all_lines, environment_rewards, parse_line, source_files
 
 Curve = tuple[np.ndarray, np.ndarray]
 """Steps [n] int64, and values of a metric at these steps [n] float64."""
@@ -151,6 +151,14 @@ class Numbers:
         steps, rows = table.ordered()
         values = table.arrays[name][rows]
         return steps[np.isfinite(values)], values[np.isfinite(values)]
+
+    def reward(self) -> Curve:
+        """Returns the mean reward over steps. Of several environments each counts the same, as their shares of a step vary; where a step
+        has no rollouts of one, its reward is interpolated."""
+        names = environment_rewards({name: name for name in self.names_of("orchestrator")}).values()
+        curves = [curve for curve in (self.curve(name, "orchestrator") for name in names) if len(curve[0])]
+        steps, values = self.curve("reward/mean", "orchestrator")
+        return steps, np.mean([np.interp(steps, *curve) for curve in curves], axis=0) if len(curves) > 1 else values
 
     # As lists
 

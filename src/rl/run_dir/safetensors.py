@@ -85,6 +85,18 @@ def read_at(fd: int, tensor: TensorEntry) -> bytearray:
     return data
 
 
+def model_files(folder: Path) -> list[Path]:
+    """Returns the safetensors files that are a folder's model, by vLLM's and transformers' rule: those of the index, else
+    model.safetensors alone, else all. Raises CorruptFileError for an unreadable index."""
+    try:
+        listed = json.loads((folder / INDEX).read_text())["weight_map"].values() if (folder / INDEX).exists() else ()
+        files = sorted({folder / name for name in listed})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFileError(f"{folder / INDEX}: not readable as an index: {error}") from None
+    single = folder / "model.safetensors"
+    return files or ([single] if single.exists() else sorted(folder.glob("*.safetensors")))
+
+
 def weights_files(folder: Path) -> list[Path]:
     """Returns the files with the tensors of a version, full weights or adapters: one, unless an index lists several; of a file, itself.
     Raises CorruptFileError if there are others, or fewer."""

@@ -137,7 +137,8 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Time at which `progress` last grew."""
     address: str | None = None
     max_steps: int | None = None
-    """Of the trainer: if epochs are set, only the trainer knows their number of steps."""
+    """Of the trainer: if epochs are set, only the trainer knows their number of steps. Of an orchestrator with recorded rollouts: the step
+    at which they end."""
     batch: int | None = None
     """Of the orchestrator: the batch being filled; `batch_done` of its `batch_size` episodes are done."""
     batch_done: int | None = None
@@ -187,8 +188,8 @@ class Status:
         self.entered = time.monotonic()
         """Time at which the current phase began."""
         self.fenced, self.looked = False, -math.inf
-        self.gauges: dict[str, Callable[[], int]] = {}
-        """Field of RoleStatus -> function that returns its current value, called at every heartbeat."""
+        self.gauges: dict[str, int] = {}
+        """Field of RoleStatus -> value, written at every heartbeat; see `follow`."""
         self.enter(Phase.STARTING)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
@@ -216,6 +217,17 @@ class Status:
         """Counts progress, which the next heartbeat publishes. Thread-safe."""
         with self.changing:
             self.progress += count
+
+    def follow(self, gauge: str, read: Callable[[], int]) -> None:
+        """Reads a gauge every HEARTBEAT_S in the running event loop, whose thread owns what is counted: a fault is logged there, and
+        neither ends the heartbeat nor the process."""
+        import asyncio
+
+        def look() -> None:
+            asyncio.get_running_loop().call_later(HEARTBEAT_S, look)
+            self.gauges = self.gauges | {gauge: read()}
+
+        asyncio.get_running_loop().call_soon(look)
 
     def close(self) -> None:
         """Deletes the status; a concurrent heartbeat does not bring it back."""
@@ -245,7 +257,7 @@ class Status:
                 return
             if count % spans.FLUSHES == 0:
                 self._write()
-                spans.gauges(progress=self.progress, **{name: read() for name, read in self.gauges.items()})
+                spans.gauges(progress=self.progress, **self.gauges)
             spans.flush()
 
     def _write(self) -> None:
@@ -257,8 +269,7 @@ class Status:
             if self.progress != self.progressed[0]:
                 self.progressed = (self.progress, now)
             counted = {"progress": self.progress, "progressed": self.progressed[1], "heartbeat": now}
-            gauges = {name: read() for name, read in self.gauges.items()}
-            write_status(self.path, msgspec.structs.replace(self.current, **counted, **gauges))
+            write_status(self.path, msgspec.structs.replace(self.current, **counted, **self.gauges))
 
 
 def reachable(host: str) -> str:

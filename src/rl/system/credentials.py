@@ -24,6 +24,7 @@ SECRET_KEY = re.compile(
 SECRET_SHAPE = re.compile(r"\b(sk-|hf_|ghp_|github_pat_|glpat-|xox[abp]-|gsk_|AKIA|AIza)(?=[A-Za-z_-]*\d)[A-Za-z0-9_-]{16,}")
 """API keys of common services, recognized by their prefix."""
 CREDENTIALS_IN_URL = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
+JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 SHORTEST = 8
 """Minimum characters of a secret; shorter values (`none`, `EMPTY`) are not secrets."""
 HIDDEN = "(hidden)"
@@ -51,16 +52,21 @@ def is_path(value: str) -> bool:
 
 def redact(text: str) -> str:
     """Returns the text with secret values replaced by the names of their variables."""
-    for value, name in secret_variables().items():
+    return without(secret_variables(), text)
+
+
+def without(secrets: dict[str, str], text: str) -> str:
+    for value, name in secrets.items():
         text = text.replace(value, f"[${name}]")
     return text
 
 
 def redact_json(encoded: bytes) -> bytes:
-    """Does the same as `redact` for encoded JSON."""
-    for value, name in secret_variables().items():
-        encoded = encoded.replace(msgspec.json.encode(value)[1:-1], f"[${name}]".encode())
-    return encoded
+    """Does the same as `redact` for the strings of encoded JSON. Numbers with a secret's digits stay as they are."""
+    secrets = secret_variables()
+    if not any(msgspec.json.encode(value)[1:-1] in encoded for value in secrets):
+        return encoded
+    return JSON_STRING.sub(lambda string: msgspec.json.encode(without(secrets, msgspec.json.decode(string[0]))), encoded)
 
 
 class Redacting:

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from hashlib import blake2b
@@ -22,12 +23,28 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 _prctl = LIBC.prctl  # looked up here, not in a forked child
 
 SHARED_MEMORY = Path("/dev/shm")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LONGEST_SOCKET = 107
+"""Maximum bytes of a Unix socket's path."""
 
 
 def return_freed_memory() -> None:
     """Returns to the system what this process has freed. Under the settings MALLOC of launch/devices.py glibc keeps it."""
     if hasattr(LIBC, "malloc_trim"):
         LIBC.malloc_trim(0)
+
+
+def spare_loopback() -> None:
+    """Excludes loopback from the shell's proxies, for all clients of this process and its children: servers there are on this machine."""
+    named = f"{os.environ.get('no_proxy', '')},{os.environ.get('NO_PROXY', '')}".split(",")
+    hosts = dict.fromkeys(filter(None, [*map(str.strip, named), *LOOPBACK]))
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*" if "*" in hosts else ",".join(hosts)
+
+
+def socket_base(room: int) -> str:
+    """Returns where to make a temporary folder for sockets whose paths add up to `room` bytes: /tmp if TMPDIR is too long for them."""
+    base = tempfile.gettempdir()
+    return base if len(os.fsencode(base)) + room <= LONGEST_SOCKET else "/tmp"
 
 
 def shared_memory_fault() -> str:

@@ -19,6 +19,9 @@ DISTRIBUTION = "rl-triad"
 TIMEOUT_S = 60.0
 """Seconds that nvidia-smi has to answer: a driver that is not loaded yet takes some."""
 
+NO_GPU = ("nodevfiles", "none", "void")
+"""Values of CUDA_VISIBLE_DEVICES by which Slurm and containers say that a job has no GPU; CUDA takes them for names that do not exist."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -43,7 +46,7 @@ def visible_gpus(env: dict[str, str], dev: Path = Path("/dev")) -> list[str]:
     Raises RunError if nvidia-smi hangs."""
     if "CUDA_VISIBLE_DEVICES" in env:
         names = [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",")]
-        return [name for name in names if name and name != "-1"]
+        return [] if names[0].lower() in NO_GPU else [name for name in names if name and name != "-1"]
     count = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in dev.glob("nvidia*"))
     if not count and shutil.which("nvidia-smi", path=env.get("PATH", "")):
         try:

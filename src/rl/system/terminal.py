@@ -46,6 +46,11 @@ def clip(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"[:width]
 
 
+def digits(value: float, count: int = 3) -> str:
+    """Returns a number with `count` significant digits, or whole below a billion: `1020`, not `1.02e+03`."""
+    return f"{value:.0f}" if 10**count - 0.5 <= abs(value) < 1e9 else f"{value:.{count}g}"
+
+
 def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
     """Returns one bar per value, scaled from `low` to `high`; a blank for None."""
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rl.config.trainer import LoraConfig
@@ -87,11 +87,14 @@ def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype) 
         lora.write_config(folder, model, base)
         write_tensors(folder / lora.WEIGHTS_FILE, tensors)
         copy_small_files(base, folder)
-        (folder / "config.json").unlink()  # this is the base model's config
+        for name in ("config.json", "README.md"):  # these are the base model's
+            (folder / name).unlink(missing_ok=True)
     else:
         for parameter in model.parameters():  # buffers stay as they are, see layout.dtype_of
             parameter.data = parameter.data.to(dtype)
         require_space(folder, model.parameters())
+        if (base / "generation_config.json").is_file():  # it is copied as it is: transformers refuses to save some, such as Llama 2's
+            model.generation_config = GenerationConfig()
         model.save_pretrained(folder)
         copy_small_files(base, folder)
         write_config(base, folder, model, dtype)

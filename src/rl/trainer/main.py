@@ -98,7 +98,8 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
     from rl.trainer.train import train
 
     disable_progress_bar()
-    status.enter(Phase.WAITING_FOR_RANKS)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        status.enter(Phase.WAITING_FOR_RANKS)
     settings = config.trainer
     world = start_world(
         uses_gpus(config),

@@ -68,13 +68,28 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
+def decays(module: nn.Module, name: str, parameter: Tensor) -> bool:
+    """Returns whether a parameter of a module has weight decay: matrices do. Biases and norms do not, also those with a row per expert or
+    head, nor do the rates of state spaces and kernels of one channel each, which are no matrices despite their dimensions.
+
+    Sharding makes new parameters without `_no_weight_decay`, so `A_log` is told by its name, too.
+    """
+    single_channel = isinstance(module, nn.Conv1d) and module.groups == module.in_channels
+    exempt = single_channel or "norm" in type(module).__name__.lower() or getattr(parameter, "_no_weight_decay", False)
+    return parameter.ndim >= 2 and not exempt and name != "A_log" and not name.endswith("bias")
+
+
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """Returns fused AdamW with its state already allocated, so that checkpoints can be loaded into it before the first step.
 
-    Vectors (norms) and biases, also the stacked ones of experts, have no weight decay. It is always the fused version, because the unfused
+    Only what `decays` names has weight decay. It is always the fused version, because the unfused
     one differs in the last bit. Raises RunError if offloading is set without GPUs, or without enough memory for it.
     """
-    matrices = {parameter: parameter.ndim >= 2 and not name.endswith("bias") for name, parameter in model.named_parameters()}
+    matrices = {
+        parameter: decays(module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    }
     parameters = [parameter for parameter in matrices if parameter.requires_grad]
     groups = [
         {"params": group, "weight_decay": decay}

@@ -17,6 +17,13 @@ NO_ACCESS = (
     "this browser has no access: open the newest link printed by `rl view`, or by a run with --view. Each link lets one browser "
     "in; once it is used, the next one is printed. `rl view RUN` prints one at any time"
 )
+NO_ACCESS_PAGE = """<!doctype html><html lang="en"><meta name="viewport" content="width=device-width"><title>No access · rl view</title>
+<link rel="icon" href="data:,"><h1>This browser has no access to this page of rl view</h1>
+<p>A link lets one browser in, once: this one may have been used already, here or elsewhere. The runs go on all the same.</p>
+<ul><li>In the browser that used it, the tab with the page still works; its address does, too.</li>
+<li>For this browser, open the newest link that <code>rl view</code>, or the run with <code>--view</code>, has printed.</li>
+<li><code>uv run rl view RUN</code> in a terminal prints a new one at any time.</li></ul></html>
+"""
 POLICY = "; ".join(
     [
         "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data:", "connect-src 'self'", "base-uri 'none'",
@@ -68,8 +75,7 @@ class PageGate(HttpGate):
         if scope["path"].startswith(f"{self.folder}/") and any(map(self.is_token, self.cookies(scope))):
             return None
         if self.is_for_people(scope):
-            text = f"<!doctype html><title>rl view</title><p>{NO_ACCESS[0].upper()}{NO_ACCESS[1:]}.</p>"
-            return HTMLResponse(text, 401, CLOSE | HEADERS)
+            return HTMLResponse(NO_ACCESS_PAGE, 401, CLOSE | HEADERS)
         return refusal(401, "unauthorized", NO_ACCESS, CLOSE | HEADERS)
 
     def is_for_people(self, scope: Scope) -> bool:

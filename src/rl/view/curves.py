@@ -9,6 +9,7 @@ import numpy as np
 from rl.records.run import Run, check_metric
 from rl.records.timeline import restarts
 from rl.run_dir.metric_names import METRICS, OWN, SECTIONS, meaning
+from rl.run_dir.metrics import environment_rewards
 from rl.run_dir.paths import numbers
 from rl.view.responses import Curves, Mark, Metric, Metrics, Series
 
@@ -22,6 +23,8 @@ def metrics(runs: Sequence[Run]) -> Metrics:
     sections = [*SECTIONS, OWN]
     tables = [table for run in runs for table in run.numbers.tables.values()]
     found = {name for table in tables for name, values in table.arrays.items() if np.isfinite(values).any()}
+    if len(envs := environment_rewards({name: name for name in found})) == 1 and "reward/mean" in found:
+        found.difference_update(envs.values())  # it is the same curve
     rank = {name: i for i, name in enumerate(METRICS)}
     known = [Metric(name=name, section=section, what=what) for name in found for section, what in [meaning(name)]]
     return Metrics(metrics=sorted(known, key=lambda one: (sections.index(one.section), rank.get(one.name, len(rank)), one.name)))

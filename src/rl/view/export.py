@@ -103,7 +103,7 @@ def add_tasks(content: dict[str, Any], run: Run, room: int) -> tuple[int, str]:
             if bytes_ > left - reserved:
                 break
             left -= bytes_
-            listed.append(row)
+            listed += tasks.with_prompts(run.rollouts(kind), [row])
             own[f"{row.env}/{row.task}"] = one
         kept, total = kept + len(listed), total + len(rows)
     left_out = f"{kept:,} of {total:,} tasks are in this file, those that changed most; raise --max-mib for more" if kept < total else ""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.records.run import Run
+from rl.records.run import Run, plain
 from rl.run_dir.paths import is_model, is_run
 from rl.run_dir.status import Staleness
 from rl.system.errors import RunError
@@ -15,6 +15,8 @@ from rl.system.terminal import visible
 
 LOOK_S = 2.0
 """Seconds for which the list of runs is cached."""
+KEPT = 16
+"""Most runs that stay open: each may hold a hundred megabytes for a million rollouts."""
 DEPTH = 3
 """Maximum depth of a run below a place; `outputs/sweep/x` has depth 2 below `outputs`."""
 
@@ -48,10 +50,10 @@ class Library:
     """The runs in some places, which are runs or folders with runs. Thread-safe."""
 
     def __init__(self, places: Sequence[Path]):
-        self.places = [place.expanduser().absolute() for place in places]
+        self.places = [plain(place) for place in places]
         self.lock = threading.Lock()
         self.opened: dict[str, tuple[tuple[int, ...], Run]] = {}
-        """Key -> identity of the opened directory, and the run."""
+        """Key -> identity of the opened directory, and the run; the KEPT that were asked for last, in this order."""
         self.found: dict[str, Path] = {}
         self.denied: list[Path] = []
         """Folders without read permission."""
@@ -79,11 +81,14 @@ class Library:
             raise UnknownRunError(f"{key}: no such run here; it may have been deleted")
         with self.lock:
             there = identity(root)
-            if key not in self.opened or self.opened[key][0] != there:
+            before, run = self.opened.pop(key, ((), None))
+            if run is None or before != there:
                 run = Run(root)
                 run.heartbeats = Staleness()
-                self.opened[key] = there, run
-            return self.opened[key][1]
+            self.opened[key] = there, run
+            for oldest in [*self.opened][:-KEPT]:
+                del self.opened[oldest]
+            return run
 
     def _by_key(self, runs: list[Path]) -> dict[str, Path]:
         """The runs by their keys; runs that would share a key get their whole path. Control characters and invalid UTF-8 are

@@ -82,6 +82,8 @@ class Comparison(Answer):
     """Up to the length of the shortest run; empty if a run has no rewards."""
     faults: list[str]
     """Configurations that could not be read."""
+    notes: list[str]
+    """Runs that are branches: their rollouts follow those of another run."""
 
 
 class Metric(Answer):
@@ -263,6 +265,8 @@ class TaskRow(Answer):
     """Mean reward in the first third of the versions that played it."""
     last: float | None
     change: float | None
+    prompt: str = ""
+    """The beginning of its prompt's last message."""
 
 
 class Tasks(Answer):

@@ -124,7 +124,7 @@ class Handlers:
     def tasks(self, given: TasksParameters) -> responses.Tasks:
         run = self.library.run(given.run)
         rows = tasks.ordered(run, given.kind, given.env, given.number, given.sort, given.descending)
-        shown = rows[given.offset : given.offset + given.limit]
+        shown = tasks.with_prompts(run.rollouts(given.kind), rows[given.offset : given.offset + given.limit])
         return responses.Tasks(total=len(rows), offset=given.offset, rows=shown, damaged=list(run.damaged.values()))
 
     def task(self, given: TaskParameters) -> responses.Task:

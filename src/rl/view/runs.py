@@ -42,6 +42,8 @@ class RunList:
         self.library = library
         self.rows: dict[str, tuple[tuple[float, ...], float, RunRow]] = {}
         """Key -> fingerprint of the files, time when the row was made, the row."""
+        self.paths: dict[str, list[Path]] = {}
+        """Key -> the files of the fingerprint: a row that is still right opens no run."""
         self.sizes: dict[str, tuple[float, int]] = {}
 
     def all(self) -> list[RunRow]:
@@ -52,12 +54,13 @@ class RunList:
     def _row(self, key: str) -> RunRow:
         now, made = time.monotonic(), self.rows.get(key)
         try:
+            if made and made[0] == fingerprint(self.paths[key]) and (made[2].state != "live" or now - made[1] < LIVE_S):
+                return made[2]
             run = self.library.run(key)
-            looks = fingerprint(run)
+            paths = self.paths[key] = watched(run)
+            looks = fingerprint(paths)
         except DAMAGE as error:
             return unreadable(key, f"{type(error).__name__}: {error}")
-        if made and made[0] == looks and (made[2].state != "live" or now - made[1] < LIVE_S):
-            return made[2]
         size, changed = self._bytes(key, run, now), max(looks)
         if not run.reading.acquire(timeout=PATIENCE_S if made else -1):
             return made[2]
@@ -77,13 +80,17 @@ class RunList:
         return size
 
 
-def fingerprint(run: Run) -> tuple[float, ...]:
-    """The mtimes of a run's files, which change with the run, and of those that say whether its processes live."""
+def watched(run: Run) -> list[Path]:
+    """The files of a run that change with it, and those that say whether its processes live."""
     files = lives = run.run_dir
     with contextlib.suppress(RunError, OSError):
         lives = rl_dir_of(files, run.config)
     paths = [files.config, files.metrics, files.run_end, files.rollouts_dir, files.evals, *source_files(files.metrics)]
-    paths += [lives.events, lives.status_dir]
+    return [*paths, lives.events, lives.status_dir]
+
+
+def fingerprint(paths: Sequence[Path]) -> tuple[float, ...]:
+    """The mtimes of files, 0 for one that does not exist."""
     return tuple(path.stat().st_mtime if path.exists() else 0.0 for path in paths)
 
 
@@ -96,7 +103,7 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         config, state, why = None, "unreadable", " ".join(str(error).split())
     first, last = extent(run)
     measure = "loss/mean" if config and (config.sft or config.serve) else "reward/mean"
-    values = run.numbers.curve(measure)[1]
+    values = (run.numbers.curve(measure) if measure == "loss/mean" else run.numbers.reward())[1]
     return RunRow(
         key=key,
         name=visible(run.root.name),
@@ -150,19 +157,20 @@ def eval_changes(run: Run) -> list[EvalChange]:
 
 def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
     """Compares runs: settings that differ, evaluations by version, and rewards."""
-    configs, faults = [], []
+    configs, faults, notes = [], [], []
     for key, run in zip(keys, runs, strict=True):
         try:
+            notes += [f"{key}: {visible(str(run.origin))}; it began with what that run had learned"] if run.origin else []
             configs.append(run.config)
         except RunError as error:
             faults.append(f"{key}: {visible(str(error))}")
             configs.append(None)
-    return Comparison(settings=setting_diffs(configs), evals=eval_points(runs), learned=learned(runs), faults=faults)
+    return Comparison(settings=setting_diffs(configs), evals=eval_points(runs), learned=learned(runs), faults=faults, notes=notes)
 
 
 def learned(runs: Sequence[Run]) -> list[Learned]:
     """The runs' rewards after equal numbers of rollouts, each a mean over the preceding SPAN."""
-    curves = [(Places(run, "rollouts")(steps), values) for run in runs for steps, values in [run.numbers.curve("reward/mean")]]
+    curves = [(Places(run, "rollouts")(steps), values) for run in runs for steps, values in [run.numbers.reward()]]
     if not all(len(values) for _, values in curves) or not (shortest := min(float(at[-1]) for at, _ in curves)) > 0:
         return []
     return [

@@ -1,8 +1,9 @@
 """Tasks over time: how the rewards of a task change from version to version."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rl.diagnosis.rollouts import num_prompt_messages
@@ -10,10 +11,13 @@ from rl.records.columns import NONE
 from rl.records.rollouts import Rollouts
 from rl.records.run import Run
 from rl.system.errors import RunError
+from rl.system.terminal import clip
 from rl.view.responses import Task, TaskRow, TaskVersion
 from rl.view.rollouts import messages_of, row_of
 
 SORTS = ("task", "rollouts", "first", "last", "change")
+SNIPPET = 80
+"""Characters of a prompt that a list of tasks shows: the beginning of its last message."""
 MOST_VERSIONS = 400
 """Maximum number of versions shown of one task; the newest are kept."""
 
@@ -27,6 +31,15 @@ def ordered(run: Run, kind: str, env: str = "", number: int | None = None, sort:
     if sort:
         rows.sort(key=lambda row: (getattr(row, sort) is None, -(getattr(row, sort) or 0) if descending else getattr(row, sort) or 0))
     return rows
+
+
+def with_prompts(rollouts: Rollouts, rows: Sequence[TaskRow]) -> list[TaskRow]:
+    """The rows with the beginning of their tasks' prompts, which are read from one rollout each."""
+    found = []
+    for row in rows:
+        text = "".join(message.text for message in prompt_of(rollouts.where(env=row.env, task=row.task))[-1:])
+        found.append(msgspec.structs.replace(row, prompt=clip(" ".join(text.split()), SNIPPET)))
+    return found
 
 
 def task_rows(rollouts: Rollouts) -> list[TaskRow]:
@@ -109,7 +122,8 @@ def mean(rewards: np.ndarray) -> float | None:
 
 def prompt_of(rollouts: Rollouts) -> list:
     """The prompt, from the newest rollout with a text: the messages before the first answer if its line does not have their number."""
-    for rollout in reversed(list(rollouts)):
+    for i in reversed(range(len(rollouts))):
+        rollout = rollouts[i]
         try:
             row = rollout.row
         except RunError:

@@ -13,6 +13,7 @@ from rl.records.timeline import Timeline as Recorded
 from rl.run_dir.spans import is_time
 from rl.run_dir.status import PHASE_LANE, Phase, RoleStatus
 from rl.system.errors import RunError
+from rl.system.terminal import digits
 from rl.view.curves import line_times
 from rl.view.responses import Lane, Moment, Span, Timeline
 
@@ -185,7 +186,7 @@ def longest(lanes: list[Lane]) -> tuple[list[Lane], str]:
     least, chosen = float(lengths[longest_first[MOST_SPANS]]), iter(np.isin(np.arange(len(lengths)), longest_first[:MOST_SPANS]).tolist())
     kept = [Lane(process=lane.process, name=lane.name, spans=[span for span in lane.spans if next(chosen)]) for lane in lanes]
     return kept, (
-        f"the {MOST_SPANS:,} longest of {len(lengths):,} spans: some of {least:.3g} s or less are missing here and in the shares; "
+        f"the {MOST_SPANS:,} longest of {len(lengths):,} spans: some of {digits(least)} s or less are missing here and in the shares; "
         "choose a shorter time"
     )
 

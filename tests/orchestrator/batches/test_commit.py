@@ -27,7 +27,8 @@ from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks.admission import InFlight
 from rl.orchestrator.tasks.task_source import MEMORY, UNPLAYED, EnvTasks, TaskRef, TaskSource
 from rl.run_dir.files import clean_leftovers
-from rl.run_dir.metrics import read_metrics
+from rl.run_dir.metrics import read_metrics, source_files
+from rl.run_dir.origin import Origin
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import RoleStatus, RunWarning
 from rl.system import faults
@@ -270,6 +271,26 @@ def test_a_run_that_ended_without_any_signal_can_be_resumed_once_the_cause_is_fi
     for _ in range(4):
         play(one, 0.0, 1.0)
     assert one.progress.newest == 2
+
+
+def test_the_batch_that_a_branch_begins_with_is_none_of_its_own_numbers(tmp_path):
+    """Regression: it counted as the branch's first rollouts, with a reward that another run had earned."""
+    world = World(tmp_path, random.Random(0))
+    for life, step in enumerate((1, 0, 0)):
+        one = world.orchestrator()
+        files = one.builder.run_dir
+        now(one.builder.restore())
+        for rewards in ((0.0, 1.0), (0.0, 1.0)) if not life else ():
+            group = world.group(one.source.next(["a"]), 0)
+            for rollout, reward in zip(group.rollouts, rewards, strict=True):
+                rollout.reward, rollout.error, rollout.cause = reward, None, None
+            now(one.builder.add([group]))
+        now(one.builder.commit_full_batches())
+        lines = read_metrics(files.metrics)
+        assert [*lines] == ([] if life == 1 else [(1, "orchestrator")])
+        files.origin.write_bytes(msgspec.json.encode(Origin("x", step, 0.0, [])))
+        for path in (files.metrics, *source_files(files.metrics)):
+            path.unlink(missing_ok=True)
 
 
 def ref_of(group: Group) -> TaskRef:

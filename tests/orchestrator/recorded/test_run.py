@@ -235,6 +235,7 @@ def test_the_trainer_is_served_until_the_rollouts_are_used(tmp_path, model):
     status.close()
     lease.close()
     assert decode_batch(first, "").batch.step == 1 and decode_batch(second, "").batch.step == 2
+    assert status.current.max_steps == 2, "the console takes the time left from it"
     assert last == RunEnded("all 15 recorded rollouts are used") and (end.reason, end.kind) == (last.reason, "early")
 
 

@@ -5,8 +5,10 @@ import contextlib
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -225,3 +227,25 @@ def test_an_interpreter_that_is_not_there_or_lacks_packages(tmp_path, model):
     ):
         run(tmp_path, model, None, ("own", {}, str(bare / "bin" / "python")))
     assert os.listdir(tmp_path / "logs") == ["worker-own-0.log"]
+
+
+def test_a_long_temporary_folder_has_no_sockets(tmp_path, monkeypatch):
+    """The longest path that is used has room for the longest name; one more byte, also of a letter of two, leads to /tmp."""
+    room = 107 - len("/rl-workers-12345678/inference")
+    for text in ("x", "\u00e9"):
+        for length in (room, room + 1):
+            folder = tmp_path / (text * ((length - len(str(tmp_path)) - 1) // len(text.encode())))
+            folder = folder.with_name(folder.name + "y" * (length - len(os.fsencode(folder))))
+            folder.mkdir()
+            monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+            async def address() -> Path:
+                pool = WorkerPool(tmp_path / "logs")
+                try:
+                    with socket.socket(socket.AF_UNIX) as inference:
+                        inference.bind(f"{pool.directory.name}/inference")
+                    return Path(pool.address).parents[1]
+                finally:
+                    await pool.close()
+
+            assert asyncio.run(address()) == (folder if length == room else Path("/tmp")), (text, length)

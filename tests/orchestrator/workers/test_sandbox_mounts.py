@@ -139,11 +139,34 @@ def test_a_run_directory_is_hidden_by_whatever_way_it_would_be_seen(work, run, m
         monkeypatch.setenv("PYTHONPATH", f"{seen}")
         kept = f"cat {run_dir}/status/token {disk}/runs/one/status/token; echo x > {run_dir}/x; ls {run_dir}"
         found = inside(box_of(run_dir), f"find -L {seen} -type f; {kept}")
-        assert found.split() == [f"{seen}/runs/none/rows"], (run_dir, seen)
+        assert found.split() == [], (run_dir, seen)
     monkeypatch.delenv("PYTHONPATH")
     assert inside(box_of(run, id="."), "ls outputs/run; cat secret") == "text", "its own folder is seen"
     assert inside(box_of(work / "linked/one", id="./"), "ls linked/one; cat secret") == "text"
-    assert inside(box_of(disk / "runs/one", read=(f"{disk}",)), f"find {disk} -type f").split() == [f"{disk}/runs/none/rows"]
+    rows = f"{disk}/runs/none/rows"
+    assert inside(box_of(disk / "runs/one", read=(f"{disk}", rows)), f"find {disk} -type f").split() == [rows]
+
+
+@needs_bwrap
+def test_a_run_that_starts_later_is_hidden_too(work, run):
+    box = box_of(run, id=".")
+    assert inside(box, "cat secret; ls -A outputs") == "text"
+    write(work / "outputs/later/status/token")
+    assert inside(box, "cat secret; cat outputs/later/status/token; ls -A outputs") == "text"
+
+
+def test_the_folder_of_all_runs_is_hidden_whole(work, run):
+    """By any way it would be seen: runs that start later are below it."""
+    (work.parent / "link").symlink_to(work)
+    outer = box_of(run, read=(f"{work.parent}/link", str(work)))
+    assert outer.hidden >= {work / "outputs", work.parent / "link/outputs"} and not outer.hidden & outer.read
+    assert box_of(run, id="./folder").hidden == {run}, "what is not seen needs no mount"
+
+
+def test_a_folder_of_runs_that_a_sandbox_would_show_is_refused(work, run):
+    for given in ({"id": "./outputs"}, {"id": ".", "read": ("outputs/",)}):
+        with pytest.raises(RunError, match=f"{work}/outputs .*output_dir"):
+            box_of(run, **given)
 
 
 @needs_bwrap

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl.models.tiny import make_tiny_model
@@ -211,3 +211,26 @@ def test_weights_are_cast_before_they_leave_a_gpu():
         model.register_buffer("count", torch.zeros(2, dtype=torch.int64, device="cuda"))
         image.fill(model, torch.bfloat16)
     assert sorted(copies.types, key=str) == [(torch.bfloat16, torch.bfloat16)] * 2 + [(torch.int64, torch.int64)]
+
+
+def test_a_model_that_sees_images_is_published_as_the_text_model_that_was_trained(tmp_path):
+    config = AutoConfig.for_model("qwen3_5")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 16, "vocab_size": 64, "layer_types": ["full_attention", "linear_attention"]}
+    sizes |= {
+        f"linear_{name}": 2 if "num" in name else 16 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    }
+    for name, value in sizes.items():
+        setattr(config.text_config, name, value)
+    for name, value in {"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}.items():
+        setattr(config.vision_config, name, value)
+    base, folder = tmp_path / "base", tmp_path / "version"
+    AutoModelForImageTextToText.from_config(config).save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    versions.snapshot(model, base, torch.float32, {}).write(folder)
+    written = json.loads((folder / "config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == ("qwen3_5_text", ["Qwen3_5ForCausalLM"])
+    again, names = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not names["missing_keys"] and not names["unexpected_keys"]
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(again(tokens).logits, model(tokens).logits)

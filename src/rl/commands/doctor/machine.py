@@ -122,11 +122,6 @@ def loopback() -> Check:
     except OSError:
         remedy = "several ranks need GLOO_SOCKET_IFNAME=lo, or a line in /etc/hosts"
         return Check("warn", "ports", f"this host's name, {name}, cannot be resolved; {remedy}")
-    proxy = next((key for key in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if os.environ.get(key)), None)
-    spared = os.environ.get("no_proxy", "") + os.environ.get("NO_PROXY", "")
-    if proxy and "127.0.0.1" not in spared and "*" not in spared:
-        fault = f"{proxy} is set and no_proxy does not name 127.0.0.1"
-        return Check("warn", "ports", f"{fault}: model requests of environments over HTTP may go to the proxy")
     return Check("ok", "ports", f"loopback works, free ports such as {ports[0]} and {ports[1]}")
 
 

@@ -26,6 +26,7 @@ from rl.orchestrator.tasks.task_source import TaskRef
 from rl.run_dir import spans
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
+from rl.run_dir.origin import first_step
 from rl.run_dir.status import RunWarning
 from rl.system.errors import RunError
 from rl.wire.batch_file import EncodedBatch, remove_rollouts
@@ -125,7 +126,8 @@ class BatchBuilder:
             in_flight = [*state.tasks.in_flight, *state.pending]  # some may have finished: they are in pending.log
             state.tasks.in_flight = [ref for ref in in_flight if ref.group_id not in settled]
             self.history = state.history
-            if (newest, "orchestrator") not in read_metrics(self.run_dir.metrics, last_bytes=NEWEST_BYTES):
+            is_own = newest > first_step(self.run_dir)  # a branch begins with a batch of another run
+            if is_own and (newest, "orchestrator") not in read_metrics(self.run_dir.metrics, last_bytes=NEWEST_BYTES):
                 self.metrics.write(newest, state.metrics)
         for warning in await asyncio.to_thread(self.pending.load, settled, newest):
             log.warning(warning)

@@ -151,7 +151,7 @@ class RecordedRun:
             serving = group.create_task(self.requests.serve(server, group))
             while progress.newest < progress.final:
                 await self.wait_for_trainer(self.published() + 1, lambda: self.requests.asked > progress.newest)
-                self.status.enter(Phase.FILLING_BATCH, progress.newest + 1, batch=progress.newest + 1)
+                self.status.enter(Phase.FILLING_BATCH, progress.newest + 1, batch=progress.newest + 1, max_steps=progress.final)
                 await in_thread(self.commit, progress.newest + 1)
                 await progress.notify()
             if progress.final < self.config.max_steps:

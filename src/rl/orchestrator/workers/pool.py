@@ -36,6 +36,7 @@ from rl.orchestrator.workers.worker_sandbox import WorkerSandbox
 from rl.system import faults, process_table
 from rl.system.children import RestartPolicy
 from rl.system.errors import RunError
+from rl.system.linux import socket_base
 from rl.system.sandbox import innermost
 from rl.wire.rollouts import Rollout, Split
 from rl.wire.streams import MessageServer
@@ -58,6 +59,7 @@ log = logging.getLogger(__name__)
 ENCODER = msgspec.msgpack.Encoder()
 BARREN_DEATHS = 6
 """An environment is lost after this many deaths per worker with nothing finished in between: two tasks in a row were given up."""
+SOCKET_ROOM = len("/rl-workers-12345678/inference")
 RESTART_S, RESTART_LIMIT_S, CHECK_EVERY_S = 0.5, 10.0, 2.0
 CLOSE_S = 5.0
 """Time for environments to shut down what they have started."""
@@ -70,7 +72,7 @@ class WorkerPool:
         self.log_dir = log_dir
         log_dir.mkdir(parents=True, exist_ok=True)
         self.memory_gib, self.silence_s = memory_gib, silence_s
-        self.directory = tempfile.TemporaryDirectory(prefix="rl-workers-")
+        self.directory = tempfile.TemporaryDirectory(prefix="rl-workers-", dir=socket_base(SOCKET_ROOM))
         self.address = f"{self.directory.name}/pool"
         self.workers: dict[str, Worker] = {}
         self.launcher = WorkerLauncher()

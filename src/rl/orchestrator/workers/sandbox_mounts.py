@@ -113,12 +113,18 @@ def followed(paths: set[Path]) -> set[Path]:
 
 
 def hidden_places(run_dir: Path, seen: set[Path]) -> set[Path]:
-    """Returns every path at which the run directory, or that of a sibling run, would be visible in `seen`, through any link or mount."""
+    """Returns every path at which the run directory, or the folder of all runs, would be visible in `seen`, through any link or mount.
+
+    Raises RunError if that folder itself is to be seen: runs that start later will have their tokens there.
+    """
     real = run_dir.resolve()
     found = {path for path in (run_dir.absolute(), real) if not any(path.is_relative_to(one) for one in seen)}
     found |= set(places_of(real, seen))
-    others = [token.parents[1].name for token in real.parent.glob("*/status/token")]
-    return found | {place / name for place in places_of(real.parent, seen) for name in others}
+    runs = set(places_of(real.parent, seen))
+    if runs & seen:
+        remedy = "set output_dir (`rl eval`, `rl collect`: TMPDIR) to a folder that holds only runs"
+        raise RunError(f"its sandbox would show {min(runs & seen)} with the tokens of all runs in it: {remedy}")
+    return found | runs
 
 
 def places_of(directory: Path, seen: set[Path]) -> Iterator[Path]:

@@ -254,7 +254,7 @@ async def serve(config: RLConfig, status: Status, sock: socket.socket) -> None:
     """Serves until SIGTERM or SIGINT. Raises RunError."""
     sampler = Sampler(config, status)
     await asyncio.to_thread(sampler.begin)
-    status.gauges["requests"] = lambda: sampler.num_running
+    status.follow("requests", lambda: sampler.num_running)
     app = make_app(sampler, config, run_token(config.run_dir.status_dir))
     await serving.serve(app, config.inference.host, sock, status)
 

@@ -102,7 +102,7 @@ def digest(candidate: Candidate, modes: list[Mode]) -> str:
     found, config, settings, world = hashlib.blake2b(digest_size=16), candidate.config, candidate.settings, candidate.world
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers", *(["peft"] if settings.lora else []))]
     here = Path(__file__).parent
-    own = [file.read_bytes() for file in sorted([*here.glob("*.py"), *here.with_name("parallel").glob("*.py")])]
+    own = [file.read_bytes() for file in sorted(here.parent.rglob("*.py"))]
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     ranks = [device, world.size, tuple(world.mesh.shape), world.context_size, world.experts and tuple(world.experts.shape)]
     put_in = [settings.compile, settings.activation_checkpointing, settings.lora, settings.router_replay, candidate.frozen]

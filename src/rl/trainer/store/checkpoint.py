@@ -292,13 +292,13 @@ def load_weights(path: Path, manifest: dict[str, Any], model: PreTrainedModel, b
 
 def check_model(path: Path, manifest: dict[str, Any], model: PreTrainedModel, base: str) -> None:
     """Raises RunError unless the model has the same parameters as the one that wrote the checkpoint, and the same base if it needs one:
-    adapters and the KL term mean nothing to another. Checkpoints of an older rl do not name theirs."""
+    adapters and the KL term mean nothing to another. Checkpoints of an older rl name none, or one of another length."""
     if manifest["model"] != fingerprint(model):
         raise RunError(
             f"{path} was written by another model than model.name: names or shapes of parameters differ; "
             "use the run's own model, or another name for a new run"
         )
-    if base and manifest["base"] not in ("", base):
+    if len(manifest["base"]) == len(base) and manifest["base"] != base:
         raise RunError(
             f"{path} was written beside other files of model.name's weights, on which the adapters or the KL term depend; put these back "
             "(of a model of the hub, the earlier revision), give a copy of them as model.name, or start a new run"

@@ -190,8 +190,11 @@ def copy_small_files(base: Path, folder: Path) -> None:
 
 
 def write_config(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Writes the base model's config with the dtype of the weights."""
+    """Writes the base model's config with the dtype of the weights. Of a model that sees images but is trained as text only, it is the
+    config of the text model: the files have nothing else."""
     config = json.loads((base / "config.json").read_text())
+    if config.get("model_type") != model.config.model_type:
+        config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)
     config["dtype"] = str(dtype).removeprefix("torch.")

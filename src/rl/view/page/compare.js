@@ -5,7 +5,7 @@ import { useAnswer } from "./api.js";
 import { Sign } from "./chart.js";
 import { Curves } from "./curves.js";
 import { reward } from "./format.js";
-import { Fault } from "./ui.js";
+import { Fault, Words } from "./ui.js";
 
 /** Maximum number of runs with a column each. */
 const FEW = 4;
@@ -17,13 +17,14 @@ export function Compare({ runs, values, live }) {
   return html`<div class="bar"><h1>Compare</h1><span class="faint">${runs.join(" · ")}</span></div>
     ${error && html`<${Fault} text=${error} />`}
     ${(data?.faults ?? []).map((text) => html`<${Fault} text=${text} />`)}
+    ${(data?.notes ?? []).map((text) => html`<p class="note"><${Words} text=${text} /></p>`)}
     <div class=${`sides compared${runs.length > FEW ? " many" : ""}`}>
       <section class="card"><h2>Settings that differ</h2>
         ${data && (data.settings.length ? html`<${Table} runs=${runs} corner="Setting" rows=${data.settings.map((row) => ({ name: html`<code>${row.key}</code>`, cells: row.values.map((value) => html`<code>${value ?? "–"}</code>`) }))} />`
           : html`<p class="faint">None except name and place.</p>`)}</section>
       <section class="card"><h2>Reward after equal numbers of rollouts</h2>
         ${data && (data.learned.length ? html`<${Table} runs=${runs} corner="Rollouts" rows=${data.learned.map((row) => ({ name: Math.round(row.rollouts).toLocaleString("en"), cells: row.rewards.map(reward), best: row.rewards.map((mean) => best(mean, row.rewards)) }))} />
-          <p class="faint">Mean training reward over the preceding tenth, or at least the last step. Green is ahead at that point: it learned faster per rollout.</p>` : html`<p class="faint">Not all runs have rewards.</p>`)}</section>
+          <p class="faint">Mean training reward over the preceding tenth, or at least the last step. Green is ahead at that point${data.notes.length ? "" : ": it learned faster per rollout"}.</p>` : html`<p class="faint">Not all runs have rewards.</p>`)}</section>
       <section class="card"><h2>Evaluations</h2>
         ${data && (evals.length ? html`<${Table} runs=${runs} corner="Evaluation" rows=${evals.map((row) => ({ name: html`${row.name} <span class="faint">version ${row.version}</span>`, best: row.means.map((_, i) => clear(row, i)),
           cells: row.means.map((mean, i) => html`${reward(mean)}${!!row.errors[i] && html`<span class="faint"> ± ${reward(row.errors[i])}</span>`}`) }))} />

@@ -4,7 +4,7 @@ import { html, useEffect, useRef } from "./core.js";
 import { useAnswer } from "./api.js";
 import { ago, bytes } from "./format.js";
 import { change, link } from "./router.js";
-import { Entry, Fault, State } from "./ui.js";
+import { Entry, Fault, State, Words } from "./ui.js";
 
 /** @param {{run: string, values: Record<string, string>, live: boolean}} props */
 export function Health({ run, values, live }) {
@@ -12,12 +12,14 @@ export function Health({ run, values, live }) {
   if (error) return html`<${Fault} text=${error} />`;
   if (!data) return html`<p class="empty">Examining …</p>`;
   const process = values.process ?? data.processes.find((one) => one.name === "trainer" && one.attempts.length)?.name ?? data.processes.find((one) => one.attempts.length)?.name;
+  const isVerdict = (/** @type {import("./types").Finding} */ one) => one.text === data.bottleneck;
+  const findings = data.findings.filter((one) => !isVerdict(one));
   return html`<div class="bar"><h1>Health</h1><${State} state=${data.state} /></div>
-    <p class=${`verdict ${data.findings.some((one) => one.serious) ? "bad" : "good"}`}>${data.bottleneck}</p>
-    ${data.findings.length > 0 && html`<section><h2>Findings</h2><ul class="findings">${data.findings.map((finding, i) => html`<${Finding} key=${i} run=${run} finding=${finding} />`)}</ul></section>`}
+    <p class=${`verdict ${data.findings.some((one) => one.serious) ? "bad" : "good"}`}><${Words} text=${data.bottleneck} />${data.findings.filter(isVerdict).map((finding) => html`<${Evidence} run=${run} finding=${finding} />`)}</p>
+    ${findings.length > 0 && html`<section><h2>Findings</h2><ul class="findings">${findings.map((finding, i) => html`<${Finding} key=${i} run=${run} finding=${finding} />`)}</ul></section>`}
     ${data.machines.length > 0 && html`<section class="card"><h2>Machines</h2><div class="tablebox"><table class="machines"><thead><tr><th>Machine</th><th>State</th><th>Does</th><th>Host</th><th>Processes</th><th class="right">Since</th><th class="right">Last sign</th></tr></thead>
       <tbody>${data.machines.map((one) => html`<${Machine} key=${one.index} run=${run} machine=${one} logs=${data.processes.filter((process) => process.attempts.length).map((process) => process.name)} />`)}</tbody></table></div></section>`}
-    <div class="sides"><section class="card"><h2>The run</h2><ul class="lines">${data.lines.map((line, i) => html`<li key=${i}>${line}</li>`)}</ul></section>
+    <div class="sides"><section class="card"><h2>The run</h2><ul class="lines">${data.lines.map((line, i) => html`<li key=${i}><${Words} text=${line} /></li>`)}</ul></section>
       <section class="card"><h2>Processes</h2><table><tbody>${data.processes.map((one) => html`<tr key=${one.name} aria-current=${one.name === process ? "true" : null}><th scope="row">${one.attempts.length ? html`<a href=${link("health", { run: [run], process: one.name })}>${one.name}</a>` : one.name}</th>
         <td>${one.doing || html`<span class="faint">${data.state === "live" ? "no status" : "has ended"}</span>`}</td><td class="faint right">${one.heartbeat ? ago(one.heartbeat) : ""}</td><td class="faint right">${one.attempts.length > 1 ? `attempt ${Math.max(...one.attempts)}` : ""}</td></tr>`)}</tbody></table></section></div>
     ${process && html`<${Log} key=${process} run=${run} process=${process} attempts=${data.processes.find((one) => one.name === process)?.attempts ?? []} attempt=${values.attempt} text=${values.find ?? ""} live=${live} />`}`;
@@ -35,13 +37,18 @@ function Machine({ run, machine, logs }) {
 
 /** @param {{run: string, finding: import("./types").Finding}} props */
 function Finding({ run, finding }) {
-  return html`<li class=${finding.serious ? "serious" : ""}><span class="word">${finding.serious ? "problem" : finding.metrics.length ? "may hold the reward down" : "note"}</span> ${finding.text}
-    <span class="evidence">${finding.metrics.map((name) => html`<a key=${name} href=${link("curves", { run: [run], q: name })}>curve of ${name}</a>`)}
+  return html`<li class=${finding.serious ? "serious" : ""}><span class="word">${finding.serious ? "problem" : finding.metrics.length ? "may hold the reward down" : "note"}</span> <${Words} text=${finding.text} />
+    <${Evidence} run=${run} finding=${finding} /></li>`;
+}
+
+/** Links to where a problem shows. @param {{run: string, finding: import("./types").Finding}} props */
+function Evidence({ run, finding }) {
+  return html`<span class="evidence">${finding.metrics.map((name) => html`<a key=${name} href=${link("curves", { run: [run], q: name })}>curve of ${name}</a>`)}
       ${finding.why && html`<a href=${link("rollouts", { run: [run], why: finding.why })}>rollouts: ${finding.why}</a>`}
       ${finding.files.map((file) => {
         const log = /^logs\/(.+)-(\d+)\.log$/.exec(file);
         return log ? html`<a key=${file} href=${link("health", { run: [run], process: log[1], attempt: log[2] })}>${file}</a>` : html`<code key=${file}>${file}</code>`;
-      })}</span></li>`;
+      })}</span>`;
 }
 
 /** @param {{run: string, process: string, attempts: number[], attempt: string | undefined, text: string, live: boolean}} props */
@@ -57,5 +64,5 @@ function Log({ run, process, attempts, attempt, text, live }) {
       <span class="faint">${data ? `${bytes(data.bytes)}, last lines` : ""}</span><span class="grow"></span>
       <${Entry} label="Search the log" hide=${true} name="find" value=${text} search=${true} type="search" placeholder="Search these lines  /" /></div>
     ${error && html`<${Fault} text=${error} />`}
-    <pre ref=${box} tabindex="0" aria-label=${`Log of ${process}`} onScroll=${scrolled}>${lines.map((line, i) => html`<span key=${i} class=${/\b(error|exception|traceback|fatal)\b/i.test(line) ? "bad" : /\bwarn/i.test(line) ? "warn" : ""}>${line}\n</span>`)}</pre></section>`;
+    <pre ref=${box} tabindex="0" aria-label=${`Log of ${process}`} onScroll=${scrolled}>${lines.map((line, i) => html`<span key=${i} class=${/\b(error|exception|traceback|fatal)\b/i.test(line) ? "bad" : /\bwarn/i.test(line) ? "warn" : ""}>${`${line}\n`}</span>`)}</pre></section>`;
 }

@@ -68,7 +68,7 @@ function App() {
       ${at === "runs" ? html`<${Guard} key="runs"><${Runs} answer=${runs} late=${!!runs.error} chosen=${place.run} values=${place.values} /></${Guard}>`
         : tooFew ? html`<${Fault} text="Select at least two runs in Runs to compare them." />`
         : keys.length && !gone.length ? html`<${Guard} key=${at}><${shown.page} key=${at} run=${keys[0]} runs=${keys} values=${place.values} live=${!window.recorded && chosen.some((run) => run.state === "live")} /></${Guard}>`
-        : !runs.loading && html`<p class="empty">There are no runs yet.</p>`}
+        : !runs.loading && !gone.length && html`<p class="empty">There are no runs yet.</p>`}
     </main>
     ${help && html`<${Help} pages=${WITH_KEYS.map(([, title]) => title)} close=${() => setHelp(false)} />`}`;
 }

@@ -7,7 +7,7 @@ import { number, reward, signed } from "./format.js";
 import { change, here, link } from "./router.js";
 import { asked, Fate, identity, level } from "./rows.js";
 import { TokenView } from "./tokens.js";
-import { Fault, Tabs } from "./ui.js";
+import { Fault, Tabs, Words } from "./ui.js";
 
 /** @typedef {import("./types").RolloutDetail} RolloutDetail */
 
@@ -24,8 +24,8 @@ export function Detail({ run, kind, id, values }) {
     <header class="rollout">
       <h2>${place} <a href=${link("tasks", { run: [run], kind: kind === "eval" ? "eval" : null, env: row.env, task: row.task, step: row.step })} title="This task over all versions, and what this step changed on it">task ${row.task}</a></h2>
       <p class="faint">${[row.group !== null ? `group ${row.group}, rollout ${row.rollout}` : `sample ${row.rollout}`, row.agent !== "agent" && row.agent, `${number(row.tokens)} tokens`, row.turns > 1 && `${row.turns} turns`,
-        row.version !== null && row.kind !== "eval" && `sampled by version ${data.fields.versions?.join(", ") ?? row.version}`, data.fields.stop].filter(Boolean).join(" · ")}</p>
-      ${data.explanation && html`<p class=${`verdict ${row.why === "trained" ? "good" : "dull"}`}>${data.explanation}</p>`}
+        row.version !== null && row.kind !== "eval" && `sampled by version ${data.fields.versions?.join(", ") ?? row.version}`, row.turns !== 1 && data.fields.stop?.replaceAll("_", " ")].filter(Boolean).join(" · ")}</p>
+      ${data.explanation && html`<p class=${`verdict ${row.why === "trained" ? "good" : "dull"}`}><${Words} text=${data.explanation} /></p>`}
       ${data.error && html`<${Text} className="fault" text=${data.error} />`}
       <${Rewards} data=${data} />
       <${Group} data=${data} run=${run} kind=${kind} id=${id} />

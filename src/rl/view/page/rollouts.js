@@ -30,7 +30,7 @@ export function Rollouts({ run, values, live }) {
   return html`<div class=${`three${chosen ? " chosen" : ""}`}>
     <aside class="filters" aria-label="Filters">
       <details open=${innerWidth > 800}><summary>Filters${Object.keys(wanted).length ? ` (${Object.keys(wanted).length})` : ""}</summary>
-        <${Tabs} label="Kind" name="kind" value=${kind} tabs=${KINDS} />
+        <${Tabs} label="Kind" name="kind" value=${kind} tabs=${KINDS} also=${{ at: null, token: null }} />
         <${Entry} label="Text" name="q" value=${values.q} search=${true} type="search" placeholder="in conversations  /" />
         <div class="pair"><${Entry} label=${kind === "eval" ? "Version from" : "Step from"} name="begin" value=${values.begin} type="number" /><${Entry} label="to" name="end" value=${values.end} type="number" /></div>
         <${Facet} label="Environment" name="env" value=${values.env} counts=${data?.facets.env} />

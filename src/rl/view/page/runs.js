@@ -3,7 +3,7 @@
 import { html } from "./core.js";
 import { ago, bytes, duration, plural, reward } from "./format.js";
 import { go, link } from "./router.js";
-import { Entry, Sparkline, State } from "./ui.js";
+import { Entry, Sparkline, State, Words } from "./ui.js";
 
 /** @typedef {import("./types").RunRow} RunRow */
 
@@ -41,7 +41,7 @@ function Row({ run, chosen, toggle }) {
     <td class="check"><input type="checkbox" aria-label=${`Compare ${run.key}`} checked=${chosen} onChange=${toggle} /></td>
     <td class="name"><a href=${link("curves", { run: [run.key] })}>${run.key}</a>
       <div class="faint">${[run.model, run.environments.join(", ")].filter(Boolean).join(" · ")}</div></td>
-    <td class="how"><${State} state=${run.state} why=${run.why} /><a class="faint why" href=${link("health", { run: [run.key] })}>${said(run)}</a></td>
+    <td class="how"><${State} state=${run.state} why=${run.why} /><a class="faint why" href=${link("health", { run: [run.key] })}><${Words} text=${said(run)} /></a></td>
     <td class="right" data-label="Step"><span>${run.step}${run.max_steps > 0 && html`<span class="faint">/${run.max_steps}</span>`}</span>
       <progress max="1" value=${share} aria-label=${`${Math.round(share * 100)}% of the steps`}></progress></td>
     <td class="curve" data-label=${run.measure === "reward/mean" ? "Reward" : "Loss"}><${Sparkline} values=${run.rewards} label=${`${run.measure} over the run, now ${reward(run.reward)}`} />

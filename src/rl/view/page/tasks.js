@@ -23,19 +23,20 @@ export function Tasks({ run, values, live }) {
   const { data, error } = useAnswer("tasks", { run, kind, number: values.number, sort: values.sort, descending: values.up ? false : null, offset, limit: LIMIT }, live ? 10000 : 0);
   const several = new Set((data?.rows ?? []).map((row) => row.env)).size > 1;
   const chosen = values.task !== undefined && values.env;
-  useMoving(data, (data?.rows ?? []).map(nameOf), LIMIT, (now) => now.task !== undefined && now.env ? nameOf({ env: now.env, task: now.task }) : "", openTask);
+  const nameIn = (/** @type {Record<string, string>} */ now) => now.task !== undefined && now.env ? nameOf({ env: now.env, task: now.task }) : "";
+  useMoving(data, (data?.rows ?? []).map(nameOf), LIMIT, nameIn, openTask);
   return html`<div class=${`two${chosen ? " chosen" : ""}`}>
     <section class="list" aria-label="Tasks">
       <div class="bar"><h1>Tasks</h1><span class="faint">${data ? plural(data.total, "task") : ""}</span><span class="grow"></span>
         <${Entry} label="Task number" hide=${true} name="number" value=${values.number} type="number" search=${true} placeholder="Number  /" /></div>
-      <div class="bar"><${Tabs} label="Kind" name="kind" value=${kind} tabs=${KINDS} /><span class="grow"></span><${Choice} label="Sort" name="sort" value=${values.sort ?? ""} options=${SORTS} />
+      <div class="bar"><${Tabs} label="Kind" name="kind" value=${kind} tabs=${KINDS} also=${openTask("")} /><span class="grow"></span><${Choice} label="Sort" name="sort" value=${values.sort ?? ""} options=${SORTS} />
         ${values.sort && html`<button class="quiet" aria-label="Reverse the order" onClick=${() => change({ up: values.up ? null : 1 })}>${values.up ? "↑" : "↓"}</button>`}</div>
       ${error && html`<${Fault} text=${error} />`}
       ${(data?.damaged ?? []).map((text) => html`<${Fault} text=${text} />`)}
       ${data && !data.total && html`<p class="empty">${values.number ? `Task ${values.number} has no rollouts.` : "No rollout has been scored yet."}</p>`}
       ${data && data.total > 0 && html`<table class="tasks"><thead><tr><th>Task</th><th class="right">Rollouts</th><th class="right" title="Mean reward of the first third of the versions that played it">First</th><th class="right" title="Mean reward of the last third of the versions that played it">Last</th><th class="right">Change</th></tr></thead><tbody>
         ${data.rows.map((row) => html`<tr key=${nameOf(row)} aria-current=${chosen && values.env === row.env && Number(values.task) === row.task ? "true" : null}>
-          <td><a href=${link("tasks", { run: [run], ...without(values), env: row.env, task: row.task })}>task ${row.task}</a>${several && html`<div class="faint small">${row.env}</div>`}</td>
+          <td><a href=${link("tasks", { run: [run], ...without(values), env: row.env, task: row.task })}>task ${row.task}</a><div class="faint small snippet">${[several && row.env, row.prompt].filter(Boolean).join(" · ")}</div></td>
           <td class="right">${row.rollouts}</td><td class="right">${reward(row.first)}</td><td class="right">${reward(row.last)}</td>
           <td class=${`right ${(row.change ?? 0) > 0 ? "good" : (row.change ?? 0) < 0 ? "bad" : "faint"}`}>${signed(row.change)}</td></tr>`)}</tbody></table>`}
       ${data && html`<${Pager} total=${data.total} offset=${Number(offset) || 0} limit=${LIMIT} />`}
@@ -65,11 +66,12 @@ function One({ run, kind, values, live }) {
   if (error) return html`<button class="back" onClick=${() => change({ task: null, env: null })}>‹ Tasks</button><${Fault} text=${error} />`;
   if (!data) return html`<p class="empty">Reading …</p>`;
   const all = data.versions.flatMap((version) => version.rows);
-  const step = numberIn(values.step), sides = step === null ? null : around(data.versions, step);
+  const step = numberIn(values.step), around_ = step === null ? null : around(data.versions, step);
+  const oneSided = around_ !== null && around_[0] === around_[1], sides = oneSided ? null : around_;
   const count = data.versions.reduce((sum, version) => sum + version.count, 0);
   const [first, last] = pair(data.versions.filter((version) => version.rows.length), sides);
   const [left, right] = [all.find((row) => identity(row) === values.a) ?? first, all.find((row) => identity(row) === values.b) ?? last];
-  const gone = sides ? absent(sides) : [], other = gone.length === 0 || values.a || values.b || left?.version !== right?.version;
+  const gone = sides ? absent(sides) : [], other = values.a || values.b || (!oneSided && (gone.length === 0 || left?.version !== right?.version));
   return html`<button class="back" onClick=${() => change({ task: null, env: null })}>‹ Tasks</button>
     <h2>${data.env} task ${data.task}</h2>
     <p class="faint">${plural(count, "rollout")} of ${plural(data.versions.length, "version")}; <a href=${link("rollouts", { run: [run], kind: kind === "eval" ? "eval" : null, env: data.env, task: data.task })}>${all.length < count ? `${all.length.toLocaleString("en")} of them are in this file` : "all of them"}</a>${data.without_version > 0 && `; ${plural(data.without_version, "rollout")} failed before the first token`}</p>
@@ -80,7 +82,7 @@ function One({ run, kind, values, live }) {
     ${sides && sides[1].version - sides[0].version > 1 && html`<p class="note">Steps ${sides[0].version + 1} to ${sides[1].version} lie in between: this task does not show what step ${values.step} alone changed.</p>`}
     ${gone.length > 0 && html`<p class="note">No answer of version ${gone.join(" or ")} is in this file${other ? "; the answers below are of other versions" : ", and too few of other versions to compare"}.</p>`}
     ${data.note && html`<p class="note">${data.note}</p>`}
-    ${sides && sides[0] === sides[1] && html`<p class="note">All rollouts of this task are on one side of step ${values.step}.</p>`}
+    ${oneSided && html`<p class="note">All rollouts of this task are on one side of step ${values.step}: nothing shows what it changed.</p>`}
     <${Dots} versions=${data.versions} a=${left && identity(left)} b=${right && identity(right)} />
     ${left && right ? html`<p class="faint small">Each dot is a rollout: click it (or press Enter) to make it the later one, with Shift to make it the earlier one. The line is the mean.${all.length < count ? " A ring is the mean of a version whose rollouts are not all in this file." : ""}</p>
     <div class="pair choose"><${Pick} label="Earlier" name="a" all=${all} value=${identity(left)} /><${Pick} label="Later" name="b" all=${all} value=${identity(right)} /></div>

@@ -4,7 +4,7 @@ import { html, useEffect, useRef, useState } from "./core.js";
 import { useAnswer } from "./api.js";
 import { clock, day, duration } from "./format.js";
 import { change, link } from "./router.js";
-import { Fault, numberIn, WrongNumbers } from "./ui.js";
+import { Fault, numberIn, Words, WrongNumbers } from "./ui.js";
 
 /** @typedef {import("./types").Span} Span */
 /** @typedef {import("./types").Timeline} Answer */
@@ -34,7 +34,7 @@ export function Timeline({ run, values, live }) {
       <button onClick=${() => look(data.first, data.last)}>All</button>
       <button onClick=${() => change({ begin: null, end: null, at: null }, true)}>${live ? "Follow" : "The end"}</button></div>
     <${WrongNumbers} values=${values} names=${["at"]} />
-    ${data.note && html`<p class="note">${data.note}</p>`}
+    ${data.note && html`<p class="note"><${Words} text=${data.note} /></p>`}
     ${length > 0 ? html`<${Lanes} data=${data} look=${look} at=${at} point=${point} />` : html`<p class="empty">Nothing was recorded yet.</p>`}
     <p class="faint">Drag to zoom in. Click, or enter a time above, to see what each process was doing at that moment.</p>
     ${at !== null && length > 0 && html`<${Then} data=${data} at=${at} />`}

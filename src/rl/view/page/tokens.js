@@ -5,7 +5,7 @@ import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./c
 import { ask, useAnswer } from "./api.js";
 import { number } from "./format.js";
 import { change } from "./router.js";
-import { Fault } from "./ui.js";
+import { Fault, Words } from "./ui.js";
 
 /** @typedef {import("./types").Tokens} Tokens */
 /** @typedef {{begin: number, end: number, sample: number | null}} Chunk a few tokens that are drawn together; `sample`: the sample that begins here */
@@ -39,7 +39,7 @@ export function TokenView({ run, step, group, rollout, values }) {
       <label class="field"><span>Colour by</span><select value=${signal} onChange=${(/** @type {any} */ e) => change({ signal: e.target.value }, true)}>
         ${names.map((name) => html`<option key=${name} value=${name}>${NAMES[name]}</option>`)}</select></label>
       <${Scale} signal=${signal} data=${data} /></div>
-    ${data.note && html`<p class="note">${data.note}</p>`}
+    ${data.note && html`<p class="note"><${Words} text=${data.note} /></p>`}
     ${pages.fault && html`<${Fault} text=${pages.fault} />`}
     <div class="reader" aria-live="polite">${page && at !== null ? html`<${Reading} page=${page} i=${at} />` : html`<span class="faint">Hover over a token, or select one, to see its numbers. Faint tokens are not trained.</span>`}</div>
     <${Stretch} data=${data} pages=${pages} signal=${signal} pinned=${pinned} setOver=${setOver} />`;
@@ -174,7 +174,8 @@ function Piece({ n, chunk, page, signal, pinned, height }) {
     }
     return found;
   }, [page, signal, pinned, chunk]);
-  return html`<div class="chunk" data-n=${n} data-from=${chunk.begin}>${chunk.sample !== null && html`<h3>Sample ${chunk.sample + 1}</h3>`}${spans ?? html`<div style=${{ height: `${height}px` }}></div>`}</div>`;
+  const goesOn = page && chunk.end < page.total && !page.pieces[chunk.end - 1 - page.offset]?.endsWith("\n");
+  return html`<div class=${goesOn ? "chunk goes-on" : "chunk"} data-n=${n} data-from=${chunk.begin}>${chunk.sample !== null && html`<h3>Sample ${chunk.sample + 1}</h3>`}${spans ?? html`<div style=${{ height: `${height}px` }}></div>`}</div>`;
 }
 
 /** Maps a value to a CSS class: a position on the scale from -5 to 5. @param {string} signal @param {Tokens} page */
@@ -199,7 +200,7 @@ function Scale({ signal, data }) {
   const two = TWO_SIDED.includes(signal), end = signal === "ratio" ? Math.exp(most) : most;
   const sides = two ? [-5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5] : [0, 1, 2, 3, 4, 5];
   const minus = signal.endsWith("logprobs") ? "−" : "";
-  return html`<span class="scale"><span class="faint">${two ? exact(signal, signal === "ratio" ? 1 / end : -end) : 0}</span>${sides.map((n) => html`<i class=${n ? `q${n}` : ""}></i>`)}<span class="faint">${minus}${exact(signal, end)}</span></span>`;
+  return html`<span class="scale"><span class="faint">${two ? number(signal === "ratio" ? 1 / end : -end) : 0}</span>${sides.map((n) => html`<i class=${n ? `q${n}` : ""}></i>`)}<span class="faint">${minus}${number(end)}</span></span>`;
 }
 
 /** Line ends are shown and kept. @param {string} piece */

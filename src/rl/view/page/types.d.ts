@@ -40,6 +40,7 @@ export interface Comparison {
   evals: EvalPoint[];
   learned: Learned[];
   faults: string[];
+  notes: string[];
 }
 
 export interface SettingDiff {
@@ -189,6 +190,7 @@ export interface TaskRow {
   first: number | null;
   last: number | null;
   change: number | null;
+  prompt: string;
 }
 
 export interface Task {

@@ -5,7 +5,13 @@ import { change } from "./router.js";
 
 /** @param {{text: string}} props */
 export function Fault({ text }) {
-  return html`<p class="fault" role="alert">${text}</p>`;
+  return html`<p class="fault" role="alert"><${Words} text=${text} /></p>`;
+}
+
+/** A sentence of `rl`, with what is between backticks as code. @param {{text: string}} props */
+export function Words({ text }) {
+  const parts = text.split("`");
+  return parts.length % 2 ? html`${parts.map((part, i) => i % 2 ? html`<code>${part}</code>` : part)}` : text;
 }
 
 /** A number from the address; null if it is missing, invalid or out of range. @param {string | undefined} text @param {number} [low] @param {number} [high] */
@@ -72,8 +78,8 @@ export function Pager({ total, offset, limit }) {
     <button disabled=${offset + limit >= total} onClick=${() => turn(offset + limit)}>next ›</button></div>`;
 }
 
-/** Tabs whose choice is stored in the address. @param {{name: string, value: string, tabs: [string, string][], label: string}} props */
-export function Tabs({ name, value, tabs, label }) {
+/** Tabs whose choice is stored in the address, together with the changes in `also`. @param {{name: string, value: string, tabs: [string, string][], label: string, also?: Record<string, null>}} props */
+export function Tabs({ name, value, tabs, label, also = {} }) {
   return html`<div class="tabs" role="group" aria-label=${label}>${tabs.map(([key, text]) => html`
-    <button key=${key} aria-pressed=${value === key} onClick=${() => change({ [name]: key === tabs[0][0] ? null : key, offset: null }, true)}>${text}</button>`)}</div>`;
+    <button key=${key} aria-pressed=${value === key} onClick=${() => change({ ...also, [name]: key === tabs[0][0] ? null : key, offset: null }, true)}>${text}</button>`)}</div>`;
 }
