@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from rl.tinker.app import Api, make_app
 from rl.tinker.downloads import Downloads
 from rl.tinker.gate import Gate
 from rl.tinker.listing import Listing
+from rl.tinker.log import Call, Log
 from rl.tinker.places import Places
 from rl.tinker.proto import FLOAT32, INT64, MESSAGE
 from rl.tinker.sampling import Sampling, Target, Turns
@@ -215,13 +217,10 @@ def test_a_call_that_ends_the_trainer_each_time_fails_alone(tmp_path):
         model = await new_model(client)
         return await client.post("forward_backward", forward_backward(model, 1)), await client.post("optim_step", step_of(model, 2)), model
 
-    async def nothing(client):
-        pass
-
     async def scenario():
         promise, step, model = await dies(begin)
         for _ in range(2):
-            await dies(nothing)
+            await dies(lambda client: client.training.answer(model, 1, 0.0))
         async with Client(tmp_path) as client:
             assert "has died 3 times during this call" in (await client.result(promise))["error"]
             assert (await client.result(step))["metrics"]["policy_version:max"] == 1  # the counting learner needs no gradient
@@ -437,6 +436,62 @@ def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(tm
             assert (await client.http.get(url)).status_code == 404
 
     asyncio.run(scenario())
+
+
+def test_a_server_of_many_models_opens_the_files_of_few(tmp_path, monkeypatch):
+    """It read every log at its start, and kept it open."""
+    opened = []
+    monkeypatch.setattr("rl.tinker.training.MOST_OPEN", 8, raising=False)
+
+    def open_files():
+        return len(os.listdir("/proc/self/fd"))
+
+    async def first():
+        async with Client(tmp_path) as client:
+            start = open_files()
+            models = [await new_model(client, number % 3) for number in range(40)]
+            for model in models:
+                await client.call("forward_backward", forward_backward(model, 1))
+                await client.call("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+            assert open_files() - start < 40
+            await client.training.models[models[7]].log.add(Call(3, "forward_backward", forward_backward(models[7], 3)))
+            return models
+
+    async def again(models):
+        monkeypatch.setattr("rl.tinker.training.Log", lambda path: opened.append(path) or Log(path))
+        async with Client(tmp_path) as client:
+            start = open_files()
+            listed = [(await client.http.get(f"/api/v1/training_runs?limit=25&offset={offset}")).json() for offset in (0, 25)]
+            runs = [run for part in listed for run in part["training_runs"]]
+            assert {run["training_run_id"]: run["lora_rank"] for run in runs} == dict.fromkeys(models, 4) and len(runs) == 40
+            assert listed[0]["cursor"]["total_count"] == 40
+            assert opened == [] and client.learner.done == []
+            # without an answer since the restart: executed when its client asks for it
+            assert await client.result({"request_id": f"{models[7]}/3"})
+            assert len(opened) == 1
+            for model in models:
+                assert await client.result({"request_id": f"{model}/1"})
+            assert len(opened) == 40 and open_files() - start < 20
+
+    asyncio.run(again(asyncio.run(first())))
+
+
+def test_a_damaged_log_of_a_model_stops_that_model_alone(tmp_path):
+    async def first():
+        async with Client(tmp_path) as client:
+            return [await new_model(client) for _ in range(2)]
+
+    async def again(damaged, sound):
+        path = Places(RLConfig.model_validate({"name": "s", "output_dir": str(tmp_path)}).run_dir).model(damaged).root / "calls.log"
+        content = bytearray(path.read_bytes())
+        content[40] ^= 1
+        path.write_bytes(content)
+        async with Client(tmp_path) as client:
+            answer = await client.post("retrieve_future", {"request_id": f"{damaged}/0"}, 400)
+            assert f"{path}: damaged at byte 0" in answer["detail"]
+            assert (await client.result({"request_id": f"{sound}/0"}))["model_id"] == sound
+
+    asyncio.run(again(*asyncio.run(first())))
 
 
 @pytest.mark.parametrize("key", ["sampling_session_id", "policy_version", "type"])

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from rl.run_dir.files import CorruptFileError
 from rl.tinker.downloads import Downloads
 from rl.tinker.gate import DOWNLOADS
 from rl.tinker.listing import Listing
@@ -179,7 +180,7 @@ def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
             return await endpoint(request)
         except KeyError as error:
             return problem(404, str(error.args[0]))
-        except (CallError, DecodeError, msgspec.DecodeError) as error:
+        except (CallError, CorruptFileError, DecodeError, msgspec.DecodeError) as error:
             return problem(400, str(error))
         except ClientDisconnect:
             return problem(400, "the client has gone")

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,11 +23,11 @@ def when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def page(request: Request, name: str, rows: list[Any]) -> Response:
-    """Returns a part of a list, as its request's `limit` and `offset` say."""
+def page(request: Request, name: str, rows: list[Any], show: Callable[[Any], Any] = lambda row: row) -> Response:
+    """Returns a part of a list, as its request's `limit` and `offset` say. `show` makes what is shown of these rows alone."""
     limit, offset = (int(request.query_params.get(key, default)) for key, default in (("limit", "100"), ("offset", "0")))
     cursor = {"limit": limit, "offset": offset, "total_count": len(rows)}
-    return reply({name: rows[offset : offset + limit], "cursor": cursor})
+    return reply({name: [show(row) for row in rows[offset : offset + limit]], "cursor": cursor})
 
 
 def checkpoint(model_id: str, kind: str, name: str, saved: Saved) -> dict[str, Any]:
@@ -68,7 +69,9 @@ class Listing:
         return [checkpoint(model.id, *one) for one in self.places.all_saved(model.id)]
 
     async def runs(self, request: Request) -> Response:
-        return page(request, "training_runs", [self._run(model) for model in reversed(self.training.models.values())])
+        return page(
+            request, "training_runs", list(reversed(self.training.models)), lambda model_id: self._run(self.training.find(model_id))
+        )
 
     async def run(self, request: Request) -> Response:
         return reply(self._run(self._model(request)))

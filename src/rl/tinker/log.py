@@ -16,6 +16,9 @@ import msgspec
 from rl.run_dir.files import HEADER, CorruptFileError, encode_record, fsync_path, head_of_record, make_directory, with_path, write_all
 from rl.run_dir.hashes import blake2b
 
+MOST_OPEN = 64
+"""Logs of models whose files are open, and as many of sampling sessions."""
+
 
 class Call(msgspec.Struct, tag="call"):
     """A request."""
@@ -50,7 +53,7 @@ class Log:
     answers: dict[int, Place] = field(default_factory=dict)
     durable: int = 0
     """Bytes of the file that are known to survive a power cut."""
-    _syncing: "asyncio.Task[None] | None" = None
+    syncing: "asyncio.Task[None] | None" = None
     _writing: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -105,15 +108,15 @@ class Log:
             self._write(call)
         place = self.calls[call.number]
         while self.durable < place.offset + place.length:
-            self._syncing = self._syncing or asyncio.create_task(self._sync())
-            await asyncio.shield(self._syncing)
+            self.syncing = self.syncing or asyncio.create_task(self._sync())
+            await asyncio.shield(self.syncing)
 
     async def _sync(self) -> None:
         size = self.size
         try:
             await asyncio.to_thread(os.fsync, self.file)
         finally:
-            self._syncing = None
+            self.syncing = None
         self.durable = max(self.durable, size)
 
     def answer(self, answer: Answer) -> None:

@@ -21,7 +21,7 @@ from rl.config.run import RLConfig
 from rl.run_dir.checksums import content_id
 from rl.system.errors import RunError
 from rl.tinker.codec import sample_message
-from rl.tinker.log import Answer, Call, Log
+from rl.tinker.log import MOST_OPEN, Answer, Call, Log
 from rl.tinker.places import SAMPLER, Places
 from rl.tinker.requests import CreateSamplingSession, Sample
 from rl.wire.http import RETRY_S, AwayError
@@ -33,8 +33,6 @@ EXPIRES_S = 24 * 3600.0
 """Seconds without a request after which a sampling session is deleted."""
 NOT_GIVEN = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 """Fields of a request for what inference does not compute here."""
-MOST_OPEN = 64
-"""Sessions whose files are open."""
 IN_USE_S = 3600.0
 """Seconds after a session's last request for which its version is kept."""
 MOST_WAITING = 4096
@@ -155,10 +153,12 @@ class Sampling:
         return sum(len(session.tasks) for session in self.sessions.values())
 
     def begin(self) -> None:
-        """Deletes the sessions that nobody has used for long, and those that were never completely made. Requests without an
+        """Deletes the sessions that nobody has used for long, and notes which versions are in use. Requests without an
         answer are sampled again when their clients, who may be gone, ask for it."""
         self._expire()
         for path in self.places.sampling.glob("*.log"):
+            if time.time() - path.stat().st_mtime > IN_USE_S:
+                continue
             try:
                 self.find(":sample:".join(path.stem.rsplit("-", 1)))
             except KeyError:  # its client was never told that it exists

@@ -7,6 +7,7 @@ they give the same bits. Answers that were written before are not written again.
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +27,8 @@ from rl.run_dir.paths import numbered
 from rl.system import faults
 from rl.system.errors import RESTART, RunError
 from rl.tinker import codec
-from rl.tinker.log import Answer, Call, Log
-from rl.tinker.places import EXTERNAL, SAMPLER, TRAINING, Places, new_saved, tinker_path
+from rl.tinker.log import MOST_OPEN, Answer, Call, Log
+from rl.tinker.places import EXTERNAL, SAMPLER, TRAINING, Places, new_saved, tinker_path, write_json
 from rl.tinker.requests import CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsExternal, SaveWeightsForSampler
 from rl.wire.training_calls import CallError, Learner, NoRoomError
 
@@ -47,15 +48,32 @@ class Model:
 
     def __init__(self, model_id: str, places: Places):
         self.id, self.places, self.run_dir = model_id, places, places.model(model_id)
-        self.log = Log(self.run_dir.root / "calls.log")
+        self.path = self.run_dir.root / "calls.log"
+        self._log: Log | None = None
         self.attempts = self.run_dir.root / "attempts"
         """The number of the call that is being executed, and how often that was begun."""
-        self.applied, self.version, self.saved_at, self.used = -1, 0, 0.0, time.time()
+        self.applied, self.version, self.saved_at = -1, 0, 0.0
+        self.used = self.path.stat().st_mtime if self.path.exists() else time.time()
         self.loss = (0.0, 0)
         """Sum of the losses since the last step, and their number of targets."""
         self.changed = asyncio.Event()
         """Set, and replaced, when a call is answered."""
         self.queued = False
+
+    @property
+    def log(self) -> Log:
+        """The calls, whose file is read and stays open from the first use on: a server may have made thousands of models."""
+        self._log = self._log or Log(self.path)
+        return self._log
+
+    def close(self) -> bool:
+        """Closes the file and returns True, unless it is in use."""
+        if self.queued or (self._log and self._log.syncing):
+            return False
+        if self._log:
+            self._log.close()
+        self._log = None
+        return True
 
     @property
     def next(self) -> int | None:
@@ -66,6 +84,8 @@ class Model:
     @property
     def settings(self) -> dict[str, Any]:
         """What the model was made with: base_model, lora_rank, user_metadata."""
+        if (made := self.run_dir.root / "made.json").exists():
+            return json.loads(made.read_bytes())
         return json.loads(self.log.answer_of(0).body).get("made", {}) if 0 in self.log.answers else {}
 
 
@@ -77,6 +97,8 @@ class Training:
         self.config, self.settings, self.places, self.learner = config, config.serve, places, learner
         self.name = self.settings.alias or config.model.name
         self.models: dict[str, Model] = {model_id: Model(model_id, places) for model_id in places.model_ids()}
+        self.asked: dict[str, Model] = {}
+        """Those whose files may be open; the one that was asked for last is last."""
         self.ready: asyncio.Queue[Model] = asyncio.Queue()
         self.thread = ThreadPoolExecutor(1, "trainer")
         self.actions = {
@@ -87,14 +109,17 @@ class Training:
         self.steps: dict[str, tuple[MetricsLog, Merger]] = {}
         self.sampled: Callable[[str], set[int]] = lambda model_id: set()
         """Returns the versions of a model that sessions sample from."""
-        for model in self.models.values():
-            self._queue(model)
 
     # What clients ask -----------------------------------------------------------------------------------------------------
 
     def find(self, model_id: str) -> Model:
         if model_id not in self.models:
             raise KeyError(f"model {model_id} does not exist on this server")
+        self.asked.pop(model_id, None)
+        self.asked[model_id] = self.models[model_id]
+        for old in list(self.asked.values())[:-MOST_OPEN]:
+            if old.close():
+                del self.asked[old.id]
         return self.models[model_id]
 
     async def add(self, model_id: str, number: int, kind: str, body: bytes) -> None:
@@ -111,8 +136,9 @@ class Training:
         model = self.find(model_id)
         if number not in model.log.calls:
             raise KeyError(f"model {model_id} has no call {number}")
+        self._queue(model)  # a call without an answer at a restart waits for its client, who may be gone
         deadline = time.monotonic() + wait_s
-        while number not in model.log.answers:
+        while number not in self.find(model_id).log.answers:
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                     await model.changed.wait()
@@ -286,6 +312,7 @@ class Training:
         write_config(model.run_dir.config, config)
         model.run_dir.status_dir.mkdir(exist_ok=True)
         made = {"base_model": self.name, "lora_rank": rank, "user_metadata": metadata, "time": time.time()}
+        write_json(model.run_dir.root / "made.json", made)
         return json.dumps({**answer, "made": made}).encode(), True
 
     def _forward_backward(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
@@ -316,6 +343,8 @@ class Training:
 
     def _note_step(self, model: Model, metrics: dict[str, float]) -> None:
         if model.id not in self.steps:
+            for old in list(self.steps)[: 1 - MOST_OPEN]:
+                os.close(self.steps.pop(old)[0].file)
             self.steps[model.id] = MetricsLog(model.run_dir.metrics, "trainer"), Merger(model.run_dir.metrics)
         log, merger = self.steps[model.id]
         log.write(model.version, metrics)
