@@ -494,6 +494,89 @@ def test_a_damaged_log_of_a_model_stops_that_model_alone(tmp_path):
     asyncio.run(again(*asyncio.run(first())))
 
 
+async def base_session(client):
+    session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))["session_id"]
+    base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "meta/x"}
+    return (await client.post("create_sampling_session", base))["sampling_session_id"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "more", "says"),
+    [
+        ([], {}, "the prompt is empty: send at least one token"),
+        ([5, 100, 7], {}, "the prompt has token id 100; the vocabulary has 100 tokens"),
+        ([5] * 64, {}, "the prompt has 64 tokens; model.max_model_len of the server is 64"),
+        ([5], {"record_stability_info": True}, "set loss_fn=cispo"),
+    ],
+    ids=["empty", "vocabulary", "long", "stable_reinforce"],
+)
+def test_a_sample_that_is_refused_says_what_is_wrong(tmp_path, tokens, more, says):
+    async def scenario():
+        async with Client(tmp_path) as client:
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+            sample = {"prompt": prompt, "sampling_params": {}, "sampling_session_id": await base_session(client), "seq_id": 0, **more}
+            assert says in (await client.post("asample", sample, 400))["detail"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("asked", "sent"), [({}, 8), ({"max_tokens": 20}, 20), ({"max_tokens": 99}, 62)])
+def test_an_answer_without_max_tokens_has_a_bound(tmp_path, monkeypatch, asked, sent):
+    """It went on to the end of the context, for minutes."""
+    for room in ("sampling", "openai"):
+        monkeypatch.setattr(f"rl.tinker.{room}.DEFAULT_TOKENS", 8)
+
+    async def scenario():
+        async with Client(tmp_path) as client:
+            limits, generate = [], client.servers.generate
+
+            async def noting(session, token_ids, sampling):
+                limits.append(sampling["max_tokens"])
+                return await generate(session, token_ids, sampling)
+
+            async def send(method, url, path, body=None):
+                if method == "POST":
+                    limits.append(body["max_tokens"])
+                return 200, json.dumps({"policy_version": client.servers.held, "model": "tiny", "engine": "", "choices": []}).encode()
+
+            client.servers.generate, client.servers.send = noting, send
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+            sample = {"prompt": prompt, "sampling_params": asked, "sampling_session_id": await base_session(client), "seq_id": 0}
+            await client.call("asample", sample)
+            assert limits == [sent]
+            if sent < 62:
+                answer = await client.http.post("/v1/chat/completions", json={"model": "meta/x", "messages": [], **asked})
+                assert answer.status_code == 200 and limits == [sent, sent]
+
+    asyncio.run(scenario())
+
+
+def test_the_sdk_finds_the_tokenizer_of_the_model_under_an_alias(tmp_path):
+    """It looks for it by the name that get_info and samplers give; recipes compare that of runs and weights with theirs."""
+
+    async def scenario():
+        async with Client(tmp_path) as client:
+            model = await new_model(client)
+            info = await client.post("get_info", {"model_id": model})
+            assert info["model_data"]["tokenizer_id"] == info["model_data"]["model_name"] == "tiny" and info["model_name"] == "meta/x"
+            session = await base_session(client)
+            assert (await client.http.get(f"/api/v1/samplers/{session}")).json()["base_model"] == "tiny"
+            assert (await client.http.get(f"/api/v1/training_runs/{model}")).json()["base_model"] == "meta/x"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["get_info", "weights_info"])
+@pytest.mark.parametrize("body", [b"{}", b"[", b"[]", b'{"model_id": 1, "tinker_path": 1}'])
+def test_a_body_that_is_no_request_is_refused_as_such(tmp_path, path, body):
+    async def scenario():
+        async with Client(tmp_path) as client:
+            assert "detail" in await client.post(path, body, 400)
+            assert (await client.http.get("/api/v1/sessions?limit=x")).status_code == 400
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("key", ["sampling_session_id", "policy_version", "type"])
 def test_words_of_a_client_that_look_like_ours_change_no_answer(tmp_path, key):
     """`user_metadata` comes back in the answer to create_model, which was searched for our names."""
@@ -553,7 +636,7 @@ def test_an_error_of_a_load_that_nobody_expected_ends_its_requests_alone():
 
 BAD = {
     "unknown loss": (("ppo2",), {}, "known are"),
-    "no formula": (("stable_reinforce",), {}, "importance_sampling"),
+    "no formula": (("stable_reinforce",), {}, "the nearest of ours is cispo: set loss_fn=cispo"),
     "missing": (("ppo",), {"weights": None}, "lack logprobs, advantages"),
     "length": ((), {"weights": np.ones(2, np.float32)}, "one row for each input token"),
     "dtype": ((), {"target_tokens": np.ones(3, np.float32)}, "must be int64"),

@@ -24,6 +24,7 @@ from rl.tinker.requests import (
     CreateModel,
     CreateSamplingSession,
     CreateSession,
+    GetInfo,
     LoadWeights,
     Retrieve,
     Sample,
@@ -118,9 +119,9 @@ class Api:
         return endpoint
 
     async def get_info(self, request: Request) -> Response:
-        model = self.training.find(msgspec.json.decode(await request.body())["model_id"])
+        model = self.training.find(decode(await request.body(), GetInfo).model_id)
         rank = model.settings.get("lora_rank")
-        data = {"arch": "lora", "model_name": self.name, "tokenizer_id": self.name}
+        data = {"arch": "lora", "model_name": self.model.name, "tokenizer_id": self.model.name}  # by which the SDK loads the tokenizer
         return reply(
             {"type": "get_info", "model_data": data, "model_id": model.id, "is_lora": True, "lora_rank": rank, "model_name": self.name}
         )

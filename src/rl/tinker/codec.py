@@ -28,8 +28,9 @@ LOSSES: dict[str, tuple[str, dict[str, float], tuple[str, ...]]] = {
     "dro": ("dro", {"beta": 0.05}, ("logprobs", "advantages")),
 }
 """The API's loss -> our loss, its settings with defaults, and the inputs that it needs beside target_tokens."""
+STABLE_REINFORCE = "no formula of stable_reinforce is published; the nearest of ours is cispo: set loss_fn=cispo"
 NO_FORMULA = {
-    "stable_reinforce": "no formula of it is published: choose another loss of the recipe, as loss_fn=importance_sampling",
+    "stable_reinforce": STABLE_REINFORCE,
     "custom": "losses of your own run on the client: call forward_backward_custom with a function",
 }
 

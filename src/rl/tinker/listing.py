@@ -12,9 +12,10 @@ from starlette.responses import Response
 
 from rl.tinker.places import EXTERNAL, SAMPLER, TRAINING, Places, Saved, new_saved, tinker_path
 from rl.tinker.replies import reply
-from rl.tinker.requests import SetTtl
+from rl.tinker.requests import GetWeightsInfo, SetTtl
 from rl.tinker.sampling import Sampling
-from rl.tinker.training import Model, Training
+from rl.tinker.training import Model, Training, decode
+from rl.wire.training_calls import CallError
 
 TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 
@@ -25,7 +26,10 @@ def when(seconds: float) -> str:
 
 def page(request: Request, name: str, rows: list[Any], show: Callable[[Any], Any] = lambda row: row) -> Response:
     """Returns a part of a list, as its request's `limit` and `offset` say. `show` makes what is shown of these rows alone."""
-    limit, offset = (int(request.query_params.get(key, default)) for key, default in (("limit", "100"), ("offset", "0")))
+    texts = [request.query_params.get(key, default) for key, default in (("limit", "100"), ("offset", "0"))]
+    if not all(text.isdecimal() for text in texts):
+        raise CallError(f"limit and offset must be numbers from 0, not {', '.join(texts)}")
+    limit, offset = map(int, texts)
     cursor = {"limit": limit, "offset": offset, "total_count": len(rows)}
     return reply({name: [show(row) for row in rows[offset : offset + limit]], "cursor": cursor})
 
@@ -96,12 +100,12 @@ class Listing:
 
     async def set_ttl(self, request: Request) -> Response:
         *where, saved = self._named(request)
-        expires = new_saved(0, msgspec.json.decode(await request.body(), type=SetTtl).ttl_seconds, None).expires
+        expires = new_saved(0, decode(await request.body(), SetTtl).ttl_seconds, None).expires
         self.places.write_saved(*where, msgspec.structs.replace(saved, expires=expires))
         return reply({})
 
     async def weights_info(self, request: Request) -> Response:
-        model_id, *_ = self.places.find(json.loads(await request.body())["tinker_path"])
+        model_id, *_ = self.places.find(decode(await request.body(), GetWeightsInfo).tinker_path)
         rank = self.training.find(model_id).settings.get("lora_rank")
         trained = {"train_unembed": False, "train_mlp": True, "train_attn": True}
         return reply({"base_model": self.training.name, "is_lora": True, "lora_rank": rank, **trained})
@@ -125,7 +129,7 @@ class Listing:
         session = self.sampling.find(request.path_params["sampler_id"])
         target = session.target
         path = f"tinker://{target.model_id}/sampler_weights/{target.policy_version}" if target.model_id else None
-        return reply({"sampler_id": session.id, "base_model": self.training.name, "model_path": path})
+        return reply({"sampler_id": session.id, "base_model": self.training.config.model.name, "model_path": path})
 
     async def health(self, request: Request) -> Response:
         return reply({"status": "ok", "time": time.time()})

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from rl.tinker.places import MODEL_ID, SAMPLER
 from rl.tinker.replies import reply
-from rl.tinker.sampling import Sampling, Target
+from rl.tinker.sampling import DEFAULT_TOKENS, Sampling, Target
 from rl.wire.http import RETRY_S, AwayError
 from rl.wire.inference_client import HeldVersion, read
 from rl.wire.training_calls import CallError
@@ -50,7 +50,10 @@ class OpenAi:
         if body.get("stream"):
             raise CallError("stream: this server answers in one piece")
         target = self._target(name)
-        status, content = await self._ask(target, request.url.path, body | {"model": self.sampling.config.model.name})
+        model, path = self.sampling.config.model, request.url.path
+        if path.endswith("chat/completions") and body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+            body["max_tokens"] = min(DEFAULT_TOKENS, model.max_model_len)  # a completion has OpenAI's own default, 16
+        status, content = await self._ask(target, path, body | {"model": model.name})
         if status != 200:
             return Response(content, status, media_type="application/json")
         answer = msgspec.json.decode(content)

@@ -186,6 +186,19 @@ class Sample(Struct):
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+
+
+class GetInfo(Struct):
+    """Asks what a model is."""
+
+    model_id: str
+
+
+class GetWeightsInfo(Struct):
+    """Asks of which model something named is."""
+
+    tinker_path: str
 
 
 class Retrieve(Struct):

@@ -20,7 +20,7 @@ import msgspec
 from rl.config.run import RLConfig
 from rl.run_dir.checksums import content_id
 from rl.system.errors import RunError
-from rl.tinker.codec import sample_message
+from rl.tinker.codec import STABLE_REINFORCE, sample_message
 from rl.tinker.log import MOST_OPEN, Answer, Call, Log
 from rl.tinker.places import SAMPLER, Places
 from rl.tinker.requests import CreateSamplingSession, Sample
@@ -35,6 +35,8 @@ NOT_GIVEN = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logp
 """Fields of a request for what inference does not compute here."""
 IN_USE_S = 3600.0
 """Seconds after a session's last request for which its version is kept."""
+DEFAULT_TOKENS = 1024
+"""Most tokens of an answer whose request sets no limit: one went on to the end of the context, for minutes."""
 MOST_WAITING = 4096
 """Requests that may wait or run; a client is asked to slow down beyond that."""
 
@@ -252,10 +254,12 @@ class Sampling:
             request.prompt_logprobs and 1 <= request.prompt_logprobs_last_n < len(prompt)
         ):
             raise CallError("prompt_logprobs_last_n needs prompt_logprobs, and a number from 1 to the prompt's length - 1")
-        if not prompt or max(prompt) >= self.vocab_size:
-            raise CallError(
-                f"the prompt has {len(prompt)} tokens, the largest id is {max(prompt, default=0)}; the vocabulary has {self.vocab_size}"
-            )
+        if request.record_stability_info:
+            raise CallError(STABLE_REINFORCE)
+        if not prompt:
+            raise CallError("the prompt is empty: send at least one token")
+        if max(prompt) >= self.vocab_size:
+            raise CallError(f"the prompt has token id {max(prompt)}; the vocabulary has {self.vocab_size} tokens")
         room = self.config.model.max_model_len - len(prompt)
         if room < 1:
             raise CallError(f"the prompt has {len(prompt)} tokens; model.max_model_len of the server is {self.config.model.max_model_len}")
@@ -284,7 +288,7 @@ class Sampling:
         room = self.config.model.max_model_len - len(prompt)
         params = request.sampling_params
         sampling: dict[str, Any] = {
-            "max_tokens": min(params.max_tokens or room, room), "temperature": params.temperature, "top_p": params.top_p,
+            "max_tokens": min(params.max_tokens or DEFAULT_TOKENS, room), "temperature": params.temperature, "top_p": params.top_p,
             "top_k": max(params.top_k, 0),
         } | stopping(params.stop)  # fmt: skip
         affinity = hash((session.id, request.seq_id)) % 2**31
