@@ -26,7 +26,7 @@ from rl.system.functions import find_fault
 from rl.system.user_function import find_call_fault, find_definition, required_names
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
-REWARD_PARAMETERS = {"prompt", "completion", "answer", "info", "state", "task", "parser"}
+REWARD_PARAMETERS = {"prompt", "completion", "state", "task", "parser"}
 """What a reward function can ask for, besides the columns of its row."""
 GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos"}
 """The same of all rollouts of a group. Asking for any of them makes the function one of groups."""
@@ -79,8 +79,9 @@ def rows_fault(source: str) -> str:
     if path.is_file():
         return row_fault(path)
     if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
-        near = get_close_matches(path.name, [file.name for file in path.parent.glob("*.json*")], n=1)
-        remedy = f"did you mean {path.with_name(near[0])}?" if near else "give a JSONL file, or owner/name of a Hugging Face dataset"
+        files = {file.stem: file for file in path.parent.glob("*.json*")}
+        near = get_close_matches(path.stem, files, n=1)
+        remedy = f"did you mean {files[near[0]]}?" if near else "give a JSONL file, or owner/name of a Hugging Face dataset"
         return f"is not a file ({path.absolute()}); {remedy}"
     return ""
 

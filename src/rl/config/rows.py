@@ -21,7 +21,7 @@ def task_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         is_empty = False
         yield place, row
     if is_empty:
-        raise RunError(f"dataset {path} has no rows; write one JSON object per line, like {TASK}")
+        raise RunError(f"{path}: no rows; write one JSON object per line, like {TASK}")
 
 
 def prompt_of(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
@@ -73,14 +73,18 @@ def check_content(message: dict[str, Any], place: str) -> None:
 
 
 def check_calls(calls: Any, place: str) -> None:
-    """Raises RunError unless `tool_calls` is absent, or a list of calls with names."""
-    of_the_form = 'a tool call must be {"function": {"name": ..., "arguments": ...}}'
+    """Raises RunError unless `tool_calls` is absent, or a list of calls with names: the chat API's, or verifiers' without `function`."""
+    form = 'a tool call must be {"function": {"name": ..., "arguments": ...}}'
     if not isinstance(calls, list | None):
-        raise RunError(f"{place}.tool_calls: {kind_of(calls)}; {of_the_form}")
+        raise RunError(f"{place}.tool_calls: {kind_of(calls)}; {form}")
     for call in calls or []:
-        function = call.get("function") if isinstance(call, dict) else None
+        try:
+            call = json.loads(call) if isinstance(call, str) else call
+        except ValueError:
+            raise RunError(f"{place}.tool_calls: a text that is not JSON; {form}") from None
+        function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise RunError(f"{place}: {of_the_form}")
+            raise RunError(f"{place}.tool_calls: {form}")
         if not isinstance(function.get("arguments"), str | dict | None):
             raise RunError(f"{place}: the arguments of {function['name']} are {kind_of(function['arguments'])}; give an object")
 

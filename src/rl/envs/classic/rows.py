@@ -13,6 +13,7 @@ import verifiers as vf
 from rl.config.command_line import without_none
 from rl.config.outside import GROUP_PARAMETERS, not_a_column, not_given, rows_fault
 from rl.config.rows import info_of, prompt_of, task_rows
+from rl.envs.classic.client import chat_message
 from rl.models.hub import hub_or_cache
 from rl.models.tables import load_table
 from rl.system.errors import RunError
@@ -38,7 +39,7 @@ class Rows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> dict[str, Any]:
         columns = self.read(self.stored[index])
         place = f"row {index}"
-        prompt, info = prompt_of(columns, place), info_of(columns, place)
+        prompt, info = [chat_message(message) for message in prompt_of(columns, place)], info_of(columns, place)
         if self.system_prompt and prompt[0]["role"] != "system":
             prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
         columns = columns | {"info": info} if info else columns
@@ -58,7 +59,9 @@ def load_rows(spec: EnvSpec) -> tuple[vf.SingleTurnEnv, dict[Split, Rows]]:
     train = read(spec.dataset, reward, spec.system_prompt)
     held_out = read(spec.eval_dataset, reward, spec.system_prompt) if spec.eval_dataset else train
     with Blame(f"dataset {spec.dataset}: building its environment", "check its rows"):
-        unused = datasets.Dataset.from_list([{"prompt": "", "answer": ""}])  # verifiers asks for one; the rows never pass through it
+        unused = datasets.Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": ""}]}]
+        )  # verifiers asks for one; the rows never pass through it
         rubric = vf.Rubric(funcs=[reward.as_verifiers_calls_it()])
         env = vf.SingleTurnEnv(dataset=unused, system_prompt=spec.system_prompt, rubric=rubric)
     return env, {"train": train, "eval": held_out}
@@ -70,7 +73,7 @@ def read(source: str, reward: "Reward", system_prompt: str | None = None) -> Row
     path = Path(source).expanduser()
     if path.is_file():
         # As text: a typed table would give all rows the keys and the types of each other.
-        return Rows([json.dumps(row) for row in reward.checked(task_rows(path), source)], json.loads, system_prompt)
+        return Rows([json.dumps(row) for _, row in reward.checked(task_rows(path), source)], json.loads, system_prompt)
     if fault := rows_fault(source):
         raise RunError(f"dataset {source} {fault}")
     name, _, split = source.partition(":")
@@ -78,11 +81,12 @@ def read(source: str, reward: "Reward", system_prompt: str | None = None) -> Row
         remedy = f"{unreachable}: check the network, or give a JSONL file" if unreachable else "check name and split (owner/name:split)"
         with Blame(f"dataset {source}", f"{remedy}; {path.absolute()} is not a file either"):
             data = load_table(name, split or "train")
-    if not {"prompt", "question"} & set(data.column_names):
-        raise RunError(f"dataset {source} has no column prompt or question; its columns are {', '.join(data.column_names)}")
-    for _ in reward.checked(((f"{source} row {number}", nested(row)) for number, row in enumerate(data)), source):
-        pass
-    return Rows(data, nested, system_prompt)
+    as_written = dict if isinstance(data, list) else nested
+    rows = ((f"{source} row {number}", as_written(row)) for number, row in enumerate(data))
+    for place, row in reward.checked(rows, source):
+        prompt_of(row, place)
+        info_of(row, place)
+    return Rows(data, as_written, system_prompt)
 
 
 def nested(row: dict[str, Any]) -> dict[str, Any]:
@@ -115,17 +119,17 @@ class Reward:
         """Whether it scores all rollouts of a group at once."""
         return self.returns_list or bool(self.names & (GROUP_PARAMETERS - self.columns))
 
-    def checked(self, rows: Iterable[tuple[str, dict[str, Any]]], source: str) -> Iterator[dict[str, Any]]:
-        """The columns of each row. Raises RunError if the function asks for what a row does not have, or verifiers gives in its place."""
+    def checked(self, rows: Iterable[tuple[str, dict[str, Any]]], source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The rows with their places, as they come. Raises RunError if the function asks for what a row lacks, or verifiers shadows."""
         for place, row in rows:
             if self.columns != set(row):
                 self.columns |= set(row)
-                if shadowed := sorted(SHADOWED & self.names & set(row)):
+                if shadowed := sorted(SHADOWED & (set(row) if self.takes_all else self.names & set(row))):
                     raise RunError(f"{place}: reward functions get verifiers' own `{shadowed[0]}`; give that column another name")
                 if asked := not_given(self.required, set(row), self.of_group):
-                    where = inspect.getsourcefile(inspect.unwrap(self.function)) or ""
-                    raise RunError(f"{place}: reward {self.name} ({where}) {not_a_column(asked[0], source, set(row), self.of_group)}")
-            yield row
+                    reward = f"reward {self.name} ({inspect.getsourcefile(inspect.unwrap(self.function))})"
+                    raise RunError(f"{place}: {reward} {not_a_column(asked[0], source, set(row), self.of_group)}")
+            yield place, row
 
     def as_verifiers_calls_it(self) -> Callable[..., Any]:
         """The function with the one parameter by which verifiers tells what it scores, and gives all that is known."""
