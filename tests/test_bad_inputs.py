@@ -52,6 +52,8 @@ def rows_and_reward(dataset: str, reward: str, message: str, *given: str) -> Cas
         (tmp / "texts.jsonl").write_text('{"text": "x", "answer": "1"}\n')
         (tmp / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
         (tmp / "blank.jsonl").write_text("\n \n")
+        (tmp / "broken.jsonl").write_text('{"prompt": "x", "answer": "1"}\n' * 5 + '{"prompt": "x"\n')
+        (tmp / "lacks.jsonl").write_text('{"prompt": "x", "answer": "1"}\n' * 5 + '{"prompt": "x"}\n')
         (tmp / "rewards.py").write_text("def exact(completion, *, answer, more=1, **others): ...\ndef asks(completion, anser): ...\n")
         (tmp / "broken.py").write_text("def exact(:\n")
         keys = ["--orchestrator.environment.dataset", f"{tmp}/{dataset}", "--orchestrator.environment.reward", f"{tmp}/{reward}"]
@@ -212,14 +214,16 @@ OUTSIDE = [
     rows_and_reward("rows.jsonl", "reward.py:exact", "reward.py:exact'\n    names a file that does not exist: {tmp}/reward.py"),
     rows_and_reward("rows.jsonl", "rewards.py:exat", "names no function: {tmp}/rewards.py has no function exat; did you mean exact?"),
     rows_and_reward("rows.jsonl", "broken.py:exact", "cannot be read: {tmp}/broken.py:1: invalid syntax; correct it"),
-    rows_and_reward("rows.jsonl", "rewards.py:asks", "rewards.py:asks'\n    asks for anser, which is not a column of {tmp}/rows.jsonl"),
-    rows_and_reward("row.jsonl", "rewards.py:exact", "dataset = '{tmp}/row.jsonl'\n    is not a file ({tmp}/row.jsonl); give a JSONL file"),
-    rows_and_reward("empty.jsonl", "rewards.py:exact", "empty.jsonl'\n    is empty; write one JSON object per line"),
-    rows_and_reward("sheet.jsonl", "rewards.py:exact", "sheet.jsonl'\n    does not begin with a JSON object (Expecting value"),
-    rows_and_reward("array.jsonl", "rewards.py:exact", "array.jsonl'\n    begins with a list; write one JSON object per line"),
-    rows_and_reward("texts.jsonl", "rewards.py:exact", "texts.jsonl'\n    has no column prompt or question, only text, answer; write"),
-    rows_and_reward("latin.jsonl", "rewards.py:exact", "latin.jsonl'\n    does not begin with a JSON object ('utf-8' codec"),
-    rows_and_reward("blank.jsonl", "rewards.py:exact", "blank.jsonl'\n    does not begin with a JSON object (Expecting value: line 1"),
+    rows_and_reward("rows.jsonl", "rewards.py:asks", "asks'\n    {tmp}/rows.jsonl:1: asks for anser, which is not a column of"),
+    rows_and_reward("row.jsonl", "rewards.py:exact", "row.jsonl'\n    is not a file ({tmp}/row.jsonl); did you mean {tmp}/rows.jsonl?"),
+    rows_and_reward("empty.jsonl", "rewards.py:exact", "empty.jsonl'\n    {tmp}/empty.jsonl: no rows; write one JSON object per line"),
+    rows_and_reward("sheet.jsonl", "rewards.py:exact", "sheet.jsonl'\n    {tmp}/sheet.jsonl:1: not JSON (Expecting value"),
+    rows_and_reward("array.jsonl", "rewards.py:exact", "array.jsonl'\n    {tmp}/array.jsonl:1: a list; write one object a line"),
+    rows_and_reward("texts.jsonl", "rewards.py:exact", "texts.jsonl'\n    {tmp}/texts.jsonl:1: no prompt or question, only text, answer"),
+    rows_and_reward("latin.jsonl", "rewards.py:exact", "latin.jsonl'\n    {tmp}/latin.jsonl:1: not JSON ('utf-8' codec"),
+    rows_and_reward("blank.jsonl", "rewards.py:exact", "blank.jsonl'\n    {tmp}/blank.jsonl: no rows; write one JSON object per line"),
+    rows_and_reward("broken.jsonl", "rewards.py:exact", "broken.jsonl'\n    {tmp}/broken.jsonl:6: not JSON (Expecting"),
+    rows_and_reward("lacks.jsonl", "rewards.py:exact", "exact'\n    {tmp}/lacks.jsonl:6: asks for answer, which is"),
     rows_and_reward("row.jsonl", "reward.py:exact", "rl: 2 faults in the configuration"),
     rows_and_reward("rows.jsonl", "rewards.py:exact", "rl: 1 fault in the configuration\n  orchestrator.eval.0.reward = 'math.py:f'",
                     "--orchestrator.eval.dataset", "owner/rows", "--orchestrator.eval.reward", "math.py:f"),

@@ -6,9 +6,10 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from rl.envs.classic.rows import read
 from rl.envs.load import load
+from rl.models.tables import load_table
 from rl.system.errors import RunError
+from rl.system.functions import load_function
 from rl.wire.worker_messages import EnvSpec
 from tests.envs.stub_policy import StubPolicy, played
 
@@ -27,6 +28,9 @@ def longest(completions) -> list[float]:
 def asks(completion, reference):
     return 1.0
 """
+
+
+ROW = {"prompt": "a", "answer": "1"}
 
 
 @pytest.fixture
@@ -66,7 +70,13 @@ def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):
     chat = [{"role": "system", "content": "Own."}, {"role": "user", "content": "a"}]
     tools = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}]
     write(
-        folder / "mixed.jsonl", [{"prompt": "text", "answer": "1"}, "", {"prompt": chat, "more": 1}, {"prompt": tools, "info": {"x": [1]}}]
+        folder / "mixed.jsonl",
+        [
+            {"prompt": "text", "answer": "1"},
+            "",
+            {"prompt": chat, "more": 1, "answer": 1},
+            {"prompt": tools, "info": {"x": [1]}, "answer": 2.5},
+        ],
     )
     env = made(dataset="rows.jsonl", eval_dataset="mixed.jsonl", system_prompt="Given.")
     assert (env.num_tasks("train"), env.num_tasks("eval")) == (3, 3)
@@ -80,17 +90,21 @@ def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):
     [
         (["[" * 9999], r"bad\.jsonl:1: not JSON \(maximum recursion depth"),
         (["{"], r"bad\.jsonl:1: not JSON \(Expecting property name .*\); write one object a line, like"),
-        ([{"prompt": "a"}, "", "[1]"], r"bad\.jsonl:3: a list; write one object a line"),
-        ([{"prompt": "a"}, {"text": "b"}], r"bad\.jsonl:2: no prompt or question, only text"),
-        ([{"prompt": 3}], r"bad\.jsonl:1: the prompt is neither text nor a list of messages"),
-        ([{"prompt": [{"content": "a"}]}], r"bad\.jsonl:1: the prompt is neither text nor"),
+        ([ROW, "", "[1]"], r"bad\.jsonl:3: a list; write one object a line"),
+        ([ROW, {"text": "b", "answer": "1"}], r"bad\.jsonl:2: no prompt or question, only text"),
+        ([{"prompt": 3}], r"bad\.jsonl:1: prompt: a number; give text or a list of messages"),
+        ([{"prompt": [{"content": "a"}]}], r"bad\.jsonl:1: prompt\[0\]: not a chat message: it needs a role"),
+        ([{"prompt": [{"role": "user", "content": None}]}], r"bad\.jsonl:1: prompt\[0\]\.content: null; give text"),
         (
-            [{"prompt": "a", "answer": 1}, {"prompt": "a", "answer": "x"}],
-            r"bad\.jsonl:2: answer is a text, but a number in .*bad\.jsonl:1",
+            [{"prompt": [{"role": "user", "content": ["a"]}]}],
+            r"bad\.jsonl:1: prompt\[0\]\.content: a list with a text; give text, or parts",
         ),
-        ([{"prompt": "a", "x": [1]}, {"prompt": "a", "x": ["b"]}], r"bad\.jsonl raised ArrowInvalid.*one type per column"),
-        ([{"prompt": "a", "task": "t"}], r"bad\.jsonl:1: verifiers reserves the column `task` for itself"),
-        ([], r"bad\.jsonl has no rows; write one JSON object per line"),
+        ([ROW, ROW | {"info": "see page 3"}], r"bad\.jsonl:2: info: a text that is not JSON"),
+        ([ROW | {"info": {"task": "t"}}], r"bad\.jsonl:1: info\.task: verifiers takes it for the whole task"),
+        ([ROW, '{"prompt": "\\ud83d", "answer": "1"}'], r"bad\.jsonl:2: prompt: \\ud83d is half of a character"),
+        (['{"prompt": "a", "answer": "1", "answer": "2"}'], r"bad\.jsonl:1: the key 'answer' twice in one object"),
+        ([*[ROW] * 119, {"prompt": "a"}], r"bad\.jsonl:120: reward my_rewards\.py:exact \(.*\) asks for answer, which is not a column of"),
+        ([], r"bad\.jsonl: no rows; write one JSON object per line"),
     ],
 )
 def test_faults_of_rows_name_the_line(folder, rows, text):
@@ -106,7 +120,10 @@ def test_faults_of_rows_name_the_line(folder, rows, text):
             "my_rewards.py:exakt",
             r"reward my_rewards\.py:exakt names no function: .*my_rewards\.py has no function exakt; did you mean exact\?",
         ),
-        ("my_rewards.py:asks", r"asks for reference, which is not a column of rows\.jsonl; it can ask for answer, completion, difficulty"),
+        (
+            "my_rewards.py:asks",
+            r"rows\.jsonl:1: reward .*asks for reference, which is not a column of rows\.jsonl; it can ask for answer",
+        ),
         ("broken.py:f", r"raised ZeroDivisionError: division by zero \(at /.*broken\.py:2\); correct it"),
     ],
 )
@@ -120,6 +137,7 @@ def test_faults_of_functions_name_the_place(folder, reward, text):
     ("spec", "text"),
     [
         ({"dataset": "missing.jsonl"}, r"dataset missing\.jsonl is not a file \(/.*missing\.jsonl\); give a JSONL file, or owner/name"),
+        ({"dataset": "row.jsonl"}, r"dataset row\.jsonl is not a file \(/.*row\.jsonl\); did you mean rows\.jsonl\?"),
         ({"dataset": "rows"}, r"dataset rows is not a file"),
         ({"reward": None}, r"dataset rows\.jsonl needs a reward function; give reward ="),
         ({"args": {"a": 1}}, r"args are for environments with an id; leave out a"),
@@ -134,7 +152,8 @@ def test_faults_of_the_settings(folder, spec, text):
 def test_a_dataset_of_the_hub(folder, monkeypatch):
     asked = []
 
-    def load_dataset(name, split):
+    def load_dataset(name, subset, split):
+        assert subset is None
         asked.append((name, split))
         if split == "none":
             raise ValueError("Unknown split")
@@ -147,12 +166,117 @@ def test_a_dataset_of_the_hub(folder, monkeypatch):
     assert asked == [("owner/name", "train"), ("owner/name", "test[:10]")] and played(env)[0].reward == 0.5
     with pytest.raises(RunError, match=r"owner/name:none raised ValueError: Unknown split .*check name and split"):
         made(dataset="owner/name:none")
-    with pytest.raises(RunError, match="owner/name:odd has no column prompt or question; its columns are text, answer"):
+    with pytest.raises(RunError, match="owner/name:odd row 0: no prompt or question, only text, answer"):
         made(dataset="owner/name:odd")
 
 
-def test_a_hub_out_of_reach_is_told(monkeypatch):
+def test_a_hub_out_of_reach_is_told(folder, monkeypatch):
     """tests/models/test_hub.py has the silent one."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(RunError, match=r"http://127\.0\.0\.1:9 does not answer .*: check the network, or give a JSONL file"):
-        read("nobody/nothing")
+        made(dataset="nobody/nothing")
+
+
+SEEN = """
+import asyncio
+
+def sees(task, state, completion, **columns):
+    SEEN.append((task, state["info"], columns))
+    return 1.0
+
+def lists(completions, answer, example_id, **kwargs):
+    SEEN.append((len(completions), answer, example_id, sorted(kwargs)))
+    return [float(len(completion[-1]["content"]) + given) for completion, given in zip(completions, answer)]
+
+async def waits(completions, answers):
+    await asyncio.sleep(0)
+    return [float(max(map(float, given))) for given in answers]
+
+def shadowed(completion, state):
+    return 1.0
+
+def anything(completion, **kwargs):
+    return 1.0
+
+SEEN = []
+"""
+
+
+@pytest.fixture
+def seen(folder):
+    (folder / "seen.py").write_text(SEEN)
+
+    def values(rows, reward, task=0, **options):
+        write(folder / "given.jsonl", rows)
+        env = made(f"seen.py:{reward}", dataset="given.jsonl", **options)
+        rollouts = played(env, task=task, **({"num_episodes": 2} if env.scores_groups else {}))
+        return env, rollouts, load_function("reward", f"seen.py:{reward}").__globals__["SEEN"]
+
+    return values
+
+
+def test_values_arrive_as_they_were_written(seen):
+    """A typed table gave rows the keys and the types of each other: 7 beside 2.5 came as 7.0, one call's city as the other's null."""
+    calls = [
+        {"id": "c", "type": "function", "function": {"name": "find", "arguments": arguments}}
+        for arguments in ({"city": "Malmö"}, {"x": [1, None]})
+    ]
+    rows = [
+        {
+            "prompt": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "user", "content": "b"},
+            ],
+            "answer": answer,
+            "example_id": f"id-{answer}",
+            "task": "t",
+            "parser": {"deep": [answer]},
+            "zip": "02108",
+            "info": {"schema": schema, "tools": [{"x": answer}]},
+        }
+        for call, answer, schema in zip(calls, (7, 2.5), ({"type": "object"}, {"enum": [None, 1]}), strict=True)
+    ]
+    for number, row in enumerate(rows):
+        env, (rollout,), known = seen(rows, "sees", task=number)
+        task, info, columns = known[-1]
+        assert task == "t" and info == row["info"] and rollout.reward == 1.0
+        assert {key: columns[key] for key in ("answer", "example_id", "parser", "zip")} == {
+            key: row[key] for key in ("answer", "example_id", "parser", "zip")
+        }
+        assert type(columns["answer"]) is type(row["answer"])
+        (call,) = rollout.messages[1]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == row["prompt"][1]["tool_calls"][0]["function"]["arguments"]
+        assert "\\u" not in call["function"]["arguments"]
+        shown = env.task("train", number)
+        assert {key: shown[key] for key in row if key != "prompt"} == {key: row[key] for key in row if key != "prompt"}
+
+
+def test_reward_functions_of_trl_score_lists(seen):
+    """They get columns as lists, one value for each completion. `answer` was no list, and every rollout failed."""
+    _, rollouts, known = seen([{"prompt": "a", "answer": 3, "example_id": "x", "level": 1}], "lists", reply="ab")
+    assert [rollout.reward for rollout in rollouts] == [5.0, 5.0]
+    count, answer, ids, others = known[-1]
+    assert (count, answer, ids) == (2, [3, 3], ["x", "x"]) and {"prompts", "level", "info"} <= {*others}
+    _, rollouts, _ = seen([{"prompt": "a", "answers": [1, 2]}], "waits")
+    assert [rollout.reward for rollout in rollouts] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("reward", ["shadowed", "anything"])
+def test_a_column_that_a_function_cannot_be_given_is_refused_by_name(seen, reward):
+    with pytest.raises(RunError, match=r"given\.jsonl:2: reward functions get verifiers' own `state`; give that column another name"):
+        seen([ROW, ROW | {"state": "Ohio"}], reward)
+    seen([ROW], reward)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_files_of_a_data_set_keep_their_values(tmp_path, kind):
+    """Of a data set on the hub, whose files `datasets` reads: cells of CSV are text, and objects of JSON lines are apart."""
+    if kind == "csv":
+        (tmp_path / "train.csv").write_text("prompt,answer,zip\nNone,NA,02108\nb,True,1e5\n")
+        wanted = [{"prompt": "None", "answer": "NA", "zip": "02108"}, {"prompt": "b", "answer": "True", "zip": "1e5"}]
+    else:
+        wanted = [{"prompt": "a", "answer": 7, "x": {"city": None}}, {"prompt": "b", "answer": 2.5, "x": {"town": "2024-01-01"}}]
+        write(tmp_path / "train.jsonl", wanted)
+    rows = list(load_table(str(tmp_path), "train"))
+    assert rows == wanted and [type(row["answer"]) for row in rows] == [type(row["answer"]) for row in wanted]

@@ -5,12 +5,11 @@ Nothing is imported. A stored run's configuration is not checked, because the ru
 
 import glob
 import importlib.util
-import json
 import math
-import mmap
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import date, time
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,19 @@ from typing import Any
 from rl.config.base import Fault
 from rl.config.loss import CustomConfig
 from rl.config.orchestrator import CustomCreditConfig, EnvSource
+from rl.config.rows import task_rows
 from rl.config.run import RLConfig
 from rl.config.tinker import MISSING, PACKAGE
 from rl.system import nixl
+from rl.system.errors import RunError
 from rl.system.functions import find_fault
 from rl.system.user_function import find_call_fault, find_definition, required_names
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
-REWARD_PARAMETERS = {"prompt", "completion", "answer", "info", "state", "task", "parser"}
-"""Parameters of a reward function that verifiers passes, besides those named like columns."""
-GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos", "parser"}
+REWARD_PARAMETERS = {"prompt", "completion", "state", "task", "parser"}
+"""What a reward function can ask for, besides the columns of its row."""
+GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos"}
+"""The same of all rollouts of a group. Asking for any of them makes the function one of groups."""
 
 
 def outside_faults(config: RLConfig) -> Iterator[Fault]:
@@ -72,28 +74,28 @@ def argument_fault(value: Any) -> str:
 
 
 def rows_fault(source: str) -> str:
-    """Returns what is wrong with the name of a data set, as far as can be told offline; empty if nothing."""
+    """Returns what is wrong with the name of a data set, or with the rows of a file; empty if nothing."""
     path = Path(source).expanduser()
     if path.is_file():
-        return first_row_fault(path) if path.stat().st_size else "is empty; write one JSON object per line"
+        return row_fault(path)
     if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
-        return f"is not a file ({path.absolute()}); give a JSONL file, or owner/name of a Hugging Face dataset"
+        files = {file.stem: file for file in path.parent.glob("*.json*")}
+        near = get_close_matches(path.stem, files, n=1)
+        remedy = f"did you mean {files[near[0]]}?" if near else "give a JSONL file, or owner/name of a Hugging Face dataset"
+        return f"is not a file ({path.absolute()}); {remedy}"
     return ""
 
 
-def first_row_fault(path: Path) -> str:
-    """Returns what is wrong with the first row of a JSONL file, empty if nothing; the other rows are checked when the worker reads them."""
+def row_fault(path: Path, required: Collection[str] = (), of_group: bool = False) -> str:
+    """Returns what is wrong with the first row of a JSONL file that is no task, or lacks a column; empty if nothing."""
     try:
-        with path.open("rb") as file:
-            row = json.loads(next(filter(bytes.strip, file), b"").decode("utf-8-sig"))
+        for place, row in task_rows(path):
+            if lacking := not_given(required, row, of_group):
+                return f"{place}: {not_a_column(lacking[0], str(path), row, of_group)}"
     except OSError as error:
         return f"cannot be read ({error.strerror}); give a file that you may read"
-    except (ValueError, RecursionError) as error:
-        return f"does not begin with a JSON object ({error}); write one per line"
-    if not isinstance(row, dict):
-        return f"begins with a {type(row).__name__}; write one JSON object per line"
-    if not {"prompt", "question"} & set(row):
-        return f'has no column prompt or question, only {", ".join(row) or "an empty object"}; write rows like {{"prompt": "...", ...}}'
+    except RunError as error:
+        return str(error)
     return ""
 
 
@@ -104,31 +106,25 @@ def reward_fault(reward: str, entry: EnvSource) -> str:
     definition, path = find_definition(reward)
     if definition is None or definition.decorator_list:
         return ""
-    asked = not_given(required_names(definition.args), ())
+    names = required_names(definition.args)
     for source in filter(None, (entry.dataset, entry.eval_dataset)):
-        if lacking := next((name for name in asked if cannot_be_column(name, Path(source).expanduser())), ""):
-            return f"{not_a_column(lacking, source, ())}; see {path}:{definition.lineno}"
+        file = Path(source).expanduser()
+        if file.is_file() and not row_fault(file) and (fault := row_fault(file, names, bool(GROUP_PARAMETERS & {*names}))):
+            return f"{fault}; see {path}:{definition.lineno}"
     return ""
 
 
-def not_given(required: Iterable[str], columns: Collection[str]) -> list[str]:
-    """Returns the parameters of a reward function without a default that get no value if the rows have these columns."""
-    return [name for name in required if name not in REWARD_PARAMETERS | GROUP_PARAMETERS | set(columns)]
+def not_given(required: Iterable[str], columns: Collection[str], of_group: bool) -> list[str]:
+    """Returns the parameters of a reward function without a default that get no value from a row with these columns."""
+    known = REWARD_PARAMETERS | {*columns} | (GROUP_PARAMETERS if of_group else set())
+    return [name for name in required if name not in known]
 
 
-def not_a_column(name: str, source: str, columns: Collection[str]) -> str:
+def not_a_column(name: str, source: str, columns: Collection[str], of_group: bool) -> str:
     """Returns the message about a parameter of a reward function that gets no value."""
-    known = f"{', '.join(sorted(REWARD_PARAMETERS | set(columns)))}, or states, prompts, completions, ... of a whole group"
-    return f"asks for {name}, which is not a column of {source}; it can ask for {known}"
-
-
-def cannot_be_column(name: str, path: Path) -> bool:
-    """Returns whether a name occurs nowhere in a JSONL file. Of one that does occur, the worker tells whether it is a column."""
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            return name.isascii() and text.find(f'"{name}"'.encode()) < 0
-    except (OSError, ValueError):  # `rows_fault` tells of a file that is empty or cannot be read
-        return False
+    known = REWARD_PARAMETERS | {*columns} | (GROUP_PARAMETERS if of_group else set())
+    also = "" if of_group else ", or for states, prompts, completions, ... of a whole group"
+    return f"asks for {name}, which is not a column of {source}; it can ask for {', '.join(sorted(known))}{also}"
 
 
 def own_functions(config: RLConfig) -> Iterator[tuple[str, str, str]]:

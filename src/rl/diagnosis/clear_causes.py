@@ -5,6 +5,7 @@ import statistics
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.remedies import MOSTLY, cut_off_remedy, equal_remedy
 from rl.diagnosis.state import RunState
+from rl.wire.rollouts import all_equal
 
 FEW_STEPS = 3
 """Steps that a run must have before anything is said of them."""
@@ -32,7 +33,7 @@ def clear_causes(state: RunState) -> list[Problem]:
         found = [Problem(f"{cut_off_remedy(share, state.config)} (rollouts/truncated)", serious=False, metrics=metrics)]
     settings = state.config.orchestrator
     taught = settings.teacher or any(env.teacher for env in settings.environment)
-    if not taught and rewards and min(rewards) == max(rewards) and min(silent, default=0) == 1:
+    if not taught and rewards and all_equal(rewards) and min(silent, default=0) == 1:
         text = f"all rewards are {rewards[0]:g} ({SILENT}): {equal_remedy(rewards[0])}; `rl show {state.run_dir.root}` shows them"
         found.insert(0 if rewards[0] > 0 else len(found), Problem(text, serious=False, metrics=(SILENT, "reward/mean"), why="no_signal"))
     return found + template

@@ -12,6 +12,7 @@ from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
 from rl.system.terminal import digits
 from rl.wire.parity import RUN_LIMITS
+from rl.wire.rollouts import all_equal
 
 ENOUGH_STEPS = 16
 """Steps below which a quarter of them cannot distinguish a rising reward from noise."""
@@ -87,7 +88,7 @@ def what_rollouts_say(rollouts: list[Row], has_teacher: bool, limit: int | None)
     groups = {rollout["group_id"] for rollout in rollouts}
     if not rewards:
         text = "no rollout belongs to a trained agent"
-    elif min(rewards) == max(rewards):
+    elif all_equal(rewards):
         text = f"all rewards {rewards[0]:g}"
     else:
         text = f"rewards {min(rewards):g} to {max(rewards):g}, mean {statistics.mean(rewards):.3f}"

@@ -18,9 +18,37 @@ def json_objects(path: Path, example: str) -> Iterator[tuple[str, dict[str, Any]
                 continue
             place = f"{path}:{number}"
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=without_duplicates)
+            except DuplicateKeyError as error:
+                raise RunError(f"{place}: {error}") from None
             except (ValueError, RecursionError) as error:
                 raise RunError(f"{place}: not JSON ({error}); write one object a line, like {example}") from None
             if not isinstance(row, dict):
                 raise RunError(f"{place}: a {type(row).__name__}; write one object a line, like {example}")
+            if b"\\ud" in line.lower():
+                check_writable(row, place)
             yield place, row
+
+
+class DuplicateKeyError(Exception):
+    """An object of JSON with the same key twice, of which readers of JSON keep one in silence."""
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON. Raises DuplicateKeyError if it has a key twice."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in row if names.count(name) > 1)
+        raise DuplicateKeyError(f"the key {twice!r} twice in one object; keep one of them")
+    return row
+
+
+def check_writable(row: dict[str, Any], place: str) -> None:
+    """Raises RunError for a column with half of a surrogate pair, which no file or request can hold."""
+    for column, value in row.items():
+        try:
+            json.dumps([column, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise RunError(f"{place}: {column}: {half} is half of a character and cannot be written; remove it") from None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rl.records.run import Run
 from rl.system.errors import RunError
 from rl.view.responses import RolloutRow
+from rl.wire.rollouts import all_equal
 
 REASONS = {
     "error": "another rollout of its group failed, and the rest of a group would be biased",
@@ -61,7 +62,7 @@ def compared_with(row: RolloutRow, group: Sequence[RolloutRow]) -> list[RolloutR
 
 def equal_rewards(rewards: Sequence[float], whose: str) -> str:
     """Why a group has no signal, such as `all 8 rewards of its group are 1`. whose: `its group`, or one agent in it."""
-    if rewards and min(rewards) == max(rewards):
+    if rewards and all_equal(rewards):
         return f"all {len(rewards)} rewards of {whose} are {rewards[0]:g}"
     return f"all advantages of {whose} are 0"
 

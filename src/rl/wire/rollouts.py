@@ -1,5 +1,7 @@
 """The results of environments: rollouts and groups. Internal to orchestrator and workers; the trainer never sees them."""
 
+import math
+from collections.abc import Collection
 from typing import Any, Literal
 
 import msgspec
@@ -16,6 +18,17 @@ MAX_NAME = 200
 
 MAX_BITS = 1024
 """Longest integer that is written out in a message: Python refuses to write those of some thousand digits."""
+
+
+def at_least(reward: float, bound: float) -> bool:
+    """Whether a reward reaches a bound, such as another reward, up to the rounding of sums: 0.7 + 0.2 + 0.1 is less than 1."""
+    return reward >= bound or math.isclose(reward, bound, rel_tol=1e-9, abs_tol=1e-12)
+
+
+def all_equal(rewards: Collection[float]) -> bool:
+    """Whether rewards differ by no more than the rounding of sums."""
+    return not rewards or at_least(min(rewards), max(rewards))
+
 
 Cause = Literal["environment", "reward", "inference", "timeout", "worker", "teacher", "logprobs"]
 """Why a rollout failed, in order: the environment's code raised; a reward function raised or returned no finite number (or its judge is

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -434,3 +435,13 @@ def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
     now(again.builder.restore())
     assert [group.advantages for group in again.builder.pending.groups] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
     assert not again.source.retry
+
+
+def test_rewards_that_differ_by_rounding_are_solved():
+    """The highest reward was 1.0, once, and 0.7 + 0.2 + 0.1 never reached it."""
+    history = RewardHistory()
+    for rewards in ([0.0, 1.0], [0.7 + 0.2 + 0.1, 1.0], [0.7 + 0.2 + 0.1] * 2):
+        history.add(SimpleNamespace(env="e", rewards=rewards, signal=None, why=None, rewarded=[]))
+    assert history.is_solved() and history.histogram() == "rewards of e: 4 times 1"
+    history.add(SimpleNamespace(env="e", rewards=[0.999] * 2, signal=False, why=None, rewarded=[]))
+    assert not history.is_solved()

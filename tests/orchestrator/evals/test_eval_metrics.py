@@ -38,6 +38,10 @@ def test_pass_at_k(n, c, k, expected):
     assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-12)
 
 
+def test_a_perfect_sum_passes():
+    assert eval_metrics("e", [(0, rollouts(0.7 + 0.2 + 0.1, 0.999))])["eval/e/pass@1"] == 0.5
+
+
 def test_numbers_of_an_evaluation():
     metrics = eval_metrics("e", [(0, rollouts(1.0, 0.0, 0.0, 0.0)), (1, rollouts(1.0, 1.0, 0.0, 0.5)), (7, rollouts(0, 0, 0, 0))])
     expected = {

@@ -28,6 +28,13 @@ def test_literal_numbers():
     assert group_advantages([1.0, 0.0], NoCreditConfig()) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rewards", [[0.7 + 0.2 + 0.1, 1.0], [0.1 + 0.2, 0.3, 0.3], [0.1 + 0.2 - 0.3, 0.0]])
+def test_the_rounding_of_sums_is_no_signal(kind, rewards):
+    """0.7 + 0.2 + 0.1 is 0.9999999999999999: GRPO made advantages of it that passed for signal."""
+    assert min(rewards) < max(rewards) and group_advantages(rewards, kind) == [0.0] * len(rewards)
+
+
 def test_reinforce_pp_literal_numbers():
     """Rewards 1 0 0 0, 1 1: mean 0.5, squared differences 6/4, std sqrt(1.5 / 5). Without means: 3 -1 -1 -1, 0 0 quarters."""
     std = 0.3**0.5 + 1e-8

@@ -42,7 +42,7 @@ def chat_call(call: Any) -> dict[str, Any]:
     call = json.loads(call) if isinstance(call, str) else call
     function = call.get("function") or call
     arguments = function.get("arguments")
-    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
     return {"id": call.get("id") or "", "type": "function", "function": {"name": function.get("name"), "arguments": arguments}}
 
 

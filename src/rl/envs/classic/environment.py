@@ -29,7 +29,7 @@ from rl.envs.classic.loading import (
     set_attributes,
 )
 from rl.envs.classic.rewards import Scoring, watch
-from rl.envs.classic.rows import load_rows
+from rl.envs.classic.rows import COLUMNS, load_rows
 from rl.envs.environment import limited, places, without_exit
 from rl.envs.policy import SAMPLING_KEYS, TALKS, Policy, RolloutError
 from rl.models.chat import Message, Tool
@@ -102,10 +102,10 @@ class ClassicEnvironment:
         self.name = f"environment {spec.id} with args {spec.args}" if spec.id else f"environment {spec.name}"
         datasets.disable_progress_bars()
         with kept_signal_handlers():
-            self.env = load_package(spec, self.name) if spec.id else load_rows(spec)
+            self.env, tasks = (load_package(spec, self.name), None) if spec.id else load_rows(spec)
         self.leaves = dict(members(self.env, ""))
         set_attributes(self.env, list(self.leaves.values()), spec)
-        self.splits = self._load_data()
+        self.splits = tasks or self._load_data()
         self.scores_groups = any(env.score_rollouts and env.requires_group_rollouts for env in self.leaves.values())
         for env in self.leaves.values():
             check_scorable(env, self.name)
@@ -116,7 +116,7 @@ class ClassicEnvironment:
         if policy.endpoint:
             self.endpoint_clients = endpoint_clients(policy.endpoint)
 
-    def _load_data(self) -> dict[Split, datasets.Dataset | list[Any]]:
+    def _load_data(self) -> dict[Split, Any]:
         """Builds the data sets, which may be lazy. Rows are plain Python, read when they are played."""
         with Blame(f"{self.name}: its data set", "check orchestrator.environment.args and the environment itself"):
             train, held_out = self.env.build_dataset(), self.env.build_eval_dataset()
@@ -140,7 +140,8 @@ class ClassicEnvironment:
             result["tools"] = tools
         if task.member:
             result["member"] = task.member.rstrip("/")
-        result |= {key: value for key, value in task.row.items() if key not in ("prompt", "info")}
+        columns = task.row.get(COLUMNS, task.row)
+        result |= {key: value for key, value in columns.items() if key not in ("prompt", "info")}
         if task.info:
             result["info"] = task.info
         return json.loads(json.dumps(result, default=str))

@@ -2,103 +2,157 @@
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import Parameter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import datasets
 import verifiers as vf
 
-from rl.config.outside import not_a_column, not_given, rows_fault
+from rl.config.command_line import without_none
+from rl.config.outside import GROUP_PARAMETERS, not_a_column, not_given, rows_fault
+from rl.config.rows import info_of, prompt_of, task_rows
+from rl.envs.classic.client import chat_message
 from rl.models.hub import hub_or_cache
+from rl.models.tables import load_table
 from rl.system.errors import RunError
 from rl.system.functions import Blame, load_function
-from rl.system.jsonl import json_objects
+from rl.wire.rollouts import Split
 from rl.wire.worker_messages import EnvSpec
 
-ROLES = ("system", "user", "assistant", "tool")
-KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
-"""Names of the JSON types that Arrow distinguishes."""
-EXAMPLE = '{"prompt": "What is 2 + 2?", "answer": "4"}'
+COLUMNS = "rl_columns"
+"""The key under which a row has its columns as the user wrote them: verifiers has other uses for some of their names."""
+SHADOWED = {"prompts", "completions", "state", "states"}
+"""What a reward function gets from verifiers whatever columns there are. `prompt` and `completion` are what a user expects."""
 
 
-def load_rows(spec: EnvSpec) -> vf.SingleTurnEnv:
-    """Builds the environment of `dataset`, `eval_dataset`, `reward` and `system_prompt`. Raises RunError."""
+class Rows(Sequence[dict[str, Any]]):
+    """The tasks of a data set, as verifiers plays them. A row is made anew at each access, so that no play changes it."""
+
+    def __init__(self, stored: Sequence[Any], read: Callable[[Any], dict[str, Any]], system_prompt: str | None):
+        self.stored, self.read, self.system_prompt = stored, read, system_prompt
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        columns = self.read(self.stored[index])
+        place = f"row {index}"
+        prompt, info = [chat_message(message) for message in prompt_of(columns, place)], info_of(columns, place)
+        if self.system_prompt and prompt[0]["role"] != "system":
+            prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
+        columns = columns | {"info": info} if info else columns
+        plain = {key: value for key, value in columns.items() if key not in ("task", "info")}
+        return {"example_id": index, "answer": "", **plain, "info": info, "prompt": prompt, COLUMNS: columns}
+
+
+def load_rows(spec: EnvSpec) -> tuple[vf.SingleTurnEnv, dict[Split, Rows]]:
+    """Builds the environment of `dataset`, `eval_dataset`, `reward` and `system_prompt`, and its tasks. Raises RunError."""
     if not spec.dataset:
         raise RunError(f"environment {spec.name} has neither id nor dataset; give one of them")
     if not spec.reward:
         raise RunError(f"dataset {spec.dataset} needs a reward function; give reward = file.py:function or module:function")
     if spec.args:
         raise RunError(f"dataset {spec.dataset}: args are for environments with an id; leave out {', '.join(spec.args)}")
-    function = load_function("reward", spec.reward)
-    train = read(spec.dataset)
-    held_out = read(spec.eval_dataset) if spec.eval_dataset else train
-    for source, data in ((spec.dataset, train), (spec.eval_dataset, held_out)):
-        check_parameters(spec.reward, function, set(data.column_names), source or spec.dataset)
+    reward = Reward(spec.reward)
+    train = read(spec.dataset, reward, spec.system_prompt)
+    held_out = read(spec.eval_dataset, reward, spec.system_prompt) if spec.eval_dataset else train
     with Blame(f"dataset {spec.dataset}: building its environment", "check its rows"):
-        return vf.SingleTurnEnv(dataset=train, eval_dataset=held_out, system_prompt=spec.system_prompt, rubric=vf.Rubric(funcs=[function]))
+        unused = datasets.Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": ""}]}]
+        )  # verifiers asks for one; the rows never pass through it
+        rubric = vf.Rubric(funcs=[reward.as_verifiers_calls_it()])
+        env = vf.SingleTurnEnv(dataset=unused, system_prompt=spec.system_prompt, rubric=rubric)
+    return env, {"train": train, "eval": held_out}
 
 
-def read(source: str) -> datasets.Dataset:
-    """The rows of a JSONL file, or of a Hugging Face dataset `owner/name` or `owner/name:split`, each with a `prompt` of messages."""
-    path = Path(source)
+def read(source: str, reward: "Reward", system_prompt: str | None = None) -> Rows:
+    """The tasks of a JSONL file, or of a Hugging Face dataset `owner/name` or `owner/name:split`. Raises RunError for a row that is no
+    task, or lacks a column that the reward function asks for."""
+    path = Path(source).expanduser()
     if path.is_file():
-        return read_jsonl(path)
+        # As text: a typed table would give all rows the keys and the types of each other.
+        return Rows([json.dumps(row) for _, row in reward.checked(task_rows(path), source)], json.loads, system_prompt)
     if fault := rows_fault(source):
         raise RunError(f"dataset {source} {fault}")
     name, _, split = source.partition(":")
     with hub_or_cache(name) as unreachable:
         remedy = f"{unreachable}: check the network, or give a JSONL file" if unreachable else "check name and split (owner/name:split)"
         with Blame(f"dataset {source}", f"{remedy}; {path.absolute()} is not a file either"):
-            data = datasets.load_dataset(name, split=split or "train")
-    if not {"prompt", "question"} & set(data.column_names):
-        raise RunError(f"dataset {source} has no column prompt or question; its columns are {', '.join(data.column_names)}")
-    with Blame(f"dataset {source}", "prompts must be text or a list of messages"):
-        return data.map(lambda row, i: {"prompt": messages_in(row, f"{source} row {i}")}, with_indices=True)
+            data = load_table(name, split or "train")
+    as_written = dict if isinstance(data, list) else nested
+    rows = ((f"{source} row {number}", as_written(row)) for number, row in enumerate(data))
+    for place, row in reward.checked(rows, source):
+        prompt_of(row, place)
+        info_of(row, place)
+    return Rows(data, as_written, system_prompt)
 
 
-def read_jsonl(path: Path) -> datasets.Dataset:
-    """The rows of a JSONL file. Raises RunError with the line number."""
-    rows: list[dict[str, Any]] = []
-    kinds: dict[str, tuple[str, str]] = {}
-    for place, given in json_objects(path, EXAMPLE):
-        row = with_messages(given, place)
-        for column, kind in ((column, KINDS[type(value)]) for column, value in row.items() if value is not None):
-            known, first = kinds.setdefault(column, (kind, place))
-            if known != kind:
-                raise RunError(f"{place}: {column} is {kind}, but {known} in {first}; use one type in every line")
-        rows.append(row)
-    if not rows:
-        raise RunError(f"dataset {path} has no rows; write one JSON object per line, like {EXAMPLE}")
-    columns = dict.fromkeys(column for row in rows for column in row)  # Arrow takes only those of the first row
-    with Blame(f"dataset {path}", "use one type per column in all lines; put what varies under info"):
-        return datasets.Dataset.from_list([{column: row.get(column) for column in columns} for row in rows])
+def nested(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a typed table, whose objects have the keys of all rows: those without a value are left out."""
+    return {column: without_none(value) for column, value in row.items()}
 
 
-def with_messages(row: dict[str, Any], place: str) -> dict[str, Any]:
-    """The row with messages as its prompt. A nested `info` becomes JSON text: Arrow would give every row the keys of all rows."""
-    if "task" in row:
-        raise RunError(f"{place}: verifiers reserves the column `task` for itself; give it another name")
-    info = {"info": json.dumps(row["info"])} if isinstance(row.get("info"), dict) else {}
-    return row | {"prompt": messages_in(row, place)} | info
+class Reward:
+    """A reward function of the user, which gets what its parameters name: columns of the row, and what verifiers knows of the rollout.
 
+    It scores one rollout, or, if it asks for `completions`, `states` or the like or returns a list, all rollouts of a group at once. Then
+    columns are lists, as for the reward functions of TRL (https://huggingface.co/docs/trl/main/en/grpo_trainer).
+    """
 
-def messages_in(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
-    """The messages of `prompt`, or else of `question`. Raises RunError."""
-    prompt = row.get("prompt") if row.get("prompt") is not None else row.get("question")
-    if prompt is None:
-        raise RunError(f"{place}: no prompt or question, only {', '.join(row) or 'an empty object'}; write rows like {EXAMPLE}")
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list) or not prompt or any(not isinstance(part, dict) or part.get("role") not in ROLES for part in prompt):
-        raise RunError(f"{place}: the prompt is neither text nor a list of messages with a role of {', '.join(ROLES)}")
-    return prompt
+    def __init__(self, name: str):
+        """Imports it. Raises RunError."""
+        self.name, self.function = name, load_function("reward", name)
+        signature = inspect.signature(self.function)
+        given = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        named = {parameter.name: parameter for parameter in signature.parameters.values() if parameter.kind in given}
+        self.names = set(named)
+        self.required = [key for key, parameter in named.items() if parameter.default is Parameter.empty]
+        self.takes_all = any(parameter.kind == Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+        returns = signature.return_annotation
+        self.returns_list = (get_origin(returns) or returns) is list or str(returns).startswith(("list[", "List["))
+        self.columns: set[str] = set()
 
+    @property
+    def of_group(self) -> bool:
+        """Whether it scores all rollouts of a group at once."""
+        return self.returns_list or bool(self.names & (GROUP_PARAMETERS - self.columns))
 
-def check_parameters(reward: str, function: Callable[..., Any], columns: set[str], source: str) -> None:
-    """Checks that every parameter of a reward function gets a value; otherwise every rollout would fail. Raises RunError."""
-    parameters = inspect.signature(function).parameters.values()
-    named = [one for one in parameters if one.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]
-    if asked := not_given([one.name for one in named if one.default is Parameter.empty], columns):
-        raise RunError(f"reward {reward} ({inspect.getsourcefile(function)}) {not_a_column(asked[0], source, columns)}")
+    def checked(self, rows: Iterable[tuple[str, dict[str, Any]]], source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The rows with their places, as they come. Raises RunError if the function asks for what a row lacks, or verifiers shadows."""
+        for place, row in rows:
+            if self.columns != set(row):
+                self.columns |= set(row)
+                if shadowed := sorted(SHADOWED & (set(row) if self.takes_all else self.names & set(row))):
+                    raise RunError(f"{place}: reward functions get verifiers' own `{shadowed[0]}`; give that column another name")
+                if asked := not_given(self.required, set(row), self.of_group):
+                    reward = f"reward {self.name} ({inspect.getsourcefile(inspect.unwrap(self.function))})"
+                    raise RunError(f"{place}: {reward} {not_a_column(asked[0], source, set(row), self.of_group)}")
+            yield place, row
+
+    def as_verifiers_calls_it(self) -> Callable[..., Any]:
+        """The function with the one parameter by which verifiers tells what it scores, and gives all that is known."""
+
+        def one(state: Any) -> Any:
+            return self.function(**self._chosen(self._known(state)))
+
+        def all_of_group(states: Any) -> Any:
+            known = [self._known(state) for state in states]
+            lists = {key: [values.get(key) for values in known] for key in known[0]}
+            plural = {f"{key}s": lists[key] for key in ("prompt", "completion", "answer", "state", "info", "task") if key in lists}
+            parser = {"parser": known[0]["parser"]}
+            return self.function(**self._chosen(lists | plural | {key: lists[key] for key in self.columns & lists.keys()} | parser))
+
+        call = all_of_group if self.of_group else one
+        call.__name__ = getattr(self.function, "__name__", type(self.function).__name__)
+        return call
+
+    def _known(self, state: Any) -> dict[str, Any]:
+        """What a function may ask for of one rollout."""
+        row = state["input"][COLUMNS]
+        played = {"prompt": state["prompt"], "completion": state["completion"], "state": state}
+        return {"parser": vf.Parser(), "task": row, "answer": "", "info": {}} | row | played
+
+    def _chosen(self, known: dict[str, Any]) -> dict[str, Any]:
+        return known if self.takes_all else {key: value for key, value in known.items() if key in self.names}

@@ -10,7 +10,7 @@ from rl.config.run import RLConfig
 from rl.diagnosis.environments import MANY_LONG
 from rl.diagnosis.remedies import MOSTLY, cut_off_remedy, equal_remedy
 from rl.run_dir.status import EndKind
-from rl.wire.rollouts import Group
+from rl.wire.rollouts import Group, all_equal, at_least
 
 FALL = 0.05
 """Part of the range of rewards by which their mean must have fallen to count as a collapse."""
@@ -45,7 +45,7 @@ class RewardHistory(msgspec.Struct, kw_only=True):
             self.ranges[group.env] = (min(low, *rewards), max(high, *rewards))
         signal = group.signal
         if signal is None:
-            signal = len({*rewards, *(reward for env, reward in self.without_signal if env == group.env)}) > 1
+            signal = not all_equal([*rewards, *(reward for env, reward in self.without_signal if env == group.env)])
         if group.why is None and signal:
             self.without_signal.clear()
             self.episodes = self.cut_off = 0
@@ -57,13 +57,13 @@ class RewardHistory(msgspec.Struct, kw_only=True):
     def is_solved(self) -> bool:
         """Whether all rollouts without signal have their environment's highest reward, which is above its lowest or at least 1."""
         return all(
-            reward >= self.ranges[env][1] and (self.ranges[env][1] > self.ranges[env][0] or reward >= 1.0)
+            at_least(reward, self.ranges[env][1]) and (not all_equal(self.ranges[env]) or at_least(reward, 1.0))
             for env, reward in self.without_signal
         )
 
     def success(self) -> tuple[str, EndKind]:
         """Returns why a solved run ends; "doubtful" if an environment has only ever given one reward, so its highest is unknown."""
-        constant = sorted({env for env, _ in self.without_signal if self.ranges[env][0] == self.ranges[env][1]})
+        constant = sorted({env for env, _ in self.without_signal if all_equal(self.ranges[env])})
         if not constant:
             return f"solved: the last {len(self.without_signal)} rollouts all have the highest reward ({self.histogram()})", "early"
         given = ", ".join(f"{env} has given no reward other than {self.ranges[env][0]:g}" for env in constant)
@@ -72,7 +72,7 @@ class RewardHistory(msgspec.Struct, kw_only=True):
     def histogram(self) -> str:
         """Lists the rewards of the rollouts without signal, by environment: `rewards of sums: 12 times 0, 3 times 0.5`."""
         of_env: dict[str, list[str]] = {}
-        for (env, reward), count in sorted(Counter(self.without_signal).items()):
+        for (env, reward), count in sorted(Counter((env, float(f"{reward:g}")) for env, reward in self.without_signal).items()):
             of_env.setdefault(env, []).append(f"{count} times {reward:g}")
         return "; ".join(f"rewards of {env}: {', '.join(texts)}" for env, texts in of_env.items())
 
@@ -87,7 +87,7 @@ class RewardHistory(msgspec.Struct, kw_only=True):
             why = f"{fell}: the policy has collapsed; start over with a tenth of trainer.optim.lr = {config.trainer.optim.lr:g}"
         elif share > MOSTLY and min(rewards) <= 0:
             why = cut_off_remedy(share, config)
-        elif len(rewards) == 1:
+        elif all_equal(rewards):
             why = equal_remedy(rewards.pop()) + (f"; {share:.0%} of the answers were cut off" if share > MANY_LONG else "")
         else:
             why = "raise group_size or temperature, or take tasks of which the model solves some"

@@ -15,7 +15,7 @@ import msgspec
 
 from rl.orchestrator.batches.batch_metrics import metric_values
 from rl.run_dir.files import write_file
-from rl.wire.rollouts import Rollout
+from rl.wire.rollouts import Rollout, at_least
 
 RESAMPLES = 2000
 """Bootstrap resamples; enough for interval bounds that are accurate to about a twentieth of the interval's width."""
@@ -32,7 +32,7 @@ class EpisodeScore(NamedTuple):
 
     @property
     def solved(self) -> bool:
-        return not self.failed and self.reward >= 1.0
+        return not self.failed and at_least(self.reward, 1.0)
 
 
 class Difference(NamedTuple):

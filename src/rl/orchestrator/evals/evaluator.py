@@ -20,7 +20,7 @@ from rl.run_dir.metrics import MetricsLog, read_metrics
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
 from rl.wire.inference_client import InferenceLostError
-from rl.wire.rollouts import Rollout
+from rl.wire.rollouts import Rollout, at_least
 from rl.wire.worker_messages import derived_seed
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Evaluator:
         """Returns why the run ends if an evaluation has reached its target, even before a restart; else None."""
         for entry in self.config.orchestrator.eval:
             is_sound, reward, version = self.best.get(entry.label, (False, -math.inf, 0))
-            if is_sound and reward >= entry.target:
+            if is_sound and at_least(reward, entry.target):
                 return f"eval {entry.label} reached {reward:.3f} at version {version}; its target is {entry.target:g}"
         return None
 

@@ -19,6 +19,7 @@ from rl.config.orchestrator import (
     ReinforcePlusPlusConfig,
     RlooConfig,
 )
+from rl.wire.rollouts import all_equal
 
 BATCH_EPSILON = 1e-8
 """Added to a batch's standard deviation, as by the authors of REINFORCE++; far below any spread of a batch's rewards."""
@@ -33,10 +34,6 @@ def deviation(values: list[float]) -> float:
     """Returns the unbiased standard deviation of at least two values."""
     center = mean(values)
     return math.sqrt(sum((value - center) ** 2 for value in values) / (len(values) - 1))
-
-
-def all_equal(values: list[float]) -> bool:
-    return not values or min(values) == max(values)
 
 
 def dr_grpo(rewards: list[float]) -> list[float]:
@@ -66,6 +63,8 @@ def rloo(rewards: list[float]) -> list[float]:
     See "Back to Basics" by Ahmadian et al. (https://arxiv.org/abs/2402.14740): a baseline that does not depend on the rollout itself.
     It is n / (n - 1) times dr_grpo.
     """
+    if all_equal(rewards):
+        return [0.0] * len(rewards)
     total, others = sum(rewards), len(rewards) - 1
     return [reward - (total - reward) / others for reward in rewards]
 

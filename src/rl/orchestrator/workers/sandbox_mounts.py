@@ -124,7 +124,7 @@ def hidden_places(run_dir: Path, seen: set[Path]) -> set[Path]:
     if runs & seen:
         remedy = "set output_dir (`rl eval`, `rl collect`: TMPDIR) to a folder that holds only runs"
         raise RunError(f"its sandbox would show {min(runs & seen)} with the tokens of all runs in it: {remedy}")
-    return found | runs
+    return {path for path in found if not any(path.is_relative_to(one) for one in runs)} | runs
 
 
 def places_of(directory: Path, seen: set[Path]) -> Iterator[Path]:
