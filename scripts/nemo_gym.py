@@ -21,6 +21,8 @@ from pathlib import Path
 PACKAGES = ["nemo-gym==0.4.0", "reasoning-gym==0.1.25"]
 MODEL_CONFIG = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 """The one that hands on token ids and logprobs."""
+QUIET_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+"""Ray reports nothing, and does not start its workers by `uv run` because this script was started by it."""
 STOP_S = 40.0
 """NeMo Gym and Ray end in a quarter of a minute on an idle machine."""
 
@@ -28,11 +30,14 @@ STOP_S = 40.0
 def install(args: argparse.Namespace) -> None:
     """Makes the virtual environment, about 1.2 GB."""
     subprocess.run(["uv", "venv", "--allow-existing", "--python", args.python, str(args.venv)], check=True)
-    subprocess.run(["uv", "pip", "install", "--python", str(args.venv / "bin/python"), *PACKAGES], check=True)
+    python = args.venv.absolute() / "bin/python"
+    # In the root folder: within this project uv would hold NeMo Gym to the project's own exact versions.
+    subprocess.run(["uv", "pip", "install", "--python", str(python), *PACKAGES], check=True, cwd="/")
 
 
 def rows(args: argparse.Namespace) -> None:
     """Writes rows of a task; runs itself inside the virtual environment for that."""
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     inner = ["_rows", args.task, args.config, str(args.size), str(args.seed), str(args.shots), str(args.out.absolute())]
     subprocess.run([str(args.venv / "bin/python"), "-W", "ignore", __file__, *inner], check=True)
 
@@ -120,7 +125,7 @@ def start(args: argparse.Namespace) -> None:
     ]
     for number in (signal.SIGINT, signal.SIGTERM):  # both, and before the child: a shell's background jobs ignore SIGINT, and hand that on
         signal.signal(number, signal.default_int_handler)
-    child = subprocess.Popen(command, env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}, start_new_session=True)
+    child = subprocess.Popen(command, env=os.environ | QUIET_RAY, start_new_session=True)
     try:
         child.wait()
     except KeyboardInterrupt:
@@ -138,7 +143,7 @@ def call(args: argparse.Namespace) -> None:
     program = args.venv.absolute() / "bin" / args.command
     if not program.is_file():
         raise SystemExit(f"no {program}: run `install` first, or check the name of the command")
-    os.execve(program, [str(program), *args.arguments], os.environ | {"RAY_USAGE_STATS_ENABLED": "0"})
+    os.execve(program, [str(program), *args.arguments], os.environ | QUIET_RAY)
 
 
 def main() -> None:

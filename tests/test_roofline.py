@@ -1,7 +1,11 @@
+import os
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from scripts.benchmarks import pause, roofline
 from scripts.benchmarks.roofline import Laps, Load, Phase, by_kind, covered
 
 
@@ -46,3 +50,18 @@ def test_a_call_inside_another_one_counts_once(monkeypatch):
     runner.execute()
     runner.sample()
     assert laps.steps == [{"model": 7.0, "sampler": 1.0}]
+
+
+def test_the_server_alone_is_started_as_the_benchmark_of_pauses_starts_it(monkeypatch):
+    """It left out an argument that was added there, and ended with a TypeError after two minutes."""
+    process = SimpleNamespace(pid=1, wait=lambda: None)
+    start = mock.create_autospec(pause.start_server, return_value=(process, "http://127.0.0.1:1"))
+    monkeypatch.setattr(pause, "start_server", start)
+    monkeypatch.setattr(os, "killpg", lambda pid, signum: None)
+
+    async def ask(url, headers, load, rounds):
+        return [3.0]
+
+    monkeypatch.setattr(roofline, "ask", ask)
+    found = roofline.server_alone("model", Load(8, 4, 44, 4), "bfloat16", 2, {"this": Path("."), "against": Path("x")})
+    assert found == {"this": 3.0, "against": 3.0} and start.call_count == 2

@@ -203,7 +203,7 @@ def server_alone(folder: str, load: Load, dtype: str, rounds: int, checkouts: di
 
     found: dict[str, list[float]] = {name: [] for name in checkouts}
     with tempfile.TemporaryDirectory(prefix="rl-bench-") as work:
-        servers = {name: start_server(checkout, Path(folder), Path(work) / name, dtype) for name, checkout in checkouts.items()}
+        servers = {name: start_server(checkout, Path(folder), Path(work) / name, dtype, 1) for name, checkout in checkouts.items()}
         try:
             for _ in range(rounds):
                 for name, (_, url) in servers.items():
