@@ -37,6 +37,7 @@ class StubPool(WorkerPool):
         server: int,
         members: Sequence[Rollout] = (),
         on_members: Callable[[list[Rollout]], None] | None = None,
+        keeps_last: bool = False,
         seed: int | None = None,
     ) -> list[Rollout]:
         rollouts = list(members)

@@ -14,6 +14,7 @@ from rl.config.command_line import build, parse_args
 from rl.homes.resolve import homes_of
 from rl.orchestrator.batches.batch_builder import BatchBuilder
 from rl.orchestrator.evals.evaluator import Evaluator
+from rl.orchestrator.groups.pending import read_groups
 from rl.orchestrator.main import run
 from rl.run_dir.files import write_directory
 from rl.run_dir.metrics import read_metrics
@@ -21,6 +22,7 @@ from rl.run_dir.status import Status
 from rl.system.errors import GIVE_UP, RunError
 from rl.wire.batch_file import batch_head, decode_batch
 from rl.wire.messages import RunEnded, WeightVersion
+from rl.wire.rollouts import Members
 from rl.wire.transport import OrchestratorClient, Wait
 from tests.orchestrator.stub_inference import StubInference
 from tests.orchestrator.stub_teacher import StubTeacher, logprob
@@ -199,7 +201,7 @@ def test_environment_trouble_costs_a_retry(tmp_path, model, fail):
     assert [one.split(": ")[:2] for one in stub.warnings] == [["worker say-digit-0 is restarted", DEATH]] * (fail == "exit_once")
 
 
-def beside_teacher(teacher, tmp_path, model, *flags, steps=None):
+def beside_teacher(teacher, tmp_path, model, *flags, **options):
     """A run with a teacher, which answers from another thread's event loop."""
     with asyncio.Runner() as runner:
         runner.run(teacher.__aenter__())
@@ -207,7 +209,7 @@ def beside_teacher(teacher, tmp_path, model, *flags, steps=None):
         serving.start()
         try:
             config = make_config(tmp_path, "--orchestrator.teacher.base_url", teacher.url, *flags)
-            return config, play(config, model, steps=steps)
+            return config, play(config, model, **options)
         finally:
             runner.get_loop().call_soon_threadsafe(runner.get_loop().stop)
             serving.join()
@@ -239,6 +241,44 @@ def test_a_teacher_scores_what_is_trained_and_groups_without_signal_are_trained_
     assert metrics["rollouts/replaced_groups"] == 0 and metrics["reward/mean"] == 1.0
     gaps = [a - b for s in given[0].samples for a, b, m in zip(s.logprobs, s.teacher_logprobs, s.loss_mask, strict=True) if m]
     assert metrics["teacher_kl/say-digit/mean"] == pytest.approx(sum(gaps) / len(gaps))
+
+
+class KilledError(Exception):
+    """Ends an orchestrator at once."""
+
+
+class SilentTeacher(StubTeacher):
+    """Answers nothing after the request at its start."""
+
+    async def completions(self, request):
+        if self.requests:
+            await asyncio.sleep(20)
+        return await super().completions(request)
+
+
+def test_what_is_played_is_kept_while_a_teacher_is_asked(tmp_path, model):
+    """The last episodes of a group were in memory alone until its teacher had answered, which may take ten minutes."""
+    silent, kept = SilentTeacher(), {}
+
+    async def kill(stub, runner):
+        pending = tmp_path / "r/batches/pending.log"
+        deadline = time.monotonic() + 60
+        while not kept and time.monotonic() < deadline and not runner.done():
+            await asyncio.sleep(0.05)
+            for record in read_groups(pending)[0]:
+                assert isinstance(record, Members)
+                kept.setdefault(record.group_id, []).extend(rollout.turns.token_ids(0) for rollout in record.members)
+            for group in [group for group, members in kept.items() if len(members) < 4]:
+                del kept[group]
+        raise KilledError
+
+    with pytest.raises(KilledError):
+        beside_teacher(silent, tmp_path, model, steps=[], during=kill)
+    assert kept and len(silent.requests) == 1
+    teacher = StubTeacher()
+    _, (_, given, _) = beside_teacher(teacher, tmp_path, model, "--max_steps", "1")
+    scored = {tuple(ids) for ids in teacher.requests}
+    assert len(given) == 1 and all(scored & {tuple(ids) for ids in members} for members in kept.values())
 
 
 def unwrap(error):

@@ -140,7 +140,9 @@ class Orchestrator:
         sampling, rules = self.samplings[ref.env], self.rules[ref.env]
         try:
             with self.clock.busy():
-                rollouts = await self.pool.play(ref.env, "train", ref.task, num_episodes, sampling, ref.group_id, members, keep)
+                order = ref.env, "train", ref.task, num_episodes, sampling, ref.group_id
+                # A teacher may take minutes to score what has been played.
+                rollouts = await self.pool.play(*order, members, keep, keeps_last=rules.has_teacher)
         except EnvLostError:
             return await self.progress.notify()
         group = Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts, temperature=sampling["temperature"])

@@ -295,23 +295,29 @@ class WorkerPool:
         session: int,
         members: Sequence[Rollout] = (),
         on_members: Callable[[list[Rollout]], None] | None = None,
+        keeps_last: bool = False,
         seed: int | None = None,
     ) -> list[Rollout]:
         """Plays a group on the environment's least busy worker.
 
-        members: its finished rollouts, of whole episodes, which are not played again; ignored if the environment scores groups together.
-        `on_members` is called with further ones as they finish, before the user's metrics are added to all at the end.
+        members: its finished rollouts, of whole episodes, which are not played again; if the environment scores groups together, they are
+        ignored unless they are all. `on_members` is called with further ones as they finish, before the user's metrics are added to all at
+        the end; with the last ones if `keeps_last`, as the group is not done then.
         Raises EnvLostError, and RunError if the user's metrics are faulty.
         """
         if env in self.lost:
             raise EnvLostError(f"environment {env}: {self.lost[env]}")
         self.next_play += 1
         order = PlayGroup(self.next_play, split, task, num_episodes, sampling, session, seed=seed)
-        kept = [] if self.scores_groups.get(env) else list(members)
-        play = Play(order, asyncio.get_running_loop().create_future(), kept, on_members)
-        worker = self._least_busy(env) or min(self._workers_of(env), key=lambda worker: worker.num_plays)
-        worker.waiting.append(play)
-        await self._pump(worker)
+        is_whole = len({rollout.episode for rollout in members}) == num_episodes
+        kept = list(members) if is_whole or not self.scores_groups.get(env) else []
+        play = Play(order, asyncio.get_running_loop().create_future(), kept, on_members, keeps_last)
+        if is_whole:
+            play.done.set_result(kept)
+        else:
+            worker = self._least_busy(env) or min(self._workers_of(env), key=lambda worker: worker.num_plays)
+            worker.waiting.append(play)
+            await self._pump(worker)
         try:
             # Copies, because metrics added to them must not get into the stored members.
             rollouts = [msgspec.structs.replace(rollout, metrics=dict(rollout.metrics)) for rollout in await play.done]

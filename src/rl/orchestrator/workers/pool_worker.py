@@ -45,17 +45,18 @@ class Play:
     rollouts: list[Rollout]
     """The rollouts of finished episodes."""
     on_members: Callable[[list[Rollout]], None] | None
-    """Called with the rollouts of episodes that finish before the last of the group."""
+    """Called with the rollouts of episodes that finish before the last of the group, with `keeps_last` also with those of the last."""
+    keeps_last: bool = False
     kills: int = 0
     """Number of workers that died while playing it."""
 
     def take(self, played: Played) -> None:
         """Adds finished episodes; the last of them resolve `done`."""
         self.rollouts = sorted([*self.rollouts, *played.rollouts], key=lambda rollout: rollout.episode)
+        if self.on_members and played.rollouts and (played.unfinished or self.keeps_last):
+            self.on_members(played.rollouts)
         if not played.unfinished:
             self.done.set_result(self.rollouts)
-        elif self.on_members and played.rollouts:
-            self.on_members(played.rollouts)
 
     def order_left(self) -> PlayGroup:
         """Returns the order for the unfinished rest of the group."""
