@@ -167,6 +167,14 @@ def test_what_truncates_sampling_is_warned_about(capsys):
     assert "rl eval: warning: orchestrator.environment.0.sampling.min_p = 0.1: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", ["top_p 1.0", "top_k 0", "min_p 0", "top_p 0.9 --orchestrator.environment.sampling.top_p 1.0"])
+def test_what_leaves_out_no_token_truncates_nothing(flags, capsys):
+    """top_p = 1.0 was warned about, and switched off that a wrong trainer ends the run."""
+    config, _ = load_config_or_exit([*ENV, *f"--orchestrator.sampling.{flags}".split()], "rl eval")
+    assert not capsys.readouterr().err and not config.truncates
+    assert config.sampling_of(config.orchestrator.environment[0]).keys() == {"max_tokens", "temperature"}
+
+
 def test_a_fault_ends_the_program_with_2(capsys):
     with pytest.raises(SystemExit) as error:
         load_config_or_exit([*ENV, "--bogus", "1"])

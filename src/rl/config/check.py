@@ -16,7 +16,7 @@ from rl.config.loss import (
 )
 from rl.config.orchestrator import EnvSource, NoCreditConfig
 from rl.config.plan import cluster_faults
-from rl.config.run import RLConfig
+from rl.config.run import TRUNCATIONS, RLConfig
 from rl.config.sft import LEARNING_RATE, SftConfig
 from rl.config.tinker_faults import tinker_faults
 from rl.config.trainer import EXPERTS, OptimConfig
@@ -176,16 +176,17 @@ def warnings_of(config: RLConfig) -> Iterator[str]:
     yield from exposure(config)
     if config.recorded and config.orchestrator.eval:
         yield "orchestrator.eval is not played by a run of recorded rollouts; `rl eval --policy RUN@STEP` evaluates its versions"
-    settings = config.orchestrator
-    places = {f"orchestrator.environment.{i}": env.sampling for i, env in enumerate(settings.environment)}
-    places = {"orchestrator": settings.sampling, **places}
-    for place, sampling in places.items():
-        for key in ("top_p", "top_k", "min_p"):
-            if (value := getattr(sampling, key)) is not None:
-                yield (
-                    f"{place}.sampling.{key} = {value}: inference samples from a truncated, renormalised distribution that the trainer "
-                    "does not model; importance ratios come out below 1 and mismatch_kl above 0 even on-policy"
-                )
+    truncated = {}
+    for i, env in enumerate(config.orchestrator.environment):
+        for key, value in config.sampling_of(env).items():
+            if key in TRUNCATIONS:
+                place = "orchestrator" if getattr(env.sampling, key) is None else f"orchestrator.environment.{i}"
+                truncated[f"{place}.sampling.{key}"] = value
+    for key, value in truncated.items():
+        yield (
+            f"{key} = {value}: inference samples from a truncated, renormalised distribution that the trainer "
+            "does not model; importance ratios come out below 1 and mismatch_kl above 0 even on-policy"
+        )
 
 
 def check_credit(config: RLConfig) -> Iterator[Fault]:

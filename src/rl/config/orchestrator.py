@@ -75,11 +75,11 @@ class SamplingOverrides(Settings):
     temperature: float | None = Field(None, ge=0)
     """Softmax temperature; 0 is greedy, in evaluations only."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Probability mass of nucleus sampling. Tokens outside have probability 0 only for the sampler, so ratios are below 1."""
-    top_k: int | None = Field(None, ge=1)
-    """Number of likeliest tokens to sample from; affects ratios like top_p."""
-    min_p: float | None = Field(None, gt=0, le=1)
-    """Lowest probability of a sampled token, relative to the likeliest one; affects ratios like top_p."""
+    """Probability mass of nucleus sampling; 1 for all. Tokens outside have probability 0 only for the sampler, so ratios are below 1."""
+    top_k: int | None = Field(None, ge=0)
+    """Number of likeliest tokens to sample from, 0 for all; affects ratios like top_p."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    """Lowest probability of a sampled token, relative to the likeliest one, 0 for none; affects ratios like top_p."""
     stop: Annotated[list[str] | None, ONE_OR_MORE] = None
     """Strings that end a turn."""
 

@@ -97,6 +97,10 @@ class WandbConfig(Settings):
     """Rollouts of the newest step to send as a table, every five minutes and at the end; 0: none."""
 
 
+TRUNCATIONS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Settings that leave tokens out of what is sampled, each with the value at which it leaves out none."""
+
+
 class RLConfig(Settings):
     """Run-wide settings at the top, and one section for each process."""
 
@@ -153,8 +157,10 @@ class RLConfig(Settings):
         return RLConfig.model_validate(self.model_dump(), context=ABSOLUTE_PATHS)
 
     def sampling_of(self, env: EnvSource) -> dict[str, Any]:
-        """Returns the sampling settings for an environment's training rollouts: its own, completed by the run's."""
-        return self.orchestrator.sampling.model_dump(exclude_none=True) | env.sampling.model_dump(exclude_none=True)
+        """Returns the sampling settings for an environment's training rollouts: its own, completed by the run's, without a truncation that
+        leaves all tokens."""
+        sampling = self.orchestrator.sampling.model_dump(exclude_none=True) | env.sampling.model_dump(exclude_none=True)
+        return {key: value for key, value in sampling.items() if key not in TRUNCATIONS or value != TRUNCATIONS[key]}
 
     @property
     def plays(self) -> bool:
@@ -179,7 +185,7 @@ class RLConfig(Settings):
     @property
     def truncates(self) -> bool:
         """Whether inference samples from a truncated distribution, so that its log-probabilities differ from the trainer's."""
-        return any({"top_p", "top_k", "min_p"} & self.sampling_of(env).keys() for env in self.orchestrator.environment)
+        return any(TRUNCATIONS.keys() & self.sampling_of(env).keys() for env in self.orchestrator.environment)
 
 
 SECTIONS = ("trainer", "orchestrator", "inference", "tinker", "sft", "recorded", "serve")

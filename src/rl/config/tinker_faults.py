@@ -4,10 +4,9 @@ from collections.abc import Iterator
 
 from rl.config.base import Fault
 from rl.config.loss import EVERYTHING, AnyLossConfig, ClipConfig, GspoConfig, PolicyGradientConfig
-from rl.config.run import RLConfig
+from rl.config.run import TRUNCATIONS, RLConfig
 from rl.config.tinker import service_loss
 
-TRUNCATED = ("top_p", "top_k", "min_p")
 OURS = {
     "trainer": ("backend", "optim", "loss", "checkpoint", "weights", "token_log", "batch_timeout_s"),
     "trainer.optim": ("lr", "betas", "eps", "weight_decay", "max_grad_norm", "warmup_steps", "schedule"),
@@ -74,7 +73,7 @@ def sampling_faults(config: RLConfig) -> Iterator[Fault]:
         if sampling["temperature"] != 1.0:
             key = f"{where['temperature']}.sampling.temperature"
             yield key, sampling["temperature"], "the Tinker API trains at temperature 1 alone, so sample at it: set it to 1.0"
-        for name in TRUNCATED:
+        for name in TRUNCATIONS:
             if name in sampling:
                 yield f"{where[name]}.sampling.{name}", sampling[name], "truncates what is sampled, but not what is trained: leave it out"
         if env.teacher or settings.teacher:
