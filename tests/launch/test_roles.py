@@ -17,6 +17,17 @@ def test_commands(tmp_path):
     assert command("trainer", run_dir, 2)[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+def test_processes_do_not_inherit_the_place_that_another_launcher_gave_the_shell(tmp_path, monkeypatch):
+    """RANK and WORLD_SIZE of a job's launcher had the trainer wait for seven other ranks, for a quarter of an hour and without a word."""
+    names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"]
+    names += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"]
+    for name in names:
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("KEPT", "7")
+    for role in roles(config(), RunDir(tmp_path, tmp_path / "weights"), divide(0)):
+        assert not {*names} & role.env.keys() and role.env["KEPT"] == "7", role.name
+
+
 @pytest.mark.parametrize(
     ("gpus", "args", "after_server"),
     [(1, [], True), (2, [], False), (0, [], False), (1, ["--orchestrator.inference_urls", '["http://a:1"]'], False)],

@@ -40,6 +40,18 @@ SERVER = "rl.commands.serve_process"
 """The process `tinker` of `rl serve`."""
 
 
+OF_A_LAUNCHER = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+}
+"""Variables by which torchrun and the like tell a process its place among others. Those of the shell are not about our processes."""
+
+
+def environment() -> dict[str, str]:
+    """Returns what a process of a run inherits: with the RANK of another launcher it would wait for ranks that never come."""
+    return {key: value for key, value in os.environ.items() if key not in OF_A_LAUNCHER}
+
+
 def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
     """Returns the command of a process, which reads everything else from the run's config.toml."""
     if name in PREPARING:
@@ -55,7 +67,7 @@ def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
 
 def start(children: Children, name: str, run_dir: RunDir, share: devices.Share, ranks: int, log_dir: Path) -> Child:
     """Starts one process of a run on its share of the machine, for a command that supervises it itself."""
-    return children.start(name, command(name, run_dir, ranks), {**os.environ, **share.env}, log_dir, share.cores)
+    return children.start(name, command(name, run_dir, ranks), environment() | share.env, log_dir, share.cores)
 
 
 def preparing(config: RLConfig) -> list[str]:
@@ -78,12 +90,12 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
     shared = "inference" in shares and set(division.trainer.gpus) & set(division.inference.gpus)
     found = []
     for name, share in shares.items():
-        env, cores = ({**os.environ, **share.env}, share.cores) if share else (dict(os.environ), None)
+        env, cores = (environment() | (share.env if share else {}), share.cores if share else None)
         one_process = name != "trainer" or division.ranks == 1
         after_server = name == "trainer" and bool(shared)
         if config.is_remote and share:
             asks = [sys.executable, "-m", f"rl.tinker.client.{name}", "@", str(run_dir.config)]
-            found.append(Role(name, asks, dict(os.environ)))
+            found.append(Role(name, asks, environment()))
             continue
         found.append(Role(name, command(name, run_dir, division.ranks), env, cores, one_process, after_server))
     return found
