@@ -112,7 +112,11 @@ def test_the_notebook_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
         MetricsLog(run_dir.metrics, "orchestrator").write(step, {"reward/mean": step / 4})
         MetricsLog(run_dir.metrics, "trainer").write(step, {"loss/mean": 0.0})
     write_token_log(run_dir.tokens(2), {"trainer_logprobs": np.full(6, -0.75, np.float32), "flags": np.zeros(6, np.uint8)})
+    monkeypatch.setenv("MPLBACKEND", "agg")
     notebook = json.loads(Path("docs/python.ipynb").read_text())
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
+    assert all(cell["execution_count"] for cell in notebook["cells"] if cell["cell_type"] == "code"), "stored as it was executed"
+    assert any("image/png" in output.get("data", {}) for output in outputs) and all(output["output_type"] != "error" for output in outputs)
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(StubServers, "close", lambda self: asyncio.sleep(0), raising=False)
@@ -123,4 +127,4 @@ def test_the_notebook_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
         exec(compile(cell, "python.ipynb", "exec"), names)
     assert capsys.readouterr().out.startswith("2 steps, reward 0.250 -> 0.500\n<8 rollouts> {'trained': 4, 'no_signal': 4}\n")
     assert len(Path("rollouts.jsonl").read_text().splitlines()) == 8
-    assert len(cells) == 7 and np.allclose(names["sample"].ratio[2:], np.exp(-0.25))
+    assert len(cells) == 8 and np.allclose(names["sample"].ratio[2:], np.exp(-0.25))
