@@ -326,7 +326,11 @@ def test_an_answer_that_could_not_be_written_is_made_again_and_half_a_session_en
             await client.post("retrieve_future", {"request_id": promise["request_id"]}, 408)
             assert await client.result(promise) and not session.tasks
             client.sampling.places.sampling_log("s:sample:1").touch()  # as a kill leaves it
+            damaged = client.sampling.places.sampling_log("s:sample:2")
+            damaged.write_bytes(b"?" * 100)
         async with Client(tmp_path) as client:
+            answer = await client.post("retrieve_future", {"request_id": "s:sample:2/1"}, 400)
+            assert str(damaged) in answer["detail"]
             assert not client.sampling.places.sampling_log("s:sample:1").exists()
 
     asyncio.run(scenario())
@@ -489,6 +493,10 @@ def test_a_damaged_log_of_a_model_stops_that_model_alone(tmp_path):
         async with Client(tmp_path) as client:
             answer = await client.post("retrieve_future", {"request_id": f"{damaged}/0"}, 400)
             assert f"{path}: damaged at byte 0" in answer["detail"]
+            start = len(os.listdir("/proc/self/fd"))
+            for _ in range(20):
+                await client.post("retrieve_future", {"request_id": f"{damaged}/0"}, 400)
+            assert len(os.listdir("/proc/self/fd")) < start + 10, "a log that cannot be read stays open"
             assert (await client.result({"request_id": f"{sound}/0"}))["model_id"] == sound
 
     asyncio.run(again(*asyncio.run(first())))

@@ -64,9 +64,13 @@ class Log:
             fsync_path(self.path.parent)
         self.size = 0
         whole = os.fstat(self.file).st_size
-        while self.size < whole and (place := self._next(whole)):
-            self._note(self._decode(place), place)
-            self.size = place.offset + place.length
+        try:
+            while self.size < whole and (place := self._next(whole)):
+                self._note(self._decode(place), place)
+                self.size = place.offset + place.length
+        except CorruptFileError:
+            self.close()
+            raise
         os.ftruncate(self.file, self.size)
 
     def _next(self, whole: int) -> Place | None:

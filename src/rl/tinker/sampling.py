@@ -19,6 +19,7 @@ import msgspec
 
 from rl.config.run import RLConfig
 from rl.run_dir.checksums import content_id
+from rl.run_dir.files import CorruptFileError
 from rl.system.errors import RunError
 from rl.tinker.codec import STABLE_REINFORCE, sample_message
 from rl.tinker.log import MOST_OPEN, Answer, Call, Log
@@ -165,6 +166,8 @@ class Sampling:
                 self.find(":sample:".join(path.stem.rsplit("-", 1)))
             except KeyError:  # its client was never told that it exists
                 path.unlink()
+            except CorruptFileError:  # its client is told when it asks
+                continue
 
     def _expire(self) -> None:
         """Deletes the sessions that nobody has used for long. Looks once an hour."""
