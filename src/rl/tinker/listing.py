@@ -12,10 +12,9 @@ from starlette.responses import Response
 
 from rl.tinker.places import EXTERNAL, SAMPLER, TRAINING, Places, Saved, new_saved, tinker_path
 from rl.tinker.replies import reply
-from rl.tinker.requests import GetWeightsInfo, SetTtl
+from rl.tinker.requests import GetWeightsInfo, Part, SetTtl
 from rl.tinker.sampling import Sampling
 from rl.tinker.training import Model, Training, decode
-from rl.wire.training_calls import CallError
 
 TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 
@@ -26,12 +25,9 @@ def when(seconds: float) -> str:
 
 def page(request: Request, name: str, rows: list[Any], show: Callable[[Any], Any] = lambda row: row) -> Response:
     """Returns a part of a list, as its request's `limit` and `offset` say. `show` makes what is shown of these rows alone."""
-    texts = [request.query_params.get(key, default) for key, default in (("limit", "100"), ("offset", "0"))]
-    if not all(text.isdecimal() for text in texts):
-        raise CallError(f"limit and offset must be numbers from 0, not {', '.join(texts)}")
-    limit, offset = map(int, texts)
-    cursor = {"limit": limit, "offset": offset, "total_count": len(rows)}
-    return reply({name: [show(row) for row in rows[offset : offset + limit]], "cursor": cursor})
+    part = msgspec.convert(dict(request.query_params), Part, strict=False)
+    cursor = msgspec.to_builtins(part) | {"total_count": len(rows)}
+    return reply({name: [show(row) for row in rows[part.offset : part.offset + part.limit]], "cursor": cursor})
 
 
 def checkpoint(model_id: str, kind: str, name: str, saved: Saved) -> dict[str, Any]:

@@ -189,6 +189,13 @@ class Sample(Struct):
     record_stability_info: bool | None = None
 
 
+class Part(Struct):
+    """Which rows of a list a request asks for."""
+
+    limit: Number = 100
+    offset: Number = 0
+
+
 class GetInfo(Struct):
     """Asks what a model is."""
 

@@ -52,8 +52,7 @@ class Model:
         self._log: Log | None = None
         self.attempts = self.run_dir.root / "attempts"
         """The number of the call that is being executed, and how often that was begun."""
-        self.applied, self.version, self.saved_at = -1, 0, 0.0
-        self.used = self.path.stat().st_mtime if self.path.exists() else time.time()
+        self.applied, self.version, self.saved_at, self.used = -1, 0, 0.0, time.time()
         self.loss = (0.0, 0)
         """Sum of the losses since the last step, and their number of targets."""
         self.changed = asyncio.Event()
