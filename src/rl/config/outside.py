@@ -3,6 +3,7 @@
 Nothing is imported. A stored run's configuration is not checked, because the run can be replayed and exported without these files.
 """
 
+import contextlib
 import glob
 import importlib.util
 import math
@@ -77,25 +78,19 @@ def rows_fault(source: str) -> str:
     """Returns what is wrong with the name of a data set, or with the rows of a file; empty if nothing."""
     path = Path(source).expanduser()
     if path.is_file():
-        return row_fault(path)
+        try:
+            for _ in task_rows(path):
+                pass
+        except OSError as error:
+            return f"cannot be read ({error.strerror}); give a file that you may read"
+        except RunError as error:
+            return str(error)
+        return ""
     if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
         files = {file.stem: file for file in path.parent.glob("*.json*")}
         near = get_close_matches(path.stem, files, n=1)
         remedy = f"did you mean {files[near[0]]}?" if near else "give a JSONL file, or owner/name of a Hugging Face dataset"
         return f"is not a file ({path.absolute()}); {remedy}"
-    return ""
-
-
-def row_fault(path: Path, required: Collection[str] = (), of_group: bool = False) -> str:
-    """Returns what is wrong with the first row of a JSONL file that is no task, or lacks a column; empty if nothing."""
-    try:
-        for place, row in task_rows(path):
-            if lacking := not_given(required, row, of_group):
-                return f"{place}: {not_a_column(lacking[0], str(path), row, of_group)}"
-    except OSError as error:
-        return f"cannot be read ({error.strerror}); give a file that you may read"
-    except RunError as error:
-        return str(error)
     return ""
 
 
@@ -107,10 +102,12 @@ def reward_fault(reward: str, entry: EnvSource) -> str:
     if definition is None or definition.decorator_list:
         return ""
     names = required_names(definition.args)
-    for source in filter(None, (entry.dataset, entry.eval_dataset)):
-        file = Path(source).expanduser()
-        if file.is_file() and not row_fault(file) and (fault := row_fault(file, names, bool(GROUP_PARAMETERS & {*names}))):
-            return f"{fault}; see {path}:{definition.lineno}"
+    of_group = bool(GROUP_PARAMETERS & {*names})
+    for file in (Path(source).expanduser() for source in (entry.dataset, entry.eval_dataset) if source):
+        with contextlib.suppress(OSError, RunError):  # `rows_fault` tells of what cannot be read, or is no task
+            for place, row in task_rows(file):
+                if lacking := not_given(names, row, of_group):
+                    return f"{place}: {not_a_column(lacking[0], str(file), row, of_group)}; see {path}:{definition.lineno}"
     return ""
 
 

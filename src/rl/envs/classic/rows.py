@@ -59,9 +59,8 @@ def load_rows(spec: EnvSpec) -> tuple[vf.SingleTurnEnv, dict[Split, Rows]]:
     train = read(spec.dataset, reward, spec.system_prompt)
     held_out = read(spec.eval_dataset, reward, spec.system_prompt) if spec.eval_dataset else train
     with Blame(f"dataset {spec.dataset}: building its environment", "check its rows"):
-        unused = datasets.Dataset.from_list(
-            [{"prompt": [{"role": "user", "content": ""}]}]
-        )  # verifiers asks for one; the rows never pass through it
+        # verifiers asks for a data set; the rows never pass through it.
+        unused = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": ""}]}])
         rubric = vf.Rubric(funcs=[reward.as_verifiers_calls_it()])
         env = vf.SingleTurnEnv(dataset=unused, system_prompt=spec.system_prompt, rubric=rubric)
     return env, {"train": train, "eval": held_out}
