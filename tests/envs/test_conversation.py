@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rl.envs.classic.client import LazyList, TextConversation
-from rl.envs.policy import Conversation
+from rl.envs.policy import Conversation, RolloutError
 from rl.wire.turns import Turns
 from tests.envs.stub_policy import StubPolicy
 
@@ -55,6 +55,14 @@ def test_routes_are_asked_for_once_for_each_token():
     assert chats[0].turns[0].routes is None
     (tokens,) = (chain.num_tokens for chain in chats[1].turns.chains)
     assert sum(len(answer.routes) for answer in chats[1].turns.answers) == 2 * (tokens - 1)
+
+
+def test_words_that_the_assistant_has_begun_are_not_closed():
+    """Regression: a second answer was sampled behind them, as if they were a whole turn."""
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "The answer is"}]
+    with pytest.raises(RolloutError, match="end with the assistant's words, which are not continued") as raised:
+        asyncio.run(Conversation(StubPolicy(lambda prompt: "answer"), 0, SAMPLING).answer(messages, None, {}))
+    assert raised.value.cause == "environment"
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -99,6 +99,10 @@ def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):
             [{"prompt": [{"role": "user", "content": ["a"]}]}],
             r"bad\.jsonl:1: prompt\[0\]\.content: a list with a text; give text, or parts",
         ),
+        (
+            [{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It is"}], "answer": "1"}],
+            r"bad\.jsonl:1: prompt: ends with the assistant's words, which are not continued",
+        ),
         ([ROW, ROW | {"info": "see page 3"}], r"bad\.jsonl:2: info: a text that is not JSON"),
         ([ROW | {"info": {"task": "t"}}], r"bad\.jsonl:1: info\.task: verifiers takes it for the whole task"),
         ([ROW, '{"prompt": "\\ud83d", "answer": "1"}'], r"bad\.jsonl:2: prompt: \\ud83d is half of a character"),

@@ -8,6 +8,14 @@ STRICT = [
     ('<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}}</tool_call>', "", [("add", '{"a": "</tool_call>"}')], []),
     (r'<tool_call>{"name": "add", "arguments": {"a": "\ud83d"}}</tool_call>', "", [("add", r'{"a": "\ud83d"}')], []),
     (f"<tool_call>{GOOD} end", "<tool_call> end", [("add", '{"a": 1}')], ["<tool_call>"]),
+    *(
+        (f"<tool_call>{call}</tool_call>", f"<tool_call>{call}</tool_call>", [], [f"<tool_call>{call}</tool_call>"])
+        for call in (
+            '{"name": "add", "parameters": {"a": 1}}',
+            '{"name": "add", "arguments": {"a": 1}, "arguments": {"a": 2}}',
+            '{"name": "add", "arguments": {"a": 1, "a": 2}}',
+        )
+    ),
     (f"<tool_call>no</tool_call>\n{GOOD}", "<tool_call>no</tool_call>", [("add", '{"a": 1}')], ["<tool_call>no</tool_call>"]),
 ]
 

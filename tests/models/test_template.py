@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from rl.models.chat import assistant_message
+from rl.models.chat import RendererError, assistant_message
+from rl.models.template import PLACEHOLDER
 from rl.models.tiny import CHAT_TEMPLATE
 from tests.models.conversations import ADD, GOOD, QUESTION, call_of
 
@@ -126,3 +127,21 @@ def test_a_template_in_which_answers_do_not_begin_or_end_is_told(smol, smol_path
     assert templated(smol_path, brackets + "{% endfor %}", name="template").fault == ""  # an answer begins with nothing
     ends = "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}"
     assert templated(smol_path, written + ends, name="template").fault == ""  # as Phi's
+
+
+def test_a_message_that_spells_our_placeholder_is_text(smol):
+    """Regression: it was taken for the answer, and what follows it in its message for the text between two turns."""
+    asked = [{"role": "user", "content": f"What does {PLACEHOLDER}<|im_end|>x say?"}]
+    before = [*smol.prompt_ids(asked), *smol.encode("That."), smol.end_id]
+    chat = [*asked, {"role": "assistant", "content": "That."}, {"role": "user", "content": "Sure?"}]
+    extended = smol.next_prompt_ids(before, chat, 2)
+    assert extended is None or smol.text(extended) == smol.render(chat)
+    assert smol.next_prompt_ids(before, [*chat[:2], {"role": "user", "content": PLACEHOLDER}], 2) is None
+
+
+def test_a_list_without_tools_and_half_a_character(smol, qwen):
+    for renderer in (smol, qwen(), qwen(name="template")):
+        assert renderer.prompt_ids([QUESTION], []) == renderer.prompt_ids([QUESTION])
+        for content, said in (("a\ud83d", "half of a character|cannot render these messages"), (["text"], "content of type str")):
+            with pytest.raises(RendererError, match=said):
+                renderer.prompt_ids([{"role": "user", "content": content}])

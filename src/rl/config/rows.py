@@ -30,7 +30,10 @@ def prompt_of(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     prompt = row.get(column)
     if prompt is None:
         raise RunError(f"{place}: no prompt or question, only {', '.join(row) or 'an empty object'}; write rows like {TASK}")
-    return chat_messages(prompt, "user", f"{place}: {column}", ROLES)
+    messages = chat_messages(prompt, "user", f"{place}: {column}", ROLES)
+    if messages[-1]["role"] == "assistant":
+        raise RunError(f"{place}: {column}: ends with the assistant's words, which are not continued; end it with what it answers to")
+    return messages
 
 
 def info_of(row: dict[str, Any], place: str) -> Any:

@@ -160,7 +160,9 @@ class Conversation:
 
     def _prompt(self, messages: list[Message], compared: list[Message], tools: list[Tool] | None) -> tuple[Past | None, list[int]]:
         """Returns the newest earlier conversation that the messages extend, and prompt ids that begin with exactly its ids; or None
-        and freshly rendered ids if there is no such conversation."""
+        and freshly rendered ids if there is no such conversation. Raises RendererError."""
+        if compared and compared[-1].get("role") == "assistant":
+            raise RendererError("the messages end with the assistant's words, which are not continued; add what the policy answers to")
         for past, num_known in self.continued(compared, tools):
             ids = self.policy.renderer.next_prompt_ids(self.turns.token_ids(past.index), messages, num_known, tools)
             if ids is not None:

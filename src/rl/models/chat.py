@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.system.errors import RunError
+from rl.system.jsonl import without_duplicates
 
 Message = dict[str, Any]
 """A message as in chat APIs: role, content (text, a list of text parts, or None), reasoning_content?, tool_calls?, tool_call_id?"""
@@ -70,10 +71,18 @@ def content_text(message: Message) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    kinds = sorted({str(part.get("type")) for part in content} - {"text"})
+    kinds = sorted({str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content} - {"text"})
     if kinds:
         raise RendererError(f"a {message['role']} message has content of type {', '.join(kinds)}; only text can be rendered: remove it")
     return "".join(part["text"] for part in content)
+
+
+def chat_call(call: Any) -> dict[str, Any]:
+    """A call in the form of chat APIs, with arguments as JSON text: from an object or a dict that may lack `function`, or JSON text."""
+    call = json.loads(call) if isinstance(call, str) else call
+    function = call.get("function") or call
+    arguments = arguments_text(function.get("arguments") or {})
+    return {"id": call.get("id") or "", "type": "function", "function": {"name": function.get("name"), "arguments": arguments}}
 
 
 def with_arguments(call: dict[str, Any], change: Any) -> dict[str, Any]:
@@ -118,12 +127,18 @@ def read_call(text: str, start: int) -> tuple[tuple[str, str] | None, int]:
     """Returns the call in the block at `start` (None if invalid), and where the block ends. A closing tag in a JSON string is ignored."""
     body = SPACE.match(text, start + len(CALL)).end()
     try:
-        value, end = json.JSONDecoder().raw_decode(text, body)
-    except (ValueError, RecursionError):  # not JSON, or more digits or nesting than Python parses, as a looping policy writes
+        value, end = json.JSONDecoder(object_pairs_hook=without_duplicates).raw_decode(text, body)
+    except (ValueError, RecursionError):  # not JSON, a key twice, or more digits or nesting than Python parses, as a looping policy writes
         return None, END_OF_BAD_CALL.search(text, body).end()
     closing = CLOSE.match(text, end)
-    call = checked_call(value.get("name"), value.get("arguments", {})) if closing and isinstance(value, dict) else None
+    call = call_of(value) if closing and isinstance(value, dict) else None
     return call, closing.end() if closing else END_OF_BAD_CALL.search(text, end).end()
+
+
+def call_of(value: dict[str, Any]) -> tuple[str, str] | None:
+    """The call that an object of JSON is. One without arguments has nothing else that could be meant as such, like `parameters`."""
+    others = value.keys() - {"name", "arguments", "id", "type"}
+    return None if others else checked_call(value.get("name"), value.get("arguments", {}))
 
 
 def checked_call(name: object, arguments: object) -> tuple[str, str] | None:
@@ -139,7 +154,11 @@ def checked_call(name: object, arguments: object) -> tuple[str, str] | None:
 
 def is_unicode(text: str) -> bool:
     r"""Returns False for text with half of a surrogate pair, which JSON can spell (\ud83d) but tokenizers and files do not accept."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_thinking(text: str, opened: bool) -> tuple[str | None, str]:

@@ -1,8 +1,12 @@
-"""Data sets of the Hugging Face Hub as tables."""
+"""Files and data sets as tables, with the values that were written."""
 
-import json
+import csv
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from rl.system.errors import RunError
+from rl.system.jsonl import json_object
 
 
 def load_table(name: str, split: str, subset: str | None = None) -> Sequence[dict[str, Any]]:
@@ -21,10 +25,20 @@ def load_table(name: str, split: str, subset: str | None = None) -> Sequence[dic
     if kind == "json":
         files = datasets.load_dataset_builder(name, subset).config.data_files
         lines = datasets.load_dataset("text", data_files=files, split=split)["text"]
-        try:
-            rows = [json.loads(line) for line in lines if line.strip()]
-        except ValueError:  # one array, over several lines
-            return data
-        if all(isinstance(row, dict) for row in rows):
-            return rows
+        is_array = next((line for line in lines if line.strip()), "").lstrip().startswith("[")
+        if not is_array:  # which would be over several lines
+            numbered = [(line, f"{name}:{split} line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+            return [json_object(line, place, '{"prompt": ...}') for line, place in numbered]
     return data
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    """Returns the rows of a CSV file, whose cells are text. Raises RunError for a row that has another number of cells than its first."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        rows = []
+        for row in reader:
+            if None in row or None in row.values():
+                raise RunError(f"{path}:{reader.line_num}: not {len(reader.fieldnames or ())} cells, as in the first line; correct it")
+            rows.append(row)
+    return rows

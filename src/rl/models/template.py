@@ -22,6 +22,7 @@ from rl.models.chat import (
     ToolCall,
     arguments_object,
     call_text,
+    is_unicode,
     read_calls,
     read_thinking,
     wire,
@@ -75,6 +76,9 @@ class Renderer:
         raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
+        """The ids of text. Raises RendererError if it has half of a character."""
+        if not is_unicode(text):
+            raise RendererError("a message has half of a character, like \\ud83d, which cannot be encoded; remove it")
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def text_ids(self, text: str) -> list[int]:
@@ -161,7 +165,9 @@ class TemplateRenderer(Renderer):
 
         messages, tools = self.prepared(messages, tools)
         try:
-            return self.tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=header, **self.switches)
+            return self.tokenizer.apply_chat_template(
+                messages, tools or None, tokenize=False, add_generation_prompt=header, **self.switches
+            )
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             remedy = "change them, or set model.chat_template to another template"
@@ -215,9 +221,11 @@ class TemplateRenderer(Renderer):
         """
         old = [without_text(message, self.end) for message in messages[:num_old]]
         prompt = self.render(old[:-1], tools)
-        head, found, rest = self.render([*old[:-1], {**old[-1], "content": PLACEHOLDER}, *messages[num_old:]], tools).partition(PLACEHOLDER)
+        text = self.render([*old[:-1], {**old[-1], "content": PLACEHOLDER}, *messages[num_old:]], tools)
+        head, _, rest = text.partition(PLACEHOLDER)
         _, ended, behind = rest.partition(self.end)
-        return behind if found and ended and prompt.startswith(head) else None
+        is_unique = text.count(PLACEHOLDER) == 1  # unless a message spells it
+        return behind if is_unique and ended and prompt.startswith(head) else None
 
     def _is_faithful(self, before: list[int], messages: list[Message], behind: str, tools: list[Tool] | None) -> bool:
         """Whether the template keeps exactly the thinking that `before` contains."""

@@ -14,23 +14,27 @@ def json_objects(path: Path, example: str) -> Iterator[tuple[str, dict[str, Any]
     `example`. The file may be gzipped. Lines are split as bytes: decoded text could have line separators inside JSON strings."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                row = json.loads(line, object_pairs_hook=without_duplicates)
-            except DuplicateKeyError as error:
-                raise RunError(f"{place}: {error}") from None
-            except (ValueError, RecursionError) as error:
-                raise RunError(f"{place}: not JSON ({error}); write one object a line, like {example}") from None
-            if not isinstance(row, dict):
-                raise RunError(f"{place}: a {type(row).__name__}; write one object a line, like {example}")
-            if b"\\ud" in line.lower():
-                check_writable(row, place)
-            yield place, row
+            if line.strip():
+                place = f"{path}:{number}"
+                yield place, json_object(line, place, example)
 
 
-class DuplicateKeyError(Exception):
+def json_object(line: bytes | str, place: str, example: str) -> dict[str, Any]:
+    """Returns the object of a line. Raises RunError for what is not JSON, has a key twice, or half of a character."""
+    try:
+        row = json.loads(line, object_pairs_hook=without_duplicates)
+    except DuplicateKeyError as error:
+        raise RunError(f"{place}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{place}: not JSON ({error}); write one object a line, like {example}") from None
+    if not isinstance(row, dict):
+        raise RunError(f"{place}: a {type(row).__name__}; write one object a line, like {example}")
+    if "\\ud" in str(line).lower():
+        check_writable(row, place)
+    return row
+
+
+class DuplicateKeyError(ValueError):
     """An object of JSON with the same key twice, of which readers of JSON keep one in silence."""
 
 

@@ -259,3 +259,15 @@ def test_the_temperature_of_a_trace(tmp_path, model, heats, expected):
     assert group.temperature == expected and [len(played.logprobs) for played in group.rollouts[0].turns] == [1, 0]
     told = [count for what, count in recording.counts.items() if "nothing compares them with the trainer's" in what]
     assert told == ([] if expected == 0.7 else [1])
+
+
+def test_rows_of_two_environments_are_told_apart_or_told(tmp_path, model):
+    """Regression: two environments number their tasks alike, and were compared with each other."""
+    asked = [{"role": "user", "content": text} for text in ("1 + 1?", "the capital of France?")]
+    rows = [{"example_id": 0, "prompt": [one], "completion": [CHAT[1]], "reward": float(i), "metrics": {}} for i, one in enumerate(asked)]
+    named = [row | {"info": {"env_id": name}} for row, name in zip(rows, ("sums", ["facts", "europe"]), strict=True)]
+    apart = groups(tmp_path, model, *named, trainer__loss="cross_entropy")
+    assert [(group.env, len(group.rollouts)) for group in apart.groups] == [("sums", 1), ("facts/europe", 1)]
+    one = groups(tmp_path, model, *rows, rows[0], trainer__loss="cross_entropy")
+    told = {what: count for what, count in one.counts.items() if "another prompt than the first of their task" in what}
+    assert len(one.groups) == 1 and list(told.values()) == [1]

@@ -282,11 +282,25 @@ def test_a_task_without_an_example_is_none_to_hold_out(folders, tmp_path):
         ("{", "data.jsonl:2: not JSON"),
         ("[1]", "data.jsonl:2: a list; write one object a line"),
         ('{"question": "q"}', "data.jsonl:2: has neither messages nor prompt and completion, but question; name the columns with"),
-        ('{"messages": "hello"}', "data.jsonl:2: messages: str; give text or a list"),
+        ('{"messages": "hello"}', "data.jsonl:2: messages: a text; give a list of messages"),
         ('{"messages": []}', "data.jsonl:2: messages: an empty list"),
         ('{"messages": [{"from": "human", "value": "x"}]}', r"data.jsonl:2: messages\[0\]: not a chat message: it needs a role"),
-        ('{"messages": [{"role": "user", "content": 5}]}', r"messages\[0\]: its content is int"),
-        ('{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}', r"messages\[0\]: a tool call must be"),
+        ('{"messages": [{"role": "user", "content": 5}]}', r"messages\[0\].content: a number; give text"),
+        ('{"messages": [{"role": "user", "content": null}]}', r"messages\[0\].content: null; give text"),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', r"messages\[0\].content: a list with a text"),
+        ('{"prompt": 7, "completion": "b"}', "data.jsonl:2: prompt: a number; give text or a list"),
+        ('{"messages": [{"role": "assistant", "content": "Hi"}]}', "2: begins with the assistant, whose"),
+        ('{"prompt": "x", "messages": [{"role": "user", "content": "a"}]}', "messages: says other things than prompt or completion"),
+        ('{"completion": "x", "messages": [{"role": "user", "content": "a"}]}', "messages: says other things than prompt or completion"),
+        ('{"prompt": "a", "completion": "b", "system": 5}', "data.jsonl:2: system: a text before a chat"),
+        ('{"system": "s", "messages": [{"role": "system", "content": "t"}]}', "system: a text before a chat that has no system"),
+        *((f'{{"prompt": "a", "completion": "b", "{name}": [0, 1]}}', f"data.jsonl:2: {name}: a column that is not read") for name in
+          ("assistant_masks", "chat_template_kwargs", "loss_mask", "loss", "weight")),
+        *((f'{{"messages": [{{"role": "user", "content": "a", "{name}": false}}]}}', rf"messages\[0\].{name}: is not read") for name in
+          ("loss", "trainable", "loss_mask", "mask", "training")),
+        ('{"messages": [{"role": "user", "content": "a", "weight": 1}]}', r"messages\[0\]: weight or train is 1; give 0 or 1, and 1 to"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', r"messages\[0\]: weight or train is 0.5; give 0 or 1"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"nam": "f"}]}]}', r"messages\[0\].tool_calls: a tool call must be"),
         ('{"prompt": "a", "completion": "b", "tools": "x"}', "data.jsonl:2: tools: text that is not JSON"),
     ],
 )  # fmt: skip
@@ -295,6 +309,42 @@ def test_a_row_of_the_wrong_shape_is_named_with_its_line(folders, tmp_path, row,
     with pytest.raises(RunError, match=said):
         prepare_data(make_config(tmp_path), str(folders / "chatml"), lambda *_: None)
     assert not make_config(tmp_path).run_dir.data.exists()
+
+
+def test_what_a_row_says_about_training_is_done(folders, tmp_path):
+    """Regression: weight and train of a message, a system text and a greeting were dropped, or refused without a place."""
+    renderer = load_renderer(str(folders / "chatml"), RendererConfig())
+    marked = [message | mark for message, mark in zip(TWO_TURNS, ({}, {"weight": 0}, {"weight": 0}, {"weight": 1}), strict=True)]
+    (last,), _ = prepared(tmp_path / "last", folders / "chatml", {"messages": TWO_TURNS}, train="last")
+    for name, row in (
+        ("weight", {"messages": marked}),
+        ("train", {"messages": [TWO_TURNS[0], TWO_TURNS[1] | {"train": False}, *TWO_TURNS[2:]]}),
+        ("both", {"messages": marked, "prompt": TWO_TURNS[:3], "completion": [TWO_TURNS[3]]}),
+    ):
+        assert prepared(tmp_path / name, folders / "chatml", row)[0] == [last], name
+    greeting = [{"role": "assistant", "content": "Hello!", "weight": 0}, *TWO_TURNS[:2]]
+    (greeted,), _ = prepared(tmp_path / "greeting", folders / "chatml", {"messages": greeting})
+    assert as_text(renderer, greeted) == [
+        (False, "<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "2<|im_end|>"),
+    ]
+    pair = {"prompt": "What is 1 + 1?", "completion": "2"}
+    chat = {"messages": [{"role": "system", "content": "Be short."}, *TWO_TURNS[:2]]}
+    (with_system,), _ = prepared(tmp_path / "system", folders / "chatml", pair | {"system": "Be short."})
+    assert prepared(tmp_path / "chat", folders / "chatml", chat)[0] == [with_system]
+    none = prepared(tmp_path / "none", folders / "chatml", {"messages": TWO_TURNS[:2]}, {"messages": [TWO_TURNS[0], marked[1]]})
+    assert len(none[0]) == 1 and none[1]["train"]["left_out"] == {"without an answer to train": 1}
+
+
+def test_cells_of_csv_are_text(folders, tmp_path):
+    """Regression: None, NA, 02108 and True were a missing value, numbers and a truth value."""
+    (tmp_path / "data.csv").write_text('prompt,completion\na,None\nb,02108\nc,True\n"d, e","f\ng"\n')
+    samples, _ = prepared(tmp_path, folders / "base", dataset=str(tmp_path / "data.csv"))
+    tokenizer = AutoTokenizer.from_pretrained(folders / "base")
+    assert [tokenizer.decode(ids) for ids, _ in samples] == [f"{text}<|im_end|>" for text in ("aNone", "b02108", "cTrue", "d, ef\ng")]
+    (tmp_path / "data.csv").write_text("prompt,completion\na,b,c\n")
+    with pytest.raises(RunError, match=r"data.csv:2: not 2 cells, as in the first line; correct it"):
+        prepared(tmp_path / "wide", folders / "base", dataset=str(tmp_path / "data.csv"))
 
 
 def test_data_that_is_not_there(folders, tmp_path):

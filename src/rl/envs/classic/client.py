@@ -1,6 +1,5 @@
 """Lets classic environments query the policy: verifiers' client interface on top of our conversations, or of an endpoint."""
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from verifiers.clients import Client, OpenAIChatCompletionsClient, OpenAIComplet
 from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 
 from rl.envs.policy import Conversation, Past, Policy, RolloutError
-from rl.models.chat import Answer, Message, Tool
+from rl.models.chat import Answer, Message, Tool, chat_call
 from rl.wire.inference_client import PromptTooLongError
 from rl.wire.turns import Turn, Turns
 from rl.wire.worker_messages import Endpoint, PlayGroup
@@ -35,15 +34,6 @@ def chat_message(message: Any) -> Message:
     if calls := get("tool_calls"):
         plain["tool_calls"] = [chat_call(call) for call in calls]
     return plain
-
-
-def chat_call(call: Any) -> dict[str, Any]:
-    """Converts a verifiers tool call (an object, a dict of either form, or JSON text) to chat API form."""
-    call = json.loads(call) if isinstance(call, str) else call
-    function = call.get("function") or call
-    arguments = function.get("arguments")
-    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    return {"id": call.get("id") or "", "type": "function", "function": {"name": function.get("name"), "arguments": arguments}}
 
 
 def chat_tool(tool: Any) -> Tool:

@@ -68,6 +68,7 @@ def read(config: RLConfig, model_path: str, first_group: int) -> Recording:
     tasks: dict[tuple[str, Any], int] = {}
     episodes: dict[tuple[int, Any], Episode] = {}
     heats: dict[int, tuple[float, str]] = {}
+    prompts: dict[tuple[int, str, bool], Any] = {}
     for path in files:
         for place, row in json_objects(path, EXAMPLE):
             for line in parsed(row, place):
@@ -83,6 +84,8 @@ def read(config: RLConfig, model_path: str, first_group: int) -> Recording:
                         why = f"not that of {first}, a rollout of the same task; give them different group_ids"
                         raise RunError(f"{place}: temperature: {why}")
                 rollout = convert.rollout(line, place)
+                if line.prompt != prompts.setdefault((group.group_id, line.agent, bool(line.messages)), line.prompt):
+                    convert.counts["have another prompt than the first of their task: give rows of several environments their `env`"] += 1
                 whose = (group.group_id, place if line.sample is None else (str(path), line.sample))
                 episode = episodes.setdefault(whose, Episode(len({one.episode for one in group.rollouts})))
                 episode.add(line, place)

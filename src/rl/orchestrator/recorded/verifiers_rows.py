@@ -1,13 +1,12 @@
 """Rows that verifiers has saved, as lines of ours: results.jsonl of its classic API, and traces.jsonl of its v1 API."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
+from rl.models.chat import chat_call
 from rl.system.errors import RunError
 
 Row = dict[str, Any]
-FUNCTION = ("name", "arguments")
 
 
 def lines_of(row: Row) -> Iterator[Row]:
@@ -24,7 +23,10 @@ def lines_of(row: Row) -> Iterator[Row]:
 def line_of_result(row: Row) -> Row:
     """Returns the line of a row of the classic API. Token ids are in its `trajectory`, if that is among the saved state columns."""
     error, prompt, completion = row.get("error"), row["prompt"], row["completion"]
+    info = row.get("info")
+    of_group = info.get("env_id") if isinstance(info, dict) else None  # an EnvGroup's name, or names, of the environment
     line = {
+        **({"env": of_group if isinstance(of_group, str) else "/".join(of_group)} if of_group else {}),
         "task": row["example_id"],
         "reward": None if error else row["reward"],
         "metrics": row.get("metrics") or {},
@@ -62,11 +64,7 @@ def logprobs_of(turn: Row, saved: list[float] | None) -> list[float] | None:
 
 def message_of(message: Row) -> Row:
     """Returns a message in the form of chat APIs: calls are JSON text in the classic API, and have no `function` in v1."""
-    calls = [json.loads(call) if isinstance(call, str) else call for call in message.get("tool_calls") or ()]
-    made = [
-        call if "function" in call else {"id": call.get("id") or "", "type": "function", "function": {k: call[k] for k in FUNCTION}}
-        for call in calls
-    ]
+    made = [chat_call(call) for call in message.get("tool_calls") or ()]
     return {key: value for key, value in message.items() if value is not None} | ({"tool_calls": made} if made else {})
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.command_line import without_none
-from rl.config.sft import SftConfig
-from rl.models.chat import Message, Tool
+from rl.config.rows import chat_messages
+from rl.config.sft import SftColumns, SftConfig
+from rl.models.chat import Message, Tool, chat_call
 from rl.models.hub import hub_or_cache
+from rl.models.tables import csv_rows, load_table
 from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.system.errors import RunError
 from rl.system.jsonl import json_objects
@@ -23,6 +25,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 EXAMPLE = '{"prompt": "What is 2 + 2?", "completion": "4"} or {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}]}'
 ROLLOUT = {"messages", "reward", "outcome"}
 """Columns that mark a row as a rollout, from rollouts/*.jsonl or `rl collect`."""
+TRAINED = ("weight", "train")
+"""Keys of a message that say whether it is trained."""
+IGNORED_MARKS = ("loss", "loss_mask", "mask", "trainable", "training")
+IGNORED_COLUMNS = ("assistant_masks", "chat_template_kwargs", "labels", "loss", "loss_mask", "train", "trainable", "weight")
 UNUSED_OUTCOMES = ("failed", "timeout", "truncated", "overlong", "empty")
 """Outcomes that are not trained: failed rollouts show nothing, and the others did not end where the policy wanted."""
 
@@ -46,6 +52,8 @@ class Example:
     messages: list[Message]
     num_context: int
     """Number of messages at the beginning that are never trained."""
+    untrained: frozenset[int]
+    """Places of further messages that are not trained."""
     tools: list[Tool] | None
     text: tuple[str, str] | None
     """Prompt and completion, if the row has them as text; `messages` then holds the same as a chat."""
@@ -87,7 +95,8 @@ def rows_of(source: Source, config: SftConfig) -> Callable[[], Iterator[tuple[st
     if files is None:
         data = hub_rows(source, config)
         # Arrow gives every object the keys of all objects in its column, with None for keys it did not have.
-        return lambda: ((f"{source.dataset} row {number}", without_none(row)) for number, row in enumerate(data))
+        as_written = dict if isinstance(data, list) else without_none
+        return lambda: ((f"{source.dataset} row {number}", as_written(row)) for number, row in enumerate(data))
     refuse_split(source, config)
     return lambda: json_rows(files)
 
@@ -154,6 +163,8 @@ def hub_rows(source: Source, config: SftConfig) -> Any:
             if kind is None:
                 raise RunError(f"{source.key} = {source.dataset!r}: unknown kind of file; give .jsonl, .parquet, .csv or .arrow")
             refuse_split(source, config)
+            if kind == "csv":
+                return csv_rows(path)
             return datasets.load_dataset(kind, data_files=str(path), split="train")
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             saved = datasets.load_from_disk(str(path))
@@ -162,7 +173,7 @@ def hub_rows(source: Source, config: SftConfig) -> Any:
             refuse_split(source, config)
             return saved
         with hub_or_cache(source.dataset) as unreachable:
-            return datasets.load_dataset(source.dataset, config.subset, split=source.split)
+            return load_table(source.dataset, source.split, config.subset)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetGenerationError) as error:
         where = "" if path.exists() else f"; {path.absolute()} is not a file or folder either"
         reason = str(error).strip().splitlines()[0]
@@ -200,23 +211,62 @@ def task_of(row: dict[str, Any], place: str) -> str:
 
 
 def example_of(row: dict[str, Any], place: str, config: SftConfig) -> Example:
-    """Makes an example from a row's columns. Raises RunError with the row's place if its shape is wrong."""
+    """Makes an example from a row's columns. Raises RunError with the row's place if its shape is wrong, or a part would be ignored."""
     columns = config.columns
     tools = tools_in(row.get(columns.tools), f"{place}: {columns.tools}")
-    task = task_of(row, place)
-    if columns.messages in row:
-        messages = messages_in(row[columns.messages], f"{place}: {columns.messages}")
-        num_prompt = prompt_of(row, messages, place, config) if set(row) >= ROLLOUT else 0
-        return Example(place, messages, num_prompt, tools, None, task)
-    if columns.prompt not in row or columns.completion not in row:
-        wanted = f"neither {columns.messages} nor {columns.prompt} and {columns.completion}"
-        there = ", ".join(row) or "nothing"
-        raise RunError(f"{place}: has {wanted}, but {there}; name the columns with sft.columns.*, or write rows like {EXAMPLE}")
-    prompt, completion = row[columns.prompt], row[columns.completion]
-    both_text = isinstance(prompt, str) and isinstance(completion, str)
-    context = as_messages(prompt, "user", f"{place}: {columns.prompt}")
-    answer = as_messages(completion, "assistant", f"{place}: {columns.completion}")
-    return Example(place, context + answer, len(context), tools, (prompt, completion) if both_text else None, task)
+    texts = row.get(columns.prompt), row.get(columns.completion)
+    messages = messages_in(row, columns.messages, "", place)
+    num_context, text = 0, None
+    if set(row) >= ROLLOUT and messages:
+        num_context = prompt_of(row, messages, place, config)
+    else:
+        refuse_ignored(row, place, columns)
+        prompt = messages_in(row, columns.prompt, "user", place)
+        completion = messages_in(row, columns.completion, "assistant", place)
+        if messages:
+            refuse_other_words(messages, prompt, completion, f"{place}: {columns.messages}")
+        elif prompt and completion:
+            messages, num_context = prompt + completion, len(prompt)
+            text = texts if all(isinstance(part, str) for part in texts) else None
+        else:
+            wanted = f"neither {columns.messages} nor {columns.prompt} and {columns.completion}"
+            there = ", ".join(row) or "nothing"
+            raise RunError(f"{place}: has {wanted}, but {there}; name the columns with sft.columns.*, or write rows like {EXAMPLE}")
+        if system := row.get("system"):
+            if config.style == "completion" or not isinstance(system, str) or messages[0]["role"] == "system":
+                raise RunError(f"{place}: system: a text before a chat that has no system message yet; leave it out, or write it there")
+            messages, num_context, text = [{"role": "system", "content": system}, *messages], num_context + bool(num_context), None
+    untrained = frozenset(at for at, message in enumerate(messages) if not is_trained(message, f"{place}: messages[{at}]"))
+    if num_context == 0 and messages[0]["role"] == "assistant" and 0 not in untrained:
+        raise RunError(f"{place}: begins with the assistant, whose words follow no prompt; write what precedes them, or give them weight 0")
+    messages = [{key: value for key, value in message.items() if key not in TRAINED} for message in messages]
+    return Example(place, messages, num_context, untrained, tools, text, task_of(row, place))
+
+
+def refuse_ignored(row: dict[str, Any], place: str, columns: SftColumns) -> None:
+    """Raises RunError for a column that says what to train in a way that is not read."""
+    named = set(columns.model_dump().values())
+    for name in IGNORED_COLUMNS:
+        if row.get(name) not in (None, True, 1, {}, []) and name not in named:
+            raise RunError(f"{place}: {name}: a column that is not read; mark answers with weight 0 or 1, or remove it")
+
+
+def refuse_other_words(messages: list[Message], prompt: list[Message], completion: list[Message], place: str) -> None:
+    """Raises RunError unless the messages begin with the prompt and end with the completion that stand beside them."""
+    said, begin, end = ([(m["role"], m.get("content")) for m in part if m["role"] != "system"] for part in (messages, prompt, completion))
+    if said[: len(begin)] != begin or said[len(said) - len(end) :] != end:
+        raise RunError(f"{place}: says other things than prompt or completion beside it; remove one, or name other columns (sft.columns)")
+
+
+def is_trained(message: Message, place: str) -> bool:
+    """Returns whether a message may be trained: all, unless `weight` is 0 or `train` false. Raises RunError for other marks."""
+    for name in IGNORED_MARKS:
+        if message.get(name) is not None:
+            raise RunError(f"{place}.{name}: is not read; mark an answer that is not to be trained with weight 0")
+    marks = [message[name] for name in TRAINED if message.get(name) is not None]
+    if any(mark not in (0, 1) or (mark == 1 and message["role"] != "assistant") for mark in marks):
+        raise RunError(f"{place}: weight or train is {marks[0]!r}; give 0 or 1, and 1 to answers of the assistant alone")
+    return all(marks)
 
 
 def prompt_of(row: dict[str, Any], messages: list[Message], place: str, config: SftConfig) -> int:
@@ -232,23 +282,16 @@ def prompt_of(row: dict[str, Any], messages: list[Message], place: str, config: 
     return num_prompt
 
 
-def as_messages(value: Any, role: str, place: str) -> list[Message]:
-    return [{"role": role, "content": value}] if isinstance(value, str) else messages_in(value, place)
-
-
-def messages_in(value: Any, place: str) -> list[Message]:
-    """Returns `value` if it is a list of chat messages. Raises RunError for anything else."""
-    if not isinstance(value, list) or not value:
-        raise RunError(f"{place}: {'an empty list' if value == [] else type(value).__name__}; give text or a list of chat messages")
-    for at, message in enumerate(value):
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise RunError(f"{place}[{at}]: not a chat message: it needs a role, one of {', '.join(ROLES)}, like {EXAMPLE}")
-        if not isinstance(message.get("content"), (str, list, type(None))):
-            raise RunError(f"{place}[{at}]: its content is {type(message['content']).__name__}; give text")
-        calls = message.get("tool_calls") or []
-        if not all(isinstance(call, dict) and isinstance(call.get("function"), dict) and call["function"].get("name") for call in calls):
-            raise RunError(f'{place}[{at}]: a tool call must be {{"function": {{"name": ..., "arguments": ...}}}}')
-    return value
+def messages_in(row: dict[str, Any], column: str, role: str, place: str) -> list[Message]:
+    """Returns the chat messages of a column, in which text is one message of `role`; an empty list if the row has no such column.
+    Raises RunError for anything else."""
+    value = row.get(column)
+    if value is None:
+        return []
+    if isinstance(value, str) and not role:
+        raise RunError(f"{place}: {column}: a text; give a list of messages, like {EXAMPLE}")
+    messages = chat_messages(value, role, f"{place}: {column}", ROLES)
+    return [message | {"tool_calls": [chat_call(call) for call in message.get("tool_calls") or ()]} for message in messages]
 
 
 def tools_in(value: Any, place: str) -> list[Tool] | None:

@@ -92,8 +92,9 @@ class Tokenizer:
                 "--model.chat_template chatml, or a file (or give prompt and completion as text)"
             )
         messages = [without_reasoning(message) for message in example.messages] if self.sft.drop_reasoning else example.messages
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= example.num_context]
-        wanted = set(answers if self.sft.train == "all" else answers[-1:])
+        first = max(1, example.num_context)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+        wanted = set(answers if self.sft.train == "all" else answers[-1:]) - example.untrained
         try:
             return list(self.turns(messages, answers, wanted, example.tools))
         except RendererError as error:
