@@ -1,5 +1,7 @@
 """Reading tool calls from what a policy wrote."""
 
+import itertools
+
 import pytest
 
 from tests.models.conversations import ADD, GOOD, PARSED
@@ -20,7 +22,17 @@ STRICT = [
 ]
 
 
-BAD_ARGUMENTS = ["[1]", '"{}"', "NaN", '{"a": NaN}', '{"a": ' + "9" * 5000 + "}", '{"a":' * 20000, r'"\ud83d"']
+BAD_ARGUMENTS = [
+    '{"a": 1, "a": 2}',
+    '{}, "arguments": {"a": 1}',
+    "[1]",
+    '"{}"',
+    "NaN",
+    '{"a": NaN}',
+    '{"a": ' + "9" * 5000 + "}",
+    '{"a":' * 20000,
+    r'"\ud83d"',
+]
 
 
 @pytest.mark.parametrize(("text", "content", "calls", "bad"), PARSED + STRICT)
@@ -33,7 +45,8 @@ def test_calls_are_read_and_bad_ones_stay_visible(smol, text, content, calls, ba
 
 @pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
 def test_what_json_readers_refuse_is_no_call(smol, qwen, arguments):
-    text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
-    for renderer in (smol, qwen()):
+    written = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    parameters = '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>'
+    for renderer, text in itertools.product((smol, qwen()), (written, parameters)):
         answer = renderer.parse(renderer.encode(text), [ADD])
         assert answer.tool_calls == [] and [len(bad) for bad in answer.bad_tool_calls] == [len(text)] and text in answer.content

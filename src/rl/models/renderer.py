@@ -2,17 +2,19 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 from rl.config.run import RendererConfig
 from rl.models import probes
-from rl.models.chat import Answer, Message, RendererError, Tool, checked_call, wire
+from rl.models.chat import CALL, Answer, Message, RendererError, Tool, checked_call, read_calls, wire
 from rl.models.template import IM_END, IM_START, ChatMLRenderer, Renderer, TemplateRenderer
 from rl.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
+JSON_CALL = re.compile(rf"\s*{CALL}\s*\{{")
 PACKAGE_ERRORS = (AssertionError, AttributeError, KeyError, TypeError, ValueError)
 """Exceptions that the package's renderers raise for a tokenizer or messages that do not fit their model."""
 
@@ -74,11 +76,14 @@ class PackageRenderer(Renderer):
             return Answer(self.text(answer), None, [], [self.text(answer)] if tools else [])
         calls, bad = [], []
         for call in parsed.tool_calls:
+            written = self.text(answer[slice(*call.token_span)]) if call.token_span else call.raw
             good = checked_call(call.name, call.arguments) if call.status in ("ok", "unknown_tool") and tools else None
+            if JSON_CALL.match(written):  # of a key twice, or another than `arguments`, the package says nothing
+                good = next(iter(read_calls(written)[1]), None) if good else None
             if good:
                 calls.append(good)
             else:
-                bad.append(self.text(answer[slice(*call.token_span)]) if call.token_span else call.raw)
+                bad.append(written)
         content = "\n".join(text for text in (parsed.content, *bad) if text)
         return Answer(content, parsed.reasoning_content, self.with_ids(calls, completion_ids, prompt_ids), bad if tools else [])
 
