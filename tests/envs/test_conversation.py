@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rl.envs.classic.client import LazyList, TextConversation
-from rl.envs.policy import Conversation
+from rl.envs.policy import Conversation, RolloutError
 from rl.wire.turns import Turns
 from tests.envs.stub_policy import StubPolicy
 
@@ -55,6 +55,21 @@ def test_routes_are_asked_for_once_for_each_token():
     assert chats[0].turns[0].routes is None
     (tokens,) = (chain.num_tokens for chain in chats[1].turns.chains)
     assert sum(len(answer.routes) for answer in chats[1].turns.answers) == 2 * (tokens - 1)
+
+
+def test_an_answer_that_cannot_be_a_turn_is_the_fault_of_inference(monkeypatch):
+    policy = StubPolicy(lambda prompt: "answer")
+    policy.spec.routes, answered = True, policy.servers.generate
+
+    async def cut(*asked):
+        answer = await answered(*asked)
+        answer.routes = answer.routes[:-1]
+        return answer
+
+    monkeypatch.setattr(policy.servers, "generate", cut)
+    with pytest.raises(RolloutError, match=r"the routes of \d+ tokens have \d+ bytes") as failed:
+        asyncio.run(Conversation(policy, 0, SAMPLING).answer([{"role": "user", "content": "question"}], None, {}))
+    assert failed.value.cause == "inference"
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -75,17 +75,17 @@ class Policy:
         sampling["stop_token_ids"] = self.renderer.stop_token_ids
         try:
             answer = await self.servers.generate(session, prompt_ids, sampling)
+            return Turn(
+                prompt_ids=prompt_ids,
+                completion_ids=answer.token_ids,
+                logprobs=answer.logprobs,
+                policy_versions=answer.policy_versions,
+                finish_reason=answer.finish_reason,
+                routes=answer.routes,
+                routes_from=sampling.get("routes_from", 0),
+            )
         except (InferenceLostError, ValueError) as error:
             raise RolloutError("inference", str(error)) from error
-        return Turn(
-            prompt_ids=prompt_ids,
-            completion_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-            policy_versions=answer.policy_versions,
-            finish_reason=answer.finish_reason,
-            routes=answer.routes,
-            routes_from=sampling.get("routes_from", 0),
-        )
 
 
 @dataclass

@@ -35,9 +35,7 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Number of first tokens of the prompt whose routes an earlier turn has."""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.completion_ids), len(self.logprobs), sum(span.num_tokens for span in self.policy_versions)}
-        if len(lengths) != 1:
-            raise ValueError(f"an answer's tokens, logprobs and policy versions differ in number: {sorted(lengths)}")
+        check_lengths(self.completion_ids, self.logprobs, self.policy_versions)
         if self.completion_ids and not self.prompt_ids:
             raise ValueError("an answer to an empty prompt cannot be trained")
         if self.teacher_logprobs is not None and len(self.teacher_logprobs) != len(self.completion_ids):
@@ -223,6 +221,13 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
 
     def __iter__(self) -> Iterator[Turn]:
         return map(self._turn, self.answers)
+
+
+def check_lengths(ids: Sequence[int], logprobs: Sequence[float | None], versions: list[VersionSpan]) -> None:
+    """Raises ValueError unless all three are about the same number of tokens."""
+    lengths = {len(ids), len(logprobs), sum(span.num_tokens for span in versions)}
+    if len(lengths) != 1:
+        raise ValueError(f"an answer's tokens, logprobs and policy versions differ in number: {sorted(lengths)}")
 
 
 def answer_digest(prompt_ids: Sequence[int], completion_ids: Sequence[int], logprobs: Sequence[float]) -> str:

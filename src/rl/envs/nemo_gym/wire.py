@@ -110,18 +110,18 @@ def to_turns(items: Iterable[dict[str, Any]], version: int, exact: dict[str, lis
         if not item.get("generation_token_ids"):
             continue
         prompt_ids, completion_ids, logprobs = (item.get(key) or [] for key in TOKEN_KEYS)
-        if not prompt_ids or len(logprobs) != len(completion_ids):
-            counts = f"{len(prompt_ids)} prompt ids, {len(completion_ids)} sampled ids and {len(logprobs)} logprobs"
-            raise RolloutError("inference", f"NeMo Gym returned an answer with {counts}")
-        turns.append(
-            Turn(
+        versions = exact.get(digest_of(item) or "") or [VersionSpan(version, len(completion_ids))]
+        try:
+            turn = Turn(
                 prompt_ids=prompt_ids,
                 completion_ids=completion_ids,
                 logprobs=logprobs,
-                policy_versions=exact.get(digest_of(item) or "") or [VersionSpan(version, len(completion_ids))],
+                policy_versions=versions,
                 finish_reason="stop",
             )
-        )
+        except ValueError as error:
+            raise RolloutError("inference", f"NeMo Gym returned a wrong answer: {error}") from error
+        turns.append(turn)
     return turns
 
 

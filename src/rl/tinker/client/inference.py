@@ -190,9 +190,12 @@ def sampling_params(sampling: Sampling) -> tinker.SamplingParams:
 
 
 def generation(sampled: tinker.SampledSequence, version: int) -> Generation:
-    """Returns a sampled sequence as an answer."""
+    """Returns a sampled sequence as an answer. Raises RunError for one that is none."""
     logprobs: list[float | None] = [*(sampled.logprobs or ())]
-    return Generation(sampled.tokens, logprobs, [VersionSpan(version, len(sampled.tokens))], sampled.stop_reason)
+    try:
+        return Generation(sampled.tokens, logprobs, [VersionSpan(version, len(sampled.tokens))], sampled.stop_reason)
+    except ValueError as error:
+        raise RunError(f"the service's answer cannot be trained: {error}") from error
 
 
 class Api:
