@@ -182,6 +182,7 @@ class Status:
         self.current = RoleStatus(
             process=process, started=time.time(), pid=os.getpid(), host=socket.gethostname(), place=pid_scope(), start_ticks=own_start()
         )
+        self.written = self.current
         self.stopped, self.writing, self.changing = threading.Event(), threading.Lock(), threading.Lock()
         self.progress, self.progressed = 0, (0, time.time())
         """The current count; and (count, time) when it was last seen to grow."""
@@ -195,13 +196,17 @@ class Status:
 
     def enter(self, phase: Phase, step: int | None = None, detail: str = "", **fields: Any) -> None:
         """Sets and writes what the process does or waits for. Other fields, such as `address`, keep their values until set again."""
+        self.show(phase, step, detail, **fields)
+        self._write()
+
+    def show(self, phase: Phase, step: int | None = None, detail: str = "", **fields: Any) -> None:
+        """As `enter`, for an event loop, which does not wait for the disk: the heartbeat's thread writes it."""
         with self.changing:
             if (phase, step) != (self.current.phase, self.current.step):
                 fields["since"] = time.time()
                 self._note_phase()
             now = {"phase": phase, "step": step, "waiting_for": phase.waits_for, "detail": detail}
             self.current = msgspec.structs.replace(self.current, **now, **fields)
-        self._write()
 
     def warn(self, warning: RunWarning) -> None:
         """Publishes a warning for `rl` to print. Repetitions are dropped: the same kind about an environment, or the same text."""
@@ -248,15 +253,16 @@ class Status:
     def _note_phase(self) -> None:
         """Records the span of the phase that ends, unless this machine was declared lost."""
         before, self.entered = self.entered, time.monotonic()
-        if self.current.phase and not self._is_fenced():
+        if self.current.phase and not self.fenced:
             spans.note(self.current.phase.value, before, self.entered, PHASE_LANE, self.current.step)
 
     def _beat(self) -> None:
         for count in itertools.count(1):
             if self.stopped.wait(HEARTBEAT_S / spans.FLUSHES) or self._is_fenced():
                 return
-            if count % spans.FLUSHES == 0:
+            if count % spans.FLUSHES == 0 or self.current is not self.written:
                 self._write()
+            if count % spans.FLUSHES == 0:
                 spans.gauges(progress=self.progress, **self.gauges)
             spans.flush()
 
@@ -265,11 +271,11 @@ class Status:
         with self.writing, contextlib.suppress(OSError):
             if self.stopped.is_set() or self._is_fenced():
                 return
-            now = time.time()
+            now, self.written = time.time(), self.current
             if self.progress != self.progressed[0]:
                 self.progressed = (self.progress, now)
             counted = {"progress": self.progress, "progressed": self.progressed[1], "heartbeat": now}
-            write_status(self.path, msgspec.structs.replace(self.current, **counted, **self.gauges))
+            write_status(self.path, msgspec.structs.replace(self.written, **counted, **self.gauges))
 
 
 def reachable(host: str) -> str:
