@@ -702,3 +702,11 @@ def test_wire_form_of_every_kind_of_message():
         assert message == {"role": "assistant", "content": "", "tool_calls": [wired]}
     assert chat_message(vf.TextMessage(content="t")) == {"role": "user", "content": "t"}
     assert error_text(vf.ModelError()) == "ModelError"
+
+
+def test_a_version_without_what_the_adapter_needs_is_refused(monkeypatch):
+    """Regression: the first task of a group of environments failed, or the end of the worker."""
+    monkeypatch.delitem(sys.modules, "rl.envs.classic.environment")
+    monkeypatch.delattr(vf.EnvGroup, "_route_child_input")
+    with pytest.raises(RunError, match=r"is classic, which needs verifiers>=.*has no attribute '_route_child_input'"):
+        load(EnvSpec(name="x", id="sum-classic", kind="classic"), StubPolicy())
