@@ -182,7 +182,6 @@ class Status:
         self.current = RoleStatus(
             process=process, started=time.time(), pid=os.getpid(), host=socket.gethostname(), place=pid_scope(), start_ticks=own_start()
         )
-        self.written = self.current
         self.stopped, self.writing, self.changing = threading.Event(), threading.Lock(), threading.Lock()
         self.progress, self.progressed = 0, (0, time.time())
         """The current count; and (count, time) when it was last seen to grow."""
@@ -260,9 +259,8 @@ class Status:
         for count in itertools.count(1):
             if self.stopped.wait(HEARTBEAT_S / spans.FLUSHES) or self._is_fenced():
                 return
-            if count % spans.FLUSHES == 0 or self.current is not self.written:
-                self._write()
             if count % spans.FLUSHES == 0:
+                self._write()
                 spans.gauges(progress=self.progress, **self.gauges)
             spans.flush()
 
@@ -271,11 +269,11 @@ class Status:
         with self.writing, contextlib.suppress(OSError):
             if self.stopped.is_set() or self._is_fenced():
                 return
-            now, self.written = time.time(), self.current
+            now = time.time()
             if self.progress != self.progressed[0]:
                 self.progressed = (self.progress, now)
             counted = {"progress": self.progress, "progressed": self.progressed[1], "heartbeat": now}
-            write_status(self.path, msgspec.structs.replace(self.written, **counted, **self.gauges))
+            write_status(self.path, msgspec.structs.replace(self.current, **counted, **self.gauges))
 
 
 def reachable(host: str) -> str:
