@@ -288,7 +288,7 @@ def test_replies_without_tokens(tmp_path):
     uneven = says("5", prompt_token_ids=[1], generation_token_ids=[2, 3], generation_log_probs=[-0.5])
     fails(
         "inference",
-        r"a wrong answer: an answer's tokens, logprobs and policy versions differ in number: \[1, 2\]",
+        r"model server: an answer's tokens, logprobs and policy versions differ in number: \[1, 2\]",
         tmp_path,
         NemoGym(lambda *_: reply(uneven)),
     )
