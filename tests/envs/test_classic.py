@@ -497,7 +497,9 @@ def test_a_swallowed_policy_failure_is_still_one(error):
 def test_only_steps_of_the_trajectory_are_turns():
     class Asks(vf.MultiTurnEnv):
         async def env_response(self, messages, state, **kwargs):
-            hint = await self.get_model_response(state, [vf.UserMessage(content="a hint?")], sampling_args={"max_tokens": 3})
+            hint = await self.get_model_response(
+                state, [vf.UserMessage(content="a hint?")], sampling_args={"max_completion_tokens": None, "max_tokens": 3}
+            )
             return [vf.UserMessage(content=hint.message.content)]
 
     policy = StubPolicy(lambda prompt: "hinted" if "hint" in prompt else "0")

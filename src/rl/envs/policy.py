@@ -7,6 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from rl.config.run import RendererConfig
 from rl.models.chat import Answer, Message, RendererError, Tool, assistant_message
 from rl.models.renderer import load_renderer
@@ -136,8 +138,9 @@ class Conversation:
         """The policy's answer to a chat. Raises the errors of `Policy.sample`, and RolloutError for an invalid chat."""
         tools, compared = tools or None, [comparable(message) for message in messages]
         try:
+            msgspec.json.encode(messages)  # half of a surrogate pair has no tokens
             before, ids = self._prompt(messages, compared, tools)
-        except RendererError as error:  # this model's template cannot render the environment's messages or tools
+        except (RendererError, UnicodeError) as error:  # this model cannot read the environment's messages or tools
             raise RolloutError("environment", str(error)) from error
         turn = await self.sample(ids, overrides)
         answer = self.policy.renderer.parse(turn.completion_ids, tools, ids)
