@@ -382,6 +382,15 @@ def test_a_version_that_we_have_not_tested_is_played_and_told(monkeypatch):
         adapters.load(EnvSpec(name="x", id="v1-echo", kind="v1"), StubPolicy())
 
 
+def test_a_version_that_makes_its_clients_elsewhere_is_refused(monkeypatch):
+    """Regression: the name was set beside what verifiers uses, and every rollout failed."""
+    for module in ("client", "environment"):
+        monkeypatch.delitem(sys.modules, f"rl.envs.v1.{module}")
+    monkeypatch.delattr("verifiers.v1.interception.server.resolve_client")
+    with pytest.raises(RunError, match=r"which needs verifiers>=.*has no attribute 'resolve_client'"):
+        adapters.load(EnvSpec(name="x", id="v1-echo", kind="v1"), StubPolicy())
+
+
 def test_other_dialects_are_refused():
     [[rollout]] = play(load("v1-program", args={"agent": {"harness": {"route": "/messages", "stream": False}}}))
     assert rollout.cause == "environment" and "the policy answers chat completions only" in rollout.error

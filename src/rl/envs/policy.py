@@ -7,6 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from rl.config.run import RendererConfig
 from rl.models.chat import Answer, Message, RendererError, Tool, assistant_message
 from rl.models.renderer import load_renderer
@@ -75,17 +77,17 @@ class Policy:
         sampling["stop_token_ids"] = self.renderer.stop_token_ids
         try:
             answer = await self.servers.generate(session, prompt_ids, sampling)
+            return Turn(
+                prompt_ids=prompt_ids,
+                completion_ids=answer.token_ids,
+                logprobs=answer.logprobs,
+                policy_versions=answer.policy_versions,
+                finish_reason=answer.finish_reason,
+                routes=answer.routes,
+                routes_from=sampling.get("routes_from", 0),
+            )
         except (InferenceLostError, ValueError) as error:
             raise RolloutError("inference", str(error)) from error
-        return Turn(
-            prompt_ids=prompt_ids,
-            completion_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-            policy_versions=answer.policy_versions,
-            finish_reason=answer.finish_reason,
-            routes=answer.routes,
-            routes_from=sampling.get("routes_from", 0),
-        )
 
 
 @dataclass
@@ -136,8 +138,9 @@ class Conversation:
         """The policy's answer to a chat. Raises the errors of `Policy.sample`, and RolloutError for an invalid chat."""
         tools, compared = tools or None, [comparable(message) for message in messages]
         try:
+            msgspec.json.encode(messages)  # half of a surrogate pair has no tokens
             before, ids = self._prompt(messages, compared, tools)
-        except RendererError as error:  # this model's template cannot render the environment's messages or tools
+        except (RendererError, UnicodeError) as error:  # this model cannot read the environment's messages or tools
             raise RolloutError("environment", str(error)) from error
         turn = await self.sample(ids, overrides)
         answer = self.policy.renderer.parse(turn.completion_ids, tools, ids)

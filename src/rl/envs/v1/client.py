@@ -10,7 +10,7 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import PrivateAttr
 from verifiers.v1 import errors
-from verifiers.v1.clients.client import RelayReply, resolve_client
+from verifiers.v1.clients.client import RelayReply
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire, parse_message
 from verifiers.v1.graph import PendingTurn
@@ -52,7 +52,7 @@ class ActiveTrace:
         assert self.conversation
         # In verifiers' own form, where tool results name their tool: a resumed conversation has that form, and must match the one before.
         messages = [message_to_wire(message) for message in asked]
-        overrides = body | {"max_tokens": body.get("max_tokens") or body.get("max_completion_tokens")}
+        overrides = body | {"max_tokens": body.get("max_completion_tokens") or body.get("max_tokens")}
         try:
             answered = await self.conversation.answer(messages, body.get("tools"), overrides)
         except PromptTooLongError as error:
@@ -131,7 +131,8 @@ class PolicyClientConfig(vf.EvalClientConfig):
 
 
 # The interception server creates its clients by this name, from configs of two known kinds. Any other hook that also serves harnesses
-# running as programs would mean replacing the server.
+# running as programs would mean replacing the server. A version without this name does not load.
+resolve_client = interception.resolve_client
 interception.resolve_client = lambda config: config.client if isinstance(config, PolicyClientConfig) else resolve_client(config)
 
 
