@@ -242,9 +242,12 @@ def test_a_server_that_does_not_come_up_in_time(rl):
 
 
 def test_a_trial_ends_with_a_verdict(rl):
-    code, out, err = rl("--quick")
+    """Its weights stay; its checkpoints, of 2 GiB each for a small model, do not."""
+    save = "(root / 'weights/000002').mkdir(parents=True)\n(root / 'checkpoints/000002').mkdir(parents=True)\n"
+    code, out, err = rl("--quick", trainer=SCRIPTS["trainer"] + save)
     assert (code, err) == (0, "")
     root = rl.root.with_name("r-quick")
+    assert (root / "weights/000002").is_dir() and not (root / "checkpoints").exists()
     assert out.splitlines()[-1] == f"verdict   trained 2 steps; e: all rewards 1: something to learn in 1 of 1 groups; see {root}/rollouts"
 
 

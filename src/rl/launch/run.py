@@ -348,5 +348,6 @@ def launch(
     code = run(prepared, placement, children, again, "view" in line.switches)
     prepared.lease.close()
     if code == 0 and "quick" in line.switches:
+        shutil.rmtree(prepared.run_dir.checkpoints, ignore_errors=True)  # three times the model, of no use to anybody
         print(f"verdict   {reward_summary(read_state(prepared.run_dir, config))}", flush=True)
     return code
