@@ -495,16 +495,17 @@ def test_a_swallowed_policy_failure_is_still_one(error):
 
 
 def test_only_steps_of_the_trajectory_are_turns():
+    asked = {"max_completion_tokens": None, "max_tokens": 3, "temperature": 0.2}
+
     class Asks(vf.MultiTurnEnv):
         async def env_response(self, messages, state, **kwargs):
-            hint = await self.get_model_response(
-                state, [vf.UserMessage(content="a hint?")], sampling_args={"max_completion_tokens": None, "max_tokens": 3}
-            )
+            hint = await self.get_model_response(state, [vf.UserMessage(content="a hint?")], sampling_args=asked)
             return [vf.UserMessage(content=hint.message.content)]
 
     policy = StubPolicy(lambda prompt: "hinted" if "hint" in prompt else "0")
     rollout = only(played(made(lambda: Asks(dataset=rows(), rubric=rubric(), max_turns=2), policy=policy)))
     assert len(policy.servers.asked) == 3 and policy.servers.asked[1]["sampling"]["max_tokens"] == 3
+    assert policy.servers.asked[1]["sampling"]["temperature"] == 1.0 and rollout.metrics["forced_sampling"] == 1.0
     assert [text(turn.completion_ids) for turn in rollout.turns] == ["0\x03", "0\x03"] and "user: hin" in text(rollout.turns[1].prompt_ids)
 
 

@@ -83,7 +83,7 @@ def test_an_answer_that_cannot_be_a_turn_is_the_fault_of_inference(monkeypatch):
 def test_half_a_character_is_the_fault_of_the_environment():
     """Regression: the tokenizer's `TextEncodeInput must be Union` was blamed on inference."""
     messages = [{"role": "user", "content": "question"}, {"role": "tool", "tool_call_id": "a", "content": "\ud83d"}]
-    with pytest.raises(RolloutError, match="surrogates not allowed") as failed:
+    with pytest.raises(RolloutError, match="half of a character") as failed:
         asyncio.run(Conversation(StubPolicy(), 0, SAMPLING).answer(messages, None, {}))
     assert failed.value.cause == "environment"
 

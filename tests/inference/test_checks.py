@@ -24,7 +24,7 @@ from rl.inference.engine import CutOffError, VersionedEngine
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.main import newest_sound_version
 from rl.inference.routes import make_router
-from rl.inference.server import bind, vllm_arguments
+from rl.inference.server import vllm_arguments
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
 from rl.inference.worker import count_uncompiled
 from rl.run_dir.checksums import content_of
@@ -34,7 +34,7 @@ from rl.run_dir.files import temporary_name
 from rl.run_dir.over_network import OverNetwork
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import TensorEntry
-from rl.system.errors import LASTING, ConfigError, RunError
+from rl.system.errors import ConfigError, RunError
 from rl.wire.inference_client import LoadedVersion
 from rl.wire.messages import WeightVersion
 from tests import steady
@@ -96,11 +96,6 @@ def test_an_answer_that_vllm_cut_off_is_none(reason):
     engine = SimpleNamespace(sampling=nullcontext, ranks=SimpleNamespace(use=lambda _: nullcontext(0)), add_request=once)
     with pytest.raises(CutOffError, match="the server is stopping"):
         asyncio.run(VersionedEngine.sample(engine, [1], SamplingParams()))
-
-
-def test_a_wrong_host_is_not_blamed_on_the_port():
-    with pytest.raises(OSError, match=r"inference.host = 192.0.2.1: .*give an address of this machine"):
-        bind("192.0.2.1", 0)
 
 
 def test_engine_args_report_every_fault_with_its_remedy():
@@ -217,17 +212,6 @@ def test_speculative_decoding_on_a_cpu_draws_without_the_seed_and_says_so_once(c
         VersionedEngine.hand_over_seed(engine, params := SamplingParams(seed=3))
         assert params.seed is None and carried_seed(params) is None
     assert capsys.readouterr().err.count("no seeds with speculative decoding on a CPU") == 1
-
-
-def test_a_port_in_use_is_waited_for_and_then_said(monkeypatch):
-    monkeypatch.setattr("rl.inference.server.PORT_WAIT_S", 0.5)
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
-        port = taken.getsockname()[1]
-        began = time.monotonic()
-        with pytest.raises(OSError, match=f"inference.port = {port} on 127.0.0.1: Address already in use; choose another") as error:
-            bind("127.0.0.1", port)
-        assert error.value.errno in LASTING and 0.5 < time.monotonic() - began < 8
 
 
 def test_a_file_system_that_hangs_ends_the_server_instead_of_the_run(tmp_path):

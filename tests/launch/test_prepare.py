@@ -289,6 +289,23 @@ def test_what_may_change_is_recorded(place, key, value, old, new):
     assert from_toml(place.run_dir.config) == place.config(f"--{key}", value)
 
 
+def test_a_learning_rate_that_another_max_steps_changes_is_said_and_must_be_confirmed(place):
+    """Regression: it jumped from 2.5e-4 to 9e-4 in silence."""
+    linear = ("--trainer.optim.schedule", "linear", "--learning_rate", "1e-3")
+    place(*linear, "--max_steps", "4")
+    place.fill(4, (2, 4))
+    rates = "learning rate of step 4: 0.00025 before, 0.000925 with these settings, which go on from there"
+    refused = f"max_steps: 4 -> 40: {rates}. To accept that, name the step: --resume 4"
+    assert place.fails(*linear, "--max_steps", "40", resume=-1) == refused
+    assert from_toml(place.run_dir.config).max_steps == 4 and place.run_dir.newest_batch() == 4
+    assert place(*linear, "--max_steps", "40", resume=4).notes[1:] == [rates, "changed: max_steps: 4 -> 40"]
+    assert len(place(*linear, "--max_steps", "40", resume=-1).notes) == 1  # it is the run's own from then on
+    linear += ("--trainer.optim.warmup_steps", "9")
+    place(*linear, "--max_steps", "40", clean=True)
+    place.fill(4, (4,))
+    assert place(*linear, "--max_steps", "20", resume=-1).notes[1:] == ["changed: max_steps: 40 -> 20"]  # a warm-up goes on as before
+
+
 @pytest.mark.parametrize(
     "args",
     [

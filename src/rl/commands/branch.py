@@ -18,7 +18,7 @@ from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch import devices
 from rl.launch.children import Children
-from rl.launch.prepare import REMEDY, clean_run, delete_weights, is_run_or_free, moved, ranges
+from rl.launch.prepare import REMEDY, clean_run, delete_weights, is_run_or_free, moved, new_rate, ranges
 from rl.orchestrator.batches.batch_selection import decode_state
 from rl.orchestrator.batches.early_stop import RewardHistory
 from rl.orchestrator.tasks.task_source import TaskState
@@ -93,7 +93,8 @@ def main(args: list[str], children: Children) -> int:
         config = devices.implied_again(config, stored, machine())
         config = devices.write_into(config, devices.split(config, machine()))
     make(config, parent, Origin(str(root), step, round(time.time(), 3), changes), clean="clean" in line.switches)
-    print("\n".join([f"{config.run_dir.root}: branch of {root} at step {step}", *(f"  {change}" for change in changes)]), flush=True)
+    said = [*changes, *filter(None, [new_rate(stored, config, step)])]
+    print("\n".join([f"{config.run_dir.root}: branch of {root} at step {step}", *(f"  {line}" for line in said)]), flush=True)
     again = f"rl @ {shlex.quote(str(config.run_dir.config))} --resume"
     return start(config, CommandLine(resume=-1), children, again)
 

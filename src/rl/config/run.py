@@ -182,10 +182,10 @@ class RLConfig(Settings):
         """Whether a service trains and samples, and this machine only plays."""
         return self.trainer.backend == "tinker"
 
-    @property
-    def truncates(self) -> bool:
+    def truncates(self, vocab_size: int) -> bool:
         """Whether inference samples from a truncated distribution, so that its log-probabilities differ from the trainer's."""
-        return any(TRUNCATIONS.keys() & self.sampling_of(env).keys() for env in self.orchestrator.environment)
+        settings = [item for env in self.orchestrator.environment for item in self.sampling_of(env).items()]
+        return any(key in TRUNCATIONS and (key != "top_k" or value < vocab_size) for key, value in settings)
 
 
 SECTIONS = ("trainer", "orchestrator", "inference", "tinker", "sft", "recorded", "serve")

@@ -1,14 +1,12 @@
 """vLLM's OpenAI server with our engine and our routes, in this process and one engine process."""
 
 import asyncio
-import errno
 import importlib
 import os
 import secrets
 import signal
 import socket
 import sys
-import time
 from argparse import Namespace
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,8 +32,6 @@ CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 32
 """Number of sequences that the KV cache on the CPU is sized for (further requests are queued), and of tokens per block. Only whole blocks
 are shared: with vLLM's 128, each rollout of a group would compute a short prompt again, and 64 answers took 4.6 s instead of 3.2."""
 
-PORT_WAIT_S = 10.0
-"""Wait for a port that a predecessor, or a child of one, has not yet released."""
 SHUTDOWN_S = 2.0
 """Wait for vLLM's app to end by itself."""
 
@@ -76,25 +72,6 @@ def cpu_defaults(engine_args: dict[str, Any]) -> dict[str, Any]:
     if all(value == 1 for key, value in engine_args.items() if key.replace("-", "_") in parallel):
         defaults["distributed_executor_backend"] = "uni"
     return defaults
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free port. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    deadline = time.monotonic() + PORT_WAIT_S
-    while True:
-        try:
-            sock.bind((host, port))
-            return sock
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                text = f"inference.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one"
-                if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-                    text = f"inference.host = {host}: {error.strerror}; give an address of this machine, or 0.0.0.0 for all of them"
-                raise OSError(error.errno, text) from None
-            time.sleep(0.2)
 
 
 def cpu_kv_cache_bytes(config: Any) -> int:

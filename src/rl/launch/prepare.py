@@ -265,8 +265,11 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
     if (reached := newest if step < 0 else min(newest, step)) > config.max_steps and not (config.sft and config.sft.epochs):
         back = f", or go back with --resume {config.max_steps}" if step < 0 else ""
         raise RunError(f"max_steps = {config.max_steps}: {run_dir.root} already has {reached} steps; give at least that{back}")
+    rates = new_rate(stored, config, reached)
+    if rates and step < 0:
+        raise RunError(f"max_steps: {stored.max_steps} -> {config.max_steps}: {rates}. To accept that, name the step: --resume {newest}")
     bring_weights(stored, config)
-    changes, notes = changed_keys(stored, config), []
+    changes, notes = changed_keys(stored, config), [rates] * bool(rates)
     if step >= 0:
         notes += cut_to(run_dir, step, logged=config.sft is None)
     notes += [f"repaired: {remark}" for remark in repair(run_dir, thorough=False, logged=config.sft is None)]
@@ -281,6 +284,14 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
         append_file(run_dir.changes, "".join(json.dumps(line, default=str) + "\n" for line in lines).encode())
     batch = "" if config.sft else f", newest batch {run_dir.newest_batch() or 'none'}"
     return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}{batch}", *notes]
+
+
+def new_rate(stored: RLConfig, config: RLConfig, step: int) -> str:
+    """Returns the learning rates of a step by the stored and by the new settings; empty if they are equal, so that the rate goes on."""
+    old, new = (one.trainer.optim.lr_at(max(step, 1), one.max_steps) for one in (stored, config))
+    if old == new or (config.sft and config.sft.epochs):  # epochs end the schedule, not max_steps
+        return ""
+    return f"learning rate of step {step}: {old:.3g} before, {new:.3g} with these settings, which go on from there"
 
 
 def bring_weights(stored: RLConfig, config: RLConfig) -> None:

@@ -286,6 +286,8 @@ def metrics_of(play: Play, scoring: Scoring) -> dict[str, float]:
         metrics[f"{member}reward"] = float(play.state["reward"])
     if play.client and play.client.offered_tools:
         metrics[f"{member}bad_tool_calls"] = float(play.client.bad_tool_calls)
+    if play.client and (forced := sum(chat.forced for chat in play.client.conversations.values())):
+        metrics[f"{member}forced_sampling"] = float(forced)
     return metrics
 
 

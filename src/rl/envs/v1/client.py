@@ -1,8 +1,6 @@
 """Connects verifiers v1 to the policy: its interception server gets a client that answers in this process, and each trace in play has
 one conversation with the policy."""
 
-import time
-import uuid
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +15,8 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
 from verifiers.v1.types import Response, TurnTokens, Usage
 
-from rl.envs.policy import Conversation, RolloutError
-from rl.models.chat import Answer, assistant_message
+from rl.envs.policy import Conversation, RolloutError, chat_completion
+from rl.models.chat import Answer
 from rl.wire.inference_client import PromptTooLongError
 from rl.wire.rollouts import Cause, Turn
 from rl.wire.turns import Turns
@@ -138,21 +136,15 @@ interception.resolve_client = lambda config: config.client if isinstance(config,
 
 def response(turn: Turn, answer: Answer, model: str) -> Response:
     """An answer as verifiers records it, and in `raw` as a chat completion of OpenAI's API, for the harness."""
-    finish = "length" if turn.finish_reason == "length" else "tool_calls" if answer.tool_calls else "stop"
-    num_prompt, num_new = len(turn.prompt_ids), len(turn.completion_ids)
-    message = assistant_message(answer)
-    about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-    raw = {
-        **about,
-        "object": "chat.completion",
-        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
-        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
-    }
+    raw = chat_completion(turn, answer, model)
+    choice = raw["choices"][0]
     return Response(
-        **about,
-        message=parse_message(message),
-        finish_reason=finish,
-        usage=Usage(prompt_tokens=num_prompt, completion_tokens=num_new),
+        id=raw["id"],
+        created=raw["created"],
+        model=model,
+        message=parse_message(choice["message"]),
+        finish_reason=choice["finish_reason"],
+        usage=Usage(prompt_tokens=len(turn.prompt_ids), completion_tokens=len(turn.completion_ids)),
         # Without spans of the messages, the graph puts a turn's new ids into one node, which is right for tasks that read a branch's ids.
         tokens=TurnTokens(prompt_ids=turn.prompt_ids, completion_ids=turn.completion_ids, completion_logprobs=turn.logprobs),
         raw=raw,

@@ -26,6 +26,7 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, RunWarning, Status
 from rl.system.errors import RunError
+from rl.system.linux import bind
 from rl.tinker.client.places import sound_version
 from rl.tinker.client.service import ERRORS, answered, asking, base_model, is_refusal, main, url_of, wait_for_service
 from rl.wire import serving
@@ -264,11 +265,7 @@ async def serve(config: RLConfig, status: Status, sock: socket.socket) -> None:
 
 def run(config: RLConfig, status: Status) -> None:
     settings = config.inference
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        sock = socket.create_server((settings.host, settings.port), family=family)
-    except OSError as error:
-        raise OSError(error.errno, f"inference.port = {settings.port} on {settings.host}: {error.strerror}; choose another") from None
+    sock = bind(settings.host, settings.port, "inference.port")
     wait_for_service(config, config.tinker.answer_timeout_s, lambda what: status.enter(Phase.WAITING_FOR_SERVICE, detail=what))
     asyncio.run(serve(config, status, sock))
 
