@@ -81,7 +81,7 @@ class SamplingOverrides(Settings):
     min_p: float | None = Field(None, ge=0, le=1)
     """Lowest probability of a sampled token, relative to the likeliest one, 0 for none; affects ratios like top_p."""
     stop: Annotated[list[str] | None, ONE_OR_MORE] = None
-    """Strings that end a turn."""
+    """Strings that end a turn. They are trained, and left out of the content of an answer."""
 
 
 class SamplingConfig(SamplingOverrides):
