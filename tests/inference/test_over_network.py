@@ -57,7 +57,7 @@ def announced(registered: Registered) -> OverNetwork:
     return found
 
 
-def test_a_view_reads_its_bytes_and_the_content_is_that_of_the_digests(registered):
+def test_a_view_reads_its_bytes_and_the_content_is_that_of_the_digests(registered, tmp_path):
     memory = announced(registered)
     weights = NetworkWeights(memory)
     tensors = dict(weights)
@@ -68,12 +68,12 @@ def test_a_view_reads_its_bytes_and_the_content_is_that_of_the_digests(registere
     assert weights.bytes_read - before == MATRIX.nbytes // 4
     weights.confirm()
     expected = content_of({name: digest(good.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, good in GOOD.items()})
-    check_content(memory, weights.tensors, False, expected)
+    check_content(memory, tmp_path, weights.tensors, False, expected)
     for other in ("0" * 32, ""):
         with pytest.raises(RunError, match="does not match its digests"):
-            check_content(memory, weights.tensors, False, other)
+            check_content(memory, tmp_path, weights.tensors, False, other)
     with pytest.raises(RunError, match="does not fit the served model: other is missing"):
-        check_content(memory, weights.tensors | {"other": weights.tensors["none"]}, False, expected)
+        check_content(memory, tmp_path, weights.tensors | {"other": weights.tensors["none"]}, False, expected)
     with pytest.raises(RunError, match="no rank of the trainer has byte"):
         weights.reader.read([MATRIX.nbytes + 10], 64, memoryview(bytearray(64)))
     with pytest.raises(RunError, match=r"processes of its own host alone.*UCX_NET_DEVICES"):

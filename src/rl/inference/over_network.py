@@ -170,11 +170,11 @@ class NetworkWeights(Weights):
         return content_of(digests)
 
 
-def check_content(version: OverNetwork, expected: Tensors, tied: bool, content: str) -> None:
-    """Reads all of a version. Raises RunError if it cannot be read, does not fit the served model, or does not have the content_id
-    `content`, which is empty if it is not known."""
+def check_content(version: OverNetwork, base: Path, expected: Tensors, tied: bool, content: str) -> None:
+    """Reads all of a version. Raises RunError if it cannot be read, does not fit the served model (see check_weights), or does not have the
+    content_id `content`, which is empty if it is not known."""
     weights = NetworkWeights(version)
-    check_weights(Path("the version in the trainer's memory"), expected, tied, weights.tensors)
+    check_weights(Path("the version in the trainer's memory"), base, expected, tied, weights.tensors)
     found = weights.content()
     weights.confirm()
     if found != content:

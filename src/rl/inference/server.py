@@ -18,6 +18,7 @@ from rl.config.trainer import EXPERTS
 from rl.inference import engine_process
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.weight_files import read_tensors
+from rl.models.folder import read_json
 from rl.run_dir.access_token import is_loopback
 from rl.run_dir.deltas import Mirror
 from rl.run_dir.status import Phase, Status, reachable
@@ -257,14 +258,18 @@ async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") 
     return death.result() if death.done() else "the HTTP server has ended"
 
 
-def adapter_arguments(config: RLConfig, on_cpu: bool) -> dict[str, Any]:
+def adapter_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> dict[str, Any]:
     """vLLM's arguments for adapters beside the model; empty if adapters are merged or the run has none. Raises ConfigError."""
     lora, way = config.trainer.lora, config.inference.adapters
-    experts = lora is not None and EXPERTS in lora.targets
-    if lora is None or way == "merge" or (way == "auto" and (on_cpu or experts)):
+    if lora is None:
         return {}
-    if experts:
-        raise ConfigError("inference.adapters = hot: vLLM is not known to serve adapters of experts; set it to merge")
+    unfit = "experts" if EXPERTS in lora.targets else ""
+    if "text_config" in read_json(Path(model_path) / "config.json"):
+        unfit = "a model that sees images"  # whose layers vLLM names otherwise: it would serve the model alone, in silence
+    if way == "merge" or (way == "auto" and (on_cpu or unfit)):
+        return {}
+    if unfit:
+        raise ConfigError(f"inference.adapters = hot: vLLM is not known to serve adapters of {unfit}; set it to merge")
     from vllm.config.lora import MaxLoRARanks  # those that it has buffers for
 
     ranks = get_args(MaxLoRARanks)
@@ -289,6 +294,7 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rl.inference.worker.WeightLoader",
         "generation_config": "vllm",
+        "language_model_only": True,
         "disable_log_stats": True,
     }
     if config.trainer.router_replay == "engine":
@@ -297,7 +303,7 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the only one that gives routes
         ours["enable_return_routed_experts"] = True
     given = resolve(settings.vllm, "inference.vllm")
-    return parse_engine_args(given, ours | adapter_arguments(config, on_cpu) | (cpu_defaults(given) if on_cpu else {}))
+    return parse_engine_args(given, ours | adapter_arguments(config, model_path, on_cpu) | (cpu_defaults(given) if on_cpu else {}))
 
 
 def serve(config: RLConfig, model_path: str, served: Served, on_cpu: bool) -> int:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl.config.run import ModelConfig
@@ -24,7 +24,7 @@ from rl.trainer.model import lora
 from rl.trainer.store import layout, versions
 from rl.trainer.store.image import image_of
 from rl.trainer.store.ranks import Ranks
-from tests.families import CONFIGS
+from tests.families import CONFIGS, make_seeing_model
 from tests.ports import free_ports
 from tests.trainer.parallel.test_experts import MODELS as WITH_EXPERTS
 from tests.trainer.parallel.test_sharding import run_ranks
@@ -240,18 +240,7 @@ def test_weights_are_cast_before_they_leave_a_gpu():
 
 
 def test_a_model_that_sees_images_is_published_as_the_text_model_that_was_trained(tmp_path):
-    config = AutoConfig.for_model("qwen3_5")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    sizes |= {"head_dim": 16, "vocab_size": 64, "layer_types": ["full_attention", "linear_attention"]}
-    sizes |= {
-        f"linear_{name}": 2 if "num" in name else 16 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-    }
-    for name, value in sizes.items():
-        setattr(config.text_config, name, value)
-    for name, value in {"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}.items():
-        setattr(config.vision_config, name, value)
-    base, folder = tmp_path / "base", tmp_path / "version"
-    AutoModelForImageTextToText.from_config(config).save_pretrained(base)
+    base, folder = make_seeing_model(tmp_path / "base"), tmp_path / "version"
     model = AutoModelForCausalLM.from_pretrained(base)
     versions.snapshot(model, base, torch.float32, {}).write(folder)
     written = json.loads((folder / "config.json").read_text())

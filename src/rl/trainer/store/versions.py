@@ -198,10 +198,15 @@ def write_config(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.
     """Writes the base model's config with the dtype of the weights. Of a model that sees images but is trained as text only, it is the
     config of the text model: the files have nothing else."""
     config = json.loads((base / "config.json").read_text())
+    name = type(model).__name__.removeprefix("FSDP")  # of a sharded model's class
     if config.get("model_type") != model.config.model_type:
-        config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        config = model.config.to_diff_dict() | {"architectures": [name]}
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        # Files with another head beside a config that ties it are read as two matrices by transformers and vLLM, as one by others.
+        for part in (config, config.get("text_config", {})):
+            part["tie_word_embeddings"] = False
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    config.setdefault("architectures", [type(model).__name__])
+    config.setdefault("architectures", [name])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
