@@ -116,8 +116,10 @@ def test_every_rank_says_how_the_nodes_differ(results):
 
 
 def test_experts_that_a_rank_does_not_use_keep_their_own_gradient(results):
-    """Ranks added the gradients that they had in turn: rank 0's of the first expert to rank 1's of the second, without an error."""
-    assert [json.loads((results / f"experts-{rank}.json").read_text()) for rank in range(2)] == [[1.0, 3.0, 2.0]] * 2
+    """Ranks added the gradients that they had in turn: rank 0's of the first expert to rank 1's of the second, without an error. What no
+    rank uses has none, as on one rank: of zeros, AdamW would decay it, and go on with its momentum."""
+    steps = [[1.0, 3.0, 2.0, None, None], [3.0, None, None, None, None]]
+    assert [json.loads((results / f"experts-{rank}.json").read_text()) for rank in range(2)] == [steps] * 2
 
 
 def test_a_row_is_divided_into_parts_of_equal_cost():

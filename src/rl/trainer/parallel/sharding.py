@@ -18,11 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import PreTrainedModel
 
 from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.parallel.experts import experts_of, shard_of
 from rl.trainer.parallel.world import World
+
+REACHED = "_is_reached"
+"""The attribute of a weight that a backward pass has reached since the last optimizer step."""
 
 
 def shard_model(model: PreTrainedModel, dtype: torch.dtype, world: World) -> None:
@@ -47,12 +51,33 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, world: World) -> Non
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     if world.size > 1:
         # A rank whose tokens pass by an expert has no gradient of it. Without zeros in its place, ranks would add different experts'.
-        model.set_reduce_scatter_unused_params(True)
+        model.set_reduce_scatter_unused_params(True)  # see drop_unreached
     for module in model.modules():
         if isinstance(module, FSDPModule) and world.size > 1:
             # Neither setting recurses, and the factor without the other setting needs nccl's PREMUL_SUM.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def note_reached(held: FSDPParam) -> Tensor:
+    """In place of FSDP's own: returns the gradient that a backward pass has given to a gathered weight, and notes at the weight that it has
+    one."""
+    setattr(held.sharded_param, REACHED, True)
+    return held._get_grad_inner_tensor(held.unsharded_param.grad)
+
+
+FSDPParam.unsharded_grad_data = property(note_reached)  # type: ignore[assignment]
+
+
+def drop_unreached(model: nn.Module, world: World) -> None:
+    """Removes the gradients of weights that no backward pass has reached on any rank, which are zeros in place of none (see `shard_model`):
+    the optimizer leaves these weights alone then, as it does on one rank. Every rank calls this."""
+    parameters = [*model.parameters()]
+    reached = torch.tensor([vars(parameter).pop(REACHED, False) for parameter in parameters], dtype=torch.int32, device=world.device)
+    world.reduce(reached, dist.ReduceOp.MAX)
+    for parameter, is_reached in zip(parameters, reached.tolist(), strict=True):
+        if not is_reached:
+            parameter.grad = None
 
 
 def untied_blocks(model: PreTrainedModel) -> list[nn.Module]:
