@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from rl.models.tiny import make_tiny_model
 from rl.trainer.parallel.sharding import parts_of_row, slots_of_row
 from tests.bounds import OPERATIONS, rounding
-from tests.families import SIZES
+from tests.families import CONFIGS, SIZES
 from tests.ports import free_ports
 from tests.trainer.layouts import LAYOUTS
+from tests.trainer.samples import with_float32
 from tests.zygote import trainer_zygote
 
 USUAL = {"initializer_range": 0.02}
@@ -29,6 +30,8 @@ MODELS: dict[str, dict[str, Any] | None] = {
         "model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    # routers and sinks in float32, which each rank holds whole
+    "mixed": USUAL | CONFIGS["gpt_oss"],
 }  # fmt: skip
 
 
@@ -52,6 +55,7 @@ def run_ranks(module: str, folder: Path, count: int) -> None:
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     models = {kind: str(make_tiny_model(folder / kind, config)) for kind, config in MODELS.items()}
+    with_float32(Path(models["mixed"]))
     (folder / "plan.json").write_text(json.dumps({"models": models, "ports": free_ports(len(LAYOUTS) + 4)}))
     run_ranks("tests.trainer.layouts", folder, 4)
     return folder
