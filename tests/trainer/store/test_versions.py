@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl.config.run import ModelConfig
-from rl.config.trainer import LoraConfig
+from rl.config.trainer import LoraConfig, TrainerConfig
 from rl.models.folder import resolve_model
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.checksums import DIGESTS, check_record, read_digests, verify_version
@@ -21,13 +21,17 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.safetensors import weights_files
 from rl.trainer import export
 from rl.trainer.model import lora
+from rl.trainer.model.dither import dither
+from rl.trainer.model.policy import load_policy, score
 from rl.trainer.store import layout, versions
 from rl.trainer.store.image import image_of
 from rl.trainer.store.ranks import Ranks
+from rl.wire.messages import TrainBatch
 from tests.families import CONFIGS, make_seeing_model
 from tests.ports import free_ports
 from tests.trainer.parallel.test_experts import MODELS as WITH_EXPERTS
 from tests.trainer.parallel.test_sharding import run_ranks
+from tests.trainer.samples import FLOAT32, make_batch, pack_alone, with_float32
 from tests.trainer.store.publishes import LAYOUTS
 
 RANKS = 4
@@ -102,6 +106,30 @@ def test_router_biases_are_published_and_exported_as_they_are_computed_with(tmp_
         tensors = load_file(path / "model.safetensors")
         assert tensors[name].equal(7 + 0.003 * torch.arange(len(bias))), path
         assert {tensor.dtype for key, tensor in tensors.items() if not key.endswith("bias")} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "falcon_h1"])
+def test_what_the_files_hold_in_float32_stays_so(family, world, tmp_path):
+    """Rounded, a router chose other experts: 0.3 nats between the base and the version that was published before any step."""
+    folder = with_float32(make_tiny_model(tmp_path / "model", CONFIGS[family]))
+    config, settings = ModelConfig(dtype="bfloat16"), TrainerConfig(attention="eager" if family == "gpt_oss" else "auto")
+    base, model = load_file(folder / "model.safetensors"), load_policy(str(folder), config, settings, world)
+    assert {str(tensor.dtype) for tensor in base.values()} == {"torch.float32", "torch.bfloat16"}
+    dither(model, seed=0)
+    versions.snapshot(model, folder, torch.bfloat16, {}).write(tmp_path / "000001")
+    export.export(export.Origin(folder, None, version=tmp_path / "000001"), tmp_path / "exported", False, "bfloat16")
+    for path in (tmp_path / "000001", tmp_path / "exported"):
+        tensors = load_file(path / "model.safetensors")
+        assert tensors.keys() == base.keys()
+        for name, tensor in base.items():
+            assert tensors[name].dtype == tensor.dtype and tensors[name].equal(tensor), name
+    (row,) = pack_alone(TrainBatch(step=1, samples=make_batch(1).samples[:1])).micro_batches
+    score(model, row, world).logprobs.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if FLOAT32.search(name)}
+    assert len(gradients) >= 4 and all(gradient is not None and gradient.norm() > 0 for gradient in gradients.values())
+    frozen = load_policy(str(folder), config, settings.model_copy(update={"lora": LoraConfig(targets=["q_proj"])}), world)
+    for name in gradients:
+        assert frozen.get_parameter(name).equal(base[name]), name
 
 
 def content(file: bytes) -> tuple[dict, bytes]:
