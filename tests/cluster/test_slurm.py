@@ -90,7 +90,7 @@ def test_scripts(tmp_path, monkeypatch):
         assert lines[1 : len(options) + 1] == [f"#SBATCH {option}" for option in options]
         assert lines[len(options) + 1 :][:3] == ["module load cuda", "export A='1 2'", f"cd '{tmp_path}/wörk'\"'\"'s #1' || exit 3"]
         assert f"over='{root}/status/nodes/over.json' most=7 job=" in script
-        assert f"exit 75' rl {sys.executable} -m rl.main node @ '{root}/config.toml' &\n" in script
+        assert f"exit 75' rl {sys.executable} -P -m rl.main node @ '{root}/config.toml' &\n" in script
         assert "srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none bash -c 'tries=0" in script
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert 'RL_NODE_INDEX="$SLURM_ARRAY_TASK_ID" RL_INDEX_OFFSET=2\n' in inference and "RL_INDEX_OFFSET" not in trainer

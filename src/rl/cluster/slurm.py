@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from rl.config.run import RLConfig
 from rl.launch.children import OF_AN_ATTEMPT, Children
 from rl.run_dir.nodes import Nodes
 from rl.run_dir.paths import RunDir
-from rl.system.children import Stopped
+from rl.system.children import PYTHON, Stopped
 from rl.system.errors import RunError
 from rl.system.terminal import say
 
@@ -208,7 +207,7 @@ def step(config: RLConfig) -> list[str]:
 
 def command(config: RLConfig) -> list[str]:
     """Returns the command of a machine."""
-    program = ["rl"] if cluster_of(config).slurm.container_image else [sys.executable, "-m", "rl.main"]
+    program = ["rl"] if cluster_of(config).slurm.container_image else [*PYTHON, "-m", "rl.main"]
     return [*program, "node", "@", str(config.run_dir.config)]
 
 
