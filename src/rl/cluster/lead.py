@@ -5,6 +5,7 @@ that train. Its trainer is the process that forms the world of all of them (clus
 import sys
 import time
 
+from rl.cluster.address import own_address
 from rl.cluster.world import world_end_s
 from rl.config.command_line import CommandLine, write_config
 from rl.config.plan import plan
@@ -23,7 +24,6 @@ from rl.system.errors import ConfigError, RunError
 
 TAKEN, UNFIT = 76, 77
 """Exit codes of a leader that finds another one; and of one whose machine lacks what it needs, before it has touched the run."""
-ALL_INTERFACES = "0.0.0.0"
 REPORT_S = 10.0
 """Seconds that the launcher of worlds has for its own end when those of all machines have ended."""
 TRY_S = 1.0
@@ -36,8 +36,9 @@ def with_open_hosts(config: RLConfig) -> RLConfig:
     if config.cluster:
         config.cluster.index = None  # all else is the same on all machines
     if not plan(config).is_one_machine:
+        everywhere = "::" if ":" in own_address() else "0.0.0.0"
         for section in (config.inference, config.orchestrator):
-            section.host = ALL_INTERFACES if is_loopback(section.host) else section.host
+            section.host = everywhere if is_loopback(section.host) else section.host
     return config
 
 
