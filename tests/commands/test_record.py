@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -177,7 +176,7 @@ def test_the_end_of_the_server_ends_a_call(recorder, tmp_path, monkeypatch):
     program.write_text(f"#!/bin/sh\necho {tmp_path / 'config.toml'}\nread line\necho out of memory\nexit 7\n")
     program.chmod(0o755)
     (tmp_path / "config.toml").write_text("")
-    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr("rl.commands.record.PYTHON", (str(program),))
     recorder.server = ServerProcess([])
     hangs = asyncio.Event()
     recorder.policy.servers.reply = lambda prompt: hangs.wait()

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import secrets
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Coroutine
@@ -27,6 +26,7 @@ from rl.models.folder import resolve_model
 from rl.orchestrator.workers.setups import policy_spec
 from rl.orchestrator.workers.validate_played import faults_of_turns
 from rl.run_dir.files import append_file
+from rl.system.children import PYTHON
 from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError
 from rl.wire.inference_client import PromptTooLongError
 from rl.wire.rollouts import Rollout, unfit
@@ -135,7 +135,7 @@ class ServerProcess:
     def __init__(self, args: list[str]):
         """Waits until it is ready. Raises RunError or ConfigError."""
         self.lines = deque[str](maxlen=LAST_LINES)
-        command = [sys.executable, "-m", "rl.commands.record_server", *args]
+        command = [*PYTHON, "-m", "rl.commands.record_server", *args]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(command, start_new_session=True, errors="replace", **pipes)
         with contextlib.ExitStack() as on_failure:

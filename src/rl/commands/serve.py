@@ -57,11 +57,11 @@ def main(args: list[str], children: Children) -> int:
     keeper = Keeper(config, run_dir, children, say)
     keeper.event("start", "rl", pid=os.getpid())
     try:
-        keeper.begin([Role("model", roles.command("model", run_dir, 1), dict(os.environ))])
+        keeper.begin([Role("model", roles.command("model", run_dir, 1), {})])
         while not keeper.finished:
             poll(keeper)
         inference = [role for role in roles.roles(config, run_dir, division) if role.serves]
-        trainer = Role(NAME, roles.command(NAME, run_dir, 1), {**os.environ, **division.trainer.env}, division.trainer.cores)
+        trainer = Role(NAME, roles.command(NAME, run_dir, 1), division.trainer.env, division.trainer.cores)
         say(f"starting {Path(config.model.name).name} (logs: {run_dir.logs})")
         keeper.begin([*inference, trainer])
         watch(keeper, run_dir)

@@ -251,7 +251,7 @@ def run(prepared: Prepared, placement: Placement, children: Children, again: str
         # Find or download the model before anything needs it, in a separate process, which may load torch and can be stopped.
         # The same for the data of supervised fine-tuning, so that its faults are reported before anything else starts.
         for name in roles.preparing(config):
-            watch.until_finished([Role(name, roles.command(name, prepared.run_dir, 1), roles.environment())])
+            watch.until_finished([Role(name, roles.command(name, prepared.run_dir, 1), {})])
         watch.tell_disk(config)
         if config.sft:
             watch.tell_data()
