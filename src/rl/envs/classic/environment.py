@@ -113,7 +113,7 @@ class ClassicEnvironment:
         for path, env in self.leaves.items():
             check_scorable(env, self.name)
             if not env.score_rollouts or (scored_by_verifiers(env.rubric) and not any(env.rubric._get_reward_weights())):
-                self.notice += f"{path} every reward is 0, as no function has a weight or score_rollouts is false. "
+                self.notice += f"every reward of {path or spec.name} is 0, as no function has a weight or score_rollouts is false. "
         base = next(base for base in type(self.env).__mro__ if base.__module__.startswith("verifiers."))
         self.kind = f"classic {base.__name__}"
         self._task = functools.lru_cache(CACHED_TASKS)(lambda split, index: self._routed(self.env, self.splits[split][index], ""))
