@@ -16,6 +16,7 @@ EXAMPLES = (
 )  # fmt: skip
 IN_A_HOME = (
     "envs/test_classic.py",
+    "envs/test_rewards.py",
     "envs/test_rows.py",
     "envs/test_v1.py",
     "envs/test_conversation.py",

@@ -127,8 +127,9 @@ def order(task: int = 0, num_episodes: int = 1, split: Any = "train", **sampling
     return PlayGroup(play_id=0, split=split, task=task, num_episodes=num_episodes, sampling=sampling, session=3)
 
 
-def played(env: Any, task: int = 0, num_episodes: int = 1, **sampling: Any) -> list[Any]:
-    """The rollouts of a group, as a worker has them played."""
+def played(env: Any, task: int = 0, num_episodes: int = 1, *, run: Any = steady.run, **sampling: Any) -> list[Any]:
+    """The rollouts of a group, as a worker has them played. What uses threads or processes needs `run = asyncio.run`: their waits would
+    never end by a clock that stands still."""
 
     async def play() -> list[Any]:
         given = order(task, num_episodes, **sampling)
@@ -139,4 +140,4 @@ def played(env: Any, task: int = 0, num_episodes: int = 1, **sampling: Any) -> l
             episodes = [episode for episodes in each for episode in episodes]
         return [rollout for episode in episodes for rollout in episode]
 
-    return steady.run(play())
+    return run(play())

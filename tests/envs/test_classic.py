@@ -350,7 +350,7 @@ def test_a_rubric_of_ones_own_is_checked_too():
 
     given = iter([(NAN, {}), (1.0, {"odd": None}), (None, {}), (1, {"infinite": NAN, "good": 2})])
     env = made(single(rubric=Own()))
-    assert "the rubric returned the reward nan, not a finite number" in only(played(env)).error
+    assert "the rubric returned nan as the reward, not a finite number" in only(played(env)).error
     for _ in range(2):  # verifiers cannot add these up
         rollout = only(played(env))
         assert rollout.cause == "reward" and "the rubric raised TypeError" in rollout.error

@@ -410,6 +410,16 @@ def test_a_version_that_makes_its_clients_elsewhere_is_refused(monkeypatch):
         adapters.load(EnvSpec(name="x", id="v1-echo", kind="v1"), StubPolicy())
 
 
+def test_tasks_without_a_reward_are_told(monkeypatch):
+    told = "every reward is 0, as its tasks have no @vf.reward and no judge with a weight. "
+    assert load("v1-echo", args={"task": {"rewards": {"right": {"weight": 0.0}}}}).notice == told
+    assert load("v1-duel", args={"taskset": {"task": {"rewards": {"length": {"weight": 0.0}}}}}).notice == ""  # its finalize records one
+    assert load("v1-echo").notice == load("v1-duel").notice == ""
+    monkeypatch.delattr("v1_echo.EchoTask.right")
+    env = load("v1-echo")
+    assert (env.notice, play(env)[0][0].reward) == (told, 0.0)
+
+
 def test_other_dialects_are_refused():
     [[rollout]] = play(load("v1-program", args={"agent": {"harness": {"route": "/messages", "stream": False}}}))
     assert rollout.cause == "environment" and "the policy answers chat completions only" in rollout.error

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rl.system.errors import GIVE_UP, RunError
-from rl.system.user_function import UserFunction, as_bools, as_numbers, find_call_fault
+from rl.system.user_function import UserFunction, as_bools, as_numbers, find_call_fault, returned
 
 MINE = """import functools
 from os.path import join
@@ -32,6 +32,18 @@ def leaves(group, config): exit(0)
 """
 ALIKE = """def advantages(group, config): ...
 def _hidden(group, config): ...
+"""
+ODD = """import asyncio
+import threading
+class MuteError(Exception):
+    def __str__(self): return None
+class Meta:
+    def __float__(self): raise NotImplementedError
+    def __repr__(self): raise RuntimeError
+def mute(group, config): raise MuteError
+def cancelled(group, config): raise asyncio.CancelledError
+def slow(group, config): threading.Event().wait()
+def meta(group, config): return Meta()
 """
 SEEN = {
     "two": "", "made": "", "join": "", "wrapped": "", "inside": "",  # the last three are only known after an import
@@ -156,3 +168,23 @@ def test_results():
     assert as_bools(np.mean([0.5, 1.0]) < 0.9, 2) == as_bools(np.array(True), 2) == [True, True]
     for value in (None, 1, [True], [1, 0], [True, None], "ab", {1: True, 2: False}, {True, False}, np.array(1), [np.array([True])] * 2):
         assert as_bools(value, 2) is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_cannot_be_told_or_counted_is_reported_like_other_failures(tmp_path):
+    """In a thread an error while an error is told, or one that is no Exception, is not a deadline that passed."""
+    path = tmp_path / "odd.py"
+    path.write_text(ODD)
+    said = {
+        "mute": f"raised MuteError: <exception str() failed> (at {path}:8); correct it",
+        "cancelled": f"raised CancelledError (at {path}:9); raise an Exception instead",
+    }
+    for name, text in said.items():
+        with pytest.raises(RunError) as error:
+            UserFunction("credit", f"{path}:{name}", "group, config").within(60.0, 1, 2)
+        assert str(error.value) == f"credit {path}:{name} {text}"
+    slow = UserFunction("credit", f"{path}:slow", "group, config")
+    with pytest.raises(RunError, match=r"slow did not return within 0\.01 s"):
+        slow.within(0.01, 1, 2)
+    value = UserFunction("credit", f"{path}:meta", "group, config").within(60.0, 1, 2)
+    assert as_numbers([value], 1) is None and returned(value).startswith("returned <Meta instance at ")

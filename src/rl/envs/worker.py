@@ -20,6 +20,7 @@ from rl.run_dir import spans
 from rl.run_dir.access_token import VARIABLE, run_token
 from rl.system.credentials import Redacting, redact, redact_json, resolve, strings
 from rl.system.errors import RunError
+from rl.system.functions import described
 from rl.system.linux import die_with_parent, raise_open_files
 from rl.system.prefork import leave
 from rl.wire.rollouts import Episode, Rollout, unfit
@@ -208,7 +209,7 @@ def episodes_of(part: asyncio.Task[list[Episode]], num_episodes: int) -> list[Ep
 def failed_by(error: BaseException) -> Rollout:
     """A rollout that failed because the environment's code raised `error`."""
     text = "".join(traceback.format_exception(error))
-    return Rollout(stop="error", cause="environment", error=f"{type(error).__name__}: {error}\n{text[-MAX_ERROR // 2 :]}")
+    return Rollout(stop="error", cause="environment", error=f"{described(error)}\n{text[-MAX_ERROR // 2 :]}")
 
 
 def refuse_unfit(rollout: Rollout) -> None:

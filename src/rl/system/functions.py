@@ -29,8 +29,17 @@ class Blame(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, Exception | SystemExit) and not isinstance(error, RunError):
-            message = f"{self.what} raised {type(error).__name__}: {error} (at {place(error, self.folder)}); {self.remedy}"
-            raise RunError(message) from error
+            raise RunError(f"{self.what} {raised(error, self.folder)}; {self.remedy}") from error
+
+
+def described(error: BaseException) -> str:
+    """Returns the class of an error and its text, even if its own `__str__` fails."""
+    return f"{type(error).__name__}: {traceback.TracebackException(type(error), error, None)}"
+
+
+def raised(error: BaseException, folder: Path | None = None) -> str:
+    """Describes an error of third-party code with the place where it was raised."""
+    return f"raised {described(error)} (at {place(error, folder)})"
 
 
 def place(error: BaseException, folder: Path | None = None) -> str:

@@ -6,6 +6,7 @@ import inspect
 import math
 import queue
 import reprlib
+import sys
 from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from threading import Thread
@@ -48,6 +49,8 @@ class UserFunction:
                 answers.put((self(*arguments), None))
             except RunError as error:
                 answers.put((None, error))
+            finally:  # the last resort: what is no Exception ends the thread
+                answers.put((None, self.wrong(f"raised {type(sys.exception()).__name__}", "raise an Exception instead")))
 
         Thread(target=call, name=self.what, daemon=True).start()
         try:
@@ -131,26 +134,29 @@ def returned(value: Any) -> str:
 
 def as_number(value: Any) -> float | None:
     """Returns a finite number of Python, numpy or torch as a float; None for anything else, including strings of digits."""
-    if not isinstance(value, float | int) and (isinstance(value, str | bytes) or not hasattr(value, "__float__")):
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):  # an array of several numbers, an integer too large for a float
+    # An array of several numbers, an integer too large for a float, a tensor without values.
+    except (ArithmeticError, RuntimeError, TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None
 
 
 def as_numbers(value: Any, count: int) -> list[float] | None:
     """Returns `count` finite numbers, or None if the value is anything else."""
-    numbers = [as_number(item) for item in as_items(value)]
-    return [number for number in numbers if number is not None] if len(numbers) == count and None not in numbers else None
+    items = as_items(value)
+    numbers = [number for number in map(as_number, items) if number is not None]
+    return numbers if len(numbers) == len(items) == count else None
 
 
 def as_bools(value: Any, count: int) -> list[bool] | None:
     """Returns `count` booleans, from a single one that applies to all or from that many; None for anything else, including numbers."""
     one = as_bool(value)
-    found = [as_bool(item) for item in as_items(value)] if one is None else [one] * count
-    return [item for item in found if item is not None] if len(found) == count and None not in found else None
+    items = as_items(value) if one is None else [one] * count
+    found = [item for item in map(as_bool, items) if item is not None]
+    return found if len(found) == len(items) == count else None
 
 
 def as_bool(value: Any) -> bool | None:

@@ -27,15 +27,16 @@ from rl.envs.classic.loading import (
     load_package,
     members,
     set_attributes,
+    share_rubrics,
 )
-from rl.envs.classic.rewards import Scoring, watch
+from rl.envs.classic.rewards import Scoring, guard, scored_by_verifiers
 from rl.envs.classic.rows import COLUMNS, load_rows
 from rl.envs.environment import limited, places, without_exit
 from rl.envs.policy import SAMPLING_KEYS, TALKS, Policy, RolloutError
 from rl.models.chat import Message, Tool
 from rl.run_dir import spans
-from rl.system.functions import Blame
-from rl.system.user_function import as_number
+from rl.system.functions import Blame, described
+from rl.system.user_function import as_number, returned
 from rl.wire.rollouts import Episode, Rollout, Split
 from rl.wire.worker_messages import EnvSpec, PlayGroup
 
@@ -87,7 +88,7 @@ class Play:
     @property
     def is_empty(self) -> bool:
         """Whether even the first prompt was too long. It is not scored: few reward functions handle an empty completion."""
-        return self.overlong and not self.state.get("trajectory")
+        return self.overlong and not (self.client.turns if self.client else self.state.get("trajectory"))
 
 
 PRIVATE = vf.Environment._teardown, vf.EnvGroup._route_child_input, vf.Rubric._is_group_func
@@ -107,13 +108,16 @@ class ClassicEnvironment:
         datasets.disable_progress_bars()
         with kept_signal_handlers():
             self.env, tasks = (load_package(spec, self.name), None) if spec.id else load_rows(spec)
+        guard()
+        share_rubrics(self.env, [])
         self.leaves = dict(members(self.env, ""))
         set_attributes(self.env, list(self.leaves.values()), spec)
         self.splits = tasks or self._load_data()
         self.scores_groups = any(env.score_rollouts and env.requires_group_rollouts for env in self.leaves.values())
-        for env in self.leaves.values():
+        for path, env in self.leaves.items():
             check_scorable(env, self.name)
-            watch(env.rubric)
+            if not env.score_rollouts or (scored_by_verifiers(env.rubric) and not any(env.rubric._get_reward_weights())):
+                self.notice += f"every reward of {path or spec.name} is 0, as no function has a weight or score_rollouts is false. "
         base = next(base for base in type(self.env).__mro__ if base.__module__.startswith("verifiers."))
         self.kind = f"classic {base.__name__}"
         self._task = functools.lru_cache(CACHED_TASKS)(lambda split, index: self._routed(self.env, self.splits[split][index], ""))
@@ -238,19 +242,18 @@ class ClassicEnvironment:
                     await env.rubric.cleanup(state)
 
     async def _call_rubric(self, env: vf.Environment, plays: list[Play], states: list[Any]) -> None:
-        with Scoring(len(states)) as scoring:
+        with Scoring(env.rubric) as scoring:
             if not env.score_rollouts:
                 await env.rubric.dummy_score_group(states)
             elif self.scores_groups:
                 await env.rubric.score_group(states)
             else:
                 await env.rubric.score_rollout(states[0])
-        for play, state in zip(plays, states, strict=True):
-            play.scoring = scoring
-            if not scoring.faults and as_number(state.get("reward")) is None:
-                scoring.faults.append(f"the rubric returned the reward {repr(state.get('reward'))[:100]}, not a finite number")
-        if scoring.faults:
-            raise RolloutError("reward", "; ".join(dict.fromkeys(scoring.faults)))
+            for play in plays:
+                play.scoring = scoring
+                reward = play.state.get("reward")
+                if as_number(reward) is None:
+                    scoring.faults.append(f"the rubric {returned(reward)} as the reward, not a finite number")
 
 
 def as_rollout(play: Play) -> Rollout:
@@ -280,7 +283,7 @@ def as_rollout(play: Play) -> Rollout:
 def metrics_of(play: Play, scoring: Scoring) -> dict[str, float]:
     """The rubric's finite metrics. In an EnvGroup they have the member's name as a prefix, and include its reward."""
     member, measured = play.task.member, play.state.get("metrics") or {}
-    found = {f"{member}{name}": as_number(value) for name, value in measured.items() if name not in scoring.absent}
+    found = {f"{member}{name}": as_number(value) for name, value in measured.items() if (id(play.state), name) not in scoring.absent}
     metrics = {name: value for name, value in found.items() if value is not None}
     if member:
         metrics[f"{member}reward"] = float(play.state["reward"])
@@ -308,7 +311,7 @@ def cause_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def error_text(error: BaseException) -> str:
     """The text of an error and its causes: verifiers raises its errors without a text, and the reason is in the cause."""
-    return " <- ".join(f"{type(cause).__name__}: {cause}".removesuffix(": ") for cause in cause_chain(error))
+    return " <- ".join(described(cause).removesuffix(": ") for cause in cause_chain(error))
 
 
 def as_failure(error: BaseException) -> RolloutError:

@@ -68,6 +68,16 @@ def members(env: vf.Environment, path: str) -> Iterator[tuple[str, vf.Environmen
         yield path, env
 
 
+def share_rubrics(env: vf.Environment, added: list[vf.Rubric]) -> None:
+    """Gives the rubrics that were added to a group to its members, whose rubrics score their rows."""
+    if isinstance(env, vf.EnvGroup):
+        added = added + getattr(env.rubric, "rubrics", [])[1:]
+        for member in set(env.envs):
+            share_rubrics(member, added)
+    elif added:
+        env.rubric = vf.RubricGroup([env.rubric, *added])
+
+
 def settable(env: vf.Environment) -> set[str]:
     """The names that set_kwargs accepts: those with a setter, and data attributes."""
     setters = {name.removeprefix("set_") for name in dir(type(env)) if name.startswith("set_") and name != "set_kwargs"}
@@ -103,12 +113,7 @@ def check_scorable(env: vf.Environment, what: str) -> None:
 
 def describe_one(env: vf.Environment) -> dict[str, Any]:
     """A human-readable description of an environment that is not a group."""
-    functions = {
-        name: weight
-        for rubric in rubrics(env.rubric)
-        if not isinstance(rubric, vf.RubricGroup)
-        for name, weight in zip(rubric._get_reward_func_names(), rubric._get_reward_weights(), strict=True)
-    }
+    functions = dict(zip(env.rubric._get_reward_func_names(), env.rubric._get_reward_weights(), strict=True))
     about: dict[str, Any] = {
         "style": env.message_type,
         "system prompt": env.system_prompt,

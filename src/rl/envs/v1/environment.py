@@ -98,6 +98,10 @@ class V1Environment:
                 raise RunError(f"{self.name}: its taskset has no {split} tasks with args {spec.args}")
         with self._load_errors("describing its tools"):
             self.tools = asyncio.run(self._tools())
+            self.rewards = {fn.__name__: getattr(fn, "_vf_weight", 1.0) for fn in train[0].hooks("reward")}
+            self.rewards |= {judge.reward_name: judge.config.weight for judge in train[0].plugged_judges()}
+        if not any(self.rewards.values()) and type(self.env).finalize is vf.Env.finalize:
+            self.notice = f"every reward is 0, as its tasks have no @vf.reward and no judge with a weight. {self.notice}"
         self.kind = "v1 taskset" if isinstance(self.env, vf.SingleAgentEnv) else "v1 environment"
 
     def _load_errors(self, doing: str) -> Blame:
@@ -135,7 +139,6 @@ class V1Environment:
 
     def describe(self) -> dict[str, Any]:
         task = self.tasks["train"][0]
-        judges = {judge.reward_name: judge.config.weight for judge in task.plugged_judges()}
         about: dict[str, Any] = {"class": f"{type(self.env.taskset).__module__}.{type(self.env.taskset).__qualname__}"}
         if not isinstance(self.env, vf.SingleAgentEnv):
             about["environment"] = f"{type(self.env).__module__}.{type(self.env).__qualname__}"
@@ -143,7 +146,7 @@ class V1Environment:
             "arguments": self.config.arguments(),
             **{f"{split} tasks": self.num_tasks(split) or "endless" for split in self.tasks},
             "agents": {name: self._describe_agent(name) for name in self.config.agents},
-            "rewards": {fn.__name__: getattr(fn, "_vf_weight", 1.0) for fn in task.hooks("reward")} | judges,
+            "rewards": self.rewards,
             "metrics": [fn.__name__ for fn in task.hooks("metric")],
             "stops": [fn.__name__ for fn in task.hooks("stop")],
             "tools": {tool["function"]["name"]: tool["function"]["description"] for tool in self.tools},
