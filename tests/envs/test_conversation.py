@@ -125,30 +125,6 @@ def test_a_text_is_kept_once():
     assert [turn.prompt_ids for turn in turns] == sent(policy) and len(turns.chains) == 1
 
 
-@pytest.mark.parametrize(("overrides", "content"), [({}, "<a>3"), ({"stop": "3"}, "<a>"), ({"stop": []}, "<a>3</a>;")])
-def test_a_stop_string_is_left_out_of_the_content_and_kept_in_the_turn(overrides, content):
-    """As OpenAI's servers do. The last token may have more than the stop string."""
-    policy = StubPolicy(lambda prompt: "hm 3</think><a>3</a>;" if "think" in prompt else "<a>3</a>;")
-    chat = Conversation(policy, 0, SAMPLING | {"stop": ["</a>", "</b>"]})
-    talk = TextConversation(policy, 0, SAMPLING | {"stop": ["</a>", "</b>"]})
-
-    async def go():
-        messages = [{"role": "user", "content": "q"}]
-        turn, answer = await chat.answer(messages, None, overrides)
-        assert answer.content == content and "".join(map(chr, turn.completion_ids)) == "<a>3</a>;\x03"
-        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "think"}]
-        after, thought = await chat.answer(messages, None, overrides)
-        assert after.prompt_ids[: len(turn.token_ids)] == turn.token_ids
-        assert thought.reasoning == ("hm " if overrides.get("stop") == "3" else "hm 3")
-        turn, answer = await talk.answer("q", None, overrides)
-        assert answer.content == content and "".join(map(chr, turn.completion_ids)) == "<a>3</a>;\x03"
-        turn, _ = await talk.answer("q" + answer.content + "!", None, overrides)
-        kept = "q<a>3</a>;\x03!" if overrides.get("stop") == [] else f"q{content}!"  # a text that was not sampled is encoded
-        assert "".join(map(chr, turn.prompt_ids)) == kept
-
-    asyncio.run(go())
-
-
 def test_a_text_begins_with_the_bos_token_of_its_tokenizer():
     policy, turns = StubPolicy(lambda prompt: "b"), Turns()
     policy.renderer.bos = "^"

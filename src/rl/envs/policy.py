@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,9 +70,10 @@ class Policy:
         """The class of its conversations in messages."""
         return Conversation
 
-    async def sample(self, session: int, prompt_ids: list[int], sampling: dict[str, Any]) -> Turn:
+    async def sample(self, session: int, prompt_ids: list[int], sampling: dict[str, Any], overrides: dict[str, Any]) -> Turn:
         """Samples one completion. Raises PromptTooLongError, or RolloutError if no server answers or one refuses the request."""
         sampling = {key: sampling[key] for key in SAMPLING_KEYS if sampling.get(key) is not None}
+        sampling |= {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) is not None}
         room = self.spec.max_model_len - len(prompt_ids)
         if room <= 0:
             raise PromptTooLongError(f"a prompt of {len(prompt_ids)} tokens fills model.max_model_len = {self.spec.max_model_len}")
@@ -149,8 +150,6 @@ class Conversation:
             raise RolloutError("environment", str(error)) from error
         turn = await self.sample(ids, overrides)
         answer = self.policy.renderer.parse(turn.completion_ids, tools, ids)
-        content, reasoning = (self.before_stop(text or "", overrides) for text in (answer.content, answer.reasoning))
-        answer = replace(answer, content=content, reasoning=reasoning or None)
         num_old = len(before.whole()) if before else 0
         added = [*compared[num_old:], comparable(assistant_message(answer))]
         self.keep(turn, Past(len(self.turns), before, added, tools))
@@ -165,14 +164,7 @@ class Conversation:
         seed = {} if self.seed is None else {"seed": derived_seed(self.seed, self.asked)}
         self.asked += 1
         routes = {"routes_from": self.turns.routed(ids)} if self.policy.spec.routes else {}
-        return await self.policy.sample(self.session, ids, overridden(self.sampling | seed, overrides) | routes)
-
-    def before_stop(self, text: str, overrides: dict[str, Any]) -> str:
-        """The text before the stop string that ended it, which OpenAI's servers leave out, too. The turn's tokens have it."""
-        stop = overridden(self.sampling, overrides).get("stop") or []
-        for string in [stop] if isinstance(stop, str) else stop:
-            text = text.partition(string)[0]
-        return text
+        return await self.policy.sample(self.session, ids, self.sampling | seed | routes, overrides)
 
     def keep(self, turn: Turn, past: Past) -> None:
         """Appends an answered turn."""
@@ -210,11 +202,6 @@ def chat_completion(turn: Turn, answer: Answer, model: str) -> dict[str, Any]:
         "choices": [{"index": 0, "message": assistant_message(answer), "finish_reason": finish, "logprobs": None}],
         "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
     }
-
-
-def overridden(sampling: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The sampling parameters of a call: the run's, and those that the environment may set."""
-    return sampling | {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) is not None}
 
 
 def comparable(message: Message) -> Message:

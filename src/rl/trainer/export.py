@@ -10,7 +10,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rl.config.trainer import LoraConfig
-from rl.models.ends import write_ends
 from rl.models.folder import weights_digest
 from rl.run_dir.checksums import check_version, verify_checkpoint
 from rl.run_dir.deltas import readable
@@ -47,7 +46,7 @@ def export(origin: Origin, target: Path, merge: bool, dtype: str) -> None:
     model = load(origin, DTYPES[dtype])
     if origin.lora and merge:
         lora.merge_adapters(model)
-    write_directory(target, lambda folder: write(folder, model, origin.base, DTYPES[dtype], origin.trust_remote_code))
+    write_directory(target, lambda folder: write(folder, model, origin.base, DTYPES[dtype]))
 
 
 def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
@@ -80,7 +79,7 @@ def sound_checkpoint(origin: Origin) -> tuple[Path, dict[str, Any]] | None:
         return None
 
 
-def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype, trusted: bool = False) -> None:
+def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype) -> None:
     """Fills `folder` with the weights in `dtype` and the base model's tokenizer. Of a model with adapters writes only the adapters."""
     if lora.has_adapters(model):
         tensors = {lora.name_in_file(name): parameter.detach().to(dtype) for name, parameter in lora.trainable(model).items()}
@@ -99,4 +98,3 @@ def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype, 
         model.save_pretrained(folder)
         copy_small_files(base, folder)
         write_config(base, folder, model, dtype)
-    write_ends(base, folder, trusted)

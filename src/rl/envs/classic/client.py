@@ -99,7 +99,7 @@ class TextConversation(Conversation):
         turn = await self.sample(ids, overrides)
         completion = renderer.decode(turn.completion_ids)
         self.keep(turn, Past(len(self.turns), before, [new, completion]))
-        return turn, Answer(self.before_stop(completion, overrides), None, [], [])
+        return turn, Answer(completion, None, [], [])
 
 
 class PolicyClient(Client):

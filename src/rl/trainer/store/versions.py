@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl.models.ends import write_ends
 from rl.run_dir.digests import HASH, Digest, bounds, covers, digest, digest_like, digest_of_file, hash_each
 from rl.run_dir.files import Fence, write_directory, write_file
 from rl.run_dir.in_memory import InMemory
@@ -43,8 +42,6 @@ class PublishedVersion:
     dtype: torch.dtype
     made_by: dict[str, Any]
     """The conditions that the bits of the weights depend on, see determinism.conditions."""
-    trusted: bool = False
-    """model.trust_remote_code"""
 
     @cached_property
     def held(self) -> list[list[list]]:
@@ -159,7 +156,6 @@ class PublishedVersion:
         else:
             copy_small_files(self.base, folder)
             write_config(self.base, folder, self.model, self.dtype)
-            write_ends(self.base, folder, self.trusted)
         if len(parts) > 1:
             places = {tensor.name: name for name, tensors in parts.items() for tensor in tensors}
             index = {"metadata": {"total_size": self.image.tensors[-1].end}, "weight_map": places}
@@ -173,7 +169,6 @@ def snapshot(
     made_by: dict[str, Any],
     ranks: Ranks | None = None,
     before: PublishedVersion | None = None,
-    trusted: bool = False,
 ) -> PublishedVersion:
     """Copies the model's weights, so that they can be written while training continues: each rank its own. Every rank calls this.
 
@@ -184,7 +179,7 @@ def snapshot(
     image.claim()
     image.fill(model, dtype)
     faults.point("weights.cast")
-    return PublishedVersion(image, model, base, dtype, made_by, trusted)
+    return PublishedVersion(image, model, base, dtype, made_by)
 
 
 def copy_small_files(base: Path, folder: Path) -> None:
