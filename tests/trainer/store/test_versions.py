@@ -8,15 +8,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
+from rl.config.run import ModelConfig
+from rl.config.trainer import LoraConfig
+from rl.models.folder import resolve_model
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.checksums import DIGESTS, check_record, read_digests, verify_version
 from rl.run_dir.deltas import readable
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.safetensors import weights_files
 from rl.trainer import export
+from rl.trainer.model import lora
 from rl.trainer.store import layout, versions
 from rl.trainer.store.image import image_of
 from rl.trainer.store.ranks import Ranks
@@ -61,6 +65,28 @@ def expected(folder: Path, factor: int, target: Path) -> tuple[bytes, dict[str, 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "plain", metadata={"format": "pt"})
     model.save_pretrained(target / "saved")
     return (target / "plain").read_bytes(), load_file(target / "saved" / "model.safetensors")
+
+
+def test_a_base_model_that_is_given_chatml_is_published_and_exported_with_its_end(tmp_path, monkeypatch):
+    """It is trained to end with <|im_end|>, and other programs stop where its files say."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = make_tiny_model(tmp_path / "model")
+    for name, fields in (("config.json", {"eos_token_id": 0}), ("tokenizer_config.json", {"eos_token": "<|endoftext|>"})):
+        told = json.loads((base / name).read_text()) | fields
+        (base / name).write_text(json.dumps(told | {"chat_template": None}))
+    folder = Path(resolve_model(ModelConfig(name=str(base), chat_template="chatml")))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    versions.snapshot(model, folder, torch.float32, {}).write(tmp_path / "000001")
+    for kind in ("exported", "adapter"):
+        (tmp_path / kind).mkdir()
+        if kind == "adapter":
+            lora.add_adapters(model, LoraConfig(rank=2))
+        export.write(tmp_path / kind, model, folder, torch.float32)
+    for path in (tmp_path / "000001", tmp_path / "exported", tmp_path / "adapter"):
+        assert AutoTokenizer.from_pretrained(path).eos_token == "<|im_end|>", path
+        if path.name != "adapter":
+            assert json.loads((path / "config.json").read_text())["eos_token_id"] == [2, 0]
+            assert AutoModelForCausalLM.from_pretrained(path).generation_config.eos_token_id == [2, 0]
 
 
 def test_router_biases_are_published_and_exported_as_they_are_computed_with(tmp_path):
