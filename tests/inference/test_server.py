@@ -541,10 +541,13 @@ def test_the_token_guards_every_path(servers):
     routes += ["/generate", "/load_weights", "/pause", "/collective_rpc", "/v1/completions", "/tokenize", "/invocations"]
     for route in routes:
         for ask in (httpx.get, httpx.post, httpx.options):
-            assert ask(server.url + route).status_code == 401, route
-            assert ask(server.url + route, headers={"Authorization": f"Bearer {TOKEN}x"}).status_code == 401, route
+            expected = 200 if (ask, route) == (httpx.get, "/health") else 401  # probes have no token
+            assert ask(server.url + route).status_code == expected, route
+            assert ask(server.url + route, headers={"Authorization": f"Bearer {TOKEN}x"}).status_code == expected, route
     for route in ("/health", "/status", "/v1/models"):
-        assert httpx.get(server.url + route, headers=server.headers).status_code == 200
+        assert httpx.get(server.url + route, headers={"X-API-Key": TOKEN}).status_code == 200
+    names = [served["id"] for served in httpx.get(server.url + "/v1/models", headers=server.headers).json()["data"]]
+    assert names == [str(server.weights[0]), server.weights[0].name]
     assert TOKEN not in (server.root / "log").read_text()
     with socket.create_connection(tuple(server.url.removeprefix("http://").split(":"))) as line:  # headers without an end
         line.sendall(b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 200_000)
