@@ -125,6 +125,32 @@ def test_a_text_is_kept_once():
     assert [turn.prompt_ids for turn in turns] == sent(policy) and len(turns.chains) == 1
 
 
+@pytest.mark.parametrize(
+    ("overrides", "content"), [({}, "<a>3"), ({"stop": "3"}, "<a>"), ({"stop": ["x", "/"]}, "<a>3<"), ({"stop": []}, "<a>3")]
+)
+def test_a_stop_string_is_left_out_of_the_content_and_kept_in_the_turn(overrides, content):
+    """As OpenAI's servers do. The last token may have more than the stop string."""
+    policy, said = StubPolicy(lambda prompt: "<a>3</a>;"), "<a>3</a>;\x03"
+    chat, talk = (kind(policy, 0, SAMPLING | {"stop": ["</a>", "</b>"]}) for kind in (Conversation, TextConversation))
+
+    def text(ids):
+        return "".join(map(chr, ids))
+
+    async def go():
+        ask = {"role": "user", "content": "q"}
+        turn, answer = await chat.answer([ask], None, overrides)
+        assert answer.content == content and text(turn.completion_ids) == said
+        after, _ = await chat.answer([ask, {"role": "assistant", "content": content}, ask], None, overrides)
+        assert after.prompt_ids[: len(turn.token_ids)] == turn.token_ids
+        turn, answer = await talk.answer("q", None, overrides)
+        assert answer.content == content and text(turn.completion_ids) == said
+        turn, _ = await talk.answer(f"q{content}!", None, overrides)
+        assert text(turn.prompt_ids) == f"q{content}!", "a text that was not sampled is encoded"
+
+    asyncio.run(go())
+    assert policy.servers.asked[0]["sampling"]["stop"] == (overrides.get("stop") or ["</a>", "</b>"])
+
+
 def test_a_text_begins_with_the_bos_token_of_its_tokenizer():
     policy, turns = StubPolicy(lambda prompt: "b"), Turns()
     policy.renderer.bos = "^"

@@ -147,7 +147,7 @@ TOKEN = "0123456789abcdef-of-a-test"
 def start_server(root: Path, weights: list[Path], **settings: object) -> Server:
     """A server of `weights[0]` in its own run directory; it is not ready yet."""
     root.mkdir(parents=True, exist_ok=True)
-    env = os.environ | {"RL_TOKEN": TOKEN}
+    env = os.environ | {"RL_TOKEN": TOKEN, "XDG_CACHE_HOME": str(root / "cache")}
     flags = {"name": "run", "output_dir": root / "out", "model.name": weights[0], "model.dtype": "float32"}
     flags |= {"model.max_model_len": MAX_MODEL_LEN, "orchestrator.environment.id": "none", "orchestrator.sampling.max_tokens": 64}
     flags |= {key.replace("__", "."): value for key, value in settings.items()}

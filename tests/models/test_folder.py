@@ -3,6 +3,7 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
@@ -171,6 +172,50 @@ def test_chatml_is_built_in(folder, cache, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model))
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == "<s><|im_start|>user\nhi</s>\n<|im_start|>assistant\nso</s>\n"
     assert load_renderer(resolve_model(config.model), config.renderer).stop_token_ids == [tokenizer.eos_token_id]
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A base model, whose files know only the end of texts."""
+    folder = make_tiny_model(tmp_path / "base")
+    for name, fields in (
+        ("config.json", {"eos_token_id": 0}),
+        ("generation_config.json", {"eos_token_id": [0, 9]}),
+        ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
+        ("special_tokens_map.json", {"eos_token": "<|endoftext|>"}),
+    ):
+        told = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(told | fields))
+    return folder
+
+
+@pytest.mark.parametrize("given", ["chatml", ""])
+def test_a_base_model_ends_answers_where_its_chat_template_does(base, cache, given):
+    """Given ChatML, or with it in its own tokenizer, as Qwen3-0.6B-Base. The policy learns to end with <|im_end|>, and who loads its files
+    stops where these say: vLLM's own routes, transformers, and whatever reads a version or an export."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    config = RLConfig.model_validate({"model": {"name": str(base), "chat_template": given}})
+    folder = Path(resolve_model(config.model))
+    assert folder.parent == cache and load_renderer(str(folder), config.renderer).stop_token_ids == [2, 0, 9]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.apply_chat_template(CHAT, tokenize=False).count("<|im_end|>") == 2
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, 0, 9]
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [2, 0, 9]
+    assert resolve_model(ModelConfig(name=str(folder))) == str(folder), "its versions say it themselves"
+    assert AutoTokenizer.from_pretrained(base).eos_token == "<|endoftext|>"
+
+
+def test_the_tokens_at_which_vllm_stops_end_an_answer(base):
+    """Those of generation_config.json, such as Llama's <|eom_id|>; else those of config.json."""
+    config = RLConfig.model_validate({"model": {"name": str(base)}})
+    assert load_renderer(str(base), config.renderer).stop_token_ids == [2, 0, 9]
+    (base / "generation_config.json").write_text('{"temperature": 0.6}')
+    (base / "config.json").write_text('{"eos_token_id": 7}')
+    assert load_renderer(str(base), config.renderer).stop_token_ids == [2, 0, 7]
+    (base / "generation_config.json").write_text("{")
+    with pytest.raises(RunError, match=r"generation_config\.json: not readable as JSON .*; copy the model again"):
+        resolve_model(config.model)
 
 
 def test_the_converted_model_is_made_once_and_found_without_the_hub(cache, monkeypatch, tmp_path):

@@ -6,13 +6,14 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rl.config.run import RendererConfig, RLConfig
 from rl.envs.policy import Policy
 from rl.models.chat import RendererError, assistant_message
 from rl.models.renderer import published_names
-from rl.models.tiny import CHAT_TEMPLATE
+from rl.models.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, byte_tokenizer
 from rl.orchestrator.workers.setups import policy_spec
 from tests.models.conftest import load_renderer
 from tests.models.conversations import ADD, PARSED, QUESTION, call_of, odd_ids
@@ -73,6 +74,35 @@ def test_importing_is_light():
     heavy = "('torch', 'transformers', 'renderers', 'jinja2', 'verifiers')"
     code = f"import rl.models.renderer, sys; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# Where answers end
+
+
+GLM = [*SPECIAL_TOKENS, "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+
+
+@pytest.mark.parametrize(("name", "thinks"), [("glm-4.5", None), ("glm-5", False)])
+def test_an_answer_of_glm_ends_with_the_token_that_begins_the_next_turn(tmp_path, name, thinks):
+    """GLM's template writes nothing after an answer: the model ends it with the role of whoever speaks next."""
+    backend = byte_tokenizer()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in GLM[3:]])
+    tags = [f"<{slash}{tag}>" for tag in ("think", "tool_call", "arg_key", "arg_value", "tool_response") for slash in ("", "/")]
+    backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    renderer = load_renderer(str(tmp_path), RendererConfig(name=name, enable_thinking=thinks))
+    assert renderer.stop_token_ids == ids
+    ask = {"role": "user", "content": "What is 1 + 2?"}
+    plain = renderer.answer_ids([ask, {"role": "assistant", "content": "3"}])
+    assert plain[-1] == ids[1] and renderer.until_stop(plain) == plain[:-1]
+    talk = [ask, {"role": "assistant", "content": "3"}, ask]
+    assert renderer.next_prompt_ids(renderer.prompt_ids([ask]) + plain, talk, 2).count(ids[1]) == 2
+    calls = [ask, {"role": "assistant", "content": "", "tool_calls": [call_of()]}]
+    called = renderer.answer_ids(calls)
+    assert called[-1] == ids[2] and "<tool_call>add" in renderer.text(called)
 
 
 # Over turns

@@ -67,7 +67,8 @@ def bearer(value: bytes) -> list[tuple[bytes, bytes]]:
         bearer(b"Bearer " + TOKEN.encode() + b"x"),
         bearer(b"Bearer \xff\xfe"),
         bearer(b"Bearer wrong") + bearer(b"Bearer " + TOKEN.encode()),
-        [(b"x-api-key", TOKEN.encode())],
+        [(b"x-api-key", TOKEN[:-1].encode())],
+        [(b"x-api-key", TOKEN.encode()), *bearer(b"Bearer wrong")],
     ],
 )
 def test_every_path_wants_the_token(headers):
@@ -78,7 +79,15 @@ def test_every_path_wants_the_token(headers):
 def test_the_token_opens():
     for value in (b"Bearer ", b"bearer ", b"BEARER  "):
         assert ask(bearer(value + TOKEN.encode()), body_bytes=3) == (200, "3")
+    assert ask([(b"x-api-key", TOKEN.encode())]) == (200, "0")  # as Anthropic's clients send it
     assert opens_a_websocket(OPEN) and not opens_a_websocket([])
+
+
+def test_whoever_probes_a_server_needs_no_token():
+    """Kubernetes and load balancers."""
+    assert client(False).get("/health").status_code == 200
+    assert client(False).get("/health/x").status_code == client(False).get("/status").status_code == 401
+    assert client(False).get("/health", headers={"origin": "https://evil.example"}).status_code == 403
 
 
 OPEN = bearer(b"Bearer " + TOKEN.encode())

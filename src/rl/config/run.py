@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rl.config.base import ABSOLUTE_PATHS, PATH, PATH_IF_FOLDER, TEMPLATE, Settings, switch
+from rl.config.base import ABSOLUTE_PATHS, NAMES, PATH, PATH_IF_FOLDER, TEMPLATE, Settings, switch
 from rl.config.cluster import ClusterConfig
 from rl.config.inference import InferenceConfig
 from rl.config.orchestrator import EnvSource, OrchestratorConfig
@@ -89,7 +89,7 @@ class WandbConfig(Settings):
     """Name of the run on Weights & Biases. Default: the run's name."""
     group: str | None = None
     """Group of runs that this one belongs to."""
-    tags: list[str] = []
+    tags: Annotated[list[str], NAMES] = []
     """Tags for finding the run."""
     notes: str | None = None
     """Description of the run."""

@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,7 +73,7 @@ class Policy:
     async def sample(self, session: int, prompt_ids: list[int], sampling: dict[str, Any], overrides: dict[str, Any]) -> Turn:
         """Samples one completion. Raises PromptTooLongError, or RolloutError if no server answers or one refuses the request."""
         sampling = {key: sampling[key] for key in SAMPLING_KEYS if sampling.get(key) is not None}
-        sampling |= {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) is not None}
+        sampling |= {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) not in (None, [])}
         room = self.spec.max_model_len - len(prompt_ids)
         if room <= 0:
             raise PromptTooLongError(f"a prompt of {len(prompt_ids)} tokens fills model.max_model_len = {self.spec.max_model_len}")
@@ -149,7 +149,7 @@ class Conversation:
         except RendererError as error:  # this model's template cannot render the environment's messages or tools
             raise RolloutError("environment", str(error)) from error
         turn = await self.sample(ids, overrides)
-        answer = self.policy.renderer.parse(turn.completion_ids, tools, ids)
+        answer = self.before_stop(self.policy.renderer.parse(turn.completion_ids, tools, ids), overrides)
         num_old = len(before.whole()) if before else 0
         added = [*compared[num_old:], comparable(assistant_message(answer))]
         self.keep(turn, Past(len(self.turns), before, added, tools))
@@ -165,6 +165,13 @@ class Conversation:
         self.asked += 1
         routes = {"routes_from": self.turns.routed(ids)} if self.policy.spec.routes else {}
         return await self.policy.sample(self.session, ids, self.sampling | seed | routes, overrides)
+
+    def before_stop(self, answer: Answer, overrides: dict[str, Any]) -> Answer:
+        """An answer without the stop string that ended it, which OpenAI's servers leave out, too. The turn's tokens have it."""
+        stop = overrides.get("stop") or self.sampling.get("stop") or ()
+        for text in [stop] if isinstance(stop, str) else stop:
+            answer = replace(answer, content=answer.content.partition(text)[0])
+        return answer
 
     def keep(self, turn: Turn, past: Past) -> None:
         """Appends an answered turn."""

@@ -42,6 +42,7 @@ def to_sampling_params(sampling: Sampling) -> SamplingParams:
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
+        skip_special_tokens=False,  # they may be stop strings
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )

@@ -285,7 +285,7 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
     model, settings = config.model, config.inference
     ours = {
         "model": model_path,
-        "served_model_name": [model.name],
+        "served_model_name": [model.name, Path(model.name).name],
         "host": settings.host,
         "max_model_len": model.max_model_len,
         "dtype": model.dtype,

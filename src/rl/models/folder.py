@@ -1,6 +1,7 @@
 """Finds the folder of the configured model: a local one, one in the hub's cache, a download, or one made from a PyPI package.
 
-`python -m rl.models.folder NAME` (or a run's config.toml) prints the folder. torch and transformers are imported only to convert a model.
+`python -m rl.models.folder NAME` (or a run's config.toml) prints the folder. transformers is imported only to convert a model, or to give
+one another chat template.
 """
 
 import fcntl
@@ -13,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.base import BUILT_IN_TEMPLATE
-from rl.config.run import ModelConfig, RLConfig
+from rl.config.run import ModelConfig, RendererConfig, RLConfig
 from rl.models.gguf import convert_gguf, gguf_of_package
+from rl.models.renderer import build
+from rl.models.template import IM_END
+from rl.models.tokenizer import load_tokenizer
 from rl.run_dir.checksums import check_version, is_delta
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.run_dir.safetensors import model_files, read_header
@@ -31,6 +35,13 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML template; begins with the tokenizer's own BOS token, if it has one, as pretraining texts did."""
+ENDS = {
+    "config.json": "eos_token_id",
+    "generation_config.json": "eos_token_id",
+    "tokenizer_config.json": "eos_token",
+    "special_tokens_map.json": "eos_token",
+}
+"""The files that say where answers end -> their key."""
 SAMPLE_BYTES = 1 << 12
 """What `weights_digest` reads of each tensor."""
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -50,9 +61,11 @@ def resolve_model(model: ModelConfig, *, needs_template: bool = True, needs_weig
     faults = missing_parts(folder, needs_weights)
     if faults:
         raise RunError(f"model.name = {model.name!r}: {folder} is not a complete Hugging Face model, it lacks {', '.join(faults)}")
-    if model.chat_template:
-        return str(with_template(folder, template_text(folder, model.chat_template)))
-    if needs_template and not has_template(folder):
+    own = own_template(folder)
+    if model.chat_template or has_unnamed_end(folder, own):
+        text = template_text(folder, model.chat_template) if model.chat_template else own.encode()
+        return str(with_template(folder, text, model.trust_remote_code))
+    if needs_template and not own:
         raise RunError(
             f"model.name = {model.name!r}: its tokenizer has no chat template; set --model.chat_template to chatml or a Jinja file"
         )
@@ -68,7 +81,7 @@ def missing_parts(folder: Path, needs_weights: bool = True) -> list[str]:
             f"{folder}: its weights are at the service that trains the run ({read_json(folder / REMOTE)['path']}): take them from there"
         )
     faults = [] if (folder / "config.json").is_file() else ["config.json"]
-    for name, keys in (("config.json", ()), ("tokenizer.json", ("model", "added_tokens"))):
+    for name, keys in (("config.json", ()), ("generation_config.json", ()), ("tokenizer.json", ("model", "added_tokens"))):
         fields = read_json(folder / name) if (folder / name).is_file() else dict.fromkeys(keys)
         if lacks := [key for key in keys if key not in fields]:
             raise RunError(f"{folder / name}: not a tokenizer, it has no {' and no '.join(lacks)}; copy the model again")
@@ -121,10 +134,19 @@ def read_json(path: Path, remedy: str = "copy the model again") -> dict[str, Any
     return fields
 
 
-def has_template(folder: Path) -> bool:
+def own_template(folder: Path) -> Any:
+    """The chat template of a model's tokenizer; None if it has none."""
+    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text()
+    return read_json(config).get("chat_template") if config.is_file() else None
+
+
+def has_unnamed_end(folder: Path, template: Any) -> bool:
+    """Whether a model's own template ends answers as ChatML does, and its tokenizer ends texts otherwise, as those of base models do."""
     config = folder / "tokenizer_config.json"
-    in_config = config.is_file() and bool(read_json(config).get("chat_template"))
-    return in_config or any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
+    eos = read_json(config).get("eos_token") if config.is_file() else None
+    return isinstance(template, str) and IM_END in template and IM_END not in str(eos)
 
 
 def cache_root() -> Path:
@@ -148,25 +170,30 @@ def template_text(folder: Path, given: str) -> bytes:
     return template.read_bytes()
 
 
-def with_template(folder: Path, text: bytes) -> Path:
+def with_template(folder: Path, text: bytes, trusted: bool = False) -> Path:
     """A folder of links to the files of `folder`, with `text` as its chat template. Equal inputs give the same folder, and a changed file
-    another one."""
+    another one.
+
+    Files that say where answers end name the template's end, too. Rollouts and examples teach the policy to end there; vLLM's own routes,
+    and all who load a version or an export, stop where the files say.
+    """
     files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("chat_template."))
     stats = [(file.name, str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    target = cache_root() / f"{folder.name}-{hashlib.blake2b(text + repr((str(folder), stats)).encode(), digest_size=6).hexdigest()}"
+    target = cache_root() / f"{folder.name}-{hashlib.blake2b(text + repr((str(folder), stats, ENDS)).encode(), digest_size=6).hexdigest()}"
 
     def fill(temporary: Path) -> None:
         require_sound(folder)
+        tokenizer = load_tokenizer(str(folder), trust_remote_code=trusted)
+        tokenizer.chat_template = text.decode()
+        ids = build(tokenizer, RendererConfig(), "template").stop_token_ids
+        ends = {"eos_token_id": ids, "eos_token": tokenizer.convert_ids_to_tokens(ids[0])} if ids else {}
         for file in files:
-            if file.name == DIGESTS:
-                continue  # with another template, the folder is no longer the version that was written
-            (temporary / file.name).symlink_to(file.resolve())
-        config = temporary / "tokenizer_config.json"
-        if config.exists():
-            fields = read_json(config)
-            fields.pop("chat_template", None)
-            config.unlink()
-            config.write_text(json.dumps(fields, indent=2))
+            if key := ENDS.get(file.name):
+                fields = read_json(file) | {key: ends.get(key)}
+                fields.pop("chat_template", None)
+                (temporary / file.name).write_text(json.dumps(fields, indent=2))
+            elif file.name != DIGESTS:  # with another template, the folder is no longer the version that was written
+                (temporary / file.name).symlink_to(file.resolve())
         (temporary / "chat_template.jinja").write_bytes(text)
 
     return make_once(target, fill)

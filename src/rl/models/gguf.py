@@ -39,7 +39,6 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     fields["rms_norm_eps"] = round(fields["rms_norm_eps"], 9)  # float32 in the file: 9.99999974e-06
     model = LlamaForCausalLM(LlamaConfig(**fields)).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
-    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -66,7 +66,11 @@ class PackageRenderer(Renderer):
             raise RendererError(f'renderer "{self.name}" does not write an answer directly after its prompt; {remedy}')
         answer = whole[len(prompt) :]
         last = max((at for at, id in enumerate(answer) if id in self.stop_token_ids), default=None)
-        return answer[: last + 1] if last is not None else [*answer, self.stop_token_ids[0]]
+        if last is not None:
+            return answer[: last + 1]
+        # GLM writes nothing after an answer: it ends with the role of whoever speaks next.
+        role = self.tokenizer.convert_tokens_to_ids("<|observation|>" if messages[-1].get("tool_calls") else "<|user|>")
+        return [*answer, role if role in self.stop_token_ids else self.stop_token_ids[0]]
 
     def parse(self, completion_ids: list[int], tools: list[Tool] | None = None, prompt_ids: list[int] | None = None) -> Answer:
         answer = self.until_stop(completion_ids)

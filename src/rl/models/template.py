@@ -6,6 +6,7 @@ later turn are rendered alone and appended.
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from rl.config.run import RendererConfig
@@ -28,7 +29,7 @@ from rl.models.chat import (
     wire,
     with_arguments,
 )
-from rl.models.tokenizer import text_ids
+from rl.models.tokenizer import named_ends, text_ids
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 PLACEHOLDER = "RL-PLACEHOLDER"
@@ -125,7 +126,8 @@ class TemplateRenderer(Renderer):
         self.closing = self.render([*probes.ASK, {"role": "assistant", "content": PLACEHOLDER}], header=False).rpartition(PLACEHOLDER)[2]
         self.end_id = next((id for id in self.encode(self.closing) if id in self.special_ids), None)
         self.end = "" if self.end_id is None else tokenizer.convert_ids_to_tokens(self.end_id)
-        self.stop_token_ids = [id for id in dict.fromkeys((self.end_id, tokenizer.eos_token_id)) if id is not None]
+        ends = dict.fromkeys([self.end_id, tokenizer.eos_token_id, *named_ends(Path(tokenizer.name_or_path))])
+        self.stop_token_ids = [id for id in ends if id is not None]
         self.supports_tools = self._shows_tools()
         self.fault = self._fault()
 

@@ -1,7 +1,9 @@
 """Loads a model's tokenizer and chat template with transformers."""
 
+import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from rl.system.functions import Blame
@@ -31,3 +33,12 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     ids, bos = tokenizer.encode(text, add_special_tokens=False), tokenizer.bos_token_id
     adds_bos = bos is not None and tokenizer.encode("a")[:1] == [bos]
     return [bos, *ids] if adds_bos and ids[:1] != [bos] else ids
+
+
+def named_ends(folder: Path) -> list[int | None]:
+    """The tokens at which programs that read a model's files stop: those of generation_config.json, or if it has none of config.json."""
+    fields: dict[str, Any] = {}
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        fields |= json.loads(file.read_bytes()) if file.is_file() else {}
+    ids = fields.get("eos_token_id")
+    return ids if isinstance(ids, list) else [ids]

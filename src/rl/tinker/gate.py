@@ -34,6 +34,9 @@ class Gate(HttpGate):
         super().__init__(app, token, loopback)
         self.secret = secret
 
+    def is_token(self, value: bytes) -> bool:
+        return super().is_token(value.removeprefix(KEY_PREFIX.encode()))
+
     def is_signed(self, scope: Scope) -> bool:
         """Returns whether a request has a signature for its path that has not expired."""
         given = {key: values[0] for key, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
@@ -49,7 +52,6 @@ class Gate(HttpGate):
             return problem(403, "this server is bound to loopback: ask for localhost or 127.0.0.1 in the Host header", CLOSE)
         if scope["path"].startswith(DOWNLOADS) and self.is_signed(scope):
             return None
-        keys = [*header(scope, b"x-api-key"), *(value.partition(b" ")[2] for value in header(scope, b"authorization"))]
-        if any(self.is_token(key.strip().removeprefix(KEY_PREFIX.encode())) for key in keys):
+        if self.shows_token(scope):
             return None
         return problem(401, "wrong key: set TINKER_API_KEY to the one that `rl serve` prints", CLOSE)

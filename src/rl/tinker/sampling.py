@@ -343,8 +343,6 @@ def stopping(stop: str | list[str | int] | None) -> dict[str, Any]:
     """Returns our settings for where an answer ends: the end-of-text token, and texts or tokens; with an empty list nowhere."""
     if stop is None:
         return {}
-    if isinstance(stop, str):
-        return {"stop": [stop]}
-    if not stop:
+    if stop == []:
         return {"ignore_eos": True}
-    return {"stop_token_ids": stop} if isinstance(stop[0], int) else {"stop": stop}
+    return {"stop_token_ids" if isinstance(stop, list) and isinstance(stop[0], int) else "stop": stop}

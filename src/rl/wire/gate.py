@@ -50,6 +50,12 @@ class HttpGate:
             return None
         return refusal(403, "foreign_host", "this server is bound to loopback: ask for localhost or 127.0.0.1 in the Host header", CLOSE)
 
+    def shows_token(self, scope: Scope) -> bool:
+        """Whether a request has the token, as OpenAI's clients send it or as Anthropic's and Tinker's do, and no other."""
+        shown = [value[7:] if value[:7].lower() == b"bearer " else b"" for value in header(scope, b"authorization")]
+        keys = shown + header(scope, b"x-api-key")
+        return bool(keys) and all(self.is_token(key.strip()) for key in keys)
+
     def is_token(self, value: bytes) -> bool:
         """Whether `value` is the token. Compares digests in constant time, so that neither content nor length leaks."""
         return secrets.compare_digest(hashlib.sha256(value).digest(), self.expected)

@@ -7,7 +7,7 @@ from rl.wire.gate import CLOSE, HttpGate, header, refusal
 
 
 class Gate(HttpGate):
-    """The gate in front of all routes, vLLM's own included: its `api_key` leaves /metrics, /health and others open."""
+    """The gate in front of all routes, vLLM's own included: its `api_key` leaves /metrics and others open."""
 
     def refuse(self, scope: Scope) -> Response | None:
         """The refusal of a request that comes from a web page, names another host, or lacks the token; None for other requests."""
@@ -15,12 +15,7 @@ class Gate(HttpGate):
             return refusal(403, "foreign_origin", "this server answers programs, not web pages: send no Origin header", CLOSE)
         if refused := self.foreign_host(scope):
             return refused
-        if self.shows_token(header(scope, b"authorization")):
+        if self.shows_token(scope) or (scope.get("method"), scope["path"]) == ("GET", "/health"):  # probes have no token
             return None
-        message = "this server wants the run's token: send `Authorization: Bearer TOKEN`, TOKEN from RL_TOKEN or status/token"
+        message = "this server wants the run's token, RL_TOKEN or status/token: send `Authorization: Bearer TOKEN` or `X-API-Key: TOKEN`"
         return refusal(401, "unauthorized", message, CLOSE | {"www-authenticate": "Bearer"})
-
-    def shows_token(self, values: list[bytes]) -> bool:
-        """Whether the Authorization header has the token."""
-        scheme, _, token = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
-        return scheme.lower() == b"bearer" and self.is_token(token.strip())

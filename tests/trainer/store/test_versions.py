@@ -71,6 +71,28 @@ def expected(folder: Path, factor: int, target: Path) -> tuple[bytes, dict[str, 
     return (target / "plain").read_bytes(), load_file(target / "saved" / "model.safetensors")
 
 
+def test_a_base_model_that_is_given_chatml_is_published_and_exported_with_its_end(tmp_path, monkeypatch):
+    """It is trained to end with <|im_end|>, and other programs stop where its files say."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = make_tiny_model(tmp_path / "model")
+    for name, fields in (("config.json", {"eos_token_id": 0}), ("tokenizer_config.json", {"eos_token": "<|endoftext|>"})):
+        told = json.loads((base / name).read_text()) | fields
+        (base / name).write_text(json.dumps(told | {"chat_template": None}))
+    folder = Path(resolve_model(ModelConfig(name=str(base), chat_template="chatml")))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    versions.snapshot(model, folder, torch.float32, {}).write(tmp_path / "000001")
+    for kind in ("exported", "adapter"):
+        (tmp_path / kind).mkdir()
+        if kind == "adapter":
+            lora.add_adapters(model, LoraConfig(rank=2))
+        export.write(tmp_path / kind, model, folder, torch.float32)
+    for path in (tmp_path / "000001", tmp_path / "exported", tmp_path / "adapter"):
+        assert AutoTokenizer.from_pretrained(path).eos_token == "<|im_end|>", path
+        if path.name != "adapter":
+            assert json.loads((path / "config.json").read_text())["eos_token_id"] == [2, 0]
+            assert AutoModelForCausalLM.from_pretrained(path).generation_config.eos_token_id == [2, 0]
+
+
 def test_router_biases_are_published_and_exported_as_they_are_computed_with(tmp_path):
     """In bfloat16 half of these eight are the same number, so servers chose other experts than the trainer."""
     folder = make_tiny_model(tmp_path / "model", DEEPSEEK_V3)

@@ -99,7 +99,7 @@ class TextConversation(Conversation):
         turn = await self.sample(ids, overrides)
         completion = renderer.decode(turn.completion_ids)
         self.keep(turn, Past(len(self.turns), before, [new, completion]))
-        return turn, Answer(completion, None, [], [])
+        return turn, self.before_stop(Answer(completion, None, [], []), overrides)
 
 
 class PolicyClient(Client):

@@ -175,15 +175,14 @@ class Sampler:
 
 def sampling_params(sampling: Sampling) -> tinker.SamplingParams:
     """Returns the API's parameters. Raises BadRequestError for what it does not have."""
-    texts = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
-    if texts and sampling.stop_token_ids:
+    if sampling.stop and sampling.stop_token_ids:
         raise BadRequestError("the Tinker API ends answers at texts or at tokens, not both: leave sampling.stop out")
     if sampling.min_p or sampling.ignore_eos or sampling.prompt_logprobs or sampling.routes_from is not None:
         raise BadRequestError("this run's inference has no min_p, ignore_eos, prompt_logprobs and routes: leave them out")
     return tinker.SamplingParams(
         max_tokens=sampling.max_tokens,
         seed=None if sampling.seed is None else sampling.seed & MAX_SEED,
-        stop=texts or sampling.stop_token_ids or None,
+        stop=sampling.stop or sampling.stop_token_ids or None,
         temperature=sampling.temperature,
         top_k=sampling.top_k or -1,
         top_p=sampling.top_p,

@@ -19,7 +19,7 @@ from rl.config.run import RLConfig
 from rl.config.sft import SftConfig
 from rl.models.chat import Message, RendererError, Tool
 from rl.models.conversation import REASONING, conversation_ids, has_content, missing_text
-from rl.models.folder import has_template, resolve_model
+from rl.models.folder import own_template, resolve_model
 from rl.models.renderer import load_renderer
 from rl.models.template import Renderer
 from rl.models.tokenizer import hide_torch, load_tokenizer, text_ids
@@ -43,7 +43,7 @@ class Tokenizer:
         assert config.sft
         self.sft: SftConfig = config.sft
         self.max_length = config.model.max_model_len
-        self.has_template = bool(config.model.chat_template) or has_template(model)
+        self.has_template = bool(own_template(model))
         self.chat = self.sft.style == "chat" or (self.sft.style == "auto" and self.has_template)
         trusted = config.model.trust_remote_code
         self.tokenizer = load_tokenizer(str(model), trust_remote_code=trusted)
