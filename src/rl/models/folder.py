@@ -261,6 +261,12 @@ def sound_model(config: RLConfig) -> str:
     return folder
 
 
+def vocab_size(folder: Path) -> int:
+    """The number of rows of a model's embedding; 0 if its config does not tell."""
+    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    return (config.get("text_config") or config).get("vocab_size", 0)
+
+
 def longest_sequence(config: dict[str, Any]) -> int | None:
     """The longest sequence, in tokens, of a model with plain positions, which vLLM holds it to; None for scaled ones: vLLM tells."""
     text = config.get("text_config") or config
