@@ -24,6 +24,7 @@ from rl.system.errors import RunError
 HUB_TIMEOUT_S = 10.0
 """Time-out for the hub, so that an unreachable one does not delay a start for long."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+ADAPTERS = "adapter_config.json"
 VOCABULARIES = (*TOKENIZER_FILES, "added_tokens.json")
 CHATML = (
     "{% if bos_token and bos_token not in ('<|im_start|>', eos_token) %}{{ bos_token }}{% endif %}"
@@ -67,6 +68,9 @@ def missing_parts(folder: Path, needs_weights: bool = True) -> list[str]:
         raise RunError(
             f"{folder}: its weights are at the service that trains the run ({read_json(folder / REMOTE)['path']}): take them from there"
         )
+    if (folder / ADAPTERS).is_file():
+        remedy = "merge them (`rl export RUN --merge`, or peft), or move that file away"
+        raise RunError(f"{folder}: has adapters ({ADAPTERS}), which transformers would add and vLLM would not; {remedy}")
     faults = [] if (folder / "config.json").is_file() else ["config.json"]
     for name, keys in (("config.json", ()), ("tokenizer.json", ("model", "added_tokens"))):
         fields = read_json(folder / name) if (folder / name).is_file() else dict.fromkeys(keys)
@@ -74,32 +78,23 @@ def missing_parts(folder: Path, needs_weights: bool = True) -> list[str]:
             raise RunError(f"{folder / name}: not a tokenizer, it has no {' and no '.join(lacks)}; copy the model again")
     if not has_tokenizer(folder):
         faults.append(f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
-    index = folder / "model.safetensors.index.json"
-    if not needs_weights:
-        return faults
-    if index.is_file():
-        files = set(read_json(index).get("weight_map", {}).values())
-        faults += sorted(name for name in files if not (folder / name).is_file())
-    elif not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
-        faults.append("weights (*.safetensors)")
+    try:
+        if needs_weights:
+            model_files(folder)
+    except CorruptFileError as error:
+        faults.append(str(error).removeprefix(f"{folder}: lacks "))
     return faults
 
 
 def weights_digest(folder: Path) -> str:
-    """A hash of a model's files of weights: of their names and sizes, and of each safetensors file's header and the first SAMPLE_BYTES of
-    each tensor. It takes no time, and tells other weights of the same shapes. Of .bin files, a block in 1 MiB is read."""
+    """A hash of a model's files of weights: of their names and sizes, their headers, and the first SAMPLE_BYTES of each tensor. It takes no
+    time, and tells other weights of the same shapes."""
     found = hashlib.blake2b(digest_size=20)  # its length tells it from the digests of an older rl
-    for path in model_files(folder) or sorted(folder.glob("pytorch_model*.bin")):
+    for path in model_files(folder):
+        entries = read_header(path).items()
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            found.update(f"{path.name} {size}\n".encode())
-            if path.suffix == ".safetensors":
-                entries = read_header(path).items()
-                found.update(repr(sorted(entries)).encode())
-                samples = sorted((entry.start, min(entry.end - entry.start, SAMPLE_BYTES)) for _, entry in entries)
-            else:
-                samples = [(start, SAMPLE_BYTES) for start in range(0, size, 1 << 20)]
-            for start, length in samples:
+            found.update(f"{path.name} {file.seek(0, os.SEEK_END)}\n{sorted(entries)!r}".encode())
+            for start, length in sorted((entry.start, min(entry.end - entry.start, SAMPLE_BYTES)) for _, entry in entries):
                 file.seek(start)
                 found.update(file.read(length))
     return found.hexdigest()
@@ -122,9 +117,12 @@ def read_json(path: Path, remedy: str = "copy the model again") -> dict[str, Any
 
 
 def has_template(folder: Path) -> bool:
+    """Whether a model has a chat template, of several one that is the default."""
     config = folder / "tokenizer_config.json"
-    in_config = config.is_file() and bool(read_json(config).get("chat_template"))
-    return in_config or any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
+    given = read_json(config).get("chat_template") if config.is_file() else None
+    if isinstance(given, list):
+        given = any(named.get("name") == "default" for named in given)
+    return bool(given) or any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
 
 
 def cache_root() -> Path:
