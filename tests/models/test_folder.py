@@ -16,7 +16,7 @@ from rl.models.gguf import gguf_of_package
 from rl.models.renderer import load_renderer
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.digests import HASH, digest_of_file
-from rl.run_dir.safetensors import model_files, read_header, tensor_digests, weights_files
+from rl.run_dir.safetensors import model_files, read_header, tensor_digests
 from rl.system.errors import RunError
 
 SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -46,7 +46,7 @@ def test_a_complete_folder_is_itself(model, monkeypatch):
 
 def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder):
     """One of another run, whose digests lie in it; a model without any is taken as it is."""
-    digests = {"hash": HASH, "tensors": tensor_digests(weights_files(folder)[0])}
+    digests = {"hash": HASH, "tensors": tensor_digests(model_files(folder)[0])}
     config = RLConfig(name="r", model={"name": str(folder), "max_model_len": 1024}, orchestrator={"environment": [{"id": "e"}]})
     assert sound_model(config) == str(folder)
     (folder / "digests.json").write_text(json.dumps(digests))
@@ -285,10 +285,47 @@ def test_every_tensor_counts_in_the_digest_of_weights(folder):
 
 
 def test_files_beside_the_model_are_not_the_model(folder):
+    """With an index, that is; without one vLLM reads them all, and transformers one or none."""
+    model, copy, index = (folder / f"{name}" for name in ("model.safetensors", "consolidated.safetensors", "model.safetensors.index.json"))
     before = weights_digest(folder)
-    (folder / "consolidated.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    assert model_files(folder) == weight_files(folder) == [folder / "model.safetensors"]
+    copy.write_bytes(model.read_bytes())
+    with pytest.raises(RunError, match=r"lacks an index .* of consolidated.safetensors, model.safetensors; add it, or leave"):
+        resolve_model(ModelConfig(name=str(folder)))
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    assert model_files(folder) == weight_files(folder) == [model]
     assert weights_digest(folder) == before
+    index.write_text(json.dumps({"weight_map": {"a": "consolidated.safetensors"}}))
+    with pytest.raises(RunError, match=r"lacks model.safetensors in its index"):
+        resolve_model(ModelConfig(name=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"adapter_config.json": "{}"}, r"has adapters \(adapter_config.json\), .*; merge them .*, or move that file away"),
+        (
+            {"model-00001-of-00002.safetensors": ""},
+            r"lacks an index \(model.safetensors.index.json\) of model-00001-of-00002.safetensors; a",
+        ),
+        (
+            {"pytorch_model.bin": ""},
+            r"lacks weights \(\*.safetensors; no others are read: write \*.bin again with transformers' save_pretr",
+        ),
+        (
+            {"tokenizer_config.json": '{"chat_template": [{"name": "tool_use", "template": "x"}]}'},
+            "no chat template; set --model",
+        ),
+    ],
+)
+def test_what_would_be_a_traceback_of_a_rank_is_said_at_the_first_check(folder, change, said):
+    """transformers adds adapters that lie beside a model, vLLM does not; and neither takes shards without an index."""
+    for name, text in change.items():
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).write_text(text)
+        if "model" in name:
+            (folder / "model.safetensors").unlink()
+    with pytest.raises(RunError, match=said):
+        resolve_model(ModelConfig(name=str(folder)))
 
 
 def test_a_template_over_a_version_of_another_run(folder, cache):

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -13,6 +14,17 @@ from rl.system.errors import RunError
 from rl.trainer.sft.rows import Source, hub_rows
 from tests.models.hub_stub import TOKEN, HubStub
 from tests.web import serving
+
+
+def test_the_size_is_that_of_what_is_downloaded(monkeypatch, capsys):
+    """Regression: second copies counted, 41 GB for 14."""
+    sizes = {"model.safetensors": 100, "config.json": 7, "vocab.txt": 3, "consolidated.safetensors": 100, "original/a.safetensors": 100}
+    files = [SimpleNamespace(rfilename=name, size=size) for name, size in (sizes | {"pytorch_model.bin": 100}).items()]
+    monkeypatch.setattr("huggingface_hub.model_info", lambda name, **_: SimpleNamespace(siblings=files))
+    monkeypatch.setattr(hub, "hub_fault", lambda: "")
+    monkeypatch.setattr("sys.argv", ["hub", "owner/name"])
+    hub.main()
+    assert capsys.readouterr().out == "110\n"
 
 
 @pytest.mark.parametrize("listens", [False, True])  # nobody is there; somebody is and is silent

@@ -4,7 +4,7 @@ import pytest
 
 from rl.run_dir.digests import digest
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.safetensors import INDEX, TensorEntry, read_header, tensor_digests, weights_files
+from rl.run_dir.safetensors import INDEX, TensorEntry, model_files, read_header, tensor_digests
 
 
 def content(header: object, data: bytes = b"") -> bytes:
@@ -17,23 +17,26 @@ def entry(start: object, end: object, shape: object = (2,)) -> dict:
 
 
 def test_header_and_tensors(tmp_path):
-    path = tmp_path / "x.safetensors"
+    path = tmp_path / "model.safetensors"
     path.write_bytes(content({"__metadata__": {"format": "pt"}, "b": entry(2, 4), "a": entry(0, 2)}, b"1234"))
     start = path.stat().st_size - 4
     assert read_header(path) == {"b": TensorEntry("U8", (2,), start + 2, start + 4), "a": TensorEntry("U8", (2,), start, start + 2)}
     assert list(tensor_digests(path).items()) == [("b", digest(b"34")), ("a", digest(b"12"))]
-    assert weights_files(tmp_path) == [path]
+    assert model_files(tmp_path) == [path]
     path.write_bytes(content({}))
     assert read_header(path) == {}
     (tmp_path / "y.safetensors").touch()
-    with pytest.raises(CorruptFileError, match=r"has 2 \*\.safetensors files instead of one, and no index of them"):
-        weights_files(tmp_path)
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}))
-    assert weights_files(tmp_path) == [path, tmp_path / "y.safetensors"]
-    for names, fault in ((["x", "y", "z"], "z.safetensors: missing"), (["x"], "y.safetensors: not in the index")):
+    with pytest.raises(CorruptFileError, match=r"lacks an index .* of model.safetensors, y.safetensors; add it"):
+        model_files(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "y.safetensors"}}))
+    assert model_files(tmp_path) == [path, tmp_path / "y.safetensors"]
+    for names, fault in ((["model", "y", "z"], "lacks z.safetensors"), (["y"], "lacks model.safetensors in its index")):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": {name: f"{name}.safetensors" for name in names}}))
         with pytest.raises(CorruptFileError, match=fault):
-            weights_files(tmp_path)
+            model_files(tmp_path)
+    (tmp_path / INDEX).write_text("[]")
+    with pytest.raises(CorruptFileError, match="not readable as an index"):
+        model_files(tmp_path)
 
 
 def test_digests_have_the_slices_of_others(tmp_path):

@@ -112,6 +112,14 @@ def test_adapters_and_merged_compute_what_the_trainer_computes(adapted, tied_fol
         assert AutoTokenizer.from_pretrained(tmp_path / name).chat_template
 
 
+def test_exported_adapters_name_their_base_as_the_run_does(adapted, tied_folder, tmp_path, monkeypatch):
+    """Regression: they named the folder in this machine's cache."""
+    monkeypatch.setattr("rl.commands.export.resolve_model", lambda *_, **__: str(tied_folder))
+    export(adapted[0].root, "--to", tmp_path / "adapter", "--model.name", "owner/base")
+    written = (tmp_path / "adapter" / "adapter_config.json").read_text()
+    assert json.loads(written)["base_model_name_or_path"] == "owner/base" and str(tied_folder) not in written
+
+
 def test_a_version_of_adapters_is_exported_and_merged(adapted, tied_folder, tmp_path):
     run_dir, _ = adapted
     (tied_folder / "README.md").write_text("the base's card")

@@ -69,7 +69,7 @@ def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> i
     print(f"step {step} of {root}: reading {checkpoint or published}", file=sys.stderr, flush=True)
     from rl.trainer.export import Origin, export
 
-    origin = Origin(Path(base), config.trainer.lora, checkpoint, published, config.model.trust_remote_code)
+    origin = Origin(Path(base), config.trainer.lora, checkpoint, published, config.model.trust_remote_code, config.model.name)
     try:
         export(origin, target, bool(values["merge"]), values["dtype"] or config.model.dtype)
     except CorruptFileError as error:

@@ -11,7 +11,7 @@ from rl.config.orchestrator import RetentionConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import CheckpointConfig, LoraConfig, WeightsConfig
 from rl.run_dir.paths import RunDir, numbers
-from rl.run_dir.safetensors import read_header
+from rl.run_dir.safetensors import model_files, read_header
 from rl.run_dir.spans import MAX_BYTES as MAX_SPANS_BYTES
 from rl.system.terminal import digits
 from rl.wire.batch_file import PLAIN_STEPS
@@ -119,7 +119,7 @@ def token_log_bytes(config: RLConfig) -> int:
 
 def tensor_shapes(folder: Path) -> list[list[int]]:
     """Returns the shapes of all tensors of a model from its safetensors headers. Raises CorruptFileError."""
-    return [list(tensor.shape) for path in sorted(folder.glob("*.safetensors")) for tensor in read_header(path).values()]
+    return [list(tensor.shape) for path in model_files(folder) for tensor in read_header(path).values()]
 
 
 def adapter_weights(shapes: list[list[int]], lora: LoraConfig) -> int:

@@ -22,15 +22,10 @@ class WeightsGoneError(RunError):
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model in Hugging Face format; for a file, the file itself. Raises RunError."""
-    if directory.is_file():
-        return [directory]
-    if not directory.is_dir():
+    """As `model_files`, for what another process may delete. Raises RunError."""
+    if not directory.exists():
         raise WeightsGoneError(f"{directory}: no such directory")
-    files = model_files(directory)
-    if not files:
-        raise RunError(f"{directory}: has no *.safetensors file")
-    return files
+    return model_files(directory)
 
 
 def read_tensors(directory: Path) -> Tensors:

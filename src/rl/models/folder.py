@@ -28,6 +28,7 @@ from rl.system.errors import RunError
 HUB_TIMEOUT_S = 10.0
 """Time-out for the hub, so that an unreachable one does not delay a start for long."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+ADAPTERS = "adapter_config.json"
 VOCABULARIES = (*TOKENIZER_FILES, "added_tokens.json")
 CHATML = (
     "{% if bos_token and bos_token not in ('<|im_start|>', eos_token) %}{{ bos_token }}{% endif %}"
@@ -80,6 +81,9 @@ def missing_parts(folder: Path, needs_weights: bool = True) -> list[str]:
         raise RunError(
             f"{folder}: its weights are at the service that trains the run ({read_json(folder / REMOTE)['path']}): take them from there"
         )
+    if (folder / ADAPTERS).is_file():
+        remedy = "merge them (`rl export RUN --merge`, or peft), or move that file away"
+        raise RunError(f"{folder}: has adapters ({ADAPTERS}), which transformers would add and vLLM would not; {remedy}")
     faults = [] if (folder / "config.json").is_file() else ["config.json"]
     for name, keys in (("config.json", ()), ("generation_config.json", ()), ("tokenizer.json", ("model", "added_tokens"))):
         fields = read_json(folder / name) if (folder / name).is_file() else dict.fromkeys(keys)
@@ -87,32 +91,23 @@ def missing_parts(folder: Path, needs_weights: bool = True) -> list[str]:
             raise RunError(f"{folder / name}: not a tokenizer, it has no {' and no '.join(lacks)}; copy the model again")
     if not has_tokenizer(folder):
         faults.append(f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
-    index = folder / "model.safetensors.index.json"
-    if not needs_weights:
-        return faults
-    if index.is_file():
-        files = set(read_json(index).get("weight_map", {}).values())
-        faults += sorted(name for name in files if not (folder / name).is_file())
-    elif not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
-        faults.append("weights (*.safetensors)")
+    try:
+        if needs_weights:
+            model_files(folder)
+    except CorruptFileError as error:
+        faults.append(str(error).removeprefix(f"{folder}: lacks "))
     return faults
 
 
 def weights_digest(folder: Path) -> str:
-    """A hash of a model's files of weights: of their names and sizes, and of each safetensors file's header and the first SAMPLE_BYTES of
-    each tensor. It takes no time, and tells other weights of the same shapes. Of .bin files, a block in 1 MiB is read."""
+    """A hash of a model's files of weights: of their names and sizes, their headers, and the first SAMPLE_BYTES of each tensor. It takes no
+    time, and tells other weights of the same shapes."""
     found = hashlib.blake2b(digest_size=20)  # its length tells it from the digests of an older rl
-    for path in model_files(folder) or sorted(folder.glob("pytorch_model*.bin")):
+    for path in model_files(folder):
+        entries = read_header(path).items()
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            found.update(f"{path.name} {size}\n".encode())
-            if path.suffix == ".safetensors":
-                entries = read_header(path).items()
-                found.update(repr(sorted(entries)).encode())
-                samples = sorted((entry.start, min(entry.end - entry.start, SAMPLE_BYTES)) for _, entry in entries)
-            else:
-                samples = [(start, SAMPLE_BYTES) for start in range(0, size, 1 << 20)]
-            for start, length in samples:
+            found.update(f"{path.name} {file.seek(0, os.SEEK_END)}\n{sorted(entries)!r}".encode())
+            for start, length in sorted((entry.start, min(entry.end - entry.start, SAMPLE_BYTES)) for _, entry in entries):
                 file.seek(start)
                 found.update(file.read(length))
     return found.hexdigest()
@@ -135,11 +130,14 @@ def read_json(path: Path, remedy: str = "copy the model again") -> dict[str, Any
 
 
 def own_template(folder: Path) -> Any:
-    """The chat template of a model's tokenizer; None if it has none."""
+    """The chat template of a model's tokenizer, of several the one named `default`; None if it has none."""
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if file.is_file():
         return file.read_text()
-    return read_json(config).get("chat_template") if config.is_file() else None
+    given = read_json(config).get("chat_template") if config.is_file() else None
+    if isinstance(given, list):
+        return next((named.get("template") for named in given if named.get("name") == "default"), None)
+    return given
 
 
 def has_unnamed_end(folder: Path, template: Any) -> bool:
@@ -286,6 +284,12 @@ def sound_model(config: RLConfig) -> str:
             f"(max_position_embeddings in {folder}/config.json); set model.max_model_len to at most {longest}"
         )
     return folder
+
+
+def vocab_size(folder: Path) -> int:
+    """The number of rows of a model's embedding; 0 if its config does not tell."""
+    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    return (config.get("text_config") or config).get("vocab_size", 0)
 
 
 def longest_sequence(config: dict[str, Any]) -> int | None:

@@ -116,6 +116,9 @@ def main() -> None:
     """Prints the bytes; exit code 1 with one line if the hub does not have the model or does not answer."""
     from huggingface_hub import model_info
     from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import filter_repo_objects
+
+    from rl.models.folder import HUB_COPIES, HUB_FILES  # not with the rest of this module, which homes of environments import
 
     if fault := hub_fault():
         raise SystemExit(fault)
@@ -123,7 +126,8 @@ def main() -> None:
         files = model_info(sys.argv[1], files_metadata=True, timeout=TIMEOUT_S).siblings or []
     except (HfHubHTTPError, OSError) as error:
         raise SystemExit(str(error).splitlines()[0]) from None
-    print(sum(file.size or 0 for file in files if file.rfilename.endswith((".safetensors", ".json"))))
+    files = filter_repo_objects(files, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES, key=lambda file: file.rfilename)
+    print(sum(file.size or 0 for file in files))
 
 
 if __name__ == "__main__":

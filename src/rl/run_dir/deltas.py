@@ -19,7 +19,7 @@ from typing import Any
 
 from rl.run_dir.digests import MAX_THREADS
 from rl.run_dir.files import CorruptFileError, reading
-from rl.run_dir.safetensors import INDEX, read_header, weights_files
+from rl.run_dir.safetensors import INDEX, model_files, read_header
 from rl.run_dir.version_files import DELTA, DIGESTS, is_delta, read_digests, verify_files_of_tensors, verify_small_files
 from rl.system.errors import RunError
 from rl.system.machine import memory_bytes
@@ -99,7 +99,7 @@ class Mirror:
         """Copies a whole version."""
         import numpy as np  # takes 0.1 s, which commands must not
 
-        files = {file: sorted(read_header(file).items(), key=lambda item: item[1].start) for file in weights_files(anchor)}
+        files = {file: sorted(read_header(file).items(), key=lambda item: item[1].start) for file in model_files(anchor)}
         header, end = {}, 0
         for name, entry in itertools.chain(*files.values()):
             start, end = end, end + entry.end - entry.start

@@ -14,6 +14,7 @@ from rl.run_dir.files import CorruptFileError
 
 INDEX = "model.safetensors.index.json"
 """Of a model with several files: which tensor is in which."""
+SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 32 << 20
 """Of some 200,000 tensors with long names, three times those of the largest models. The safetensors library reads 100 MB: more than a
 million tensors, which take 20 s to parse."""
@@ -86,29 +87,22 @@ def read_at(fd: int, tensor: TensorEntry) -> bytearray:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files that are a folder's model, by vLLM's and transformers' rule: those of the index, else
-    model.safetensors alone, else all. Raises CorruptFileError for an unreadable index."""
-    try:
-        listed = json.loads((folder / INDEX).read_text())["weight_map"].values() if (folder / INDEX).exists() else ()
-        files = sorted({folder / name for name in listed})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptFileError(f"{folder / INDEX}: not readable as an index: {error}") from None
-    single = folder / "model.safetensors"
-    return files or ([single] if single.exists() else sorted(folder.glob("*.safetensors")))
-
-
-def weights_files(folder: Path) -> list[Path]:
-    """Returns the files with the tensors of a version, full weights or adapters: one, unless an index lists several; of a file, itself.
-    Raises CorruptFileError if there are others, or fewer."""
+    """Returns the safetensors files that are a folder's model or adapters: those of its index, else the only one; of a file, itself. Raises
+    CorruptFileError if it lacks one, or if transformers, which prefers `model.safetensors`, and vLLM would not read the same ones."""
     if folder.is_file():
         return [folder]
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) == 1 and not (folder / INDEX).exists():
-        return files
-    try:
-        listed = {folder / name for name in json.loads((folder / INDEX).read_text())["weight_map"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CorruptFileError(f"{folder}: has {len(files)} *.safetensors files instead of one, and no index of them") from None
-    if wrong := sorted(listed.symmetric_difference(files)):
-        raise CorruptFileError(f"{wrong[0]}: {'missing' if wrong[0] in listed else 'not in the index'}")
-    return files
+    there = {file.name for file in folder.glob("*.safetensors") if file.exists()}
+    listed = there
+    if (folder / INDEX).exists():
+        try:
+            listed = {*json.loads((folder / INDEX).read_text())["weight_map"].values()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CorruptFileError(f"{folder / INDEX}: not readable as an index: {error}") from None
+    elif there not in ({SINGLE}, {"adapter_model.safetensors"}):
+        what = "weights (*.safetensors; no others are read: write *.bin again with transformers' save_pretrained)"
+        if there:
+            what = f"an index ({INDEX}) of {', '.join(sorted(there))}; add it, or leave {SINGLE} alone there"
+        raise CorruptFileError(f"{folder}: lacks {what}")
+    if wrong := sorted(listed - there) or sorted({SINGLE} & there - listed):
+        raise CorruptFileError(f"{folder}: lacks {wrong[0]}{' in its index' * (wrong[0] in there)}")
+    return [folder / name for name in sorted(listed)]

@@ -9,7 +9,7 @@ import msgspec
 
 from rl.run_dir.digests import HASH, Digest, digest_of_file
 from rl.run_dir.files import CorruptFileError, reading
-from rl.run_dir.safetensors import tensor_digests, weights_files
+from rl.run_dir.safetensors import model_files, tensor_digests
 from rl.system.errors import RunError
 
 MANIFEST, DIGESTS = "manifest.json", "digests.json"
@@ -85,7 +85,7 @@ def verify_files_of_tensors(folder: Path, content: Mapping[str, Any]) -> None:
     """Raises CorruptFileError naming the first tensor of a whole version, a folder or a file, that does not match the content of a digests
     file."""
     found, places = {}, {}
-    for file in weights_files(folder):
+    for file in model_files(folder):
         tensors = tensor_digests(file, content["tensors"])
         found |= tensors
         places |= dict.fromkeys(tensors, file)

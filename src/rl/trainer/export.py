@@ -35,6 +35,8 @@ class Origin:
     version: Path | None = None
     """Folder of the published version, in the dtype of the run's model."""
     trust_remote_code: bool = False
+    name: str = ""
+    """The base model's name, by which adapters are found beside it on other machines; by default its folder."""
 
 
 def export(origin: Origin, target: Path, merge: bool, dtype: str) -> None:
@@ -46,7 +48,7 @@ def export(origin: Origin, target: Path, merge: bool, dtype: str) -> None:
     model = load(origin, DTYPES[dtype])
     if origin.lora and merge:
         lora.merge_adapters(model)
-    write_directory(target, lambda folder: write(folder, model, origin.base, DTYPES[dtype]))
+    write_directory(target, lambda folder: write(folder, model, origin.base, DTYPES[dtype], origin.name))
 
 
 def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
@@ -79,12 +81,13 @@ def sound_checkpoint(origin: Origin) -> tuple[Path, dict[str, Any]] | None:
         return None
 
 
-def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype) -> None:
-    """Fills `folder` with the weights in `dtype` and the base model's tokenizer. Of a model with adapters writes only the adapters."""
+def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype, name: str = "") -> None:
+    """Fills `folder` with the weights in `dtype` and the base model's tokenizer. Of a model with adapters writes only the adapters, which
+    give `name` as their base."""
     if lora.has_adapters(model):
         tensors = {lora.name_in_file(name): parameter.detach().to(dtype) for name, parameter in lora.trainable(model).items()}
         require_space(folder, tensors.values())
-        lora.write_config(folder, model, base)
+        lora.write_config(folder, model, name or base)
         write_tensors(folder / lora.WEIGHTS_FILE, tensors)
         copy_small_files(base, folder)
         for name in ("config.json", "README.md"):  # these are the base model's

@@ -15,7 +15,7 @@ from rl.run_dir.checksums import DIGESTS, first_difference, read_digests, verify
 from rl.run_dir.deltas import readable
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir
-from rl.run_dir.safetensors import weights_files
+from rl.run_dir.safetensors import model_files
 from rl.run_dir.status import Phase
 from rl.trainer.data.batch_sources import BatchSource, FromLog
 from rl.trainer.determinism import differing_conditions
@@ -106,7 +106,7 @@ def largest_difference(folder: Path, name: str, version: PublishedVersion, ranks
 
     def difference() -> float | None:
         with readable(folder) as place:
-            for path in weights_files(place):
+            for path in model_files(place):
                 with safe_open(path, "pt") as file:
                     if name in file.keys() and (theirs := file.get_tensor(name)).shape == ours.shape:  # noqa: SIM118
                         return float((theirs.double() - whole.view(ours.dtype).view(ours.shape).double()).abs().max())

@@ -494,3 +494,22 @@ def test_examples_are_mapped_from_their_file(folders, tmp_path):
     examples = open_examples(config.run_dir.data / "train.arrow")
     assert pa.total_allocated_bytes() == before
     assert [len(ids) for ids in examples["tokens"]] == [3, 4] and examples["group"].to_pylist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "a", "completion": "b<new>"}, {"messages": [TWO_TURNS[0] | {"content": "<new>"}, TWO_TURNS[1]]}]
+)
+def test_a_token_without_a_row_of_the_embedding_is_named(folders, tmp_path, row):
+    """Regression: the trainer died of it three times, and good batches were set aside."""
+    tokenizer = AutoTokenizer.from_pretrained(folders / "chatml")
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({"text_config": {"vocab_size": 259}}))
+    good = {"prompt": "a", "completion": "b"}
+    with pytest.raises(
+        RunError, match=r"data.jsonl:2: '<new>' is token 259, the model's embedding has 259 rows; give it one .*resize_token"
+    ):
+        prepared(tmp_path, tmp_path / "model", good, row)
+    config.write_text(json.dumps({"vocab_size": 260}))
+    assert len(prepared(tmp_path, tmp_path / "model", good, row)[0]) == 2

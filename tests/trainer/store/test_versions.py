@@ -18,7 +18,7 @@ from rl.models.tiny import make_tiny_model
 from rl.run_dir.checksums import DIGESTS, check_record, read_digests, verify_version
 from rl.run_dir.deltas import readable
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.safetensors import weights_files
+from rl.run_dir.safetensors import model_files
 from rl.trainer import export
 from rl.trainer.model import lora
 from rl.trainer.model.dither import dither
@@ -221,14 +221,14 @@ def test_a_large_version_is_several_files_with_an_index(tmp_path, monkeypatch):
     version.write(tmp_path / "one")
     monkeypatch.setattr(layout, "FILE_BYTES", 60_000)
     version.write(tmp_path / "several")
-    parts = weights_files(tmp_path / "several")
+    parts = model_files(tmp_path / "several")
     assert [part.name for part in parts] == [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
     assert len(parts) > 2 and all(part.stat().st_size < 70_000 + layout.PAGE for part in parts)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "several", dtype=torch.bfloat16)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(again.parameters(), model.parameters(), strict=True))
     assert verify_version(tmp_path / "several")["tensors"] == verify_version(tmp_path / "one")["tensors"]
     parts[1].rename(tmp_path / "away")
-    with pytest.raises(CorruptFileError, match=f"{parts[1].name}: missing"):
+    with pytest.raises(CorruptFileError, match=f"lacks {parts[1].name}"):
         verify_version(tmp_path / "several")
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from rl.config.run import RLConfig
+from rl.models.folder import vocab_size
 from rl.orchestrator.recorded.lines import Converter, Line, parse
 from rl.orchestrator.recorded.verifiers_rows import lines_of
-from rl.orchestrator.workers.setups import vocab_size
 from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.system.errors import RunError
 from rl.system.jsonl import json_objects

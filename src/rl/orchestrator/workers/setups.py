@@ -1,6 +1,5 @@
 """Makes the setup of each environment worker and the source of training tasks from the configuration."""
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from rl.config.orchestrator import EnvSource
 from rl.config.run import RLConfig
 from rl.homes.resolve import entries
+from rl.models.folder import vocab_size
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskSource
 from rl.wire.worker_messages import EnvSpec, PolicySpec, Ready, WorkerSetup
 
@@ -54,13 +54,6 @@ def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
         inference_status=str(config.run_dir.status("inference").absolute()),
         routes=config.trainer.router_replay == "engine",
     )
-
-
-def vocab_size(model: Path) -> int:
-    """Returns the vocabulary size from config.json in a model's folder (for multimodal models from `text_config`); 0 if unknown."""
-    config = model / "config.json"
-    fields = json.loads(config.read_bytes()) if config.exists() else {}
-    return int(fields.get("text_config", fields).get("vocab_size", 0))
 
 
 def worker_setups(config: RLConfig, policy: PolicySpec, address: str) -> list[WorkerSetup]:

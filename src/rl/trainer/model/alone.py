@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 from rl.config.run import ModelConfig
+from rl.run_dir.safetensors import model_files
 from rl.system.errors import RunError
 from rl.trainer.measure.performance import is_out_of_memory
 from rl.trainer.model.modes import WIDER_WINDOWS, Mode, implementation
@@ -172,7 +173,7 @@ def part_of(folder: str, config: ModelConfig, world: World) -> PreTrainedConfig:
     for name in (*WINDOWS, *sparse):
         if isinstance(getattr(text, name, None), int) and getattr(text, name) > NARROW:
             setattr(text, name, NARROW)
-    size = sum(path.stat().st_size for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".bin"))
+    size = sum(path.stat().st_size for path in model_files(Path(folder)))
     if size > WHOLE_BYTES:
         fitting = world.broadcast_int(fitting_layers(size / text.num_hidden_layers, world.device))
         keep_layers(text, max(fitting, first_with_experts(shape, config.trust_remote_code)))

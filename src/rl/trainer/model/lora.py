@@ -199,10 +199,10 @@ def name_in_file(name: str) -> str:
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
-def write_config(folder: Path, model: PreTrainedModel, base: Path) -> None:
-    """Writes adapter_config.json, as peft does."""
+def write_config(folder: Path, model: PreTrainedModel, base: Path | str) -> None:
+    """Writes adapter_config.json, as peft does. `base`: the base model's folder, or its name on the hub."""
     config = copy.copy(model.peft_config[ADAPTER])  # type: ignore[attr-defined, operator]
-    config.base_model_name_or_path, config.inference_mode = str(base.absolute()), True
+    config.base_model_name_or_path, config.inference_mode = str(base), True
     config.target_modules = sorted(config.target_modules)  # it is a set, whose order differs between processes
     config.save_pretrained(str(folder))
 

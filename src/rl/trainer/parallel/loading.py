@@ -142,9 +142,8 @@ class Reader:
             with ExitStack() as opened:
                 self.whole = why_whole(model, settings)
                 if not self.whole:
-                    if files[0].endswith(".safetensors"):
-                        state_dict = {name: part for file in files for name, part in slices(opened, file)}
-                        self.place_rows(model, state_dict, settings.weight_mapping or [])
+                    state_dict = {name: part for file in files for name, part in slices(opened, file)}
+                    self.place_rows(model, state_dict, settings.weight_mapping or [])
                     if self.world:
                         opened.enter_context(self.keeping_rows(model))
                 return original(model, state_dict, files, settings, **more)

@@ -19,7 +19,7 @@ from rl.config.run import RLConfig
 from rl.config.sft import SftConfig
 from rl.models.chat import Message, RendererError, Tool
 from rl.models.conversation import REASONING, conversation_ids, has_content, missing_text
-from rl.models.folder import own_template, resolve_model
+from rl.models.folder import own_template, resolve_model, vocab_size
 from rl.models.renderer import load_renderer
 from rl.models.template import Renderer
 from rl.models.tokenizer import hide_torch, load_tokenizer, text_ids
@@ -43,6 +43,7 @@ class Tokenizer:
         assert config.sft
         self.sft: SftConfig = config.sft
         self.max_length = config.model.max_model_len
+        self.vocabulary = vocab_size(model)
         self.has_template = bool(own_template(model))
         self.chat = self.sft.style == "chat" or (self.sft.style == "auto" and self.has_template)
         trusted = config.model.trust_remote_code
@@ -60,6 +61,11 @@ class Tokenizer:
             found = self.conversation(example)
         if not found:
             counts["without an answer to train"] += 1
+        largest = max((id for ids, _ in found for id in ids), default=-1)
+        if 0 < self.vocabulary <= largest:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            remedy = "give it one (transformers: resize_token_embeddings), or leave the token out"
+            raise RunError(f"{example.place}: {token!r} is token {largest}, the model's embedding has {self.vocabulary} rows; {remedy}")
         return [kept for sample in found if (kept := self.truncated(sample, counts))]
 
     def plain_text(self, prompt: str, completion: str) -> Tokens:
