@@ -50,7 +50,13 @@ class Example:
     text: tuple[str, str] | None
     """Prompt and completion, if the row has them as text; `messages` then holds the same as a chat."""
     task: str
-    """Name of the task. Examples of one task are never split between training and validation."""
+    """Name of the task, if the row names one."""
+
+    @property
+    def group(self) -> str:
+        """What all has to be on one side of training and validation: its task, else its prompt, else itself."""
+        prompt = self.text[0] if self.text else self.messages[: self.num_context or -1]
+        return self.task or json.dumps(prompt or self.messages)
 
 
 def sources(config: SftConfig) -> dict[str, Source]:
@@ -194,16 +200,16 @@ def best_rollouts(rows: Iterator[tuple[str, dict[str, Any]]], config: SftConfig)
     return {place for rollouts in tasks.values() for *_, place in sorted(rollouts)[: config.max_per_task]}
 
 
-def task_of(row: dict[str, Any], place: str) -> str:
-    """Returns a unique name of a row's task. A row that names no task is a task of its own."""
-    return f"{row.get('env')} {row['task']}" if "task" in row and set(row) >= ROLLOUT else place
+def task_of(row: dict[str, Any], otherwise: str) -> str:
+    """Returns the name of a row's task, or `otherwise` for a row that names none."""
+    return f"{row.get('env')} {row['task']}" if "task" in row and set(row) >= ROLLOUT else otherwise
 
 
 def example_of(row: dict[str, Any], place: str, config: SftConfig) -> Example:
     """Makes an example from a row's columns. Raises RunError with the row's place if its shape is wrong."""
     columns = config.columns
     tools = tools_in(row.get(columns.tools), f"{place}: {columns.tools}")
-    task = task_of(row, place)
+    task = task_of(row, "")
     if columns.messages in row:
         messages = messages_in(row[columns.messages], f"{place}: {columns.messages}")
         num_prompt = prompt_of(row, messages, place, config) if set(row) >= ROLLOUT else 0
