@@ -267,7 +267,11 @@ class PlaySession:
                 for task in done:
                     job, rollouts = playing.pop(task), task.result()
                     last, finished = time.monotonic(), finished + len(rollouts)
-                    failures += [rollout.error for rollout in rollouts if rollout.error]
+                    failures += [
+                        one.error or "the prompt leaves no room for an answer: raise model.max_model_len, or shorten it"
+                        for one in rollouts
+                        if one.error or (one.overlong and not one.num_tokens)
+                    ]
                     progress.advance(job.num_episodes)
                     yield job, rollouts
                 if finished >= HOPELESS and len(failures) == finished:
