@@ -174,7 +174,7 @@ def prepare_data(config: RLConfig, base: str, report: Callable[[Phase, None, str
                 raise RunError(f"{source.key} = {source.dataset!r}: nothing is left of {rows} rows: {why}")
             if both := trained & tasks.keys():
                 tokenizer.warnings.add(f"{len(both)} of {len(tasks)} prompts of {source.key} are trained on too: hold out others")
-            trained |= tasks.keys()
+            trained = {*tasks}
             manifest[name] = {"dataset": source.dataset, "rows": rows, **sizes, "left_out": dict(counts)}
         manifest["warnings"] = sorted(tokenizer.warnings)
         manifest["files"] = {str(path.relative_to(folder)): checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()}
