@@ -175,6 +175,21 @@ def test_without_held_out_examples_training_ones_are_played_and_that_is_said(tmp
     assert json.loads(report.read_text())["policies"][0]["evals"]["say-digit"]["split"] == "train"
 
 
+def test_rows_without_held_out_ones_are_played_greedily_and_compared_with_those_of_a_report(tmp_path):
+    """Regression: training rows counted as held out, temperature 0 was refused, and changed rows were compared without a word."""
+    (tmp_path / "rewards.py").write_text("def exact(completion, answer):\n    return float(completion[-1]['content'] == answer)\n")
+    flags = ("--orchestrator.environment.dataset", "rows.jsonl", "--orchestrator.environment.reward", "rewards.py:exact",
+             "--orchestrator.sampling.temperature", "0")  # fmt: skip
+    with serving(Endpoint("good")) as server:
+        for digit, more in ((1, ()), (2, ("--compare", "1"))):
+            (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": f"say {digit}", "answer": str(digit)}))
+            code, out, err = rl(tmp_path, "eval", *flags, "--policy", server.url, "--output", str(digit), *more)
+            assert code == 0 and "rows (1 x 1, training examples)" in out, err
+            assert "its environment has no eval examples, so its training examples are played" in err
+    assert [body["temperature"] for body in server.asked] == [0.0, 0.0]
+    assert "warning: eval rows: the two policies differ in environment" in err and err.count("rows_crc32") == 2
+
+
 def test_evaluations_that_share_workers_are_kept_apart(monkeypatch, tmp_path):
     """Two of one environment, as different as their sampling."""
     monkeypatch.setattr(evaluate, "eval_workers", lambda config: dict.fromkeys(("cool", "hot"), "shared"))

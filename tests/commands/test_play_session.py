@@ -21,7 +21,8 @@ class Pool:
 
     log_dir = Path("logs")
 
-    def __init__(self, error=None, seconds=0.001):
+    def __init__(self, error=None, seconds=0.001, overlong=lambda task: False):
+        self.overlong = overlong
         self.error, self.seconds, self.flying, self.most = error, seconds, 0, 0
         self.failed = asyncio.get_running_loop().create_future()
 
@@ -33,7 +34,7 @@ class Pool:
         finally:
             self.flying -= num_episodes
         error = self.error(task) if self.error else None
-        return [Rollout(reward=float(task), episode=i, error=error) for i in range(num_episodes)]
+        return [Rollout(reward=float(task), episode=i, error=error, overlong=self.overlong(task)) for i in range(num_episodes)]
 
 
 def play(jobs, concurrency=None, patience_s=60.0, break_pool=False, **options):
@@ -76,6 +77,16 @@ def test_when_all_fail_from_the_start_the_rest_is_not_played():
         play(jobs(10_000), error=lambda task: "boom", concurrency=HOPELESS)
     with pytest.raises(RunError, match="all of the first 3 rollouts failed"):
         play(jobs(3), error=lambda task: "boom")
+
+
+def test_prompts_that_are_all_too_long_are_no_result():
+    """Regression: a reward of 0.000, and exit code 0."""
+    with pytest.raises(
+        RunError, match=r"all of the first 40 rollouts failed; one of them:\nthe prompt leaves no room .* raise model.max_model_len"
+    ):
+        play(jobs(40), overlong=lambda task: True)
+    given, _ = play(jobs(40), overlong=lambda task: task < 39)  # the longest first
+    assert len(given) == 40
 
 
 def test_nothing_that_finishes_in_time():

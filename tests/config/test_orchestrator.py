@@ -3,7 +3,7 @@
 import pytest
 
 from rl.config.command_line import build, parse_args, to_toml
-from rl.config.orchestrator import DrGrpoConfig, GrpoConfig, ReinforcePlusPlusConfig
+from rl.config.orchestrator import DrGrpoConfig, GrpoConfig, OrchestratorConfig, ReinforcePlusPlusConfig
 from rl.launch.prepare import may_change
 from rl.orchestrator.groups.group_credit import rules_of
 from rl.system.errors import ConfigError
@@ -69,3 +69,27 @@ def test_what_has_no_effect_outside_of_a_sandbox_has_one_in_it(flag):
     given = f"--orchestrator.environment.isolation sandbox --orchestrator.environment.{flag}"
     (env,) = build(parse_args([*ENV, *given.split()])).orchestrator.environment
     assert env.isolation == "sandbox" and not env.network
+
+
+@pytest.mark.parametrize(
+    ("entry", "held_out"),
+    [
+        ({}, None),  # of the training environment: no rows are held out
+        ({"dataset": "train.jsonl", "reward": "r.py:f"}, None),
+        ({"dataset": "held_out.jsonl", "reward": "r.py:f"}, "held_out.jsonl"),
+        ({"dataset": "held_out.jsonl", "eval_dataset": "others.jsonl", "reward": "r.py:f"}, "others.jsonl"),
+        ({"id": "e"}, None),
+    ],
+)
+def test_rows_that_are_trained_on_are_not_held_out(entry, held_out):
+    """Regression: a run evaluated on its training rows without a word. The same when its config.toml is read again."""
+    config = OrchestratorConfig(environment=[{"dataset": "train.jsonl", "reward": "r.py:f"}], eval=[entry])
+    for found in (config, OrchestratorConfig(**config.model_dump())):
+        assert found.eval[0].eval_dataset == held_out
+
+
+def test_a_greedy_policy_cannot_be_trained():
+    with pytest.raises(
+        ConfigError, match=r"orchestrator.sampling.temperature = 0\n *is greedy: all rollouts of a group would be identical"
+    ):
+        build(parse_args(["--orchestrator.environment.id", "e", "--orchestrator.sampling.temperature", "0"]))

@@ -52,7 +52,7 @@ def made(reward="my_rewards.py:exact", dataset="rows.jsonl", reply="1", **spec):
 
 def test_rows_are_played(folder):
     env = made(system_prompt="Digits.")
-    assert (env.kind, env.num_tasks("train"), env.num_tasks("eval")) == ("classic SingleTurnEnv", 3, 3)
+    assert (env.kind, env.num_tasks("train"), env.num_tasks("eval")) == ("classic SingleTurnEnv", 3, 0)
     (rollout,) = played(env, task=1)
     assert rollout.reward == 0.5 and [message["content"] for message in rollout.messages] == ["Digits.", "say 1", "1"]
     assert env.describe()["reward functions"] == {"exact": 1.0}

@@ -154,7 +154,8 @@ def test_an_event_loop_does_not_wait_for_the_disk_of_its_status(tmp_path, monkey
         write_status(path, status)
 
     monkeypatch.setattr("rl.run_dir.status.write_status", hung)
-    status.show(Phase.FILLING_BATCH, 3, batch_done=7)
+    status.writes_at_once = False
+    status.enter(Phase.FILLING_BATCH, 3, batch_done=7)
     assert (status.current.phase, status.current.batch_done) == (Phase.FILLING_BATCH, 7)
     assert read_status(tmp_path / "x.json").phase is Phase.STARTING
     answers.set()

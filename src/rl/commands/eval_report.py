@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from rl.config.orchestrator import EvalConfig
 from rl.config.run import RLConfig
@@ -22,14 +23,15 @@ WIDTH = 160
 
 def eval_part(entry: EvalConfig, split: Split, sampling: dict[str, Any], results: Results) -> Part:
     """Returns the report of one policy on one evaluation. `examples` holds all that a later comparison needs."""
-    metrics = eval_metrics(entry.label, results)
+    metrics, rows = eval_metrics(entry.label, results), Path(entry.eval_dataset or entry.dataset or "").expanduser()
     rewards = example_rewards(results)
     examples = {}
     for task, rollouts in results:
         played = episodes(rollouts)
         examples[str(task)] = {"reward": rewards[task], "samples": len(played), "solved": sum(play.solved for play in played)}
     return {
-        "environment": {key: value for key, value in entry.source.items() if value != EvalConfig.model_fields[key].default},
+        "environment": {key: value for key, value in entry.source.items() if value != EvalConfig.model_fields[key].default}
+        | ({"rows_crc32": crc32(rows.read_bytes())} if rows.is_file() else {}),
         "split": split,
         "sampling": sampling,
         "num_examples": len(results),

@@ -56,7 +56,7 @@ def evaluations_only(config: RLConfig, limit: int | None, samples: int | None, *
 
 
 def main(args: list[str], children: Children) -> int:
-    config, line, values = load("rl eval", args, OPTIONS, HELP, optional=("orchestrator.environment",))
+    config, line, values = load("rl eval", args, OPTIONS, HELP, optional=("orchestrator.environment", "orchestrator.sampling.temperature"))
     config = evaluations_only(config, values["limit"], values["samples"], quick="quick" in line.switches)
     if not config.orchestrator.eval:
         check_policy(values["policy"] or "")

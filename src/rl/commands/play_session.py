@@ -46,6 +46,7 @@ POLL_S = 0.2
 CONCURRENCY = 64
 HOPELESS = 16
 """Rollouts after which playing ends if all of them have failed."""
+TOO_LONG = "the prompt leaves no room for an answer: raise model.max_model_len, or shorten it"
 PROGRESS_S = 20.0
 """Seconds between two progress lines."""
 
@@ -267,10 +268,10 @@ class PlaySession:
                 for task in done:
                     job, rollouts = playing.pop(task), task.result()
                     last, finished = time.monotonic(), finished + len(rollouts)
-                    failures += [rollout.error for rollout in rollouts if rollout.error]
+                    failures += [one.error or TOO_LONG for one in rollouts if one.error or (one.overlong and not one.num_tokens)]
                     progress.advance(job.num_episodes)
                     yield job, rollouts
-                if finished >= HOPELESS and len(failures) == finished:
+                if finished >= HOPELESS and len(failures) == finished and TOO_LONG not in failures:
                     break
                 if self.server:
                     self.server.check()

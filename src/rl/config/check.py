@@ -200,13 +200,13 @@ def check_credit(config: RLConfig) -> Iterator[Fault]:
         if place.teacher and config.trainer.loss.teacher_coefficient == 0:
             remedy = "has no effect because trainer.loss.teacher_coefficient is 0: raise that, or leave the teacher out"
             yield f"{key}.teacher.base_url", place.teacher.base_url, remedy
+        if place.sampling.temperature == 0:
+            yield f"{key}.sampling.temperature", 0, "is greedy: all rollouts of a group would be identical; raise it"
     for key, env in environments.items():
         teacher, temperature = env.teacher or settings.teacher, config.sampling_of(env)["temperature"]
         if isinstance(env.credit or settings.credit, NoCreditConfig) and not teacher:
             remedy = f"leaves environment {env.label} nothing to learn from without a teacher; use dr_grpo"
             yield f"{key if env.credit else 'orchestrator'}.credit.type", "none", remedy
-        if temperature == 0:
-            yield f"{key}.sampling.temperature", 0, "is greedy: all rollouts of a group would be identical; raise it"
         if teacher and temperature != 1:
             where = "orchestrator" if env.sampling.temperature is None else key
             remedy = f"does not work with a teacher (environment {env.label}): vLLM scores given tokens only at temperature 1; set it to 1"

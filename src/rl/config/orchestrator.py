@@ -90,7 +90,7 @@ class SamplingConfig(SamplingOverrides):
 
     max_tokens: int = Field(256, ge=1)  # ty: ignore[incompatible-mutable-override] - always set in a training run
     """Most new tokens in one turn."""
-    temperature: float = Field(1.0, gt=0)  # ty: ignore[incompatible-mutable-override]
+    temperature: float = Field(1.0, ge=0)  # ty: ignore[incompatible-mutable-override]
     """Softmax temperature; the trainer scores tokens at the same one."""
 
 
@@ -107,7 +107,8 @@ class EnvSource(Settings):
     dataset: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
     """A JSONL file or Hugging Face data set of prompts and answers, scored by `reward`; with a NeMo Gym server, its rows."""
     eval_dataset: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
-    """Rows for evaluations, in the form of `dataset`. Default: `dataset`."""
+    """Rows for evaluations, in the form of `dataset`. Default: none; of an evaluation, the `dataset` that it names, unless that is trained
+    on."""
     reward: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
     """Reward function for `dataset`: `file.py:function` or `module:function`."""
     system_prompt: str | None = None
@@ -317,7 +318,10 @@ class OrchestratorConfig(Settings):
         return [entry.id for entry in [*self.environment, *self.eval] if entry.id and not entry.python]
 
     def model_post_init(self, _context: object) -> None:
+        trained = {env.dataset for env in self.environment}
         for entry in self.eval:
+            if entry.dataset not in trained:
+                entry.eval_dataset = entry.eval_dataset or entry.dataset
             same = [env for env in self.environment if entry.id and env.id == entry.id and not entry.args]
             if not (entry.id or entry.dataset):
                 same = self.environment[:1]

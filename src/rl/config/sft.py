@@ -58,7 +58,7 @@ class SftConfig(Settings):
     validation_split: str | None = None
     """Split of `validation`, or of `dataset` if that is not given. Default: `split`."""
     validation_fraction: float = Field(0.0, ge=0, lt=1)
-    """Fraction of `dataset` to hold out instead; rollouts of one task stay together."""
+    """Fraction of `dataset` to hold out instead; rollouts of one task, and rows of one prompt, stay together."""
     validation_interval: int = Field(50, ge=1)
     """Steps between validations."""
 

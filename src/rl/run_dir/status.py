@@ -185,6 +185,8 @@ class Status:
         self.stopped, self.writing, self.changing = threading.Event(), threading.Lock(), threading.Lock()
         self.progress, self.progressed = 0, (0, time.time())
         """The current count; and (count, time) when it was last seen to grow."""
+        self.writes_at_once = True
+        """Whether `enter` writes, or leaves it to the next heartbeat: for an event loop, which must not wait for the disk."""
         self.entered = time.monotonic()
         """Time at which the current phase began."""
         self.fenced, self.looked = False, -math.inf
@@ -195,17 +197,14 @@ class Status:
 
     def enter(self, phase: Phase, step: int | None = None, detail: str = "", **fields: Any) -> None:
         """Sets and writes what the process does or waits for. Other fields, such as `address`, keep their values until set again."""
-        self.show(phase, step, detail, **fields)
-        self._write()
-
-    def show(self, phase: Phase, step: int | None = None, detail: str = "", **fields: Any) -> None:
-        """As `enter`, for an event loop, which does not wait for the disk: the heartbeat's thread writes it."""
         with self.changing:
             if (phase, step) != (self.current.phase, self.current.step):
                 fields["since"] = time.time()
                 self._note_phase()
             now = {"phase": phase, "step": step, "waiting_for": phase.waits_for, "detail": detail}
             self.current = msgspec.structs.replace(self.current, **now, **fields)
+        if self.writes_at_once:
+            self._write()
 
     def warn(self, warning: RunWarning) -> None:
         """Publishes a warning for `rl` to print. Repetitions are dropped: the same kind about an environment, or the same text."""

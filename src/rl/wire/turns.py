@@ -154,7 +154,7 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
     def _new_routes(self, turn: Turn, common: list[int], number: int) -> bytes | None:
         """Returns a turn's routes without those that its chain has. Those before `routes_from` are any chain's that begins with the same
         tokens: another turn may meanwhile have extended the one that this turn was to extend. None if no chain has them."""
-        shares = (other for other, shared in enumerate(common) if shared >= turn.routes_from)
+        shares = (other for other, shared in enumerate(common) if shared >= turn.routes_from > 0)
         before = next(filter(None, (self.routes(other, turn.routes_from) for other in shares)), None if turn.routes_from else b"")
         return None if before is None else (before + (turn.routes or b""))[len(self._known_routes(number)[0]) :]
 

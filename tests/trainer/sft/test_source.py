@@ -94,14 +94,48 @@ def test_a_batch_depends_on_data_seed_and_number_alone(tied_folder, tmp_path):
 def test_held_out_tasks_are_never_trained(tied_folder, tmp_path):
     source = source_of(tmp_path, tied_folder, sft={"epochs": 1, "validation_fraction": 0.2})
     trained, held_out = set(source.places.tolist()), set(source.held_out_places.tolist())
-    assert len(held_out) == 7 and trained | held_out == set(range(37)) and not trained & held_out
-    assert [len(batch.samples) for batch in source.validation(0)] == [7] and source.validation(1) == []
-    assert list(source.validation(source.num_steps)) and source.num_steps == 4  # 30 examples
+    assert len({rows()[place]["prompt"] for place in held_out}) == 2  # of ten
+    assert len(held_out) == 11 and trained | held_out == set(range(37)) and not trained & held_out
+    assert [len(batch.samples) for batch in source.validation(0)] == [8, 3] and source.validation(1) == []
+    assert list(source.validation(source.num_steps)) and source.num_steps == 4  # 26 examples
     groups = np.arange(40) // 4
     left, right = split(tasks := pa.table({"group": groups}), 0.3, seed=0)
     assert set(groups[left]) & set(groups[right]) == set() and len(right) == 12
     with pytest.raises(RunError, match="leaves none of 10 tasks"):
         split(tasks, 0.99, seed=0)
+
+
+def chat(*said):
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]}
+
+
+@pytest.mark.parametrize(
+    ("row", "tasks"),
+    [
+        (lambda i: {"prompt": f"Say {i % 4}", "completion": f"{i}"}, 4),
+        (lambda i: {"prompt": "", "completion": f"a text {i % 5}"}, 5),
+        (lambda i: chat(f"Say {i % 4}", f"{i}"), 4),
+        (lambda i: chat("Hello", "Hi", f"Say {i % 4}", f"{i}"), 4),
+    ],
+)
+def test_rows_of_one_prompt_are_on_one_side(tied_folder, tmp_path, row, tasks):
+    """Regression: a row that was there twice was trained and held out."""
+    data = tmp_path / "repeated.jsonl"
+    data.write_text("".join(json.dumps(row(i)) + "\n" for i in range(20)))
+    config = make_config(tmp_path, tied_folder, sft={"dataset": str(data), "validation_fraction": 1 / tasks})
+    config.model.chat_template = "chatml"
+    prepare_data(config, str(tied_folder), lambda *_: None)
+    source = FromExamples(config)
+    left, right = ({i % tasks for i in places.tolist()} for places in (source.places, source.held_out_places))
+    assert not left & right and len(right) == 1 and len(source.held_out_places) == 20 // tasks
+
+
+def test_prompts_that_are_trained_and_held_out_are_told(tied_folder, tmp_path):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in [rows()[0], {"prompt": "new", "completion": "x"}]))
+    source_of(tmp_path, tied_folder, sft={"validation": str(held_out), "validation_fraction": 0})
+    (said,) = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())["warnings"]
+    assert said == "1 of 2 prompts of sft.validation are trained on too: hold out others"
 
 
 def test_samples_fit_the_loss_and_share_prompts(tmp_path):
@@ -202,8 +236,8 @@ def test_end_to_end(straight):
     assert wanted <= set(lines[1, "trainer"]) and "mismatch_kl/mean" not in lines[1, "trainer"]
     assert list(numbered(run_dir.checkpoints)) == [4, 6]
     assert list(numbered(run_dir.weights_dir)) == [4, 6]  # with each checkpoint, not with each step
-    (held_out,) = FromExamples(straight).validation(6)
-    assert plain_loss(run_dir.weights(6), held_out.samples)[0] == pytest.approx(lines[6, "trainer"]["validation/loss"], abs=1e-5)
+    held_out = [sample for batch in FromExamples(straight).validation(6) for sample in batch.samples]
+    assert plain_loss(run_dir.weights(6), held_out)[0] == pytest.approx(lines[6, "trainer"]["validation/loss"], abs=1e-5)
 
 
 def test_a_resumed_run_is_equal_bit_for_bit(straight, tmp_path):

@@ -91,7 +91,7 @@ class Play:
         return self.overlong and not (self.client.turns if self.client else self.state.get("trajectory"))
 
 
-PRIVATE = vf.Environment._teardown, vf.EnvGroup._route_child_input, vf.Rubric._is_group_func
+PRIVATE = vf.Environment._teardown, vf.EnvGroup._route_child_input
 """What is used of verifiers without its promise: a version without one of them does not load."""
 
 

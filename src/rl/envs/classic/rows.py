@@ -47,7 +47,7 @@ class Rows(Sequence[dict[str, Any]]):
         return {"example_id": index, "answer": "", **plain, "info": info, "prompt": prompt, COLUMNS: columns}
 
 
-def load_rows(spec: EnvSpec) -> tuple[vf.SingleTurnEnv, dict[Split, Rows]]:
+def load_rows(spec: EnvSpec) -> tuple[vf.SingleTurnEnv, dict[Split, Any]]:
     """Builds the environment of `dataset`, `eval_dataset`, `reward` and `system_prompt`, and its tasks. Raises RunError."""
     if not spec.dataset:
         raise RunError(f"environment {spec.name} has neither id nor dataset; give one of them")
@@ -57,7 +57,7 @@ def load_rows(spec: EnvSpec) -> tuple[vf.SingleTurnEnv, dict[Split, Rows]]:
         raise RunError(f"dataset {spec.dataset}: args are for environments with an id; leave out {', '.join(spec.args)}")
     reward = Reward(spec.reward)
     train = read(spec.dataset, reward, spec.system_prompt)
-    held_out = read(spec.eval_dataset, reward, spec.system_prompt) if spec.eval_dataset else train
+    held_out = read(spec.eval_dataset, reward, spec.system_prompt) if spec.eval_dataset else []
     with Blame(f"dataset {spec.dataset}: building its environment", "check its rows"):
         # verifiers asks for a data set; the rows never pass through it.
         unused = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": ""}]}])

@@ -56,7 +56,7 @@ class NemoGymEnvironment:
         if fixed := [key for key in SAMPLING_PARAMS if key in spec.args]:
             raise RunError(f"environment {spec.name}: args.{fixed[0]} is set by the sampling settings; set it there")
         train = read_rows(Path(spec.dataset))
-        self.rows: dict[Split, list[Row]] = {"train": train, "eval": read_rows(Path(spec.eval_dataset)) if spec.eval_dataset else train}
+        self.rows: dict[Split, list[Row]] = {"train": train, "eval": read_rows(Path(spec.eval_dataset)) if spec.eval_dataset else []}
         self.generating = places(spec.max_generating)
 
     def num_tasks(self, split: Split) -> int:
@@ -72,7 +72,7 @@ class NemoGymEnvironment:
         return {
             "head_server": self.head.url,
             "dataset": self.spec.dataset,
-            "eval_dataset": self.spec.eval_dataset or self.spec.dataset,
+            "eval_dataset": self.spec.eval_dataset,
             "rows of each agent": dict(counts),
             "responses_create_params": self.spec.args,
             "timeout_s": self.spec.timeout_s,

@@ -69,8 +69,6 @@ class ServedPolicy:
         self.tell = tell
         self.versions = {0: WeightVersion(0, base)}
         """The base model and the versions that may still be loaded; old ones are dropped by `forget`."""
-        self.seen: set[int] = set()
-        """Versions that were seen on disk: the event loop asks for them after every rollout, and does not wait for the disk."""
         self.loaded = 0
         self.num_pins = 0
         self.load_lock = asyncio.Lock()
@@ -90,7 +88,8 @@ class ServedPolicy:
         self.scan()
 
     def scan(self) -> None:
-        """Adds the versions on disk to `versions`."""
+        """Adds the versions on disk to `versions`, and remembers them: the event loop asks for them after every rollout, and does not wait
+        for the disk."""
         there = numbers(self.run_dir.weights_dir)
         self.seen = {*there}
         for number in there:

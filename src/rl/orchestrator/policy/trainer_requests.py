@@ -45,6 +45,7 @@ class TrainerRequests:
     def __init__(self, run_dir: RunDir, progress: Progress, policy: ServedPolicy | None, status: Status, max_model_len: int):
         """policy: None if nobody samples from it; then only its newest version is kept, and no probe answered."""
         self.run_dir, self.progress, self.policy, self.status, self.max_model_len = run_dir, progress, policy, status, max_model_len
+        status.writes_at_once = False  # from here on the event loop says what it does
         self.activity = 0
         """Number of versions announced plus batches served: grows while the trainer makes progress."""
         self.asked = 0
@@ -139,7 +140,7 @@ class TrainerRequests:
                     await self.end_delivered.wait()
         activity, since = self.activity, time.monotonic()
         while self.has_trainer and not self.trainer_has_ended():
-            self.status.show(Phase.WAITING_FOR_TRAINER_END)
+            self.status.enter(Phase.WAITING_FOR_TRAINER_END)
             await asyncio.sleep(POLL_S)
             if activity != self.activity:
                 activity, since = self.activity, time.monotonic()

@@ -58,7 +58,13 @@ class Example:
     text: tuple[str, str] | None
     """Prompt and completion, if the row has them as text; `messages` then holds the same as a chat."""
     task: str
-    """Name of the task. Examples of one task are never split between training and validation."""
+    """Name of the task, if the row names one."""
+
+    @property
+    def group(self) -> str:
+        """What all has to be on one side of training and validation: its task, else its prompt, else itself."""
+        prompt = self.text[0] if self.text else self.messages[: self.num_context or -1]
+        return self.task or json.dumps(prompt or self.messages)
 
 
 def sources(config: SftConfig) -> dict[str, Source]:
@@ -205,9 +211,9 @@ def best_rollouts(rows: Iterator[tuple[str, dict[str, Any]]], config: SftConfig)
     return {place for rollouts in tasks.values() for *_, place in sorted(rollouts)[: config.max_per_task]}
 
 
-def task_of(row: dict[str, Any], place: str) -> str:
-    """Returns a unique name of a row's task. A row that names no task is a task of its own."""
-    return f"{row.get('env')} {row['task']}" if "task" in row and set(row) >= ROLLOUT else place
+def task_of(row: dict[str, Any], otherwise: str) -> str:
+    """Returns the name of a row's task, or `otherwise` for a row that names none."""
+    return f"{row.get('env')} {row['task']}" if "task" in row and set(row) >= ROLLOUT else otherwise
 
 
 def example_of(row: dict[str, Any], place: str, config: SftConfig) -> Example:
@@ -240,7 +246,7 @@ def example_of(row: dict[str, Any], place: str, config: SftConfig) -> Example:
     if num_context == 0 and messages[0]["role"] == "assistant" and 0 not in untrained:
         raise RunError(f"{place}: begins with the assistant, whose words follow no prompt; write what precedes them, or give them weight 0")
     messages = [{key: value for key, value in message.items() if key not in TRAINED} for message in messages]
-    return Example(place, messages, num_context, untrained, tools, text, task_of(row, place))
+    return Example(place, messages, num_context, untrained, tools, text, task_of(row, ""))
 
 
 def refuse_ignored(row: dict[str, Any], place: str, columns: SftColumns) -> None:

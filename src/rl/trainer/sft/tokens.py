@@ -161,8 +161,9 @@ def prepare_data(config: RLConfig, base: str, report: Callable[[Phase, None, str
 
     def fill(folder: Path) -> None:
         manifest: dict[str, Any] = {"style": "chat" if tokenizer.chat else "completion"}
+        trained = set[int]()
         for name, source in sources(sft).items():
-            counts, tasks = Counter[str](), dict[str, int]()
+            counts, tasks = Counter[str](), dict[int, int]()
             there = files_of(source) or Path(source.dataset).expanduser().exists()
             report(Phase.READING_DATA, None, source.dataset if there else f"{source.dataset} from the Hugging Face hub")
 
@@ -171,13 +172,16 @@ def prepare_data(config: RLConfig, base: str, report: Callable[[Phase, None, str
                     if counts["rows"] % PROGRESS_ROWS == 0:
                         report(Phase.READING_DATA, None, f"{source.dataset}: {counts['rows']:,} rows")
                     for sample in tokenizer.samples(example, counts):  # a task without one must not be held out
-                        yield sample, tasks.setdefault(example.task, len(tasks))
+                        yield sample, tasks.setdefault(hash(example.group), len(tasks))
 
             sizes = write_examples(folder / f"{name}.arrow", samples())
             rows = counts.pop("rows", 0)
             if not sizes["examples"]:
                 why = ", ".join(f"{number} {what}" for what, number in counts.items()) or "there are no rows"
                 raise RunError(f"{source.key} = {source.dataset!r}: nothing is left of {rows} rows: {why}")
+            if both := trained & tasks.keys():
+                tokenizer.warnings.add(f"{len(both)} of {len(tasks)} prompts of {source.key} are trained on too: hold out others")
+            trained = {*tasks}
             manifest[name] = {"dataset": source.dataset, "rows": rows, **sizes, "left_out": dict(counts)}
         manifest["warnings"] = sorted(tokenizer.warnings)
         manifest["files"] = {str(path.relative_to(folder)): checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()}
