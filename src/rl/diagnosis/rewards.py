@@ -20,19 +20,27 @@ CLEAR = 1.0
 """Standard errors by which the late reward must exceed the early one to count as rising."""
 SOLVED = 0.95
 """Late reward above which there is nothing left to gain."""
+WORSE = 1.5
+"""Factor over the first loss on held-out examples above which training has made the model worse."""
+FAR = 3.0
+"""Lag KL above which a policy has left recorded rollouts; another model's, which may be what was recorded, are nearer."""
 
 
 def reward_problems(state: RunState) -> list[Problem]:
-    """Returns that the reward does not rise, then possible causes. Empty if it rises, or it is too early to tell and no cause is clear."""
-    values = state.numbers.reward()[1].tolist()
+    """Returns that the reward does not rise, then possible causes. Empty if it rises, or it is too early to tell and no cause is clear.
+
+    Of a run that plays no environments, which has no reward to rise, returns what may have destroyed its model."""
+    values = state.numbers.reward()[1]
     if not state.config.plays:
-        return []
+        found = trainer_hints(state)
+        return [hint("the model may be worse than the one that it began as.", *found[0].metrics), *found] if found else []
     clear = clear_causes(state)
     if len(values) < ENOUGH_STEPS:
-        return early_problems(values, clear)
+        return early_problems(values.tolist(), clear)
     size = len(values) // 4
-    early, late = statistics.fmean(values[:size]), statistics.fmean(values[-size:])
-    error = math.sqrt((variance(values[:size], early) + variance(values[-size:], late)) / size)
+    first, last = values[:size], values[-size:]
+    early, late = first.mean(), last.mean()
+    error = math.sqrt((first.var(ddof=1) + last.var(ddof=1)) / size)
     fell = any("reward/mean" in problem.metrics[:1] for problem in clear)
     if late >= SOLVED or (late - early > CLEAR * error and not fell):
         return []
@@ -49,11 +57,6 @@ def early_problems(values: list[float], clear: list[Problem]) -> list[Problem]:
         return []
     so_far = f"{values[0]:.3f} in the first step, {values[-1]:.3f} in step {len(values)}" if values else "no step has been trained"
     return [hint(f"the reward is low: {so_far}.", "reward/mean"), *clear]
-
-
-def variance(values: list[float], mean: float) -> float:
-    """Returns the sample variance of at least two values; statistics.variance takes a second for a long run's rewards."""
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
 def hint(text: str, *metrics: str, why: str | None = None) -> Problem:
@@ -148,7 +151,10 @@ def trainer_hints(state: RunState) -> list[Problem]:
     optim, lora, doctor = state.config.trainer.optim, state.config.trainer.lora, "`rl doctor --parity MODEL` looks for the cause"
     names = ("optim/lr", "optim/grad_norm", "masked_fraction", "entropy/mean", "mismatch_kl/mean", "lag_kl/mean")
     rate, norm, masked, entropy, kl, lag_kl = (mean_of(state, "trainer", name) for name in names)
-    found = []
+    found, held_out = [], state.values("trainer", "validation/loss")
+    if held_out and held_out[-1] > WORSE * held_out[0]:
+        text = f"the loss on held-out examples rose from {held_out[0]:.3g} to {held_out[-1]:.3g} (validation/loss): lower the learning rate"
+        found.append(hint(text, "validation/loss"))
     if rate == 0:
         text = f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {optim.lr:g}, or see trainer.optim.schedule"
         found.append(hint(text, "optim/lr"))
@@ -169,10 +175,10 @@ def trainer_hints(state: RunState) -> list[Problem]:
     elif kl > limit:
         text = f"trainer and inference disagree: mismatch_kl/mean {kl:.2g} is above {limit:g}; {doctor}"
         found.append(hint(text, "mismatch_kl/mean"))
-    if lag_kl > 10 * limit:
+    if lag_kl > (10 * limit if state.config.plays else FAR):
         text = f"rollouts are far from the trained policy: lag_kl/mean {lag_kl:.2g}; try a lower learning rate or max_lag"
         found.append(hint(text, "lag_kl/mean"))
-    if entropy < 0.02:
+    if entropy < 0.02 and not state.config.sft:  # answers that fine-tuning teaches may be certain
         remedy = "try a lower learning rate, or trainer.loss.entropy_coefficient"
         text = f"the policy is nearly certain of each token (entropy/mean {entropy:.3g}), so groups hardly differ: {remedy}"
         found.append(hint(text, "entropy/mean"))
