@@ -10,7 +10,6 @@ from rl.diagnosis.environments import max_tokens
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
-from rl.system.terminal import digits
 from rl.wire.parity import RUN_LIMITS
 from rl.wire.rollouts import all_equal
 
@@ -151,35 +150,60 @@ def trainer_hints(state: RunState) -> list[Problem]:
     optim, lora, doctor = state.config.trainer.optim, state.config.trainer.lora, "`rl doctor --parity MODEL` looks for the cause"
     names = ("optim/lr", "optim/grad_norm", "masked_fraction", "entropy/mean", "mismatch_kl/mean", "lag_kl/mean")
     rate, norm, masked, entropy, kl, lag_kl = (mean_of(state, "trainer", name) for name in names)
-    found, held_out = [], state.values("trainer", "validation/loss")
-    if held_out and held_out[-1] > WORSE * held_out[0]:
-        text = f"the loss on held-out examples rose from {held_out[0]:.3g} to {held_out[-1]:.3g} (validation/loss): lower the learning rate"
-        found.append(hint(text, "validation/loss"))
-    if rate == 0:
-        text = f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {optim.lr:g}, or see trainer.optim.schedule"
-        found.append(hint(text, "optim/lr"))
-    elif lora and rate < 5e-6:
-        found.append(hint(f"adapters hardly change at a learning rate of {rate:g} (optim/lr): 1e-5 to 1e-4 is usual", "optim/lr"))
-    if norm == 0:
-        text = "all gradients are 0 (optim/grad_norm): no token of a batch contributes; see masked_fraction and rollouts/trained"
-        found.append(hint(text, "optim/grad_norm", "masked_fraction", "rollouts/trained"))
-    elif norm > 20 * optim.max_grad_norm:
-        size = f"{norm / optim.max_grad_norm:.0f} times the clipping limit (optim/grad_norm {digits(norm)})"
-        found.append(hint(f"gradients are {size}: try a lower learning rate, or more rollouts", "optim/grad_norm"))
-    if masked > 0.2:
-        text = f"{masked:.0%} of the tokens are masked (masked_fraction): see trainer.loss.token_mask, mismatch_kl and lag_kl"
-        found.append(hint(text, "masked_fraction", "mismatch_kl/mean", "lag_kl/mean"))
-    limit = RUN_LIMITS[state.config.model.dtype].kl
-    if 0.0 in state.recent("trainer", "parity/agrees"):
-        found.append(hint(f"trainer and inference disagree on the same tokens (parity/agrees): {doctor}", "parity/agrees"))
-    elif kl > limit:
-        text = f"trainer and inference disagree: mismatch_kl/mean {kl:.2g} is above {limit:g}; {doctor}"
-        found.append(hint(text, "mismatch_kl/mean"))
-    if lag_kl > (10 * limit if state.config.plays else FAR):
-        text = f"rollouts are far from the trained policy: lag_kl/mean {lag_kl:.2g}; try a lower learning rate or max_lag"
-        found.append(hint(text, "lag_kl/mean"))
-    if entropy < 0.02 and not state.config.sft:  # answers that fine-tuning teaches may be certain
-        remedy = "try a lower learning rate, or trainer.loss.entropy_coefficient"
-        text = f"the policy is nearly certain of each token (entropy/mean {entropy:.3g}), so groups hardly differ: {remedy}"
-        found.append(hint(text, "entropy/mean"))
-    return found
+    limit, disagree = RUN_LIMITS[state.config.model.dtype].kl, 0.0 in state.recent("trainer", "parity/agrees")
+    held_out = state.values("trainer", "validation/loss") or [math.nan]
+    signs = [
+        (
+            held_out[-1] > WORSE * held_out[0],
+            f"the loss on held-out examples rose from {held_out[0]:.3g} to {held_out[-1]:.3g} (validation/loss): lower the learning rate",
+            "validation/loss",
+        ),
+        (
+            rate == 0,
+            f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {optim.lr:g}, or see trainer.optim.schedule",
+            "optim/lr",
+        ),
+        (
+            lora and 0 < rate < 5e-6,
+            f"adapters hardly change at a learning rate of {rate:g} (optim/lr): 1e-5 to 1e-4 is usual",
+            "optim/lr",
+        ),
+        (
+            norm == 0,
+            "all gradients are 0 (optim/grad_norm): no token of a batch contributes; see masked_fraction and rollouts/trained",
+            "optim/grad_norm",
+            "masked_fraction",
+            "rollouts/trained",
+        ),
+        (
+            norm > 20 * optim.max_grad_norm,
+            f"gradients are {norm / optim.max_grad_norm:.0f} times the clipping limit (optim/grad_norm {norm:.3g}): "
+            "try a lower learning rate, or more rollouts",
+            "optim/grad_norm",
+        ),
+        (
+            masked > 0.2,
+            f"{masked:.0%} of the tokens are masked (masked_fraction): see trainer.loss.token_mask, mismatch_kl and lag_kl",
+            "masked_fraction",
+            "mismatch_kl/mean",
+            "lag_kl/mean",
+        ),
+        (disagree, f"trainer and inference disagree on the same tokens (parity/agrees): {doctor}", "parity/agrees"),
+        (
+            kl > limit and not disagree,
+            f"trainer and inference disagree: mismatch_kl/mean {kl:.2g} is above {limit:g}; {doctor}",
+            "mismatch_kl/mean",
+        ),
+        (
+            lag_kl > (10 * limit if state.config.plays else FAR),
+            f"rollouts are far from the trained policy: lag_kl/mean {lag_kl:.2g}; try a lower learning rate or max_lag",
+            "lag_kl/mean",
+        ),
+        (
+            entropy < 0.02 and not state.config.sft,  # answers that fine-tuning teaches may be certain
+            f"the policy is nearly certain of each token (entropy/mean {entropy:.3g}), so groups hardly differ: "
+            "try a lower learning rate, or trainer.loss.entropy_coefficient",
+            "entropy/mean",
+        ),
+    ]
+    return [hint(text, *metrics) for is_there, text, *metrics in signs if is_there]
