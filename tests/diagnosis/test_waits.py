@@ -419,6 +419,35 @@ def test_fine_tuning_ended_well_by_its_passes(tmp_path, gone):
     assert run.bottleneck() == "the run ended well: 3 steps done"
 
 
+TUNED, RECORDED = {"sft": {"dataset": "x.jsonl"}}, {"recorded": {"rollouts": "x.jsonl"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "metrics", "said"),
+    [
+        (
+            TUNED,
+            {"validation/loss": [7.0, 11.0, 17.0]},
+            "the loss on held-out examples rose from 7 to 17 (validation/loss): lower the learn",
+        ),
+        (TUNED, {"optim/grad_norm": 4.8e9}, "gradients are 4800000000 times the clipping limit (optim/grad_norm "),
+        (RECORDED, {"entropy/mean": 0.001}, "the policy is nearly certain of each token (entropy/mean 0.001)"),
+        (RECORDED, {"lag_kl/mean": [1.0, 9.0, 9.0]}, "rollouts are far from the trained policy: lag_kl/mean 6.3"),
+        (RECORDED, {"loss/mean": [-0.1, 0.2, 0.5], "lag_kl/mean": 0.4, "entropy/mean": 0.6, "optim/grad_norm": 2.0}, None),
+        (TUNED, {"validation/loss": [2.0, 1.2, 1.4], "loss/mean": [2.0, 2.4, 0.1], "entropy/mean": 0.01, "optim/grad_norm": 9.0}, None),
+    ],
+)
+def test_what_destroys_a_model_is_told_of_runs_without_environments(tmp_path, gone, settings, metrics, said):
+    """Their one diagnosis was that they had ended well."""
+    run = Run(tmp_path, **settings)
+    run.rl(gone)
+    run.metrics([1, 2, 3], **metrics)
+    hints = [hint.text for hint in run.diagnosis().hints]
+    assert bool(hints) == bool(said)
+    if said:
+        assert hints[0] == "the model may be worse than the one that it began as." and hints[1].startswith(said)
+
+
 def test_ended_by_failure(run, gone):
     run.rl(gone)
     run.metrics(range(1, 13))

@@ -10,7 +10,6 @@ from rl.diagnosis.environments import max_tokens
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
-from rl.system.terminal import digits
 from rl.wire.parity import RUN_LIMITS
 from rl.wire.rollouts import all_equal
 
@@ -20,19 +19,27 @@ CLEAR = 1.0
 """Standard errors by which the late reward must exceed the early one to count as rising."""
 SOLVED = 0.95
 """Late reward above which there is nothing left to gain."""
+WORSE = 1.5
+"""Factor over the first loss on held-out examples above which training has made the model worse."""
+FAR = 3.0
+"""Lag KL above which a policy has left recorded rollouts; another model's, which may be what was recorded, are nearer."""
 
 
 def reward_problems(state: RunState) -> list[Problem]:
-    """Returns that the reward does not rise, then possible causes. Empty if it rises, or it is too early to tell and no cause is clear."""
-    values = state.numbers.reward()[1].tolist()
+    """Returns that the reward does not rise, then possible causes. Empty if it rises, or it is too early to tell and no cause is clear.
+
+    Of a run that plays no environments, which has no reward to rise, returns what may have destroyed its model."""
+    values = state.numbers.reward()[1]
     if not state.config.plays:
-        return []
+        found = trainer_hints(state)
+        return [hint("the model may be worse than the one that it began as.", *found[0].metrics), *found] if found else []
     clear = clear_causes(state)
     if len(values) < ENOUGH_STEPS:
-        return early_problems(values, clear)
+        return early_problems(values.tolist(), clear)
     size = len(values) // 4
-    early, late = statistics.fmean(values[:size]), statistics.fmean(values[-size:])
-    error = math.sqrt((variance(values[:size], early) + variance(values[-size:], late)) / size)
+    first, last = values[:size], values[-size:]
+    early, late = first.mean(), last.mean()
+    error = math.sqrt((first.var(ddof=1) + last.var(ddof=1)) / size)
     fell = any("reward/mean" in problem.metrics[:1] for problem in clear)
     if late >= SOLVED or (late - early > CLEAR * error and not fell):
         return []
@@ -49,11 +56,6 @@ def early_problems(values: list[float], clear: list[Problem]) -> list[Problem]:
         return []
     so_far = f"{values[0]:.3f} in the first step, {values[-1]:.3f} in step {len(values)}" if values else "no step has been trained"
     return [hint(f"the reward is low: {so_far}.", "reward/mean"), *clear]
-
-
-def variance(values: list[float], mean: float) -> float:
-    """Returns the sample variance of at least two values; statistics.variance takes a second for a long run's rewards."""
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
 def hint(text: str, *metrics: str, why: str | None = None) -> Problem:
@@ -148,32 +150,60 @@ def trainer_hints(state: RunState) -> list[Problem]:
     optim, lora, doctor = state.config.trainer.optim, state.config.trainer.lora, "`rl doctor --parity MODEL` looks for the cause"
     names = ("optim/lr", "optim/grad_norm", "masked_fraction", "entropy/mean", "mismatch_kl/mean", "lag_kl/mean")
     rate, norm, masked, entropy, kl, lag_kl = (mean_of(state, "trainer", name) for name in names)
-    found = []
-    if rate == 0:
-        text = f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {optim.lr:g}, or see trainer.optim.schedule"
-        found.append(hint(text, "optim/lr"))
-    elif lora and rate < 5e-6:
-        found.append(hint(f"adapters hardly change at a learning rate of {rate:g} (optim/lr): 1e-5 to 1e-4 is usual", "optim/lr"))
-    if norm == 0:
-        text = "all gradients are 0 (optim/grad_norm): no token of a batch contributes; see masked_fraction and rollouts/trained"
-        found.append(hint(text, "optim/grad_norm", "masked_fraction", "rollouts/trained"))
-    elif norm > 20 * optim.max_grad_norm:
-        size = f"{norm / optim.max_grad_norm:.0f} times the clipping limit (optim/grad_norm {digits(norm)})"
-        found.append(hint(f"gradients are {size}: try a lower learning rate, or more rollouts", "optim/grad_norm"))
-    if masked > 0.2:
-        text = f"{masked:.0%} of the tokens are masked (masked_fraction): see trainer.loss.token_mask, mismatch_kl and lag_kl"
-        found.append(hint(text, "masked_fraction", "mismatch_kl/mean", "lag_kl/mean"))
-    limit = RUN_LIMITS[state.config.model.dtype].kl
-    if 0.0 in state.recent("trainer", "parity/agrees"):
-        found.append(hint(f"trainer and inference disagree on the same tokens (parity/agrees): {doctor}", "parity/agrees"))
-    elif kl > limit:
-        text = f"trainer and inference disagree: mismatch_kl/mean {kl:.2g} is above {limit:g}; {doctor}"
-        found.append(hint(text, "mismatch_kl/mean"))
-    if lag_kl > 10 * limit:
-        text = f"rollouts are far from the trained policy: lag_kl/mean {lag_kl:.2g}; try a lower learning rate or max_lag"
-        found.append(hint(text, "lag_kl/mean"))
-    if entropy < 0.02:
-        remedy = "try a lower learning rate, or trainer.loss.entropy_coefficient"
-        text = f"the policy is nearly certain of each token (entropy/mean {entropy:.3g}), so groups hardly differ: {remedy}"
-        found.append(hint(text, "entropy/mean"))
-    return found
+    limit, disagree = RUN_LIMITS[state.config.model.dtype].kl, 0.0 in state.recent("trainer", "parity/agrees")
+    held_out = state.values("trainer", "validation/loss") or [math.nan]
+    signs = [
+        (
+            held_out[-1] > WORSE * held_out[0],
+            f"the loss on held-out examples rose from {held_out[0]:.3g} to {held_out[-1]:.3g} (validation/loss): lower the learning rate",
+            "validation/loss",
+        ),
+        (
+            rate == 0,
+            f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {optim.lr:g}, or see trainer.optim.schedule",
+            "optim/lr",
+        ),
+        (
+            lora and 0 < rate < 5e-6,
+            f"adapters hardly change at a learning rate of {rate:g} (optim/lr): 1e-5 to 1e-4 is usual",
+            "optim/lr",
+        ),
+        (
+            norm == 0,
+            "all gradients are 0 (optim/grad_norm): no token of a batch contributes; see masked_fraction and rollouts/trained",
+            "optim/grad_norm",
+            "masked_fraction",
+            "rollouts/trained",
+        ),
+        (
+            norm > 20 * optim.max_grad_norm,
+            f"gradients are {norm / optim.max_grad_norm:.0f} times the clipping limit (optim/grad_norm {norm:.3g}): "
+            "try a lower learning rate, or more rollouts",
+            "optim/grad_norm",
+        ),
+        (
+            masked > 0.2,
+            f"{masked:.0%} of the tokens are masked (masked_fraction): see trainer.loss.token_mask, mismatch_kl and lag_kl",
+            "masked_fraction",
+            "mismatch_kl/mean",
+            "lag_kl/mean",
+        ),
+        (disagree, f"trainer and inference disagree on the same tokens (parity/agrees): {doctor}", "parity/agrees"),
+        (
+            kl > limit and not disagree,
+            f"trainer and inference disagree: mismatch_kl/mean {kl:.2g} is above {limit:g}; {doctor}",
+            "mismatch_kl/mean",
+        ),
+        (
+            lag_kl > (10 * limit if state.config.plays else FAR),
+            f"rollouts are far from the trained policy: lag_kl/mean {lag_kl:.2g}; try a lower learning rate or max_lag",
+            "lag_kl/mean",
+        ),
+        (
+            entropy < 0.02 and not state.config.sft,  # answers that fine-tuning teaches may be certain
+            f"the policy is nearly certain of each token (entropy/mean {entropy:.3g}), so groups hardly differ: "
+            "try a lower learning rate, or trainer.loss.entropy_coefficient",
+            "entropy/mean",
+        ),
+    ]
+    return [hint(text, *metrics) for is_there, text, *metrics in signs if is_there]
