@@ -61,7 +61,7 @@ def test_a_collapse_after_a_file_was_edited_is_not_blamed_on_the_learning_rate(r
     line = {"step": 2, "key": "orchestrator.environment.0.reward (content of r.py)", "old": "3f", "new": "77"}
     run.dir.changes.write_text(json.dumps(line) + "\n")
     _, *causes = hints(run, [0.156, 0.104, 0.015], [2.18, 0.30, 0.49], truncated=[0.69, 1.0, 1.0], zero_advantage=[0.5, 0.92, 0.94])
-    assert causes[0].endswith(f". Look first at the files that were edited before a resume, which {run.dir.changes} names")
+    assert causes[0].endswith(f". Look first at what was edited before a resume: {line['key']}")
 
 
 def test_a_collapse_is_told_before_the_reward_is_0(run):

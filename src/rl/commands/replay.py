@@ -1,6 +1,5 @@
 """`rl replay RUN`: retrains a run from its logged batches and compares every version with the run's, bit for bit."""
 
-import contextlib
 import json
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from rl.launch.prepare import ranges
 from rl.run_dir.checksums import newest_sound_checkpoint
 from rl.run_dir.files import LineReader
 from rl.run_dir.logs import last_lines
-from rl.run_dir.origin import first_step
+from rl.run_dir.origin import changes_of, first_step
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import describe, read_json, read_status
 from rl.system.children import Child
@@ -175,17 +174,13 @@ def oldest_complete(run_dir: RunDir, first: int, until: int) -> int | None:
 
 
 def changes_within(run_dir: RunDir, replay: ReplayConfig, config: RLConfig) -> list[str]:
-    """Returns notes on settings that a resume changed: a replay uses their last values, so earlier steps may differ. Skips damaged lines,
-    such as the one during which the writer was killed."""
-    lines, notes = list[dict[str, Any]](), list[str]()
-    for text in run_dir.changes.read_text(errors="replace").splitlines() if run_dir.changes.exists() else []:
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(text))
-    for line in lines:
-        scheduled = line["key"] == "max_steps" and config.trainer.optim.schedule != "constant"
-        if (scheduled or line["key"].startswith(CHANGES_BITS)) and line["step"] > replay.start:
-            change = f"{line['key']} was changed from {line['old']!r} to {line['new']!r}"
-            notes.append(f"{change} after step {line['step']}: steps up to it may differ; --from {line['step']} retrains the later ones")
+    """Returns notes on settings that a resume changed: a replay uses their last values, so earlier steps may differ."""
+    notes = list[str]()
+    for change in changes_of(run_dir):
+        scheduled = change.key == "max_steps" and config.trainer.optim.schedule != "constant"
+        if (scheduled or change.key.startswith(CHANGES_BITS)) and change.step > replay.start:
+            said = f"{change.key} was changed from {change.old!r} to {change.new!r} after step {change.step}"
+            notes.append(f"{said}: steps up to it may differ; --from {change.step} retrains the later ones")
     return notes
 
 

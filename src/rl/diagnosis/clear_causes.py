@@ -5,6 +5,7 @@ import statistics
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.remedies import MOSTLY, cut_off_remedy, equal_remedy
 from rl.diagnosis.state import RunState
+from rl.run_dir.origin import changes_of
 from rl.wire.rollouts import all_equal
 
 FEW_STEPS = 3
@@ -59,10 +60,10 @@ def collapse(state: RunState) -> list[Problem]:
         confirmed = confirmed or (changed and last > first)  # an entropy that falls, as it does when a policy learns, shows nothing alone
     if not confirmed:
         return []
-    changes, rate = state.run_dir.changes, state.config.trainer.optim.lr
+    rate, edited = state.config.trainer.optim.lr, [each.key for each in changes_of(state.run_dir) if "(content of " in each.key]
     cause = f"The usual cause is a learning rate that is too high: start over with a tenth of trainer.optim.lr = {rate:g}"
-    if changes.exists() and "(content of " in changes.read_text(errors="replace"):
-        cause = f"Look first at the files that were edited before a resume, which {changes} names"
+    if edited:
+        cause = f"Look first at what was edited before a resume: {', '.join(edited)}"
     text = (
         f"the policy has collapsed: the reward fell from {peak:.3f} in step {steps[rewards.index(peak)]} to {now:.3f}, and "
         f"{' and '.join(signs)}. {cause}"

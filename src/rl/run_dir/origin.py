@@ -1,7 +1,11 @@
 """`origin.json`: the run and step that a branch was made from. A branch begins after that step; an ordinary run has no such file."""
 
+import contextlib
+from typing import Any
+
 import msgspec
 
+from rl.run_dir.files import LineReader
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import UNREADABLE
 from rl.system.errors import RunError
@@ -40,6 +44,24 @@ def read_origin(run_dir: RunDir) -> Origin | None:
         return None
     except UNREADABLE as error:
         raise RunError(f"{run_dir.origin}: damaged ({error}); the run's first step is unknown: branch it again") from None
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """A line of changes.jsonl: a setting that a resume changed, and the step after which it did."""
+
+    step: int
+    key: str
+    old: Any
+    new: Any
+
+
+def changes_of(run_dir: RunDir) -> list[Changed]:
+    """Returns the settings that resumes changed. Skips damaged lines, such as the one during which the writer was killed."""
+    found = list[Changed]()
+    for line in LineReader(run_dir.changes).new():
+        with contextlib.suppress(*UNREADABLE):
+            found.append(msgspec.json.decode(line, type=Changed))
+    return found
 
 
 def first_step(run_dir: RunDir) -> int:

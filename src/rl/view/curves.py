@@ -1,6 +1,5 @@
 """Curves: the metrics, their values over steps, rollouts, tokens or time, and the events at each step."""
 
-import json
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,6 +9,7 @@ from rl.records.run import Run, check_metric
 from rl.records.timeline import restarts
 from rl.run_dir.metric_names import METRICS, OWN, SECTIONS, meaning
 from rl.run_dir.metrics import environment_rewards
+from rl.run_dir.origin import changes_of
 from rl.run_dir.paths import numbers
 from rl.view.responses import Curves, Mark, Metric, Metrics, Series
 
@@ -127,7 +127,7 @@ def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> li
     found = [("eval", step, f"evaluation of version {step}") for step in evaluated]
     found += [("checkpoint", step, f"checkpoint {step}") for step in numbers(run.run_dir.checkpoints)]
     steps, times = wall_times(run)
-    found += [("change", step, text) for step, text in changes(run)]
+    found += [("change", each.step, f"{each.key}: {each.old} -> {each.new}") for each in changes_of(run.run_dir)]
     sources = {"eval": "eval", "checkpoint": "trainer", "change": "trainer"}
     places = [float(place(np.array([step]), sources[kind])[0]) for kind, step, _ in found]
     deaths = dict[str, int]()
@@ -157,20 +157,4 @@ def line_times(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         batch = np.array([committed.get(step, np.nan) for step in steps.tolist()])
         times = np.where(table.firsts[rows] < batch, table.times[rows], table.firsts[rows])
         found[source] = steps[np.isfinite(times)], times[np.isfinite(times)]
-    return found
-
-
-def changes(run: Run) -> list[tuple[int, str]]:
-    """(step, text) of settings changed by a resume. Skips damaged lines."""
-    found = []
-    try:
-        lines = run.run_dir.changes.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            found.append((int(entry["step"]), f"{entry['key']}: {entry['old']} -> {entry['new']}"))
-        except (ValueError, KeyError, TypeError):
-            continue
     return found
