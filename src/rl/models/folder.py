@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.base import BUILT_IN_TEMPLATE
-from rl.config.run import ModelConfig, RLConfig
+from rl.config.run import ModelConfig, RLConfig, longest_sequence
 from rl.models.gguf import convert_gguf, gguf_of_package
 from rl.run_dir.checksums import check_version, is_delta
 from rl.run_dir.files import CorruptFileError, write_directory
@@ -259,14 +259,6 @@ def sound_model(config: RLConfig) -> str:
             f"(max_position_embeddings in {folder}/config.json); set model.max_model_len to at most {longest}"
         )
     return folder
-
-
-def longest_sequence(config: dict[str, Any]) -> int | None:
-    """The longest sequence, in tokens, of a model with plain positions, which vLLM holds it to; None for scaled ones: vLLM tells."""
-    text = config.get("text_config") or config
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    plain = rope.get("rope_type", rope.get("type", "default")) == "default" and not any(isinstance(part, dict) for part in rope.values())
-    return text.get("max_position_embeddings") if plain else None
 
 
 if __name__ == "__main__":
