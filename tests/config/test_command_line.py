@@ -182,6 +182,23 @@ def test_a_top_k_of_the_whole_vocabulary_truncates_nothing(capsys):
     assert [config.truncates(vocab_size) for vocab_size in (49151, 49152, 49153)] == [False, False, True]
 
 
+@pytest.mark.parametrize("place", ["m", "hub/models--owner--m/snapshots/1f"])
+def test_a_model_s_own_limit_is_the_default_length(monkeypatch, tmp_path, capsys, place):
+    """2048, which nobody had set, was an error on a model of 1024."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    file = tmp_path / place / "config.json"
+    file.parent.mkdir(parents=True)
+    name = str(file.parent) if place == "m" else "owner/m"
+    for text, longest in (('{"max_position_embeddings": 1024}', 1024), ('{"max_position_embeddings": 9999}', 2048), ("damaged", 2048)):
+        file.write_text(text)
+        config, _ = load_config_or_exit([*ENV, "--model", name], "rl")
+        assert config.model.max_model_len == longest
+        said = "rl: warning: model.max_model_len = 1024, the longest sequence of this model\n"
+        assert capsys.readouterr().err == (said if longest == 1024 else "")
+    file.write_text('{"max_position_embeddings": 1024}')
+    assert load_config_or_exit([*ENV, "--model", name, "--model.max_model_len", "2048"], "rl")[0].model.max_model_len == 2048
+
+
 def test_a_fault_ends_the_program_with_2(capsys):
     with pytest.raises(SystemExit) as error:
         load_config_or_exit([*ENV, "--bogus", "1"])

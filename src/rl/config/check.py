@@ -16,7 +16,7 @@ from rl.config.loss import (
 )
 from rl.config.orchestrator import EnvSource, NoCreditConfig
 from rl.config.plan import cluster_faults
-from rl.config.run import TRUNCATIONS, RLConfig
+from rl.config.run import LENGTH, TRUNCATIONS, RLConfig
 from rl.config.sft import LEARNING_RATE, SftConfig
 from rl.config.tinker_faults import tinker_faults
 from rl.config.trainer import EXPERTS, OptimConfig
@@ -173,6 +173,8 @@ def warnings_of(config: RLConfig) -> Iterator[str]:
             f"trainer.optim.lr = {default:g} is the default for training the whole model; adapters start at zero and need about {enough} "
             "to learn as fast"
         )
+    if "max_model_len" not in config.model.model_fields_set and config.model.max_model_len < LENGTH:
+        yield f"model.max_model_len = {config.model.max_model_len}, the longest sequence of this model"
     yield from exposure(config)
     if config.recorded and config.orchestrator.eval:
         yield "orchestrator.eval is not played by a run of recorded rollouts; `rl eval --policy RUN@STEP` evaluates its versions"

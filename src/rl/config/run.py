@@ -3,6 +3,9 @@
 Importing this module must load neither torch nor vllm, so that `--help` is fast.
 """
 
+import contextlib
+import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,6 +64,26 @@ class RendererConfig(Settings):
     """Value of `enable_thinking` for chat templates with that switch. Default: the template's own."""
 
 
+LENGTH = 2048
+
+
+def default_length(known: dict[str, Any]) -> int:
+    """Returns LENGTH, or the longest sequence of the named model, if that is shorter and the model's config.json is on this machine."""
+    name, hub = known.get("name", ""), Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub").expanduser()
+    here = [*Path(name).glob("config.json"), *hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json")]
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a damaged one is told of where the model is found
+        return min([LENGTH, *filter(None, (longest_sequence(json.loads(path.read_bytes())) for path in here))])
+    return LENGTH
+
+
+def longest_sequence(config: dict[str, Any]) -> int | None:
+    """The longest sequence, in tokens, of a model with plain positions, which vLLM holds it to; None for scaled ones: vLLM tells."""
+    text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    plain = rope.get("rope_type", rope.get("type", "default")) == "default" and not any(isinstance(part, dict) for part in rope.values())
+    return text.get("max_position_embeddings") if plain else None
+
+
 class ModelConfig(Settings):
     """The model to train."""
 
@@ -70,8 +93,9 @@ class ModelConfig(Settings):
     """Number format in which inference and the trainer compute. Default: `bfloat16` on machines that multiply it in hardware (GPUs, CPUs
     with AVX-512 BF16 or AMX), otherwise `float32`. Master weights, optimizer state and reductions are always float32; masters of a bfloat16
     model begin with noise below its rounding, without which the first updates would be lost (docs/algorithms.md)."""
-    max_model_len: int = Field(2048, ge=2)
-    """Longest sequence in tokens, prompt and answer together."""
+    max_model_len: int = Field(default_factory=default_length, ge=2)
+    """Longest sequence in tokens, prompt and answer together. Default: 2048, or what the model's config.json allows, if that is less and
+    the model is on this machine."""
     chat_template: Annotated[str | None, TEMPLATE] = None
     """Chat template to use instead of the model's own, or if it has none: a Jinja file, or the built-in `chatml`."""
     trust_remote_code: bool = False

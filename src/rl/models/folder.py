@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.base import BUILT_IN_TEMPLATE
-from rl.config.run import ModelConfig, RendererConfig, RLConfig
+from rl.config.run import ModelConfig, RendererConfig, RLConfig, longest_sequence
 from rl.models.gguf import convert_gguf, gguf_of_package
 from rl.models.renderer import build
 from rl.models.template import IM_END
@@ -290,14 +290,6 @@ def vocab_size(folder: Path) -> int:
     """The number of rows of a model's embedding; 0 if its config does not tell."""
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     return (config.get("text_config") or config).get("vocab_size", 0)
-
-
-def longest_sequence(config: dict[str, Any]) -> int | None:
-    """The longest sequence, in tokens, of a model with plain positions, which vLLM holds it to; None for scaled ones: vLLM tells."""
-    text = config.get("text_config") or config
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    plain = rope.get("rope_type", rope.get("type", "default")) == "default" and not any(isinstance(part, dict) for part in rope.values())
-    return text.get("max_position_embeddings") if plain else None
 
 
 if __name__ == "__main__":
