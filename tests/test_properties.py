@@ -47,7 +47,7 @@ def samples(draw: st.DrawFn) -> TrainingSample:
         return draw(st.lists(st.floats(allow_nan=False), min_size=length, max_size=length))
 
     cut = draw(st.integers(0, sum(mask)))
-    return TrainingSample(
+    return TrainingSample.of(
         token_ids=draw(st.lists(st.integers(0, 2**31), min_size=length, max_size=length)),
         loss_mask=mask,
         logprobs=floats(),
