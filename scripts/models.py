@@ -220,7 +220,7 @@ gradient).
 What no list can know, the start finds out: a model that is not here, or code that comes with it, is tested in the same way, but for
 gradients, on its own weights.
 Sinks (gpt-oss) and caps on scores (Gemma 2) are part of blocks and flex. Models that see images or sound are too large here, their
-text models are families of their own.
+text models are families of their own. They are trained and served as text: requests with images are refused.
 
 "vLLM" is of those whose architecture vLLM has, by versions {vllm}: the largest
 difference of a log-probability (nats), and the mean KL, at 144 tokens

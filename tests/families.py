@@ -1,9 +1,10 @@
 """What tests try of each architecture: fields of config.json for `make_tiny_model`, the Llama as plain as possible, the others with what is
 special about them."""
 
+from pathlib import Path
 from typing import Any
 
-from rl.models.tiny import MAX_LEN
+from rl.models.tiny import MAX_LEN, make_tiny_model, write_tokenizer
 
 SIZES = {
     "hidden_size": 64,
@@ -109,3 +110,41 @@ LENGTH_DEPENDENT = ("phi3", "llama_dynamic", "hunyuan_alpha")
 """Families whose rotary embedding depends on the longest sequence."""
 STATES = ("falcon_h1",)
 """Families with states of sequences, and a kernel for them in vLLM's build for CPUs that takes float32."""
+
+
+def make_seeing_model(folder: Path) -> Path:
+    """A Qwen3.5 that sees images, which is trained as text: its files hold `model.visual` and, as published ones, a layer that drafts."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    folder.mkdir(parents=True)
+    linear = {
+        f"linear_{name}": 2 if "num" in name else 16 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    }
+    sizes = SIZES | {"head_dim": 32, "layer_types": ["full_attention", "linear_attention"]} | linear | write_tokenizer(folder)
+    config = AutoConfig.for_model("qwen3_5")
+    for name, value in sizes.items():
+        setattr(config.text_config, name, value)
+    for name, value in {"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}.items():
+        setattr(config.vision_config, name, value)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors") | {"mtp.fc.weight": torch.ones(64, 128)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make_old_model(folder: Path, family: str) -> Path:
+    """A GPT-2 or a Pythia with the names and the masks that their published files have."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    make_tiny_model(folder, OLD[family])
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    for layer in ("h.0.attn", "h.1.attn") if family == "gpt2" else ("gpt_neox.layers.0.attention", "gpt_neox.layers.1.attention"):
+        weights |= {f"{layer}.bias": torch.ones(1, 1, 8, 8).tril(), f"{layer}.masked_bias": torch.tensor(-1e9)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+OLD = {"gpt2": CONFIGS["gpt2"], "gpt_neox": {"model_type": "gpt_neox", **SIZES, "tie_word_embeddings": False}}

@@ -165,7 +165,6 @@ def test_files_and_tests_that_a_page_names_are_there(page):
     named = set(re.findall(r"`((?:src/rl/|tests/|scripts/)?[a-z_0-9]+/[\w/]+\.py)\b", text))
     missing = {name for name in named if not Path(name).exists() and not (SRC / name.removeprefix("rl/")).exists()}
     assert not missing
-    tests = {path.stem: path.read_text() for path in Path("tests").rglob("test_*.py")}
-    assert not {
-        name for name in re.findall(r"`(test_\w+_\w+)`", text) if name not in tests and f"def {name}(" not in "".join(tests.values())
-    }
+    files = [*Path("tests").rglob("test_*.py")]
+    names, tests = {path.stem for path in files}, "".join(path.read_text() for path in files)
+    assert not {name for name in re.findall(r"`(test_\w+_\w+)`", text) if name not in names and f"def {name}(" not in tests}

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from rl.config.base import Settings
 from rl.config.command_line import build, parse_args, parse_toml, to_toml
 from rl.config.run import RLConfig
 from rl.records.run import Run
+from rl.system.children import PYTHON
 from rl.system.errors import ConfigError, RunError
 from rl.system.linux import spare_loopback
 
@@ -149,7 +149,7 @@ def run_command(args: list[str]) -> None:
     An interrupt is passed on to the command, and waits until it has ended."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     # In its own session, so that it receives an interrupt only once: a second one would kill a run while it is stopping.
-    with subprocess.Popen([sys.executable, "-m", "rl.main", *args], **pipes, start_new_session=True) as process:
+    with subprocess.Popen([*PYTHON, "-m", "rl.main", *args], **pipes, start_new_session=True) as process:
         assert process.stdout
         last, held = deque[str](maxlen=LAST_LINES), list[str]()
         name = f"rl {args[0]}" if args and args[0].isalpha() else "rl"

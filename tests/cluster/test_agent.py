@@ -13,8 +13,10 @@ from rl.cluster import agent as module
 from rl.cluster.agent import Agent
 from rl.config.run import RLConfig
 from rl.launch.devices import Share, Split
+from rl.launch.roles import AGENT
 from rl.run_dir.nodes import World
 from rl.run_dir.status import RoleStatus, write_status
+from rl.system.children import PYTHON
 from tests.waiting import alive, until
 
 PROGRAM = f"""#!{sys.executable}
@@ -41,7 +43,8 @@ def make(tmp_path, children, monkeypatch):
     program = tmp_path / "python"
     program.write_text(PROGRAM)
     program.chmod(0o755)
-    monkeypatch.setattr(module.sys, "executable", str(program))
+    monkeypatch.setattr(module, "PYTHON", (str(program), *PYTHON[1:]))
+    monkeypatch.setattr(module, "AGENT", [str(program), *AGENT[1:]])
 
     def make_agent(ranks: int) -> tuple[Agent, Path]:
         cluster = {"nodes": 3, "trainer_nodes": 2, "grace_s": 7}
@@ -80,7 +83,7 @@ def test_one_rank_needs_no_agent_of_torchrun(make):
         "SHARE": "1",
         "NODE": "1",
     }
-    assert found.items() >= expected.items() and found["arguments"][:2] == ["-m", "rl.trainer.main"]
+    assert found.items() >= expected.items() and found["arguments"][:3] == ["-P", "-m", "rl.trainer.main"]
     assert (agent.state, agent.generation) == ("running", 3)
     note.with_name("note.end").write_text("4")
     until(lambda: agent.poll(world(3)) or agent.state == "ended")
@@ -108,6 +111,9 @@ def test_several_ranks_have_torchruns_agent(make):
     agent, note = make(4)
     agent.poll(world(1))
     words = " ".join(read(note)["arguments"])
+    assert (
+        words.startswith("-P -m torch.distributed.run --no-python ") and f"/python -P -m rl.trainer.main @ {agent.run_dir.config}" in words
+    )
     for part in (
         "--nnodes 2",
         "--node-rank 1",

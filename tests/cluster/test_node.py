@@ -198,7 +198,7 @@ def test_a_single_machine_that_is_taken_away_has_all_of_its_grace(tmp_path, chil
     scripts = SCRIPTS | {"orchestrator": FOREVER, "trainer": SAVES}
     shorter = "from rl.launch.children import Children\nChildren.stop.__defaults__ = (0.5,)\n"
     assert node.leader
-    node.leader.command[1:3] = ["-c", shorter + DRIVER.replace("{scripts!r}", repr(scripts))]
+    node.leader.command[1:4] = ["-c", shorter + DRIVER.replace("{scripts!r}", repr(scripts))]
     until(lambda: node.poll() or (config.run_dir.root / "trains").exists(), 60)
     assert node.leader.child
     os.kill(node.leader.child.pid, signal.SIGTERM)

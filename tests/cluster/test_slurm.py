@@ -90,7 +90,7 @@ def test_scripts(tmp_path, monkeypatch):
         assert lines[1 : len(options) + 1] == [f"#SBATCH {option}" for option in options]
         assert lines[len(options) + 1 :][:3] == ["module load cuda", "export A='1 2'", f"cd '{tmp_path}/wörk'\"'\"'s #1' || exit 3"]
         assert f"over='{root}/status/nodes/over.json' most=7 job=" in script
-        assert f"exit 75' rl {sys.executable} -m rl.main node @ '{root}/config.toml' &\n" in script
+        assert f"exit 75' rl {sys.executable} -P -m rl.main node @ '{root}/config.toml' &\n" in script
         assert "srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none bash -c 'tries=0" in script
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert 'RL_NODE_INDEX="$SLURM_ARRAY_TASK_ID" RL_INDEX_OFFSET=2\n' in inference and "RL_INDEX_OFFSET" not in trainer
@@ -146,6 +146,28 @@ def test_a_job_of_which_one_half_is_refused_is_removed(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="job of the machines for trainer, so nothing is queued: no more"):
         submit(make_config(tmp_path, {}))
     assert (tmp_path / "calls").read_text().splitlines() == ["--parsable []", "--parsable [12]", "--quiet 12"]
+
+
+def test_defaults_for_the_users_own_jobs_do_not_override_a_run(tmp_path, monkeypatch, capsys):
+    """Regression: SBATCH_PARTITION and SBATCH_ARRAY_INX came before the scripts' own lines, and SBATCH_WAIT for ever. What is not set and
+    says who pays and where still counts."""
+    body = f'(cat; env | grep -E "^S[A-Z]+_") >> {tmp_path}/calls; echo 12'
+    programs(tmp_path, sbatch=body, squeue=f'{body}; echo "12 12"')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_TIMELIMIT", "SRUN_CPUS_PER_TASK", "SQUEUE_STATES", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SBATCH_PARTITION", "small")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "ours")
+    monkeypatch.setenv("SLURM_CONF", "/slurm.conf")
+    config = make_config(tmp_path, {"nodes": 1, "slurm": {"partition": "large", "time": "4:00:00"}})
+    assert slurm.active(submit(config), config) == ["12"]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    asked = [line for line in calls if line.startswith(("#SBATCH --partition", "#SBATCH --account", "#SBATCH --time"))]
+    assert asked == ["#SBATCH --partition=large", "#SBATCH --account=ours", "#SBATCH --time=4:00:00"]
+    got = [line for line in calls if line.startswith(("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_"))]
+    assert got == ["SLURM_CONF=/slurm.conf"] * 2
+    ignored = "SBATCH_ARRAY_INX, SBATCH_WAIT, SBATCH_TIMELIMIT"
+    assert capsys.readouterr().err == f"rl: {ignored} of your shell do not count for this run: see cluster.slurm\n"
 
 
 @pytest.mark.parametrize("error", [subprocess.TimeoutExpired("sbatch", 60), Stopped(signal.SIGINT)])

@@ -185,7 +185,7 @@ def test_a_teacher_serves_while_the_last_stage_runs(recipes, capsys, monkeypatch
     server = recipes.with_name("server")
     server.write_text('#!/bin/sh\necho "$RL_TOKEN $*"\nexec sleep 600\n')
     server.chmod(0o755)
-    monkeypatch.setattr(command.sys, "executable", str(server))
+    monkeypatch.setattr(command, "PYTHON", (str(server),))
     seen = []
 
     def run(words):
@@ -212,9 +212,9 @@ def test_a_signal_ends_the_stage_first(recipes, tmp_path):
     stage.write_text("#!/bin/sh\ntrap 'echo > ended; exit 143' TERM\necho > began\nwhile :; do sleep 0.1; done\n")
     stage.chmod(0o755)
     code = f"""
-import sys; from pathlib import Path; from rl.commands import recipe_file; from rl.main import main
+import sys; from pathlib import Path; from rl.commands import recipe, recipe_file; from rl.main import main
 recipe_file.RECIPES, recipe_file.ENVIRONMENTS = Path({str(recipes.parent)!r}), Path({str(tmp_path / "environments")!r})
-sys.executable = {str(stage)!r}
+recipe.PYTHON = ({str(stage)!r},)
 sys.exit(main())
 """
     process = start(tmp_path, "recipe", "sums", "--check", code=code)

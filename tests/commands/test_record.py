@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -98,11 +97,11 @@ def test_samples_of_a_task_are_numbered_on_in_a_file_that_exists(recorder):
     ("more", "message"),
     [
         ({"stream": True}, "stream: answers come in one piece"),
-        ({"n": 2}, "n: each call has one answer"),
+        ({"n": 2}, "n = 2: the policy gives each call one free answer: leave it out"),
         ({"temperature": 0.3}, "orchestrator__sampling__temperature=0.3"),
         ({"top_p": 0.9}, "top_p: is not supported by rl.record"),
         ({"response_format": {"type": "json_object"}}, "response_format: is not supported"),
-        ({"tool_choice": "required"}, "tool_choice: the policy decides"),
+        ({"tool_choice": "required"}, "tool_choice = 'required': the policy gives each call one"),
         ({"messages": []}, "messages: give a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text can be rendered"),
     ],
@@ -177,7 +176,7 @@ def test_the_end_of_the_server_ends_a_call(recorder, tmp_path, monkeypatch):
     program.write_text(f"#!/bin/sh\necho {tmp_path / 'config.toml'}\nread line\necho out of memory\nexit 7\n")
     program.chmod(0o755)
     (tmp_path / "config.toml").write_text("")
-    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr("rl.commands.record.PYTHON", (str(program),))
     recorder.server = ServerProcess([])
     hangs = asyncio.Event()
     recorder.policy.servers.reply = lambda prompt: hangs.wait()

@@ -171,8 +171,15 @@ def test_what_truncates_sampling_is_warned_about(capsys):
 def test_what_leaves_out_no_token_truncates_nothing(flags, capsys):
     """top_p = 1.0 was warned about, and switched off that a wrong trainer ends the run."""
     config, _ = load_config_or_exit([*ENV, *f"--orchestrator.sampling.{flags}".split()], "rl eval")
-    assert not capsys.readouterr().err and not config.truncates
+    assert not capsys.readouterr().err and not config.truncates(9)
     assert config.sampling_of(config.orchestrator.environment[0]).keys() == {"max_tokens", "temperature"}
+
+
+def test_a_top_k_of_the_whole_vocabulary_truncates_nothing(capsys):
+    """It switched off that a wrong trainer ends the run, as a smaller one does."""
+    config, _ = load_config_or_exit([*ENV, "--orchestrator.sampling.top_k", "49152"], "rl eval")
+    assert "sampling.top_k = 49152, if the model has more tokens than that: inference samples" in capsys.readouterr().err
+    assert [config.truncates(vocab_size) for vocab_size in (49151, 49152, 49153)] == [False, False, True]
 
 
 def test_a_fault_ends_the_program_with_2(capsys):

@@ -6,6 +6,7 @@ from rl.config.check import check_loss
 from rl.config.command_line import build, from_toml, parse_args, to_toml
 from rl.config.loss import ClippedSettings
 from rl.config.outside import outside_faults
+from rl.config.run import RLConfig
 from rl.system.errors import ConfigError
 
 ENV = ["--orchestrator.environment.id", "e"]
@@ -104,6 +105,40 @@ def test_numbers_are_finite_but_for_bounds_that_inf_switches_off():
               "orchestrator.worker_memory_gib", "orchestrator.environment.difficulty.easy_above")  # fmt: skip
     build(parse_args([*ENV, *(word for key in bounds for word in (f"--{key}", "inf")), "--trainer.loss.token_mask", "0,inf"]))
     assert faults(*ENV, *(word for key in bounds for word in (f"--{key}", "nan"))).startswith(f"{len(bounds)} faults")
+
+
+@pytest.mark.parametrize(
+    ("text", "stops"),
+    [
+        ("</a>,</b>", ["</a>", "</b>"]),
+        ("</a>, </b>", ["</a>", "</b>"]),
+        (r"\nObservation:", ["\nObservation:"]),
+        (r"\n", ["\n"]),
+        (" Human", [" Human"]),
+        (r'[",", "\\n"]', [",", r"\n"]),
+        ("[]", []),
+        ("42", ["42"]),
+    ],
+)
+def test_stop_strings_are_written_as_a_text_or_as_a_list(text, stops):
+    config = build(parse_args([*ENV, "--orchestrator.sampling.stop", text, "--orchestrator.environment.sampling.stop", text]))
+    assert config.orchestrator.sampling.stop == config.orchestrator.environment[0].sampling.stop == stops
+    assert RLConfig.model_validate(config.model_dump()).orchestrator.sampling.stop == stops  # as its config.toml is read again
+
+
+@pytest.mark.parametrize("text", ["", ",", "a,,b", '["a", ""]'])
+def test_an_empty_stop_string_is_refused_at_once(text):
+    said = faults(*ENV, "--orchestrator.sampling.stop", text)
+    assert "an empty text would end every answer at once; leave it out, or give a text with a comma in a list" in said
+
+
+def test_lists_have_commas():
+    texts = {"wandb.tags": "a,b"} | {f"orchestrator.environment.{key}": text for key, text in (
+        ("requirements", "sympy>=1.13,<2,x[a,b], y"), ("read", "a.py,b"), ("isolation", "sandbox"),
+    )}  # fmt: skip
+    config = build(parse_args([*ENV, *(word for key, text in texts.items() for word in (f"--{key}", text))]))
+    (env,) = config.orchestrator.environment
+    assert config.wandb.tags == ["a", "b"] and env.requirements == ["sympy>=1.13,<2", "x[a,b]", "y"] and env.read == ["a.py", "b"]
 
 
 def test_what_people_type_is_understood(tmp_path):

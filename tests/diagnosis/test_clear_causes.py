@@ -1,5 +1,7 @@
 """Five runs that fail on purpose (configs/why_not): the diagnosis names the cause of each first, from the numbers that the run had."""
 
+import json
+
 import pytest
 
 from rl.diagnosis.waits import diagnose
@@ -53,6 +55,13 @@ def test_a_collapse_explains_answers_that_are_cut_off(run):
         "the share cut off went from 0.69 to 1 (rollouts/truncated). The usual cause is a learning rate that is too high: start over with "
         "a tenth of trainer.optim.lr = 0.001"
     ]
+
+
+def test_a_collapse_after_a_file_was_edited_is_not_blamed_on_the_learning_rate(run):
+    line = {"step": 2, "key": "orchestrator.environment.0.reward (content of r.py)", "old": "3f", "new": "77"}
+    run.dir.changes.write_text(json.dumps(line) + "\n")
+    _, *causes = hints(run, [0.156, 0.104, 0.015], [2.18, 0.30, 0.49], truncated=[0.69, 1.0, 1.0], zero_advantage=[0.5, 0.92, 0.94])
+    assert causes[0].endswith(f". Look first at the files that were edited before a resume, which {run.dir.changes} names")
 
 
 def test_a_collapse_is_told_before_the_reward_is_0(run):

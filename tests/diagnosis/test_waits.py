@@ -413,6 +413,10 @@ def test_fine_tuning_ended_well_by_its_passes(tmp_path, gone):
     assert "was stopped at step 3" in run.bottleneck()
     run.checkpoint(3)
     assert run.bottleneck() == "the run ended well: 3 steps done"
+    shutil.rmtree(run.dir.checkpoints)  # as after a trial
+    assert "was stopped at step 3" in run.bottleneck()
+    run.dir.weights(3).mkdir(parents=True)
+    assert run.bottleneck() == "the run ended well: 3 steps done"
 
 
 def test_ended_by_failure(run, gone):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import aiohttp
 import verifiers.v1 as vf
@@ -13,6 +14,8 @@ class ProgramConfig(vf.HarnessConfig):
     stream: bool = True
     also: list[str] = []
     """What it asks next, all at once; a refusal is not minded."""
+    body: dict[str, Any] = {}
+    """Further fields of its requests."""
     then: list[str] = []
     """What it asks after these, one by one."""
 
@@ -24,7 +27,7 @@ class ProgramHarness(vf.Harness[ProgramConfig]):
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
         body = {"model": ctx.model, "messages": [{"role": "user", "content": data.prompt}], "stream": self.config.stream}
-        body |= {"max_tokens": 5, "temperature": 0.1, "stop": ["."]}
+        body |= {"max_tokens": 5, "temperature": 0.1, "stop": ["."]} | self.config.body
         headers = {"Authorization": f"Bearer {secret}", "x-api-key": secret}
         async with aiohttp.ClientSession() as http, http.post(endpoint + self.config.route, json=body, headers=headers) as reply:
             text = await reply.text()

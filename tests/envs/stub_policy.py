@@ -123,7 +123,7 @@ class StubPolicy(Policy):
 
 
 def order(task: int = 0, num_episodes: int = 1, split: Any = "train", **sampling: Any) -> PlayGroup:
-    sampling = {"max_tokens": 64, "temperature": 1.0, "top_p": None} | sampling
+    sampling = {"max_tokens": 64, "temperature": 1.0} | sampling
     return PlayGroup(play_id=0, split=split, task=task, num_episodes=num_episodes, sampling=sampling, session=3)
 
 

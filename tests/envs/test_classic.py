@@ -495,14 +495,17 @@ def test_a_swallowed_policy_failure_is_still_one(error):
 
 
 def test_only_steps_of_the_trajectory_are_turns():
+    asked = {"max_completion_tokens": None, "max_tokens": 3, "temperature": 0.2}
+
     class Asks(vf.MultiTurnEnv):
         async def env_response(self, messages, state, **kwargs):
-            hint = await self.get_model_response(state, [vf.UserMessage(content="a hint?")], sampling_args={"max_tokens": 3})
+            hint = await self.get_model_response(state, [vf.UserMessage(content="a hint?")], sampling_args=asked)
             return [vf.UserMessage(content=hint.message.content)]
 
     policy = StubPolicy(lambda prompt: "hinted" if "hint" in prompt else "0")
     rollout = only(played(made(lambda: Asks(dataset=rows(), rubric=rubric(), max_turns=2), policy=policy)))
     assert len(policy.servers.asked) == 3 and policy.servers.asked[1]["sampling"]["max_tokens"] == 3
+    assert policy.servers.asked[1]["sampling"]["temperature"] == 1.0 and rollout.metrics["forced_sampling"] == 1.0
     assert [text(turn.completion_ids) for turn in rollout.turns] == ["0\x03", "0\x03"] and "user: hin" in text(rollout.turns[1].prompt_ids)
 
 
@@ -515,15 +518,18 @@ def test_sampling_of_the_environment_fills_what_is_not_configured():
 
 @asynccontextmanager
 async def openai_server(answer):
-    """An OpenAI-like server: `answer(body)` is a text, or (status, message)."""
+    """An OpenAI-like server: `answer(body)` is a text, a message, a whole response, or (status, message)."""
 
     async def handle(request):
         body = await request.json()
         said = answer(body)
         if isinstance(said, tuple):
             return web.json_response({"error": {"message": said[1]}}, status=said[0])
+        if isinstance(said, web.Response):
+            return said
+        message = said if isinstance(said, dict) else {"content": said}
         kind = "chat.completion" if "messages" in body else "text_completion"
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}, "text": said}
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant"} | message, "text": said}
         usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
         return web.json_response({"id": "x", "created": 0, "model": body["model"], "object": kind, "choices": [choice], "usage": usage})
 
@@ -582,6 +588,34 @@ def test_endpoints():
     assert "NO_SUCH_KEY" in rollout.error
     rollout, _ = at_endpoint(single(), (400, "This model's maximum context length is 10 tokens"))
     assert rollout.overlong and rollout.error is None
+
+
+@pytest.mark.parametrize("said", ["", {"content": None, "reasoning_content": "hm"}, {"content": None, "tool_calls": []}])
+def test_an_answer_of_an_endpoint_is_scored_like_one_of_the_own_policy(said):
+    """Regression: an empty one failed, and one with reasoning alone reached the reward function as None."""
+
+    def empty(completion):
+        return float(completion[-1]["content"] == "")
+
+    rollout, _ = at_endpoint(single(rubric=vf.Rubric(funcs=[empty])), said)
+    assert (rollout.reward, rollout.error) == (1.0, None)
+
+
+def test_an_empty_text_of_an_endpoint_is_an_answer():
+    data = Dataset.from_list([{"prompt": "Once", "answer": ""}])
+    rollout, _ = at_endpoint(single(dataset=data, message_type="completion"), "")
+    assert (rollout.error, rollout.messages[-1]["content"]) == (None, "")
+
+
+@pytest.mark.parametrize("style", ["chat", "completion"])
+def test_an_endpoint_that_answers_something_else_is_quoted(style):
+    """Regression: a ValidationError's text, or an AttributeError's."""
+    data = Dataset.from_list([{"prompt": "Once" if style == "completion" else [{"role": "user", "content": "Once"}], "answer": ""}])
+    html = web.Response(text="<html>Sign in to Proxy</html>", content_type="text/html")
+    for said in (html, web.json_response({"error": {"message": "Sign in to Proxy"}})):
+        rollout, _ = at_endpoint(single(dataset=data, message_type=style), said)
+        assert rollout.cause == "inference" and "the endpoint answered no completion: " in rollout.error
+        assert "Sign in to Proxy" in rollout.error and "Error: 1 validation" not in rollout.error
 
 
 def test_limits_bound_what_runs_at_once():
@@ -702,3 +736,11 @@ def test_wire_form_of_every_kind_of_message():
         assert message == {"role": "assistant", "content": "", "tool_calls": [wired]}
     assert chat_message(vf.TextMessage(content="t")) == {"role": "user", "content": "t"}
     assert error_text(vf.ModelError()) == "ModelError"
+
+
+def test_a_version_without_what_the_adapter_needs_is_refused(monkeypatch):
+    """Regression: the first task of a group of environments failed, or the end of the worker."""
+    monkeypatch.delitem(sys.modules, "rl.envs.classic.environment")
+    monkeypatch.delattr(vf.EnvGroup, "_route_child_input")
+    with pytest.raises(RunError, match=r"is classic, which needs verifiers>=.*has no attribute '_route_child_input'"):
+        load(EnvSpec(name="x", id="sum-classic", kind="classic"), StubPolicy())

@@ -65,6 +65,29 @@ def test_words_that_the_assistant_has_begun_are_not_closed():
     assert raised.value.cause == "environment"
 
 
+def test_an_answer_that_cannot_be_a_turn_is_the_fault_of_inference(monkeypatch):
+    policy = StubPolicy(lambda prompt: "answer")
+    policy.spec.routes, answered = True, policy.servers.generate
+
+    async def cut(*asked):
+        answer = await answered(*asked)
+        answer.routes = answer.routes[:-1]
+        return answer
+
+    monkeypatch.setattr(policy.servers, "generate", cut)
+    with pytest.raises(RolloutError, match=r"the routes of \d+ tokens have \d+ bytes") as failed:
+        asyncio.run(Conversation(policy, 0, SAMPLING).answer([{"role": "user", "content": "question"}], None, {}))
+    assert failed.value.cause == "inference"
+
+
+def test_half_a_character_is_the_fault_of_the_environment():
+    """Regression: the tokenizer's `TextEncodeInput must be Union` was blamed on inference."""
+    messages = [{"role": "user", "content": "question"}, {"role": "tool", "tool_call_id": "a", "content": "\ud83d"}]
+    with pytest.raises(RolloutError, match="half of a character") as failed:
+        asyncio.run(Conversation(StubPolicy(), 0, SAMPLING).answer(messages, None, {}))
+    assert failed.value.cause == "environment"
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_branches_continue_the_turn_that_they_leave(seed):
     """Two chats with common turns: each prompt is that of the newest conversation that it extends."""
@@ -100,6 +123,30 @@ def test_a_text_is_kept_once():
     text = asyncio.run(go())
     assert "".join(talk.history[-1].whole()) == text and sum(len(piece) for past in talk.history for piece in past.added) == len(text)
     assert [turn.prompt_ids for turn in turns] == sent(policy) and len(turns.chains) == 1
+
+
+@pytest.mark.parametrize(("overrides", "content"), [({}, "<a>3"), ({"stop": "3"}, "<a>"), ({"stop": []}, "<a>3</a>;")])
+def test_a_stop_string_is_left_out_of_the_content_and_kept_in_the_turn(overrides, content):
+    """As OpenAI's servers do. The last token may have more than the stop string."""
+    policy = StubPolicy(lambda prompt: "hm 3</think><a>3</a>;" if "think" in prompt else "<a>3</a>;")
+    chat = Conversation(policy, 0, SAMPLING | {"stop": ["</a>", "</b>"]})
+    talk = TextConversation(policy, 0, SAMPLING | {"stop": ["</a>", "</b>"]})
+
+    async def go():
+        messages = [{"role": "user", "content": "q"}]
+        turn, answer = await chat.answer(messages, None, overrides)
+        assert answer.content == content and "".join(map(chr, turn.completion_ids)) == "<a>3</a>;\x03"
+        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "think"}]
+        after, thought = await chat.answer(messages, None, overrides)
+        assert after.prompt_ids[: len(turn.token_ids)] == turn.token_ids
+        assert thought.reasoning == ("hm " if overrides.get("stop") == "3" else "hm 3")
+        turn, answer = await talk.answer("q", None, overrides)
+        assert answer.content == content and "".join(map(chr, turn.completion_ids)) == "<a>3</a>;\x03"
+        turn, _ = await talk.answer("q" + answer.content + "!", None, overrides)
+        kept = "q<a>3</a>;\x03!" if overrides.get("stop") == [] else f"q{content}!"  # a text that was not sampled is encoded
+        assert "".join(map(chr, turn.prompt_ids)) == kept
+
+    asyncio.run(go())
 
 
 def test_a_text_begins_with_the_bos_token_of_its_tokenizer():

@@ -286,7 +286,12 @@ def test_replies_without_tokens(tmp_path):
     later = play(tmp_path, NemoGym(lambda *_: reply(says("a", **tokens([1], [2])), says(""), incomplete="max_output_tokens")))
     assert (len(later.turns), later.overlong, later.turns[0].finish_reason) == (1, True, "stop")
     uneven = says("5", prompt_token_ids=[1], generation_token_ids=[2, 3], generation_log_probs=[-0.5])
-    fails("inference", "2 sampled ids and 1 logprobs", tmp_path, NemoGym(lambda *_: reply(uneven)))
+    fails(
+        "inference",
+        r"model server: an answer's tokens, logprobs and policy versions differ in number: \[1, 2\]",
+        tmp_path,
+        NemoGym(lambda *_: reply(uneven)),
+    )
 
 
 def test_an_answer_that_was_cut_off_is_truncated(tmp_path):

@@ -340,6 +340,25 @@ def test_a_harness_of_the_package_s_own_is_served_over_http_and_may_stream():
     assert rollout.reward == 1.0 and len(rollout.turns) == 1 and rollout.trainable
     asked = policy.servers.asked[0]["sampling"]
     assert (asked["max_tokens"], asked["stop"], asked["temperature"]) == (5, ["."], 1.0), "the temperature is the run's"
+    assert rollout.metrics["forced_sampling"] == 1.0, "and that is counted"
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format = {'type': 'json_object'}: the policy gives each call one free answer",
+        ),
+        ({"tool_choice": "required", "temperature": 1.0}, "tool_choice = 'required': the policy"),
+        ({"n": 1, "response_format": {"type": "text"}, "tool_choice": "none", "temperature": 1, "top_p": 1.0, "top_k": 0}, None),
+    ],
+)
+def test_what_a_call_asks_for_in_vain_is_refused(body, text):
+    """Regression: a harness that wanted JSON got free text, in silence."""
+    [[rollout]] = play(load("v1-program", saying("on it"), {"agent": {"harness": {"body": body}}}))
+    assert rollout.cause == ("environment" if text else None) and (text or "") in (rollout.error or "")
+    assert "forced_sampling" not in rollout.metrics
 
 
 @pytest.mark.parametrize(("also", "cause", "reward"), [("boom", "inference", 0.0), ("again", None, 1.0)])
@@ -379,6 +398,15 @@ def test_a_version_that_we_have_not_tested_is_played_and_told(monkeypatch):
     assert load("v1-echo", StubPolicy(endpoint=Endpoint(base_url="", model="m"))).notice == ""
     monkeypatch.setitem(sys.modules, "rl.envs.v1.environment", None)  # as if it lacked a module that the adapter imports
     with pytest.raises(RunError, match=r"environment x is v1, which needs verifiers>=0\.3\.1,<0\.5 .*; this interpreter has verifiers 0\."):
+        adapters.load(EnvSpec(name="x", id="v1-echo", kind="v1"), StubPolicy())
+
+
+def test_a_version_that_makes_its_clients_elsewhere_is_refused(monkeypatch):
+    """Regression: the name was set beside what verifiers uses, and every rollout failed."""
+    for module in ("client", "environment"):
+        monkeypatch.delitem(sys.modules, f"rl.envs.v1.{module}")
+    monkeypatch.delattr("verifiers.v1.interception.server.resolve_client")
+    with pytest.raises(RunError, match=r"which needs verifiers>=.*has no attribute 'resolve_client'"):
         adapters.load(EnvSpec(name="x", id="v1-echo", kind="v1"), StubPolicy())
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rl.inference.adapter import check_adapter, read_adapter
-from rl.inference.weight_files import read_tensors
+from rl.inference.weight_files import read_tensors, trained_names
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
-from tests.families import CONFIGS, WIDE
+from tests.families import CONFIGS, WIDE, make_old_model, make_seeing_model
 from tests.inference.servers import Server, assert_logprobs, start_server, until_ended
 from tests.waiting import until
 
@@ -177,7 +177,7 @@ def test_adapters_that_do_not_fit_are_refused_and_the_old_version_goes_on(server
 
 
 def test_merging_is_what_peft_merges(versions, tmp_path):
-    """Also root-scaled ones, and GPT-2's matrices, which are stored the other way round."""
+    """Also root-scaled ones, GPT-2's matrices, which are stored the other way round, and those that files name otherwise than the model."""
     from peft import AutoPeftModelForCausalLM
     from safetensors.torch import load_file
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -186,7 +186,10 @@ def test_merging_is_what_peft_merges(versions, tmp_path):
 
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=1, n_positions=64))
     gpt2.save_pretrained(tmp_path / "gpt2")
+    old, seeing = make_old_model(tmp_path / "old", "gpt2"), make_seeing_model(tmp_path / "seeing")
     for base, adapter in [
+        (old, make_adapter(old, tmp_path / "on-old", 3, ["c_attn"], fan_in_fan_out=True)),
+        (seeing, make_adapter(seeing, tmp_path / "on-seeing", 4, ["q_proj", "out_proj"])),
         (versions[0], make_adapter(versions[0], tmp_path / "rooted", 1, ["q_proj", "down_proj"], use_rslora=True)),
         (tmp_path / "gpt2", make_adapter(tmp_path / "gpt2", tmp_path / "on-gpt2", 2, ["c_attn", "c_proj"], fan_in_fan_out=True)),
     ]:
@@ -194,9 +197,10 @@ def test_merging_is_what_peft_merges(versions, tmp_path):
         check_adapter(read, base, read_tensors(base))
         merged = dict(merge(read, load_file(base / "model.safetensors").items(), base))
         expected = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32).merge_and_unload().state_dict()
-        assert all((merged[name] - expected[name]).abs().max() < 1e-6 for name in merged)
+        names = trained_names(base, merged)
+        assert all((merged[name] - expected[own]).abs().max() < 1e-6 for name, own in names.items())
         changed = {name for name, tensor in load_file(base / "model.safetensors").items() if not torch.equal(tensor, merged[name])}
-        assert changed == {f"{layer}.weight" for layer in read.layers} != set()
+        assert {names[name] for name in changed} == {f"{layer}.weight" for layer in read.layers} != set()
     with pytest.raises(RunError, match="is not in the model"):
         check_adapter(read, tmp_path / "gpt2", {})
 

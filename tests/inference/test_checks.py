@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fastapi import FastAPI
+from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
 from rl.config.run import RLConfig
@@ -24,8 +25,8 @@ from rl.inference.engine import CutOffError, VersionedEngine
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.main import newest_sound_version
 from rl.inference.routes import make_router
-from rl.inference.server import bind, vllm_arguments
-from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
+from rl.inference.server import vllm_arguments
+from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights, read_tensors
 from rl.inference.worker import count_uncompiled
 from rl.run_dir.checksums import content_of
 from rl.run_dir.deltas import Mirror
@@ -34,10 +35,12 @@ from rl.run_dir.files import temporary_name
 from rl.run_dir.over_network import OverNetwork
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import TensorEntry
-from rl.system.errors import LASTING, ConfigError, RunError
+from rl.system.errors import ConfigError, RunError
+from rl.trainer.store import versions
 from rl.wire.inference_client import LoadedVersion
 from rl.wire.messages import WeightVersion
 from tests import steady
+from tests.families import make_old_model, make_seeing_model
 
 
 def test_engine_args_take_numbers_bools_lists_and_tables():
@@ -98,9 +101,17 @@ def test_an_answer_that_vllm_cut_off_is_none(reason):
         asyncio.run(VersionedEngine.sample(engine, [1], SamplingParams()))
 
 
-def test_a_wrong_host_is_not_blamed_on_the_port():
-    with pytest.raises(OSError, match=r"inference.host = 192.0.2.1: .*give an address of this machine"):
-        bind("192.0.2.1", 0)
+def test_adapters_of_a_model_that_sees_images_are_merged(tmp_path):
+    """vLLM serves it as another class than the trained one, finds no layer by the adapter's names, and would sample from the base."""
+    fields = {"orchestrator": {"environment": [{"id": "e"}]}, "trainer": {"lora": {"rank": 8}}}
+    config = RLConfig.model_validate(fields)
+    (tmp_path / "config.json").write_text("{}")
+    assert vllm_arguments(config, str(tmp_path), on_cpu=False).enable_lora
+    (tmp_path / "config.json").write_text('{"text_config": {}}')
+    assert not vllm_arguments(config, str(tmp_path), on_cpu=False).enable_lora
+    config = RLConfig.model_validate(fields | {"inference": {"adapters": "hot"}})
+    with pytest.raises(ConfigError, match="not known to serve adapters of a model that sees images; set it to merge"):
+        vllm_arguments(config, str(tmp_path), on_cpu=False)
 
 
 def test_engine_args_report_every_fault_with_its_remedy():
@@ -157,13 +168,28 @@ EXPECTED = {"a.weight": TensorEntry("F32", (2, 3), 0, 24), "lm_head.weight": Ten
 def test_weights_must_fit_the_model(tmp_path, tensors, tied, fault):
     write_safetensors(tmp_path / "model.safetensors", tensors)
     with pytest.raises(RunError, match=fault) if fault else nullcontext():
-        check_weights(tmp_path, EXPECTED, tied)
+        check_weights(tmp_path, tmp_path, EXPECTED, tied)
     write_safetensors(tmp_path / "model.safetensors", tensors, cut=5)
     with pytest.raises(RunError, match=r"model.safetensors: has .* bytes, its header says"):
-        check_weights(tmp_path, EXPECTED, tied)
+        check_weights(tmp_path, tmp_path, EXPECTED, tied)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(RunError, match="has no"):
-        check_weights(tmp_path, EXPECTED, tied)
+        check_weights(tmp_path, tmp_path, EXPECTED, tied)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gpt2", "gpt_neox"])
+def test_a_version_has_what_is_trained_of_the_base_by_whatever_name(tmp_path, family):
+    """Regression: a run ended with "model.visual... is missing" after its first step, as every run of a published GPT-2 or Pythia did."""
+    base = make_seeing_model(tmp_path / "base") if family == "qwen3_5" else make_old_model(tmp_path / "base", family)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    versions.snapshot(model, base, torch.float32, {}).write(tmp_path / "version")
+    expected, found = read_tensors(base), read_tensors(tmp_path / "version")
+    assert found.keys() != expected.keys()
+    check_weights(tmp_path / "version", base, expected, model.config.tie_word_embeddings)
+    lost = next(name for name in found if "norm" in name or "ln_" in name)
+    for tensors, fault in ((found.keys() - {lost}, "norm|ln_.* is missing"), (found.keys() | {"mtp.fc"}, "mtp.fc is not in the model")):
+        with pytest.raises(RunError, match=fault):
+            check_weights(tmp_path / "version", base, expected, True, {name: found.get(name, found[lost]) for name in tensors})
 
 
 def test_the_newest_sound_version_is_served(tmp_path, capfd):
@@ -217,17 +243,6 @@ def test_speculative_decoding_on_a_cpu_draws_without_the_seed_and_says_so_once(c
         VersionedEngine.hand_over_seed(engine, params := SamplingParams(seed=3))
         assert params.seed is None and carried_seed(params) is None
     assert capsys.readouterr().err.count("no seeds with speculative decoding on a CPU") == 1
-
-
-def test_a_port_in_use_is_waited_for_and_then_said(monkeypatch):
-    monkeypatch.setattr("rl.inference.server.PORT_WAIT_S", 0.5)
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
-        port = taken.getsockname()[1]
-        began = time.monotonic()
-        with pytest.raises(OSError, match=f"inference.port = {port} on 127.0.0.1: Address already in use; choose another") as error:
-            bind("127.0.0.1", port)
-        assert error.value.errno in LASTING and 0.5 < time.monotonic() - began < 8
 
 
 def test_a_file_system_that_hangs_ends_the_server_instead_of_the_run(tmp_path):
@@ -304,7 +319,7 @@ def test_what_is_staged_over_the_network_is_swapped_in_if_its_content_is_right(
     asked, answers = [], {"stages_weights": can_stage, "staging_state": (True, fault, 0)}
     memory = OverNetwork("", b"", 1, 33, "rl-" + "0" * 32)
 
-    def check_content(version: OverNetwork, expected: Tensors, tied: bool, content: str) -> None:
+    def check_content(version: OverNetwork, base: Path, expected: Tensors, tied: bool, content: str) -> None:
         assert version is memory
         if content != "right":
             raise RunError("not the content")
@@ -323,6 +338,7 @@ def test_what_is_staged_over_the_network_is_swapped_in_if_its_content_is_right(
     engine = VersionedEngine.__new__(VersionedEngine)
     engine.engine_core, engine.read_timeout_s, engine.mirror, engine.load_lock = None, 60.0, Mirror(), asyncio.Lock()
     engine.content, engine.expected, engine.on_every_worker, engine.swap = "old", {}, on_every_worker, swap
+    engine.model_config = SimpleNamespace(model="base")
     with pytest.raises(WeightsGoneError, match="000001: announced, but missing") if said else nullcontext():
         assert asyncio.run(engine.load_weights(1, str(tmp_path / "000001"), memory, content)) == LoadedVersion(1)
     assert (asked, engine.content) == (calls, "old" if said else content)

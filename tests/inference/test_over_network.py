@@ -2,6 +2,7 @@
 
 import signal
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.config.trainer import WeightsConfig
 from rl.inference import over_network
-from rl.inference.over_network import NetworkWeights, NixlReader, check_content
+from rl.inference.over_network import NetworkWeights, NixlReader, Piece, check_content
 from rl.inference.weight_files import WeightsGoneError
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.checksums import content_id, content_of
@@ -56,7 +57,7 @@ def announced(registered: Registered) -> OverNetwork:
     return found
 
 
-def test_a_view_reads_its_bytes_and_the_content_is_that_of_the_digests(registered):
+def test_a_view_reads_its_bytes_and_the_content_is_that_of_the_digests(registered, tmp_path):
     memory = announced(registered)
     weights = NetworkWeights(memory)
     tensors = dict(weights)
@@ -67,12 +68,12 @@ def test_a_view_reads_its_bytes_and_the_content_is_that_of_the_digests(registere
     assert weights.bytes_read - before == MATRIX.nbytes // 4
     weights.confirm()
     expected = content_of({name: digest(good.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, good in GOOD.items()})
-    check_content(memory, weights.tensors, False, expected)
+    check_content(memory, tmp_path, weights.tensors, False, expected)
     for other in ("0" * 32, ""):
         with pytest.raises(RunError, match="does not match its digests"):
-            check_content(memory, weights.tensors, False, other)
+            check_content(memory, tmp_path, weights.tensors, False, other)
     with pytest.raises(RunError, match="does not fit the served model: other is missing"):
-        check_content(memory, weights.tensors | {"other": weights.tensors["none"]}, False, expected)
+        check_content(memory, tmp_path, weights.tensors | {"other": weights.tensors["none"]}, False, expected)
     with pytest.raises(RunError, match="no rank of the trainer has byte"):
         weights.reader.read([MATRIX.nbytes + 10], 64, memoryview(bytearray(64)))
     with pytest.raises(RunError, match=r"processes of its own host alone.*UCX_NET_DEVICES"):
@@ -128,6 +129,19 @@ def test_without_its_libraries_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, f"{nixl.PACKAGE}._api", None)
     with pytest.raises(RunError, match="uv sync --extra nixl"):
         NixlReader()
+
+
+def test_a_failed_read_keeps_its_buffer_as_long_as_something_may_write_into_it(registered):
+    for piece in (Piece("nobody", 0, 64), Piece("", 0, 64)):
+        reader = NixlReader()
+        agent, buffer = reader.agent.agent, weakref.ref(reader.buffer)
+        connected = reader.connect(announced(registered).agent)
+        with pytest.raises(RunError, match="cannot be read"):
+            reader.copy(iter([piece._replace(agent=piece.agent or connected)]), memoryview(bytearray(64)))
+        del reader
+        assert buffer() is not None
+        del agent
+        assert buffer() is None
 
 
 def test_a_rank_that_nobody_reads_needs_no_processor(registered):

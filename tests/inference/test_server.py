@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -63,12 +64,18 @@ PARSER = {"inference__vllm__enable_auto_tool_choice": "true", "inference__vllm__
 
 
 def make_versions(folder: Path, kind: str) -> list[Path]:
-    """Of the tied kind the base alone holds the head once more, as Qwen3-0.6B does; its trainer writes it once."""
+    """Of the tied kind the base alone holds the head once more, as Qwen3-0.6B does; its trainer writes it once. Of the untied kind the
+    base's files name the end of texts alone, as those of base models do, although its template is ChatML."""
     versions = [make_tiny_model(folder / f"{version:06d}", KINDS[kind], version) for version in range(4)]
     if kind == "tied":
         file = versions[0] / "model.safetensors"
         tensors = load_file(file)
         save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    if kind == "untied":
+        for name, fields in (("config.json", {"eos_token_id": 0}), ("tokenizer_config.json", {"eos_token": "<|endoftext|>"})):
+            file = versions[0] / name
+            file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+        (versions[0] / "generation_config.json").write_text('{"eos_token_id": 0}')
     return versions
 
 
@@ -254,6 +261,23 @@ def test_an_answer_that_ended_by_itself_is_not_ended_again(servers):
     after = said(chat(server, [ask, answer, {"role": "user", "content": "and?"}]))
     assert answer["generation_token_ids"] == [end] and continued(answer, after)
     assert after["prompt_token_ids"].count(end) == 3  # of three messages
+
+
+def test_a_chat_of_a_base_model_ends_where_its_template_ends(servers):
+    server, ask = servers["untied"], {"role": "user", "content": "hi"}
+    end = load_tokenizer(str(server.weights[0])).convert_tokens_to_ids("<|im_end|>")
+    answer = said(chat(server, [ask], allowed_token_ids=[end], ignore_eos=False))
+    assert answer["generation_token_ids"] == [end]
+    after = said(chat(server, [ask, answer, {"role": "user", "content": "and?"}]))["prompt_token_ids"]
+    assert after == said(chat(server, [ask, {"role": "assistant", "content": ""}, {"role": "user", "content": "and?"}]))["prompt_token_ids"]
+
+
+def test_a_special_token_as_stop_string_stops(servers):
+    """vLLM searches a text without special tokens."""
+    begin = 1
+    more = {"allowed_token_ids": [begin], "stop": ["<|im_start|>"]}
+    choice = chat(servers["tied"], [{"role": "user", "content": "hi"}], **more).json()["choices"][0]
+    assert choice["message"]["generation_token_ids"] == [begin] and choice["finish_reason"] == "stop" and not choice["message"]["content"]
 
 
 def test_a_chat_that_was_rewritten_is_rendered_again(servers):

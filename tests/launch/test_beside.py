@@ -15,7 +15,7 @@ def start(run_dir, children, monkeypatch) -> tuple[Beside, list[str]]:
     said: list[str] = []
     started = children.start
     quick = "from rl.launch import curves; curves.EVERY_S, curves.SHARE = 0.0, 1.0; curves.main()"
-    given = lambda name, command, *more: started(name, [sys.executable, "-c", quick, *command[3:]], *more)  # noqa: E731
+    given = lambda name, command, *more: started(name, [sys.executable, "-c", quick, *command[4:]], *more)  # noqa: E731
     monkeypatch.setattr(children, "start", given)
     return beside.curves(run_dir, "r", children, said.append), said
 

@@ -40,7 +40,7 @@ def test_several_environments_are_told_apart():
         lines[step, "orchestrator"]["reward/b/mean"] = 1.0 - step / 10
     assert trend([0.25]) == "0.250" and trend([]) == "" and trend([0.1, 0.2, 0.3]) == "0.100 -> 0.300"
     ended = report_lines(Numbers.of({(0, "eval"): {"eval/e/reward_mean": 0.25}, (1, "orchestrator"): {"reward/mean": 0.125}}), run_dir)
-    assert ended[1:3] == ["reward    0.125   (mean of the first and of the last steps)", "eval      0.250   (e, version 0)"]
+    assert ended[1:3] == ["reward    0.125   (of rollouts that no step was trained on)", "eval      0.250   (e, version 0)"]
     assert report_lines(Numbers.of(lines), run_dir)[2:4] == ["          0.200 -> 0.700   a", "          0.700 -> 0.300   b"]
 
 
@@ -51,7 +51,7 @@ def test_another_mix_of_environments_is_no_change_of_the_reward():
         hard = (step - 1) / 8
         lines[step, "orchestrator"] = {"reward/mean": 1.0 * (1 - hard) + 0.5 * hard, "reward/easy/mean": 1.0, "reward/hard/mean": 0.5}
     del lines[1, "orchestrator"]["reward/hard/mean"]
-    text = "reward    0.750 -> 0.750   (mean of the first and of the last steps, environments at equal shares)"
+    text = "reward    0.750 -> 0.750   (of rollouts that no step was trained on, environments at equal shares)"
     assert report_lines(Numbers.of(lines), run_dir)[1] == text
     only = {(1, "orchestrator"): {"reward/mean": 0.25, "reward/a/mean": 0.25, "reward/b/mean": math.nan}}
     assert [column.tolist() for column in Numbers.of(only).reward()] == [[1], [0.25]]
@@ -130,6 +130,8 @@ def test_values_that_are_missing_or_not_finite_are_left_out(tmp_path):
     assert said == [] and not run_dir.curves.exists()
     lines = {(0, "orchestrator"): {"perf/inference_idle_fraction": 0.69, "time/batch": 20.0}, (0, "eval"): {"eval/e/reward_mean": 1.0}}
     assert report_lines(Numbers.of(lines), run_dir)[0] == "no step was trained"
+    stopped = report_lines(Numbers.of({(1, "orchestrator"): {"reward/mean": 0.061}}), run_dir)
+    assert stopped[:2] == ["no step was trained", "reward    0.061   (of rollouts that no step was trained on)"]
     MetricsLog(run_dir.metrics, "trainer").write(1, {"loss/mean": float("nan"), "time/step": 1.0})
     Merger(run_dir.metrics).merge()
     final_report(Numbers.read(run_dir.metrics), run_dir, "r", said.append)

@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rl.config.command_line import build, from_toml, parse_args
 from rl.config.run import RLConfig
@@ -114,7 +116,7 @@ def test_a_directory_in_which_nothing_was_made_is_used_again(place):
     place.run_dir.logs.mkdir()
     assert place(resume=-1).notes == [f"reusing {place.root}: the run in it had made nothing yet"]
     assert from_toml(place.run_dir.config) == place.config()
-    assert sorted(path.name for path in place.root.iterdir()) == ["config.toml", "logs", "status"]
+    assert sorted(path.name for path in place.root.iterdir()) == ["config.toml", "logs", "named_files.json", "status"]
     place.run_dir.evals.mkdir()
     assert place(resume=-1).notes == [f"resuming {place.root}: checkpoint none, newest batch none"] and place.run_dir.evals.exists()
     assert place("--max_lag", "0").notes and from_toml(place.run_dir.config).max_lag == 0 and not place.run_dir.evals.exists()
@@ -215,7 +217,7 @@ def test_clean_starts_over(place):
     place.run_dir.status("trainer").write_text("{}")
     until = f"as soon as this one has finished a group or a step; until then it is in {place.run_dir.cleaned}"
     assert place("--max_lag", "0", clean=True).notes == [f"deletes the run in {place.root} {until}"]
-    assert sorted(path.name for path in place.root.iterdir()) == [".cleaned", "config.toml", "status"]
+    assert sorted(path.name for path in place.root.iterdir()) == [".cleaned", "config.toml", "named_files.json", "status"]
     assert sorted(path.name for path in place.run_dir.status_dir.iterdir()) == ["rl.000002.lease", "rl.lock"]
     assert from_toml(place.run_dir.config).max_lag == 0
     assert place(clean=True).notes == [f"deleted the run in {place.root}"], "a second one, after a start that made nothing, costs nothing"
@@ -289,6 +291,23 @@ def test_what_may_change_is_recorded(place, key, value, old, new):
     assert from_toml(place.run_dir.config) == place.config(f"--{key}", value)
 
 
+def test_a_learning_rate_that_another_max_steps_changes_is_said_and_must_be_confirmed(place):
+    """Regression: it jumped from 2.5e-4 to 9e-4 in silence."""
+    linear = ("--trainer.optim.schedule", "linear", "--learning_rate", "1e-3")
+    place(*linear, "--max_steps", "4")
+    place.fill(4, (2, 4))
+    rates = "learning rate of step 4: 0.00025 before, 0.000925 with these settings, which go on from there"
+    refused = f"max_steps: 4 -> 40: {rates}. To accept that, name the step: --resume 4"
+    assert place.fails(*linear, "--max_steps", "40", resume=-1) == refused
+    assert from_toml(place.run_dir.config).max_steps == 4 and place.run_dir.newest_batch() == 4
+    assert place(*linear, "--max_steps", "40", resume=4).notes[1:] == [rates, "changed: max_steps: 4 -> 40"]
+    assert len(place(*linear, "--max_steps", "40", resume=-1).notes) == 1  # it is the run's own from then on
+    linear += ("--trainer.optim.warmup_steps", "9")
+    place(*linear, "--max_steps", "40", clean=True)
+    place.fill(4, (4,))
+    assert place(*linear, "--max_steps", "20", resume=-1).notes[1:] == ["changed: max_steps: 40 -> 20"]  # a warm-up goes on as before
+
+
 @pytest.mark.parametrize(
     "args",
     [
@@ -305,6 +324,54 @@ def test_what_may_not_change(place, args):
     place()
     place.fill(1)
     assert "was made with another configuration" in place.fails(*args, resume=-1)
+
+
+class Rows(Place):
+    """Prepares runs whose settings name files."""
+
+    def config(self, *args: str, **variables: str) -> RLConfig:
+        files = {"environment.dataset": "rows.jsonl", "environment.reward": "r.py:f", "credit.function": "c.py:g"}
+        files |= {"eval.dataset": "held.jsonl", "eval.reward": "other.py:f"}
+        words = [word for key, name in files.items() for word in (f"--orchestrator.{key}", str(self.tmp / name))]
+        words += ["--model.name", str(self.tmp / "base"), "--model.chat_template", str(self.tmp / "chat.jinja"), "--name", "r"]
+        return build(parse_args([*words, "--output_dir", str(self.tmp / "outputs"), *args], variables)).with_absolute_paths()
+
+
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        ("rows.jsonl", "orchestrator.environment.0.dataset"),
+        ("chat.jinja", "model.chat_template"),
+        ("base/model.safetensors", "model.name"),
+        ("held.jsonl", ""),
+        ("r.py", "orchestrator.environment.0.reward"),
+        ("c.py", "orchestrator.credit.function"),
+    ],
+)
+def test_a_file_that_was_edited_in_place_is_another_setting(tmp_path, file, key):
+    """Regression: rows, templates and weights that were edited before --resume were trained without a word."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    for name in ("rows.jsonl", "held.jsonl", "chat.jinja", "r.py", "c.py"):
+        (tmp_path / name).write_text("before")
+    save_file({"w": np.zeros(4, np.float32)}, tmp_path / "base" / "model.safetensors")
+    place = Rows(tmp_path)
+    place()
+    place.fill(3, (2,))
+    assert place(resume=-1).notes == [f"resuming {place.root}: checkpoint 2, newest batch 3"]
+    if file.endswith(".safetensors"):
+        save_file({"w": np.ones(4, np.float32)}, tmp_path / file)
+    else:
+        (tmp_path / file).write_text("after it")
+    told = f"{key or 'orchestrator.eval.0.dataset'} (content of {'base' if key == 'model.name' else file}): "
+    if key.startswith(("model", "orchestrator.environment.0.dataset")):
+        assert "1 setting differs:\n  " + told in place.fails(resume=-1)
+        return
+    notes = place(resume=-1).notes
+    assert notes[1].startswith(f"changed: {told}") and len(notes) == 2
+    (line,) = map(json.loads, (place.root / "changes.jsonl").read_text().splitlines())
+    assert line["key"] == told.removesuffix(": ") and line["old"] != line["new"] and line["step"] == 2
+    assert len(place(resume=-1).notes) == 1, "said once"
 
 
 def test_fewer_steps_than_there_are_is_refused(place):

@@ -1,31 +1,77 @@
-"""The commands of a run's processes."""
+"""The commands of a run's processes, and what they inherit."""
 
+import json
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from rl.launch.children import Children, is_foreign
 from rl.launch.roles import command, roles
 from rl.run_dir.paths import RunDir
+from rl.system.children import PYTHON
 from tests.launch.test_devices import config, divide
 
 
 def test_commands(tmp_path):
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     config = str(tmp_path / "config.toml")
-    assert command("trainer", run_dir, 1) == [sys.executable, "-m", "rl.trainer.main", "@", config]
-    assert command("orchestrator", run_dir, 2) == [sys.executable, "-m", "rl.orchestrator.main", "@", config]
-    assert command("trainer", run_dir, 2)[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    rank = [sys.executable, "-P", "-m", "rl.trainer.main", "@", config]
+    assert command("trainer", run_dir, 1) == rank
+    assert command("orchestrator", run_dir, 2) == [sys.executable, "-P", "-m", "rl.orchestrator.main", "@", config]
+    two = command("trainer", run_dir, 2)
+    assert two[:5] == [sys.executable, "-P", "-m", "torch.distributed.run", "--no-python"] and two[-6:] == rank
+    # Regression: without --local-addr, ranks on a machine whose name does not resolve waited for each other without a word.
+    assert two[5:-6] == ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2", "--shutdown-timeout", "3600"]
 
 
-def test_processes_do_not_inherit_the_place_that_another_launcher_gave_the_shell(tmp_path, monkeypatch):
-    """RANK and WORLD_SIZE of a job's launcher had the trainer wait for seven other ranks, for a quarter of an hour and without a word."""
-    names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"]
-    names += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"]
-    for name in names:
-        monkeypatch.setenv(name, "7")
-    monkeypatch.setenv("KEPT", "7")
-    for role in roles(config(), RunDir(tmp_path, tmp_path / "weights"), divide(0)):
-        assert not {*names} & role.env.keys() and role.env["KEPT"] == "7", role.name
+def test_what_lies_where_the_user_stands_is_not_what_processes_import(tmp_path):
+    """Regression: a folder `rl` or a queue.py there broke all processes, and `rl doctor` called FSDP and vLLM broken."""
+    (tmp_path / "rl").mkdir()
+    for name in ("rl/__init__.py", "queue.py", "datasets.py"):
+        (tmp_path / name).write_text("raise SystemExit('not this one')")
+    done = subprocess.run([*PYTHON, "-m", "rl.orchestrator.main", "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "usage" in done.stdout, done.stderr
+    starts = [path for path in Path("src/rl").rglob("*.py") if re.search(r'sys.executable, "-m"', path.read_text())]
+    assert starts == [], "start Python as system.children.PYTHON"
+
+
+FOREIGN = {
+    **dict.fromkeys(["RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"], "7"),
+    **dict.fromkeys(["ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"], "7"),
+    **dict.fromkeys(["PET_NNODES", "PET_RDZV_ENDPOINT", "VLLM_DP_SIZE", "VLLM_PORT", "VLLM_HOST_IP", "ACCELERATE_USE_FSDP"], "7"),
+    **dict.fromkeys(["PYTHONOPTIMIZE", "PYTHONINSPECT", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"], "1"),
+    **dict.fromkeys(["GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"], "ib7"),
+    "NCCL_SOCKET_IFNAME": "=ib7,ib8",
+    "PYTHONWARNINGS": "error",
+}
+KEPT = {"KEPT": "7", "NCCL_DEBUG": "INFO", "PYTHONPATH": "/nowhere", "HF_HUB_OFFLINE": "1", "TORCH_LOGS": "+inductor", "VLLM_PORTS": "7"}
+
+
+def test_children_inherit_nothing_that_is_meant_for_other_processes(tmp_path, monkeypatch, capsys):
+    """Regression: RANK and PET_NNODES had the trainer wait for ranks that never come; PYTHONOPTIMIZE took the asserts out of rewards."""
+    for name, value in (FOREIGN | KEPT).items():
+        monkeypatch.setenv(name, value)
+    children = Children()
+    program = "import json, os; print(json.dumps(dict(os.environ)))"
+    logs = []
+    for own in ({"RANK": "3"}, {"OWN": "1", "NCCL_SOCKET_IFNAME": "ib7"}):
+        child = children.start("x", [sys.executable, "-c", program], own, tmp_path)
+        assert child.wait(30) == 0
+        logs.append(json.loads(child.log.read_text()))
+    children.stop()
+    assert not (FOREIGN.keys() - {"RANK"}) & logs[0].keys() and KEPT.items() <= logs[0].items() and logs[0]["RANK"] == "3"
+    assert logs[1]["NCCL_SOCKET_IFNAME"] == "ib7" and logs[1]["OWN"] == "1" and "RANK" not in logs[1]
+    names = ", ".join(sorted(FOREIGN.keys() - {"RANK"}))
+    assert capsys.readouterr().err == f"rl: its processes do not inherit {names}, which are meant for other processes\n", "once"
+
+
+@pytest.mark.parametrize("value", ["lo", "^docker", "l", "=lo", "ib7,lo"])
+def test_an_interface_that_this_machine_has_is_inherited(monkeypatch, value):
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [], "eth0": []})
+    assert not is_foreign("NCCL_SOCKET_IFNAME", value) and is_foreign("NCCL_SOCKET_IFNAME", "ib")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,18 +16,22 @@ import httpx
 import msgspec
 import pytest
 
-from rl.config.command_line import from_toml, to_toml, write_config
+from rl.cluster.submit import dry_run
+from rl.config.cluster import ClusterConfig
+from rl.config.command_line import CommandLine, from_toml, to_toml, write_config
 from rl.config.run import RLConfig
 from rl.diagnosis.waits import diagnose
 from rl.homes.home import Home
 from rl.homes.records import Record
-from rl.launch.run import Placement, Watch, home_lines, on_this_machine, resume_command, run
+from rl.launch.children import Children
+from rl.launch.run import Placement, Watch, home_lines, launch, on_this_machine, resume_command, run
 from rl.run_dir.access_token import page_secret
 from rl.run_dir.events import read_events
 from rl.run_dir.lease import LockOwner, lease_path
 from rl.run_dir.paths import RunDir
 from rl.system import sandbox
-from rl.system.errors import ConfigError, system_error
+from rl.system.errors import ConfigError, RunError, system_error
+from rl.system.linux import bind
 from rl.system.machine import Machine
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
@@ -137,7 +142,7 @@ def test_why_a_run_ended_before_its_last_step_is_said(rl, kind, head):
     writes_it = f"{end}time.sleep(0.5)\n(root / 'status/orchestrator.end').write_bytes(end)\n"
     code, out, err = rl("--max_steps", "5", orchestrator=writes_it, trainer="")
     said = f"{head}the run ended at step 0 of 5: solved"
-    assert (code, err) == (0, "") and [line for line in out.splitlines() if line.startswith(said)] == out.splitlines()[-1:]
+    assert (code, err) == (0, "") and sum(line.startswith(said) for line in out.splitlines()) == 1
     (event,) = (event for event in read_events(rl.run_dir.events) if event.event == "end")
     assert (event.process, event.reason) == ("rl", "the run ended at step 0 of 5: solved")
 
@@ -242,10 +247,30 @@ def test_a_server_that_does_not_come_up_in_time(rl):
 
 
 def test_a_trial_ends_with_a_verdict(rl):
-    code, out, err = rl("--quick")
+    """Its weights stay; its checkpoints, of 2 GiB each for a small model, do not."""
+    save = "(root / 'weights/000002').mkdir(parents=True)\n(root / 'checkpoints/000002').mkdir(parents=True)\n"
+    code, out, err = rl("--quick", trainer=SCRIPTS["trainer"] + save)
     assert (code, err) == (0, "")
     root = rl.root.with_name("r-quick")
+    assert (root / "weights/000002").is_dir() and not (root / "checkpoints").exists()
     assert out.splitlines()[-1] == f"verdict   trained 2 steps; e: all rewards 1: something to learn in 1 of 1 groups; see {root}/rollouts"
+
+
+@pytest.mark.parametrize("place", ["orchestrator", "inference", "serve"])
+def test_a_port_in_use_is_told_before_anything_is_made_and_by_a_dry_run(monkeypatch, tmp_path, place):
+    """It was found after the model was loaded."""
+    monkeypatch.setattr("rl.launch.run.bind", partial(bind, wait_s=0.0))
+    with bind("127.0.0.1", 0, "x") as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        kind = {"serve": {"port": port}} if place == "serve" else {place: {"port": port}}
+        config = RLConfig.model_validate({"output_dir": str(tmp_path / "o")} | kind)
+        told = f"{place}.port = {port} on 127.0.0.1: Address already in use; choose another"
+        for start in (dry_run, lambda config: launch(config, CommandLine(), Children(), "again")):
+            with pytest.raises(RunError, match="belongs to|start it with `rl serve" if config.serve and start != dry_run else told):
+                start(config)
+        assert dry_run(config.model_copy(update={"cluster": ClusterConfig(engine="none")})), "its machines are others"
+    assert not (tmp_path / "o").exists()
 
 
 def test_an_environment_that_is_missing_is_told_before_anything_is_made(rl):

@@ -108,7 +108,9 @@ def keep(mine: list[Role], environment: dict[str, str], output: Path) -> None:
     for role in mine:
         os.sched_setaffinity(0, role.cores or range(os.cpu_count() or 1))
         with output.open("ab") as file:
-            process = subprocess.Popen(role.command, env=role.env | environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            process = subprocess.Popen(
+                role.command, env=os.environ | role.env | environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
         processes.append(process)
     while not stopped and all(process.poll() is None for process in processes):
         time.sleep(POLL_S)

@@ -145,6 +145,23 @@ def test_a_process_of_a_machine_that_was_declared_lost_writes_nothing(tmp_path, 
     spans.recorder = None
 
 
+def test_an_event_loop_does_not_wait_for_the_disk_of_its_status(tmp_path, monkeypatch):
+    """Regression: on a hung file system it stopped at its next event, and with it everything that asks it."""
+    status, answers = Status(tmp_path / "x.json", "x"), threading.Event()
+
+    def hung(path, status):
+        assert answers.wait(60)
+        write_status(path, status)
+
+    monkeypatch.setattr("rl.run_dir.status.write_status", hung)
+    status.show(Phase.FILLING_BATCH, 3, batch_done=7)
+    assert (status.current.phase, status.current.batch_done) == (Phase.FILLING_BATCH, 7)
+    assert read_status(tmp_path / "x.json").phase is Phase.STARTING
+    answers.set()
+    until(lambda: read_status(tmp_path / "x.json").batch_done == 7)
+    status.close()
+
+
 def test_a_gauge_that_fails_ends_neither_the_heartbeat_nor_the_process(tmp_path, monkeypatch):
     """Regression: the heartbeat's thread read it, and ended, so `rl` killed a healthy process."""
     monkeypatch.setattr("rl.run_dir.status.HEARTBEAT_S", 0.02)

@@ -574,12 +574,16 @@ def test_the_sdk_finds_the_tokenizer_of_the_model_under_an_alias(tmp_path):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("path", ["get_info", "weights_info"])
-@pytest.mark.parametrize("body", [b"{}", b"[", b"[]", b'{"model_id": 1, "tinker_path": 1}'])
+NO_TEXT, DEEP = b'{"model_id": "\xff", "tinker_path": "\xff", "model": "\xff"}', b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+
+
+@pytest.mark.parametrize("path", ["api/v1/get_info", "api/v1/weights_info", "v1/chat/completions"])
+@pytest.mark.parametrize("body", [b"{}", b"[", b"[]", b'{"model_id": 1, "tinker_path": 1}', NO_TEXT, DEEP])
 def test_a_body_that_is_no_request_is_refused_as_such(tmp_path, path, body):
     async def scenario():
         async with Client(tmp_path) as client:
-            assert "detail" in await client.post(path, body, 400)
+            answer = await client.http.post(f"/{path}", content=body)
+            assert answer.status_code == 400 and "detail" in answer.json()
             assert (await client.http.get("/api/v1/sessions?limit=x")).status_code == 400
 
     asyncio.run(scenario())

@@ -31,7 +31,7 @@ from rl.trainer.model.dither import dither
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import local, make_optimizer
 from rl.trainer.parallel import world as world_module
-from rl.trainer.parallel.sharding import shard_model
+from rl.trainer.parallel.sharding import finish_gradients, is_whole, shard_model
 from rl.trainer.parallel.world import World, check_nodes, start_world
 from rl.trainer.store import checkpoint
 from rl.trainer.train import train_step
@@ -91,6 +91,7 @@ LAYOUTS = {
 LAYOUTS |= {"one lora": Layout(lora=True), "hsdp lora": Layout(4, dp_replicate=2, micro_batch_tokens=64, lora=True)}
 for kind in ("gpt2", "gemma3"):  # learned positions; sliding windows shorter than the samples
     LAYOUTS |= {f"one {kind}": Layout(model=kind), f"context 4 {kind}": Layout(4, context_parallel=4, micro_batch_tokens=40, model=kind)}
+LAYOUTS |= {"one mixed": Layout(model="mixed"), "two mixed": Layout(2, micro_batch_tokens=64, model="mixed")}  # float32 in bfloat16
 several = {"loss": "clip", "minibatches": 3, "epochs": 2}
 LAYOUTS |= {"one, several": Layout(**several), "two, several": Layout(2, micro_batch_tokens=64, **several)}
 LAYOUTS |= {"one gspo": Layout(loss="gspo"), "context 4 gspo": Layout(4, context_parallel=4, micro_batch_tokens=40, loss="gspo")}
@@ -163,7 +164,7 @@ def noise_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for weight in weights:
         weight.fill_(1.0)
     dither(model, 3)
-    found = {f"dither.{name}": whole(parameter) for name, parameter in model.named_parameters()}
+    found = {f"dither.{name}": whole(parameter) for name, parameter in model.named_parameters() if not is_whole(parameter)}
     torch._foreach_copy_(weights, kept)
     return found
 
@@ -269,11 +270,11 @@ def node_faults(world: World, shared: Path) -> list[str]:
 
 
 class Chosen(torch.nn.Module):
-    """A block whose tokens of a rank pass some of its three experts, each a module of its own."""
+    """A block whose tokens of a rank pass some of its four experts, each a module of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False) for _ in range(3)])
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False) for _ in range(4)])
 
     def forward(self, values: torch.Tensor, chosen: list[int]) -> torch.Tensor:
         return torch.stack([self.experts[i](values) for i in chosen]).sum()
@@ -285,17 +286,24 @@ class Router(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.block = Chosen()
+        self.spare = torch.nn.Linear(4, 4, bias=False)
 
     def forward(self, values: torch.Tensor, chosen: list[int]) -> torch.Tensor:
         return self.block(values, chosen)
 
 
-def gradients_of_experts(world: World) -> list[float]:
-    """The first entry of each expert's gradient: rank 0's tokens, of ones, pass the first two experts, rank 1's, of twos, the last two."""
-    model = Router()
+def gradients_of_experts(world: World) -> list[list[float | None]]:
+    """The first entry of each expert's gradient, and that of a weight that nothing uses, in two steps: first rank 0's tokens, of ones, pass
+    the first two experts, in two micro batches, and rank 1's, of twos, the second and third; then those of both ranks the first."""
+    model, found = Router(), []
     shard_model(model, torch.float32, world)
-    model(torch.full((1, 4), world.rank + 1.0), [[0, 1], [1, 2]][world.rank]).backward()
-    return [float(whole(parameter.grad)[0, 0]) for parameter in model.parameters()]
+    for passes in ([[[0], [1]], [[1], [2]]][world.rank], [[0]]):
+        for chosen in passes:
+            model(torch.full((1, 4), world.rank + 1.0), chosen).backward()
+        finish_gradients(model, world)
+        found.append([None if parameter.grad is None else float(whole(parameter.grad)[0, 0]) for parameter in model.parameters()])
+        model.zero_grad()
+    return found
 
 
 def deadlines() -> list[float]:

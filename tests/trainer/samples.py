@@ -1,6 +1,7 @@
 """Samples and checkpoints for the trainer's tests, and the comparison of two runs."""
 
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -19,12 +20,24 @@ from rl.trainer.store import checkpoint
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from tests.wire.samples import aligned, changed
 
+FLOAT32 = re.compile(r"router\.(weight|bias)|sinks|A_log|dt_bias")
+
 
 def in_bfloat16(model: Path, folder: Path) -> Path:
     """Makes `folder` a copy of the model with bfloat16 numbers in its file, as most published models have; returns it."""
     shutil.copytree(model, folder)
     file = folder / "model.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return folder
+
+
+def with_float32(folder: Path) -> Path:
+    """Makes a model's files bfloat16 but for its routers and rates, which are float32 and no bfloat16 numbers, as many are published."""
+    file = folder / "model.safetensors"
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    for name in filter(FLOAT32.search, tensors):
+        tensors[name] = tensors[name].float() + 1e-3 * torch.linspace(0, 1, tensors[name].numel()).view(tensors[name].shape)
+    save_file(tensors, file, metadata={"format": "pt"})
     return folder
 
 

@@ -8,17 +8,20 @@ import torch
 from huggingface_hub import constants
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
+from rl.inference.weight_files import trained_names
 from rl.launch.children import Children
 from rl.main import subcommand
 from rl.models.folder import weights_digest
+from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import write_file
 from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import versions
+from tests.families import UNTIED, make_seeing_model
 from tests.models.hub_stub import TOKEN, HubStub
 from tests.trainer.samples import save_checkpoint, toy_step
 from tests.web import serving
@@ -200,3 +203,26 @@ def test_a_base_whose_generation_config_is_invalid_is_exported_with_it(model_fol
     run_dir, _ = make_run(tmp_path / "outputs", base, world)
     export(run_dir.root, "--to", tmp_path / "exported")
     assert (tmp_path / "exported" / "generation_config.json").read_text() == text
+
+
+@pytest.mark.parametrize("kind", ["another head", "sees images"])
+def test_what_is_written_is_by_its_config_alone_the_model_that_was_trained(kind, world, tmp_path):
+    """Regression: a config tied the head although the files hold another one, and named a class that exists in the trainer alone."""
+    if kind == "another head":
+        base = make_tiny_model(tmp_path / "base", UNTIED)
+        fields = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+    else:
+        base = make_seeing_model(tmp_path / "base")
+    run, model = make_run(tmp_path, base, world, dtype="float32", attention="eager" if kind == "another head" else "auto")
+    export(run.root, "--to", tmp_path / "exported")
+    for folder in (run.weights(3), tmp_path / "exported"):
+        written = json.loads((folder / "config.json").read_text())
+        alone = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        assert written["architectures"] == [type(alone).__name__] and str(tmp_path) not in json.dumps(written)
+        weights = load_file(folder / "model.safetensors")
+        names = trained_names(folder, weights)
+        alone.load_state_dict({names[name]: weight for name, weight in weights.items()}, strict=False)
+        alone.tie_weights()
+        assert torch.equal(logits_of(alone), logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)))
+    assert torch.equal(alone.get_output_embeddings().weight, model.get_output_embeddings().weight.full_tensor())

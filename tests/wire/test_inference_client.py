@@ -44,7 +44,7 @@ def test_a_load_that_never_ends_has_a_deadline(tmp_path, monkeypatch):
 
 async def asked(tmp_path, answer, work):
     """Runs `work(servers)` with a server that answers every request with `answer(request)`."""
-    async with WebServer(web.route("*", "/{path}", answer)) as server, asyncio.timeout(20):
+    async with WebServer(web.route("*", "/{path:.*}", answer)) as server, asyncio.timeout(20):
         servers = InferenceServers([server.url], tmp_path / "status" / "inference.json", 0.6)
         try:
             return await work(servers)
@@ -63,6 +63,23 @@ def test_an_answer_that_is_none_names_the_address_setting(tmp_path, content):
     for work in (lambda servers: servers.generate(0, [1], {}), lambda servers: servers.loaded_version()):
         with pytest.raises(InferenceLostError, match=r"sent an invalid answer \(.*Is orchestrator.inference_urls"):
             steady.run(asked(tmp_path, answer, work))
+
+
+@pytest.mark.parametrize("uneven", [{"logprobs": []}, {"token_ids": [5, 6]}, {"policy_versions": [[3, 2]]}])
+def test_an_answer_whose_lists_differ_in_length_is_asked_of_another_server(tmp_path, uneven):
+    came = []
+
+    async def answer(request: web.Request) -> web.Response:
+        came.append(request.path)
+        return web.json_response(ANSWER | (uneven if request.path.startswith("/bad") else {}))
+
+    async def ask(servers: InferenceServers):
+        (url,) = servers.fixed
+        servers.fixed = [f"{url}/bad", f"{url}/good"]
+        return await servers.generate(0, [1], {})
+
+    assert steady.run(asked(tmp_path, answer, ask)).token_ids == [5]
+    assert came == ["/bad/generate", "/good/generate"]
 
 
 @pytest.mark.parametrize("content", [b"[]", b"null", b"x", b'{"error": []}'])

@@ -1,5 +1,6 @@
 """The token and the size of a body, before any route: driven as an ASGI server does it."""
 
+import asyncio
 import contextlib
 
 import pytest
@@ -107,3 +108,25 @@ def test_bodies_have_a_limit():
     assert ask(OPEN, MAX_BODY_BYTES + 1) == ask(OPEN, 3 * MAX_BODY_BYTES) == (413, "Content Too Large")
     assert ask([*OPEN, (b"content-length", b"-1")], 5) == (200, "5")
     assert ask([*OPEN, (b"content-length", b"1" * 5000)])[0] == 413
+
+
+def test_a_body_that_is_too_long_is_read_before_its_refusal():
+    """Regression: the connection was closed on a client that still sent, which saw no answer. A stranger's body is not read."""
+    order = []
+
+    async def receive():
+        order.append("read")
+        return {"type": "http.request", "body": b"x", "more_body": len(order) < 3}
+
+    async def send(message):
+        order.append(message.get("status"))
+
+    def asked(headers):
+        order.clear()
+        scope = {"type": "http", "method": "POST", "path": "/health", "headers": [(b"host", b"127.0.0.1"), *headers]}
+        asyncio.run(Gate(app, TOKEN, True)(scope, receive, send))
+        return order[:-1]
+
+    length = (b"content-length", str(MAX_BODY_BYTES + 1).encode())
+    assert asked([*OPEN, length]) == ["read", "read", "read", 413]
+    assert asked([length]) == [401]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from contextlib import closing
 from socket import create_server
@@ -10,9 +9,10 @@ from socket import create_server
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.launch.devices import Split
+from rl.launch.roles import AGENT
 from rl.run_dir.nodes import AgentState, World
 from rl.run_dir.status import read_status
-from rl.system.children import STOP_DEADLINE_S, Child
+from rl.system.children import PYTHON, STOP_DEADLINE_S, Child
 from rl.trainer.departure import GRACE
 
 
@@ -73,8 +73,8 @@ class Agent:
 
     def _start(self, world: World) -> None:
         rank, size = world.nodes.index(self.index), len(world.nodes)
-        module = ["-m", "rl.trainer.main", "@", str(self.run_dir.config)]
-        env = os.environ | self.share.trainer.env | self.environment | {GRACE: f"{self.grace_s:g}"}
+        command = [*PYTHON, "-m", "rl.trainer.main", "@", str(self.run_dir.config)]
+        env = self.share.trainer.env | self.environment | {GRACE: f"{self.grace_s:g}"}
         if self.share.ranks == 1:  # needs no agent, whose import of torch takes 3 s
             env |= {
                 "RANK": str(rank),
@@ -83,16 +83,15 @@ class Agent:
                 "MASTER_ADDR": world.address,
                 "MASTER_PORT": str(world.port),
             }
-            arguments = module
         else:
             place = ["--nnodes", str(size), "--node-rank", str(rank), "--nproc-per-node", str(self.share.ranks)]
             endpoint = ["--rdzv-backend", "static", "--master-addr", world.address, "--master-port", str(world.port)]
             patience = ["--max-restarts", "0", "--shutdown-timeout", f"{self.grace_s + STOP_DEADLINE_S:.0f}"]
-            arguments = ["-m", "torch.distributed.run", *place, *endpoint, *patience, *module]
+            command = [*AGENT, *place, *endpoint, *patience, *command]
         name, cores = f"trainer-node{self.index}", self.share.trainer.cores
         # From a copy of its predecessor, but not twice without progress: the fault may be in the state that a copy inherits.
         warm = (self.world is not None and self.barren <= 1) if self.share.ranks == 1 else None
-        self.child = self.children.start(name, [sys.executable, *arguments], env, self.run_dir.logs, cores, warm)
+        self.child = self.children.start(name, command, env, self.run_dir.logs, cores, warm)
         self.world, self.exit_code, self.kill_at, self.log = world, None, None, str(self.child.log)
 
     def _rank_name(self) -> str:

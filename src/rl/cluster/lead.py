@@ -2,10 +2,10 @@
 that train. Its trainer is the process that forms the world of all of them (cluster/world.py); servers announce themselves.
 """
 
-import os
 import sys
 import time
 
+from rl.cluster.address import own_address
 from rl.cluster.world import world_end_s
 from rl.config.command_line import CommandLine, write_config
 from rl.config.plan import plan
@@ -19,12 +19,11 @@ from rl.run_dir.logs import last_words
 from rl.run_dir.nodes import Nodes
 from rl.run_dir.paths import RunDir, is_run
 from rl.run_dir.status import MACHINE_LEASE
-from rl.system.children import Child, RestartPolicy
+from rl.system.children import PYTHON, Child, RestartPolicy
 from rl.system.errors import ConfigError, RunError
 
 TAKEN, UNFIT = 76, 77
 """Exit codes of a leader that finds another one; and of one whose machine lacks what it needs, before it has touched the run."""
-ALL_INTERFACES = "0.0.0.0"
 REPORT_S = 10.0
 """Seconds that the launcher of worlds has for its own end when those of all machines have ended."""
 TRY_S = 1.0
@@ -37,8 +36,9 @@ def with_open_hosts(config: RLConfig) -> RLConfig:
     if config.cluster:
         config.cluster.index = None  # all else is the same on all machines
     if not plan(config).is_one_machine:
+        everywhere = "::" if ":" in own_address() else "0.0.0.0"
         for section in (config.inference, config.orchestrator):
-            section.host = ALL_INTERFACES if is_loopback(section.host) else section.host
+            section.host = everywhere if is_loopback(section.host) else section.host
     return config
 
 
@@ -46,9 +46,9 @@ def on_a_cluster(config: RLConfig) -> Placement:
     """Has the leader start the orchestrator and the trainer's launcher."""
 
     def roles(run_dir: RunDir) -> list[Role]:
-        launcher = [sys.executable, "-m", "rl.cluster.world", "@", str(run_dir.config)]
-        trainer = Role("trainer", launcher, dict(os.environ), leaves_copy=True, stop_s=world_end_s(config, "save") + REPORT_S)
-        orchestrator = Role("orchestrator", command("orchestrator", run_dir, 1), dict(os.environ), leaves_copy=True)
+        launcher = [*PYTHON, "-m", "rl.cluster.world", "@", str(run_dir.config)]
+        trainer = Role("trainer", launcher, {}, leaves_copy=True, stop_s=world_end_s(config, "save") + REPORT_S)
+        orchestrator = Role("orchestrator", command("orchestrator", run_dir, 1), {}, leaves_copy=True)
         return [trainer] if config.sft else [orchestrator, trainer]
 
     return Placement(config, roles)
@@ -85,7 +85,7 @@ class Leader:
         self.nodes, self.environment = Nodes(config.run_dir), environment
         path = self.nodes.config_path(index)
         write_config(path, config)  # the user's file may change while the run lasts
-        self.command = [sys.executable, "-m", "rl.main", "node", "--lead", "@", str(path), "--cluster.index", str(index)]
+        self.command = [*PYTHON, "-m", "rl.main", "node", "--lead", "@", str(path), "--cluster.index", str(index)]
         self.child: Child | None = None
         self.attempt: Attempt | None = None
         self.fault = ""
@@ -110,7 +110,7 @@ class Leader:
         if may_lead and not self.fault and time.monotonic() >= self.try_at:
             self.try_at = time.monotonic() + TRY_S
             if self._is_free(takes_over=True):
-                self.child = self.children.start("rl", self.command, os.environ | self.environment, self.logs)
+                self.child = self.children.start("rl", self.command, self.environment, self.logs)
         return None
 
     def _is_free(self, takes_over: bool = False) -> bool:

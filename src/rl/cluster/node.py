@@ -35,7 +35,7 @@ from rl.launch.roles import Role
 from rl.run_dir.lease import LEASE_S, ROLE_WAIT_S, declare_lost, hold_role, lease_path, lost_to, newest_lease
 from rl.run_dir.nodes import START, Nodes, NodeStatus, RunOver
 from rl.run_dir.status import HEARTBEAT_S, MACHINE_LEASE, NODE_ADDRESS, SERVER_NAME, Staleness, read_status, server_files
-from rl.system.children import STOP_DEADLINE_S, Stopped
+from rl.system.children import PYTHON, STOP_DEADLINE_S, Stopped
 from rl.system.errors import GIVE_UP, RESTART, ConfigError, RunError, system_error
 from rl.system.linux import pid_scope, shared_memory_fault
 from rl.system.machine import DISTRIBUTION, Machine, machine
@@ -270,9 +270,9 @@ class Node:
         name, share = f"inference-node{self.index}", self.share.inference
         implied = {key: value for key, value in self.share.vllm.items() if key not in self.config.inference.vllm}
         flags = [word for key, value in implied.items() for word in (f"--inference.vllm.{key}", str(value))]
-        arguments = ["-m", "rl.inference.main", "@", str(self.run_dir.config), *flags]
-        variables = os.environ | share.env | self.environment | {SERVER_NAME: name}
-        return Role(name, [sys.executable, *arguments], variables, share.cores, leaves_copy=True)
+        command = [*PYTHON, "-m", "rl.inference.main", "@", str(self.run_dir.config), *flags]
+        variables = share.env | self.environment | {SERVER_NAME: name}
+        return Role(name, command, variables, share.cores, leaves_copy=True)
 
     def is_prepared(self) -> bool:
         """Returns whether the run's config.toml is that of this start. Raises RunError if somebody leads and it is not so for long."""

@@ -40,7 +40,7 @@ POLL_S = 1.0
 HEAD_S = 20.0
 """Seconds without a connection to Ray's head after which it is given up; Ray itself would kill the driver after a minute."""
 LONGEST_DELAY_S = 60.0
-NODE = ("-m", "rl.main", "node")
+NODE = ("-P", "-m", "rl.main", "node")
 """Arguments of Python for `rl node`."""
 OF_A_MACHINE = re.compile(
     r"RAY_|SLURM_|RL_NODE_|\w+_VISIBLE_DEVICES$|(HOST|LOG)NAME$|(LD_LIBRARY_)?PATH$|(HOME|USER|TMPDIR|PWD|OLDPWD|XDG_RUNTIME_DIR|_)$"

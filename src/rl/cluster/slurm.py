@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from rl.config.run import RLConfig
 from rl.launch.children import OF_AN_ATTEMPT, Children
 from rl.run_dir.nodes import Nodes
 from rl.run_dir.paths import RunDir
-from rl.system.children import Stopped
+from rl.system.children import PYTHON, Stopped
 from rl.system.errors import RunError
 from rl.system.terminal import say
 
@@ -30,6 +29,8 @@ TIMEOUT_S = 60.0
 """Seconds that a command of Slurm has to answer."""
 SERVERS = "RL_SERVERS"
 """Environment variable of the trainer's job: the array of the machines that serve."""
+OF_A_JOB = ("partition", "account", "qos", "time", "gres")
+"""Settings that are options of sbatch, most of which have a default in a variable such as SBATCH_ACCOUNT."""
 SHARING = re.compile(r"--(exclusive|oversubscribe|cpus-per-\w+|mem[-\w]*|ntasks-per-\w+)\b|-[cs]\b")
 """Options after which a job does not get whole machines."""
 TASK = """\
@@ -107,6 +108,8 @@ def submit(config: RLConfig, run_dir: RunDir) -> list[str]:
     """Queues the run. Returns the ids of the jobs. Raises RunError and Stopped, and then removes the jobs that it knows of."""
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     jobs: dict[str, str] = {}
+    if ignored := [name for name in os.environ if name.startswith("SBATCH_") and name[7:].lower() not in OF_A_JOB]:
+        say(f"rl: {', '.join(ignored)} of your shell do not count for this run: see cluster.slurm")
     unknown = f"a job may be queued all the same: `squeue {shlex.quote(f'--name={config.name}')}` shows it, and scancel removes it"
     with contextlib.ExitStack() as undo:
         for role, script in reversed(scripts(config).items()):
@@ -188,7 +191,7 @@ def script(config: RLConfig, size: str, log: str, job: str, shrinks: list[str], 
     whole = [] if any(map(SHARING.match, cluster.slurm.extra)) else ["--exclusive", "--mem=0"]
     options = [f"--job-name={config.name}", *size.split(), "--ntasks-per-node=1", *whole, *shrinks, "--requeue", "--export=ALL"]
     options += [f"--signal=TERM@{math.ceil(cluster.grace_s) + END_S}", "--open-mode=append", f"--output={output}"]
-    given = {key: getattr(cluster.slurm, key) for key in ("partition", "account", "qos", "time", "gres")}
+    given = {key: getattr(cluster.slurm, key) or os.environ.get(f"SBATCH_{key.upper()}") for key in OF_A_JOB}
     options += [*(f"--{key}={value}" for key, value in given.items() if value), *cluster.slurm.extra]
     variables = f"over={shlex.quote(str(Nodes(config.run_dir).over_path))} most={cluster.max_requeues} job={job}\n"
     place = f"cd {shlex.quote(os.getcwd())} || exit 3\n"
@@ -208,7 +211,7 @@ def step(config: RLConfig) -> list[str]:
 
 def command(config: RLConfig) -> list[str]:
     """Returns the command of a machine."""
-    program = ["rl"] if cluster_of(config).slurm.container_image else [sys.executable, "-m", "rl.main"]
+    program = ["rl"] if cluster_of(config).slurm.container_image else [*PYTHON, "-m", "rl.main"]
     return [*program, "node", "@", str(config.run_dir.config)]
 
 
@@ -238,11 +241,11 @@ def partitions(listing: str) -> dict[str, Partition]:
 
 
 def call(command: list[str], script: str = "", more: Mapping[str, str] | None = None, late: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs a command of Slurm, without the variables of a job around it. Raises RunError if it cannot be run or does not answer.
+    """Runs a command of Slurm, without the variables of a job around it, and those of the user's own jobs.
 
-    `late`: what that may mean.
+    Raises RunError if it cannot be run or does not answer. `late`: what that may mean.
     """
-    outer = re.compile(r"SLURM_(?!CONF$)")
+    outer = re.compile(r"SLURM_(?!CONF$)|(SBATCH|SRUN|SQUEUE|SINFO|SCANCEL)_")  # defaults of options, which come before a script's
     env = {key: value for key, value in os.environ.items() if not outer.match(key)} | dict(more or {})
     try:
         return subprocess.run(command, input=script, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -16,7 +16,7 @@ from rl.config.plan import cluster_of
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.launch.prepare import prepare
-from rl.launch.run import launch
+from rl.launch.run import check_ports, launch
 from rl.launch.watch import watch
 from rl.run_dir.nodes import Jobs, Nodes
 from rl.run_dir.paths import RunDir
@@ -62,7 +62,8 @@ def engine_named(name: str) -> Engine:
 
 
 def dry_run(config: RLConfig) -> str:
-    """Returns what a command would submit; without an engine, the configuration."""
+    """Returns what a command would submit; without an engine, the configuration. Raises RunError if a start would find a port in use."""
+    check_ports(config)
     config, engine = with_open_hosts(config.with_absolute_paths()) if config.cluster else config, engine_of(config)
     return engine.render(config, config.run_dir) if engine else to_toml(config)
 

@@ -18,7 +18,7 @@ from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch import devices
 from rl.launch.children import Children
-from rl.launch.prepare import REMEDY, clean_run, delete_weights, is_run_or_free, moved, ranges
+from rl.launch.prepare import REMEDY, clean_run, delete_weights, edits, is_run_or_free, moved, new_rate, ranges
 from rl.orchestrator.batches.batch_selection import decode_state
 from rl.orchestrator.batches.early_stop import RewardHistory
 from rl.orchestrator.tasks.task_source import TaskState
@@ -50,12 +50,12 @@ again; otherwise they continue.
   --clean                     delete an existing run NEW first
 """
 FIXED = {
-    "model.name": "the checkpoint holds the weights of that model; start a new run with the other model",
+    "model.name*": "the checkpoint holds the weights of that model; start a new run with the other model",
     "model.dtype": "version {step} was published in that dtype and would be another policy in another one",
     "trainer.lora*": "the checkpoint holds the whole model, or adapters of one shape; start a new run from the exported model",
 }
 """Settings that a branch cannot change -> the reason."""
-TASKS = ("id", "dataset", "args.*", "set_kwargs.*", "head_server", "reward", "name", "weight", "max_samples", "difficulty*")
+TASKS = ("id", "dataset*", "args.*", "set_kwargs.*", "head_server", "reward*", "name", "weight", "max_samples", "difficulty*")
 """Settings of an environment that decide which tasks it has, or how often each is played."""
 EXAMPLES = ("sft.*", "model.*", "renderer.*", "seed")
 """Settings of supervised fine-tuning that decide the examples, their order and their batches, and therefore which were already trained."""
@@ -83,7 +83,7 @@ def main(args: list[str], children: Children) -> int:
         raise RunError(f"{root} belongs to `rl serve`: {again}")
     parent = run_dir_of(root, stored)
     step = checkpoint_of(parent, version, [entry.label for entry in config.orchestrator.eval])
-    changed = [change for change in changed_keys(stored, config) if change[0] not in ("name", "output_dir")]
+    changed = [change for change in changed_keys(stored, config) if change[0] not in ("name", "output_dir")] + edits(parent, config)
     check_changes(stored, config, changed, step)
     if "--dry-run" in flags:
         print(to_toml(config), end="")
@@ -93,7 +93,8 @@ def main(args: list[str], children: Children) -> int:
         config = devices.implied_again(config, stored, machine())
         config = devices.write_into(config, devices.split(config, machine()))
     make(config, parent, Origin(str(root), step, round(time.time(), 3), changes), clean="clean" in line.switches)
-    print("\n".join([f"{config.run_dir.root}: branch of {root} at step {step}", *(f"  {change}" for change in changes)]), flush=True)
+    said = [*changes, *filter(None, [new_rate(stored, config, step)])]
+    print("\n".join([f"{config.run_dir.root}: branch of {root} at step {step}", *(f"  {line}" for line in said)]), flush=True)
     again = f"rl @ {shlex.quote(str(config.run_dir.config))} --resume"
     return start(config, CommandLine(resume=-1), children, again)
 

@@ -177,7 +177,7 @@ async def start_in(folder: Path, config: RLConfig, model: str, logs: Path, child
         name = Path(adapter).name
         run_dir.weights_dir.mkdir()
         run_dir.weights(int(name) if name.isdigit() else 1).symlink_to(adapter)
-    found = children.start("model", roles.command("model", run_dir, 1), roles.environment(), logs)
+    found = children.start("model", roles.command("model", run_dir, 1), {}, logs)
     while await found.wait_async(PROGRESS_S) is None:  # a download has no deadline
         say(f"  waiting for the model {model} (log: {found.log})")
     if found.exit_code:

@@ -7,7 +7,6 @@ import secrets
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,7 +17,7 @@ from rl.config.command_line import build, fail, parse_args
 from rl.config.options import Option, option_lines, take
 from rl.launch.children import Children
 from rl.run_dir.access_token import VARIABLE
-from rl.system.children import STOP_DEADLINE_S, Stopped
+from rl.system.children import PYTHON, STOP_DEADLINE_S, Stopped
 from rl.system.errors import RunError
 from rl.system.linux import end_with_parent
 
@@ -121,7 +120,7 @@ def teaching(arguments: str, folder: Path) -> Iterator[None]:
         return
     os.environ.setdefault(VARIABLE, secrets.token_hex(16))  # the key by which the run may ask the server
     print(f"{folder}: inference {arguments} (log: teacher.log)", flush=True)
-    words = [sys.executable, "-m", "rl.inference.main", *shlex.split(arguments)]
+    words = [*PYTHON, "-m", "rl.inference.main", *shlex.split(arguments)]
     with open("teacher.log", "wb") as log, subprocess.Popen(words, stdout=log, stderr=log, preexec_fn=end_with_parent) as process:
         try:
             yield
@@ -140,7 +139,7 @@ def teaching(arguments: str, folder: Path) -> Iterator[None]:
 
 def run_stage(words: list[str]) -> int:
     """Runs `rl` with these arguments on this terminal. Returns its exit code. A signal that ends this process ends it first."""
-    with subprocess.Popen([sys.executable, "-m", "rl.main", *words], preexec_fn=end_with_parent) as process:
+    with subprocess.Popen([*PYTHON, "-m", "rl.main", *words], preexec_fn=end_with_parent) as process:
         try:
             return process.wait()
         except Stopped:

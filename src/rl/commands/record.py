@@ -8,9 +8,7 @@ import asyncio
 import contextlib
 import secrets
 import subprocess
-import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Coroutine
 from itertools import count
@@ -22,12 +20,13 @@ from aiohttp import web
 from rl.commands.collect import line_of, only_writer, read_present
 from rl.commands.record_server import OPTIONAL
 from rl.config.command_line import build, parse_args
-from rl.envs.policy import Conversation, Policy, RolloutError
+from rl.envs.policy import Conversation, Policy, RolloutError, chat_completion
 from rl.models.chat import Message, assistant_message
 from rl.models.folder import resolve_model
 from rl.orchestrator.workers.setups import policy_spec
 from rl.orchestrator.workers.validate_played import faults_of_turns
 from rl.run_dir.files import append_file
+from rl.system.children import PYTHON
 from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError
 from rl.wire.inference_client import PromptTooLongError
 from rl.wire.rollouts import Rollout, unfit
@@ -84,21 +83,11 @@ class RecordedEpisode:
         """The answer to a request of OpenAI's API. Raises RolloutError and PromptTooLongError."""
         if fault := fault_of(body, self.recorder.sampling) or (self.finished and "this episode is finished: begin another one"):
             raise RolloutError("environment", fault)
-        messages, tools = body["messages"], None if body.get("tool_choice") == "none" else body.get("tools")
+        messages = body["messages"]
         overrides = body | {"max_tokens": body.get("max_completion_tokens") or body.get("max_tokens")}
-        turn, answer = await self.conversation.answer(messages, tools, overrides)
-        message = assistant_message(answer)
-        self.messages = [*messages, message]
-        finish = "length" if turn.finish_reason == "length" else "tool_calls" if answer.tool_calls else "stop"
-        num_prompt, num_new = len(turn.prompt_ids), len(turn.completion_ids)
-        return {
-            "id": f"chatcmpl-{self.key[:8]}-{len(self.conversation.turns)}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": body.get("model") or "policy",
-            "choices": [{"index": 0, "message": message, "finish_reason": finish, "logprobs": None}],
-            "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
-        }
+        turn, answer = await self.conversation.answer(messages, body.get("tools"), overrides)
+        self.messages = [*messages, assistant_message(answer)]
+        return chat_completion(turn, answer, body.get("model") or "policy")
 
     def finish(self, reward: float, metrics: dict[str, float] | None = None, *, truncated: bool = False) -> Rollout:
         """Ends the episode and appends its rollout to the file. `truncated`: whether your program broke it off; an answer cut short says
@@ -127,17 +116,13 @@ class RecordedEpisode:
 
 
 def fault_of(body: dict[str, Any], sampling: dict[str, Any]) -> str:
-    """Describes what a request asks for that would not be done; empty if there is nothing."""
+    """Describes what a request asks for that would not be done and that its conversation does not refuse; empty if there is nothing."""
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         return "messages: give a list of chat messages"
     for name in sorted({name for name, value in body.items() if value not in (None, False, [], {})} - READ - WITHOUT_EFFECT):
         return f"{name}: is not supported by rl.record: leave it out; settings of sampling are given to rl.record itself"
     if body.get("stream"):
         return "stream: answers come in one piece: leave it out"
-    if body.get("n") not in (None, 1):
-        return "n: each call has one answer: begin one episode for each"
-    if body.get("tool_choice") not in (None, "auto", "none"):
-        return 'tool_choice: the policy decides: leave it out, or give "none"'
     if (heat := body.get("temperature")) is not None and heat != sampling["temperature"]:
         remedy = f"leave it out, or give it to rl.record: orchestrator__sampling__temperature={heat}"
         return f"temperature: the policy is sampled at {sampling['temperature']}, at which the trainer will score it: {remedy}"
@@ -150,7 +135,7 @@ class ServerProcess:
     def __init__(self, args: list[str]):
         """Waits until it is ready. Raises RunError or ConfigError."""
         self.lines = deque[str](maxlen=LAST_LINES)
-        command = [sys.executable, "-m", "rl.commands.record_server", *args]
+        command = [*PYTHON, "-m", "rl.commands.record_server", *args]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(command, start_new_session=True, errors="replace", **pipes)
         with contextlib.ExitStack() as on_failure:

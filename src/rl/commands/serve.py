@@ -4,7 +4,8 @@ import os
 import time
 from pathlib import Path
 
-from rl.commands.serve_process import NAME, bind
+from rl.cluster.submit import dry_run
+from rl.commands.serve_process import NAME
 from rl.config.command_line import load_config_or_exit
 from rl.config.help import SETTINGS
 from rl.config.run import RLConfig
@@ -14,10 +15,12 @@ from rl.launch.children import Children
 from rl.launch.keeper import Keeper
 from rl.launch.prepare import prepare, refusals
 from rl.launch.roles import Role
+from rl.launch.run import check_ports
 from rl.run_dir.access_token import run_token
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import read_status
 from rl.system.errors import RunError
+from rl.system.linux import bind
 from rl.system.machine import machine
 from rl.system.terminal import say
 from rl.tinker.gate import KEY_PREFIX
@@ -34,7 +37,7 @@ POLL_S = 0.2
 
 def main(args: list[str], children: Children) -> int:
     given = {"serve": (True, "rl serve")}
-    config, line = load_config_or_exit(args, "rl serve", variables=os.environ, usage=HELP, given=given)
+    config, line = load_config_or_exit(args, "rl serve", variables=os.environ, usage=HELP, given=given, dry_run=dry_run)
     assert config.serve
     config = config.with_absolute_paths()
     box = machine()
@@ -42,7 +45,8 @@ def main(args: list[str], children: Children) -> int:
     config = devices.write_into(config, division)
     check_same(config, clean="clean" in line.switches)
     assert config.serve
-    sock = bind(config.serve.host, config.serve.port)
+    check_ports(config)
+    sock = bind(config.serve.host, config.serve.port, "serve.port")
     config.serve.port = sock.getsockname()[1]  # a process that is started again must be found where it was
     sock.close()
     prepared = prepare(config, resume=None, clean="clean" in line.switches)
@@ -53,11 +57,11 @@ def main(args: list[str], children: Children) -> int:
     keeper = Keeper(config, run_dir, children, say)
     keeper.event("start", "rl", pid=os.getpid())
     try:
-        keeper.begin([Role("model", roles.command("model", run_dir, 1), dict(os.environ))])
+        keeper.begin([Role("model", roles.command("model", run_dir, 1), {})])
         while not keeper.finished:
             poll(keeper)
         inference = [role for role in roles.roles(config, run_dir, division) if role.serves]
-        trainer = Role(NAME, roles.command(NAME, run_dir, 1), {**os.environ, **division.trainer.env}, division.trainer.cores)
+        trainer = Role(NAME, roles.command(NAME, run_dir, 1), division.trainer.env, division.trainer.cores)
         say(f"starting {Path(config.model.name).name} (logs: {run_dir.logs})")
         keeper.begin([*inference, trainer])
         watch(keeper, run_dir)

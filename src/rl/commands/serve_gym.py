@@ -14,7 +14,6 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from rl.commands.play_session import CONCURRENCY, PlaySession, play_session, run, scratch
-from rl.commands.serve_process import bind
 from rl.config.run import RLConfig
 from rl.envs.nemo_gym.serving import TASK, agent_entry, aggregate, sampling_of, task_row, to_result
 from rl.homes.resolve import Homes
@@ -22,6 +21,7 @@ from rl.launch.children import Children
 from rl.run_dir.access_token import is_loopback
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
+from rl.system.linux import bind
 from rl.system.terminal import say
 from rl.wire.gate import host_name
 
@@ -34,7 +34,7 @@ MAX_BODY_BYTES = 1 << 30
 
 def main(config: RLConfig, values: dict[str, Any], homes: Callable[[], Homes], children: Children) -> int:
     """Serves until a signal. The port is taken before the environment's home is made."""
-    sock = bind(HOST, values["serve_gym"], "--serve-gym", "choose another")
+    sock = bind(HOST, values["serve_gym"], "--serve-gym")
     sock.listen()
     with sock:
         return run("rl env", children, serve(config, homes(), values, sock, children))

@@ -1,7 +1,6 @@
 """The process of `rl serve` that answers clients and trains their adapters: `python -m rl.commands.serve_process @ config.toml`."""
 
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from rl.run_dir import spans
 from rl.run_dir.lease import ROLE_WAIT_S, hold_role
 from rl.run_dir.status import Phase, Status
 from rl.system.errors import RunError, exit_code_of
-from rl.system.linux import die_with_parent, raise_open_files
+from rl.system.linux import bind, die_with_parent, raise_open_files
 from rl.trainer.main import set_up_allocator, uses_gpus
 
 NAME = "tinker"
@@ -44,7 +43,7 @@ def run(config: RLConfig) -> None:
     spans.start(run_dir.spans, NAME)
     status = Status(run_dir.status(NAME), NAME)
     status.enter(Phase.LOADING_MODEL)
-    sock = None if replayed else bind(config.serve.host, config.serve.port)
+    sock = None if replayed else bind(config.serve.host, config.serve.port, "serve.port")
     base = resolve_model(config.model, needs_template=False)
     from transformers.utils.logging import disable_progress_bar
 
@@ -66,18 +65,6 @@ def run(config: RLConfig) -> None:
         replay(config, learner, replayed, lambda there: differing_conditions(there, here))
     status.close()
     lease.close()
-
-
-def bind(host: str, port: int, setting: str = "serve.port", remedy: str = "choose another, or 0 for a free one") -> socket.socket:
-    """Returns a bound socket. Raises RunError that names the setting."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise RunError(f"{setting} = {port} on {host}: {error.strerror}; {remedy}") from None
-    return sock
 
 
 if __name__ == "__main__":

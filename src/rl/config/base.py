@@ -58,8 +58,20 @@ def parse_names(value: object) -> object:
 
 NAMES = BeforeValidator(parse_names)
 """Validator for a list of names that may be given separated by commas."""
-ONE_OR_MORE = BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value])
-"""Validator for a list; a single element may be given without brackets."""
+REQUIREMENTS = BeforeValidator(lambda value: re.split(r", *(?=[a-zA-Z])(?![^[]*\])", value) if isinstance(value, str) else value)
+"""Validator for a list of packages; commas separate them, but not their extras and bounds of their versions."""
+
+
+def parse_stops(value: object) -> object:
+    """Splits a text at its commas and reads `\\n` and `\\t` in it, as shells write them; returns a list unchanged. Raises ValueError."""
+    texts = re.split(", *", value.replace("\\n", "\n").replace("\\t", "\t")) if isinstance(value, str) else value
+    if isinstance(texts, list) and "" in texts:
+        raise ValueError("""an empty text would end every answer at once; leave it out, or give a text with a comma in a list: '[","]'""")
+    return texts
+
+
+STOPS = BeforeValidator(parse_stops)
+"""Validator for a list of strings that end answers."""
 
 
 def path_setting(absolute: Callable[[str], str]) -> AfterValidator:

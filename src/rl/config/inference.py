@@ -29,6 +29,6 @@ class InferenceConfig(Settings):
     adapters: Literal["auto", "merge", "hot"] = "auto"
     """How policy versions of a run with trainer.lora are served. `hot`: as adapters beside the model, loaded without a pause; requests in
     flight keep theirs. `merge`: added to the model's weights, as fast as the model alone. `auto`: hot on GPUs; merge on the CPU, where hot
-    takes 5 times as long, and for adapters of experts."""
+    takes 5 times as long, and for adapters of experts and of models that see images."""
     vllm: dict[str, Any] = {}
     """vLLM engine arguments by name, such as `tensor_parallel_size = 2`; vLLM checks them when the server starts."""

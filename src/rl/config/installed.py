@@ -3,10 +3,11 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
-from rl.config.environment_id import INDEX_PREFIX, module_name, module_place, no_environment, short_name
+from rl.config.environment_id import INDEX_PREFIX, module_file, module_name, module_place, no_environment, short_name
 from rl.system.errors import RunError
 
 
@@ -24,8 +25,8 @@ def check_installed(env_id: str) -> str:
     python = f"uv pip install --python {sys.executable}"
     install = f"`{python} {name}`" if "/" not in path else f"`{python} PACKAGE`"
     module = module_name(path)
-    # Workers have the current directory on their import path; a command may not.
-    here = Path(f"{module}.py").is_file() or Path(module, "__init__.py").is_file()
+    if here := module_file(Path(), module):
+        sys.path.append(os.getcwd())  # behind what is installed: other files there may have names of packages
     if (Path(sys.prefix) / "home.json").is_file():
         install = f"neither its home nor {Path.cwd()} contains a module {module}; give its folder, ./{name}"
     if not module.isidentifier() or not (here or importlib.util.find_spec(module) or comes_with_verifiers(module)):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rl.config.base import NAMES, ONE_OR_MORE, PATH_IF_WRITTEN_AS_ONE, FunctionConfig, Settings, Unbounded, default_type, switch
+from rl.config.base import NAMES, PATH_IF_WRITTEN_AS_ONE, REQUIREMENTS, STOPS, FunctionConfig, Settings, Unbounded, default_type, switch
 from rl.config.environment_id import short_name
 
 
@@ -80,8 +80,9 @@ class SamplingOverrides(Settings):
     """Number of likeliest tokens to sample from, 0 for all; affects ratios like top_p."""
     min_p: float | None = Field(None, ge=0, le=1)
     """Lowest probability of a sampled token, relative to the likeliest one, 0 for none; affects ratios like top_p."""
-    stop: Annotated[list[str] | None, ONE_OR_MORE] = None
-    """Strings that end a turn."""
+    stop: Annotated[list[str] | None, STOPS] = None
+    """Strings that end a turn, left out of its content but trained. In a text, commas separate them and `\\n` is a newline; a list such as
+    `[","]` is taken as it is."""
 
 
 class SamplingConfig(SamplingOverrides):
@@ -101,7 +102,7 @@ class EnvSource(Settings):
     package index, a `./folder`, or the `name` of one installed or in the current directory. See docs/environments.md."""
     kind: Literal["classic", "v1"] | None = None
     """Verifiers API used for the package. Default: the one that it has; v1 if it has both."""
-    requirements: Annotated[list[str], ONE_OR_MORE] = []
+    requirements: Annotated[list[str], REQUIREMENTS] = []
     """Packages that the environment's code needs in addition to its declared dependencies: `["sympy>=1.13"]`."""
     dataset: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
     """A JSONL file or Hugging Face data set of prompts and answers, scored by `reward`; with a NeMo Gym server, its rows."""
@@ -131,7 +132,7 @@ class EnvSource(Settings):
     """Whether a sandbox has this machine's network. Default: no; only tokens from the run's own inference servers are available."""
     keys: Annotated[list[str], NAMES] = []
     """Environment variables visible in a sandbox, in addition to those that args refer to: `["OPENAI_API_KEY"]`."""
-    read: Annotated[list[str], ONE_OR_MORE] = []
+    read: Annotated[list[str], NAMES] = []
     """Files and directories visible in a sandbox, in addition to the environment's folder or module, its rows and its reward's file, such
     as modules that it imports from its directory and paths in its arguments: `["helper.py", "corpus"]`."""
     max_generating: int = Field(-1, ge=-1)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rl.config.base import ABSOLUTE_PATHS, PATH, PATH_IF_FOLDER, TEMPLATE, Settings, switch
+from rl.config.base import ABSOLUTE_PATHS, NAMES, PATH, PATH_IF_FOLDER, TEMPLATE, Settings, switch
 from rl.config.cluster import ClusterConfig
 from rl.config.inference import InferenceConfig
 from rl.config.orchestrator import EnvSource, OrchestratorConfig
@@ -89,7 +89,7 @@ class WandbConfig(Settings):
     """Name of the run on Weights & Biases. Default: the run's name."""
     group: str | None = None
     """Group of runs that this one belongs to."""
-    tags: list[str] = []
+    tags: Annotated[list[str], NAMES] = []
     """Tags for finding the run."""
     notes: str | None = None
     """Description of the run."""
@@ -182,10 +182,10 @@ class RLConfig(Settings):
         """Whether a service trains and samples, and this machine only plays."""
         return self.trainer.backend == "tinker"
 
-    @property
-    def truncates(self) -> bool:
+    def truncates(self, vocab_size: int) -> bool:
         """Whether inference samples from a truncated distribution, so that its log-probabilities differ from the trainer's."""
-        return any(TRUNCATIONS.keys() & self.sampling_of(env).keys() for env in self.orchestrator.environment)
+        settings = [item for env in self.orchestrator.environment for item in self.sampling_of(env).items()]
+        return any(key in TRUNCATIONS and (key != "top_k" or value < vocab_size) for key, value in settings)
 
 
 SECTIONS = ("trainer", "orchestrator", "inference", "tinker", "sft", "recorded", "serve")

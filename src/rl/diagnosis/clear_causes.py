@@ -59,9 +59,12 @@ def collapse(state: RunState) -> list[Problem]:
         confirmed = confirmed or (changed and last > first)  # an entropy that falls, as it does when a policy learns, shows nothing alone
     if not confirmed:
         return []
+    changes, rate = state.run_dir.changes, state.config.trainer.optim.lr
+    cause = f"The usual cause is a learning rate that is too high: start over with a tenth of trainer.optim.lr = {rate:g}"
+    if changes.exists() and "(content of " in changes.read_text(errors="replace"):
+        cause = f"Look first at the files that were edited before a resume, which {changes} names"
     text = (
         f"the policy has collapsed: the reward fell from {peak:.3f} in step {steps[rewards.index(peak)]} to {now:.3f}, and "
-        f"{' and '.join(signs)}. The usual cause is a learning rate that is too high: start over with a tenth of trainer.optim.lr = "
-        f"{state.config.trainer.optim.lr:g}"
+        f"{' and '.join(signs)}. {cause}"
     )
     return [Problem(text, serious=False, metrics=("reward/mean", "entropy/mean", "rollouts/truncated", "optim/grad_norm"))]

@@ -52,7 +52,7 @@ def ended_well(state: RunState) -> str:
         passes = state.config.sft.epochs
         epoch = [*state.numbers.points("trainer", "epoch", 1)[1], 0.0][0]
         done = state.step >= state.config.max_steps if passes is None else epoch >= passes - 1e-6
-        return f"{state.step} steps done" if done and state.newest_checkpoint >= state.step > 0 else ""
+        return f"{state.step} steps done" if done and max(state.newest_checkpoint, state.newest_version) >= state.step > 0 else ""
     last = max([0, *state.quarantined, state.step])
     return state.end.reason if state.end and state.newest_checkpoint >= last else ""
 

@@ -1,13 +1,15 @@
 """The policy as environments see it: messages in, an answer out. Every turn is kept exactly as it was sent and sampled."""
 
+import time
+import uuid
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl.config.run import RendererConfig
+from rl.config.run import TRUNCATIONS, RendererConfig
 from rl.models.chat import Answer, Message, RendererError, Tool, assistant_message
 from rl.models.renderer import load_renderer
 from rl.models.template import Renderer
@@ -19,6 +21,10 @@ from rl.wire.worker_messages import Endpoint, PolicySpec, derived_seed
 SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "routes_from")
 OVERRIDABLE = ("max_tokens", "stop", "seed")
 """Sampling parameters that an environment may set per call; not the temperature, as the trainer scores tokens at the configured one."""
+FORCED = {"temperature": 1.0, **TRUNCATIONS, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+"""Parameters of which the run's value holds, whatever a call asks for -> the value where the run has none."""
+PLAIN = {"n": [1], "tool_choice": ["auto", "none"], "response_format": [{"type": "text"}]}
+"""Parameters with which an answer would have another form than ours -> the values that change nothing."""
 
 
 class RolloutError(Exception):
@@ -64,10 +70,9 @@ class Policy:
         """The class of its conversations in messages."""
         return Conversation
 
-    async def sample(self, session: int, prompt_ids: list[int], sampling: dict[str, Any], overrides: dict[str, Any]) -> Turn:
+    async def sample(self, session: int, prompt_ids: list[int], sampling: dict[str, Any]) -> Turn:
         """Samples one completion. Raises PromptTooLongError, or RolloutError if no server answers or one refuses the request."""
         sampling = {key: sampling[key] for key in SAMPLING_KEYS if sampling.get(key) is not None}
-        sampling |= {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) is not None}
         room = self.spec.max_model_len - len(prompt_ids)
         if room <= 0:
             raise PromptTooLongError(f"a prompt of {len(prompt_ids)} tokens fills model.max_model_len = {self.spec.max_model_len}")
@@ -75,17 +80,17 @@ class Policy:
         sampling["stop_token_ids"] = self.renderer.stop_token_ids
         try:
             answer = await self.servers.generate(session, prompt_ids, sampling)
+            return Turn(
+                prompt_ids=prompt_ids,
+                completion_ids=answer.token_ids,
+                logprobs=answer.logprobs,
+                policy_versions=answer.policy_versions,
+                finish_reason=answer.finish_reason,
+                routes=answer.routes,
+                routes_from=sampling.get("routes_from", 0),
+            )
         except (InferenceLostError, ValueError) as error:
             raise RolloutError("inference", str(error)) from error
-        return Turn(
-            prompt_ids=prompt_ids,
-            completion_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-            policy_versions=answer.policy_versions,
-            finish_reason=answer.finish_reason,
-            routes=answer.routes,
-            routes_from=sampling.get("routes_from", 0),
-        )
 
 
 @dataclass
@@ -131,27 +136,43 @@ class Conversation:
     seed: int | None = None
     asked: int = 0
     """Number of requests so far. Each has its own seed, even several at once."""
+    forced: int = 0
+    """Number of requests that asked for another value of FORCED."""
 
     async def answer(self, messages: list[Message], tools: list[Tool] | None, overrides: dict[str, Any]) -> tuple[Turn, Answer]:
         """The policy's answer to a chat. Raises the errors of `Policy.sample`, and RolloutError for an invalid chat."""
-        tools, compared = tools or None, [comparable(message) for message in messages]
+        tools = None if overrides.get("tool_choice") == "none" else tools or None
+        compared = [comparable(message) for message in messages]
         try:
             before, ids = self._prompt(messages, compared, tools)
         except RendererError as error:  # this model's template cannot render the environment's messages or tools
             raise RolloutError("environment", str(error)) from error
         turn = await self.sample(ids, overrides)
         answer = self.policy.renderer.parse(turn.completion_ids, tools, ids)
+        content, reasoning = (self.before_stop(text or "", overrides) for text in (answer.content, answer.reasoning))
+        answer = replace(answer, content=content, reasoning=reasoning or None)
         num_old = len(before.whole()) if before else 0
         added = [*compared[num_old:], comparable(assistant_message(answer))]
         self.keep(turn, Past(len(self.turns), before, added, tools))
         return turn, answer
 
     async def sample(self, ids: list[int], overrides: dict[str, Any]) -> Turn:
-        """The policy's answer to prompt ids; in a seeded conversation, each request has its own seed."""
+        """The policy's answer to prompt ids; in a seeded conversation, each request has its own seed. Raises RolloutError."""
+        for name, plain in PLAIN.items():
+            if (value := overrides.get(name)) not in (None, *plain):
+                raise RolloutError("environment", f"{name} = {value!r}: the policy gives each call one free answer: leave it out")
+        self.forced += any(overrides.get(key) not in (None, self.sampling.get(key, plain)) for key, plain in FORCED.items())
         seed = {} if self.seed is None else {"seed": derived_seed(self.seed, self.asked)}
         self.asked += 1
         routes = {"routes_from": self.turns.routed(ids)} if self.policy.spec.routes else {}
-        return await self.policy.sample(self.session, ids, self.sampling | seed | routes, overrides)
+        return await self.policy.sample(self.session, ids, overridden(self.sampling | seed, overrides) | routes)
+
+    def before_stop(self, text: str, overrides: dict[str, Any]) -> str:
+        """The text before the stop string that ended it, which OpenAI's servers leave out, too. The turn's tokens have it."""
+        stop = overridden(self.sampling, overrides).get("stop") or []
+        for string in [stop] if isinstance(stop, str) else stop:
+            text = text.partition(string)[0]
+        return text
 
     def keep(self, turn: Turn, past: Past) -> None:
         """Appends an answered turn."""
@@ -175,6 +196,25 @@ class Conversation:
             known = past.whole()
             if len(known) < len(compared) and past.tools == tools and compared[: len(known)] == known:
                 yield past, len(known)
+
+
+def chat_completion(turn: Turn, answer: Answer, model: str) -> dict[str, Any]:
+    """An answer as a chat completion of OpenAI's API."""
+    finish = "length" if turn.finish_reason == "length" else "tool_calls" if answer.tool_calls else "stop"
+    num_prompt, num_new = len(turn.prompt_ids), len(turn.completion_ids)
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": 0, "message": assistant_message(answer), "finish_reason": finish, "logprobs": None}],
+        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
+    }
+
+
+def overridden(sampling: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of a call: the run's, and those that the environment may set."""
+    return sampling | {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) is not None}
 
 
 def comparable(message: Message) -> Message:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl.inference.weight_files import Tensors, refuse_faults, weight_files
+from rl.inference.weight_files import Tensors, empty_model, read_tensors, refuse_faults, trained_names, weight_files
 from rl.run_dir.safetensors import read_header
 from rl.system.errors import RunError
 
@@ -70,6 +70,14 @@ def read_adapter(folder: Path) -> Adapter:
     return Adapter(folder, base, rank, alpha, rooted, transposed, read_header(folder / WEIGHTS), stacked)
 
 
+def layers_in_files(adapter: Adapter, base: Path, names: Iterable[str]) -> dict[str, str]:
+    """The adapter's layers by the names of their matrices, among the `names` of the base's tensors in files."""
+    layers = {f"{layer}.weight": layer for layer in adapter.layers}
+    if layers.keys() <= set(names):
+        return layers
+    return {name: layers[own] for name, own in trained_names(base, names).items() if own in layers}
+
+
 def check_adapter(adapter: Adapter, base: Path, expected: Tensors) -> None:
     """Raises RunError unless the adapter fits the model at `base`, whose tensors are `expected`; names at most eight faults.
 
@@ -83,9 +91,10 @@ def check_adapter(adapter: Adapter, base: Path, expected: Tensors) -> None:
     experts = ExpertUpdates(adapter, base) if adapter.stacked else None
     if experts:
         faults += experts.faults(expected)
+    matrices = {layer: expected[name] for name, layer in layers_in_files(adapter, base, expected).items()}
     for layer in (found & set(adapter.layers)).difference(experts.layers.values() if experts else ()):
         (rank, width), (height, rank_b) = (adapter.tensors[PREFIX + layer + end].shape for end in (A, B))
-        matrix = expected.get(f"{layer}.weight")
+        matrix = matrices.get(layer)
         if matrix is None:
             faults.append(f"{layer}.weight is not in the model")
         elif rank != rank_b or matrix.shape not in {(height, width), (width, height) if adapter.transposed else ()}:
@@ -103,7 +112,7 @@ def merge(adapter: Adapter, weights: "Iterable[tuple[str, Tensor]]", base: Path)
     once)."""
     from safetensors import safe_open
 
-    layers = {f"{layer}.weight": layer for layer in adapter.layers}
+    layers = layers_in_files(adapter, base, read_tensors(base))
     experts = ExpertUpdates(adapter, base) if adapter.stacked else None
     ready: dict[str, Tensor] = {}
     with safe_open(adapter.folder / WEIGHTS, framework="pt", device="cpu") as file:
@@ -130,11 +139,7 @@ class ExpertUpdates:
     """The updates of an adapter for experts, whose matrices the model stacks in one parameter, and most files keep one by one."""
 
     def __init__(self, adapter: Adapter, base: Path) -> None:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+        self.model = empty_model(base)
         self.adapter = adapter
         self.layers: dict[str, str] = {}
         """The adapter's layer by the parameter's name: peft wraps the module once for each parameter, the first innermost."""

@@ -110,13 +110,13 @@ class TokenChat(OpenAIServingChat):
         if conversation != conversation_digest(messages[: at + 1], body):
             return None
         one, other = [await self.rendered(body, messages[:at], marked(messages[at], text), messages[at + 1 :]) for text in "-x"]
-        special = set(self.renderer.tokenizer.all_special_ids)
+        ends = self.engine_client.end_ids
         common = next((n for n, (a, b) in enumerate(zip(reversed(one), reversed(other), strict=False)) if a != b), 0)
         behind = one[len(one) - common :]
-        end = next((i for i, token in enumerate(behind) if token in special), None)
+        end = next((i for i, token in enumerate(behind) if token in ends), None)
         if end is None:
             return None
-        return [*prompt_ids, *new_ids, *behind[end + (new_ids[-1] in special) :]]
+        return [*prompt_ids, *new_ids, *behind[end + (new_ids[-1] in ends) :]]
 
     async def rendered(self, body: dict[str, Any], before: list[Any], answer: dict[str, Any], behind: list[Any]) -> list[int]:
         """The ids of a conversation as vLLM renders it."""

@@ -16,6 +16,7 @@ from rl.inference.draw import carry_seed
 from rl.inference.loading import LoadingEngine
 from rl.inference.ranks import Ranks
 from rl.inference.weight_files import Tensors
+from rl.models.ends import end_ids
 from rl.run_dir import spans
 from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
@@ -51,6 +52,8 @@ class VersionedEngine(LoadingEngine):
         self.set_weights(policy_version, content, expected)
         self.on_tokens = on_tokens
         self.vocab_size = self.model_config.get_vocab_size()
+        self.end_ids = end_ids(self.get_tokenizer())
+        self.input_processor.generation_config_fields["eos_token_id"] = self.end_ids  # of every route, vLLM's own included
         self.ranks = Ranks(self.vllm_config.parallel_config.data_parallel_size)
         self.sampling = spans.Busy("sampling", "requests")
         self.output_processor.add_request = partial(self.register, self.output_processor.add_request)
@@ -82,6 +85,7 @@ class VersionedEngine(LoadingEngine):
         version cannot change in between. With adapters side by side the request has had its own since `add_request`, and keeps it."""
         self.refuse_deadly(request)
         self.hand_over_seed(request.sampling_params)
+        self.stop_at_special(request.sampling_params)
         lora = request.lora_request
         version = self.policy_version if not self.slots else self.adapter_versions[lora.lora_int_id] if lora else 0
         queue.version_starts = [(0, version)]  # of one answer; nobody asks for those of several, which share a queue
@@ -99,6 +103,14 @@ class VersionedEngine(LoadingEngine):
                 params.seed.to_bytes(8, signed=True)
         except OverflowError:
             raise ValueError("a sampling parameter does not fit into a signed 64-bit integer") from None
+
+    def stop_at_special(self, params: SamplingParams | None) -> None:
+        """Has stop strings that are special tokens end an answer by their ids: vLLM searches a text without special tokens."""
+        tokenizer = self.get_tokenizer()
+        for text in params.stop if params else ():
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) == 1 and not tokenizer.decode(ids, skip_special_tokens=True):
+                params.stop_token_ids.append(ids[0])
 
     def hand_over_seed(self, params: SamplingParams | None) -> None:
         """Makes our own draw on CPUs use the request's seed. With speculative decoding vLLM draws there, and a seed would kill it."""

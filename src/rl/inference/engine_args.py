@@ -36,6 +36,7 @@ FIXED = {
     "config": "put its keys into [inference.vllm]",
     "api_key": "the run's token guards every path, while vLLM's key leaves some open: set RL_TOKEN",
     "headless": "engines on a further machine would begin with another version than the server: start a server on each (docs/clusters.md)",
+    "language_model_only": "policies are trained on text alone, so images are not taken",
     "grpc": "the server of a run answers HTTP",
     "ssl_keyfile": PLAIN_HTTP,
     "ssl_certfile": PLAIN_HTTP,

@@ -109,7 +109,7 @@ class LoadingEngine(AsyncLLM):
         try:
             if not all(await self.on_every_worker("stages_weights")):  # before a whole version is read and hashed for nothing
                 raise RunError("its workers read weights while generation pauses, for which they must stay as they are")
-            check = partial(check_content, memory, self.expected, self.head_is_tied, content)
+            check = partial(check_content, memory, Path(self.model_config.model), self.expected, self.head_is_tied, content)
             await self.stage_checked(policy_version, check, "over the network", msgspec.json.encode(memory).decode())
         except RunError as error:
             if self.broken:
@@ -171,12 +171,13 @@ class LoadingEngine(AsyncLLM):
 
     def check_fit(self, folder: Path) -> None:
         """Raises RunError unless the headers of a version's files match the served model."""
+        base = Path(self.model_config.model)
         if is_adapter(folder):
-            check_adapter(read_adapter(folder), Path(self.model_config.model), self.expected)
+            check_adapter(read_adapter(folder), base, self.expected)
         elif self.slots:
             raise RunError(f"{folder} is a whole model; with inference.adapters = hot only adapters can be loaded")
         else:
-            check_weights(folder, self.expected, self.head_is_tied)
+            check_weights(folder, base, self.expected, self.head_is_tied)
 
     async def add_adapter(self, policy_version: int, path: str) -> None:
         """Loads an adapter between two steps. New requests get it, requests in flight keep theirs, and nothing pauses.

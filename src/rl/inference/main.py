@@ -15,7 +15,7 @@ from rl.config.command_line import load_config_or_exit
 from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
 from rl.inference.adapter import is_adapter
-from rl.inference.server import Served, bind, common_environment, cpu_environment, serve
+from rl.inference.server import Served, common_environment, cpu_environment, serve
 from rl.inference.weight_files import read_tensors
 from rl.models.folder import resolve_model
 from rl.run_dir import spans
@@ -27,7 +27,7 @@ from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import SERVER_NAME, Phase, Status, further_server
 from rl.system.credentials import redact
 from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError, exit_code_of
-from rl.system.linux import die_with_parent
+from rl.system.linux import bind, die_with_parent
 from rl.system.machine import is_cpu_vllm, visible_gpus
 from rl.system.prefork import leave
 from rl.system.process_table import MARKER
@@ -114,8 +114,8 @@ def take_role(config: RLConfig) -> tuple[str, Lease, socket.socket]:
     if MARKER in os.environ:  # `rl` has started it
         name = os.environ.get(SERVER_NAME, "inference")
         lease = hold_role(run_dir.lock(name), ROLE_WAIT_S)
-        return name, lease, bind(settings.host, settings.port)
-    sock = bind(settings.host, settings.port)
+        return name, lease, bind(settings.host, settings.port, "inference.port")
+    sock = bind(settings.host, settings.port, "inference.port")
     name = further_server(sock.getsockname()[1])
     forget_dead_servers(run_dir.status_dir)
     return name, hold_role(run_dir.lock(name), ROLE_WAIT_S), sock

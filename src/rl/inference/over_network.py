@@ -8,6 +8,7 @@ import base64
 import itertools
 import json
 import time
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,8 +30,6 @@ BUFFER, MOST = 8 << 20, 1024
 """Bytes that are read at once, and in how many pieces at most: NIXL looks at all of them each time that it is asked for news."""
 READ_S, POLL_S = 4.0, 0.0002
 """How long reading that much may take, and the interval at which NIXL is asked."""
-UNFINISHED: dict[int, torch.Tensor] = {}
-"""Memory into which a network card may write, even after the deadline."""
 
 
 class Piece(NamedTuple):
@@ -57,6 +56,7 @@ class NixlReader:
         """Raises RunError without NIXL."""
         self.bytes_read, self.owned = 0, [Owned(0, 0, "", 0)]
         self.agent, self.buffer = nixl.make_agent(serves=False), torch.empty(BUFFER, dtype=torch.uint8)
+        weakref.finalize(self.agent.agent, self.buffer.numel)  # keeps it: until NIXL's agent has gone, a network card may write into it
         with nixl.blamed("cannot register memory"):
             self.agent.register_memory([(self.buffer.data_ptr(), BUFFER, 0, "")], nixl.DRAM)
 
@@ -97,7 +97,6 @@ class NixlReader:
 
     def _fetch(self, batch: list[Piece]) -> None:
         """Fills the buffer."""
-        UNFINISHED[id(self.buffer)] = self.buffer
         at, deadline, transfers = self.buffer.data_ptr(), time.monotonic() + READ_S, []
         with nixl.blamed("a rank of the trainer cannot be read"):
             ends = itertools.accumulate((piece.size for piece in batch), initial=at)
@@ -119,7 +118,6 @@ class NixlReader:
                 raise RunError(f"waited {READ_S:.0f} s for {len(states)} ranks of the trainer to send {BUFFER >> 20} MiB at most: {states}")
             for transfer in transfers:
                 transfer.release()
-        del UNFINISHED[id(self.buffer)]
 
 
 class NetworkWeights(Weights):
@@ -172,11 +170,11 @@ class NetworkWeights(Weights):
         return content_of(digests)
 
 
-def check_content(version: OverNetwork, expected: Tensors, tied: bool, content: str) -> None:
-    """Reads all of a version. Raises RunError if it cannot be read, does not fit the served model, or does not have the content_id
-    `content`, which is empty if it is not known."""
+def check_content(version: OverNetwork, base: Path, expected: Tensors, tied: bool, content: str) -> None:
+    """Reads all of a version. Raises RunError if it cannot be read, does not fit the served model (see check_weights), or does not have the
+    content_id `content`, which is empty if it is not known."""
     weights = NetworkWeights(version)
-    check_weights(Path("the version in the trainer's memory"), expected, tied, weights.tensors)
+    check_weights(Path("the version in the trainer's memory"), base, expected, tied, weights.tensors)
     found = weights.content()
     weights.confirm()
     if found != content:

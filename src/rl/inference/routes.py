@@ -17,6 +17,7 @@ from rl.system.errors import RunError
 from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL
 from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
+from rl.wire.messages import UNREADABLE
 
 
 class AnswersRequest(Struct, forbid_unknown_fields=True):
@@ -77,7 +78,7 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
                 return refusal(400, "prompt_too_long", message, num_tokens=num_tokens, max_model_len=max_model_len)
             params = to_sampling_params(body.sampling)
             sampled = await unless_disconnected(request, engine.sample(body.token_ids, params, body.session, body.sampling.routes_from))
-        except (msgspec.DecodeError, VLLMClientError, ValueError) as error:
+        except (*UNREADABLE, VLLMClientError, ValueError) as error:
             return refusal(400, "bad_request", str(error))
         except CutOffError as error:
             return refusal(503, "stopping", str(error))
@@ -94,7 +95,7 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
         try:
             body = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
             held = await asyncio.shield(engine.load_weights(body.policy_version, body.path, body.memory, body.content))
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             return refusal(400, "bad_request", str(error))
         except WeightsGoneError as error:
             return refusal(404, "weights_gone", str(error), policy_version=engine.policy_version)
@@ -107,7 +108,7 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
         """The policy versions of chat completions, by the digests of their tokens; null for those that are not known any more."""
         try:
             asked = msgspec.json.decode(await request.body(), type=AnswersRequest)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             return refusal(400, "bad_request", str(error))
         return reply(200, [answers.versions(digest) for digest in asked.answers])
 

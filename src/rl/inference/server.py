@@ -1,14 +1,12 @@
 """vLLM's OpenAI server with our engine and our routes, in this process and one engine process."""
 
 import asyncio
-import errno
 import importlib
 import os
 import secrets
 import signal
 import socket
 import sys
-import time
 from argparse import Namespace
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from rl.config.trainer import EXPERTS
 from rl.inference import engine_process
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.weight_files import read_tensors
+from rl.models.folder import read_json
 from rl.run_dir.access_token import is_loopback
 from rl.run_dir.deltas import Mirror
 from rl.run_dir.status import Phase, Status, reachable
@@ -34,8 +33,6 @@ CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 32
 """Number of sequences that the KV cache on the CPU is sized for (further requests are queued), and of tokens per block. Only whole blocks
 are shared: with vLLM's 128, each rollout of a group would compute a short prompt again, and 64 answers took 4.6 s instead of 3.2."""
 
-PORT_WAIT_S = 10.0
-"""Wait for a port that a predecessor, or a child of one, has not yet released."""
 SHUTDOWN_S = 2.0
 """Wait for vLLM's app to end by itself."""
 
@@ -76,25 +73,6 @@ def cpu_defaults(engine_args: dict[str, Any]) -> dict[str, Any]:
     if all(value == 1 for key, value in engine_args.items() if key.replace("-", "_") in parallel):
         defaults["distributed_executor_backend"] = "uni"
     return defaults
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free port. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    deadline = time.monotonic() + PORT_WAIT_S
-    while True:
-        try:
-            sock.bind((host, port))
-            return sock
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                text = f"inference.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one"
-                if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-                    text = f"inference.host = {host}: {error.strerror}; give an address of this machine, or 0.0.0.0 for all of them"
-                raise OSError(error.errno, text) from None
-            time.sleep(0.2)
 
 
 def cpu_kv_cache_bytes(config: Any) -> int:
@@ -280,14 +258,18 @@ async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") 
     return death.result() if death.done() else "the HTTP server has ended"
 
 
-def adapter_arguments(config: RLConfig, on_cpu: bool) -> dict[str, Any]:
+def adapter_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> dict[str, Any]:
     """vLLM's arguments for adapters beside the model; empty if adapters are merged or the run has none. Raises ConfigError."""
     lora, way = config.trainer.lora, config.inference.adapters
-    experts = lora is not None and EXPERTS in lora.targets
-    if lora is None or way == "merge" or (way == "auto" and (on_cpu or experts)):
+    if lora is None:
         return {}
-    if experts:
-        raise ConfigError("inference.adapters = hot: vLLM is not known to serve adapters of experts; set it to merge")
+    unfit = "experts" if EXPERTS in lora.targets else ""
+    if "text_config" in read_json(Path(model_path) / "config.json"):
+        unfit = "a model that sees images"  # whose layers vLLM names otherwise: it would serve the model alone, in silence
+    if way == "merge" or (way == "auto" and (on_cpu or unfit)):
+        return {}
+    if unfit:
+        raise ConfigError(f"inference.adapters = hot: vLLM is not known to serve adapters of {unfit}; set it to merge")
     from vllm.config.lora import MaxLoRARanks  # those that it has buffers for
 
     ranks = get_args(MaxLoRARanks)
@@ -312,6 +294,7 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rl.inference.worker.WeightLoader",
         "generation_config": "vllm",
+        "language_model_only": True,
         "disable_log_stats": True,
     }
     if config.trainer.router_replay == "engine":
@@ -320,7 +303,7 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the only one that gives routes
         ours["enable_return_routed_experts"] = True
     given = resolve(settings.vllm, "inference.vllm")
-    return parse_engine_args(given, ours | adapter_arguments(config, on_cpu) | (cpu_defaults(given) if on_cpu else {}))
+    return parse_engine_args(given, ours | adapter_arguments(config, model_path, on_cpu) | (cpu_defaults(given) if on_cpu else {}))
 
 
 def serve(config: RLConfig, model_path: str, served: Served, on_cpu: bool) -> int:

@@ -1,6 +1,8 @@
 """Checks by their headers that weight files are whole and fit the model, before anything is changed."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rl.run_dir.safetensors import TensorEntry, model_files, read_header
 from rl.system.errors import RESTART, RunError
@@ -36,14 +38,44 @@ def read_tensors(directory: Path) -> Tensors:
     return {name: tensor for file in weight_files(directory) for name, tensor in read_header(file).items()}
 
 
-def check_weights(directory: Path, expected: Tensors, tied: bool, found: Tensors | None = None) -> None:
-    """Raises RunError unless `directory` holds exactly the tensors of the served model; names at most eight faults. `found`: its tensors,
-    if they are known.
+def empty_model(base: Path) -> Any:
+    """The model that is trained of the one in `base`, as the trainer makes it, without values. Raises ValueError, OSError."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, trust_remote_code=False))
+
+
+def trained_names(base: Path, names: Iterable[str]) -> dict[str, str]:
+    """The trained model's name of each of its tensors in files, by the name there: GPT-2's files leave out a prefix, Qwen3.5's add one,
+    and some hold what is not trained, such as masks, drafts, and what sees images. All names, if the model's own code would have to run.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    try:
+        model = empty_model(base)
+    except (ValueError, OSError):
+        return {name: name for name in names}
+    rules, own = get_model_conversion_mapping(model), model.state_dict()
+    kinds = [[rule for rule in rules if isinstance(rule, WeightConverter) is converts] for converts in (False, True)]
+    found = {name: rename_source_key(name, *kinds, model.base_model_prefix, own) for name in names}
+    return {name: name if converter else renamed for name, (renamed, converter) in found.items() if renamed in own}
+
+
+def check_weights(directory: Path, base: Path, expected: Tensors, tied: bool, found: Tensors | None = None) -> None:
+    """Raises RunError unless `directory` holds exactly the tensors of the served model, `expected` in the files of `base`, that are
+    trained; names at most eight faults. `found`: its tensors, if they are known.
 
     With a tied head, the head itself (`lm_head.weight`) is optional.
     """
     found = read_tensors(directory) if found is None else found
     optional = {"lm_head.weight"} if tied else set()
+    if (expected.keys() ^ found.keys()) - optional:
+        names = trained_names(base, expected.keys() | found.keys())
+        expected = {names[name]: tensor for name, tensor in expected.items() if name in names}
+        found = {names.get(name, name): tensor for name, tensor in found.items()}
     faults = [f"{name} is missing" for name in expected.keys() - found.keys() - optional]
     faults += [f"{name} is not in the model" for name in found.keys() - expected.keys() - optional]
     for name in expected.keys() & found.keys():

@@ -1,15 +1,13 @@
 """Processes beside a run, which continues without them: the browser page (`--view`) and the drawing of curves.png."""
 
-import os
 import re
-import sys
 from collections.abc import Callable
 
 from rl.launch.children import Children
 from rl.run_dir.access_token import PAGE_VARIABLE, link, page_secret
 from rl.run_dir.logs import last_lines
 from rl.run_dir.paths import RunDir
-from rl.system.children import Child
+from rl.system.children import PYTHON, Child
 
 LINK = re.compile(r"(http://\S+/) (\w+)$", re.M)
 """Matches the address and the number of a link in the page's log."""
@@ -32,7 +30,7 @@ class Beside:
         self.children, self.say, self.loss = children, say, loss
         self.child: Child | None = None
         try:
-            self.child = children.start(name, [sys.executable, *arguments], os.environ | env, run_dir.logs)
+            self.child = children.start(name, [*PYTHON, *arguments], env, run_dir.logs)
         except OSError as error:
             say(f"warning: {loss} ({error})")
 

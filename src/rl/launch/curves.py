@@ -148,7 +148,8 @@ def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
     report = [took + (f"; {', '.join(shares)} of the time" if shares else "") if took_s else "no step was trained"]
     if reward := trend(numbers.reward()[1].tolist()):
         shares = ", environments at equal shares" if environment_curves(numbers) else ""
-        report.append(f"reward    {reward}   (mean of the first and of the last steps{shares})")
+        of = "mean of the first and of the last steps" if took_s else "of rollouts that no step was trained on"
+        report.append(f"reward    {reward}   ({of}{shares})")
     report += environment_lines(numbers) + fallen_lines(numbers)
     if is_sft(numbers) and (loss := trend(numbers.points("trainer", "loss/mean")[1], ".4f")):
         report.append(f"loss      {loss}   (nats a token, mean of the first and of the last steps)")

@@ -6,6 +6,7 @@ The location of a run is that of its config.toml: it may be moved and renamed. A
 import contextlib
 import fnmatch
 import json
+import os
 import re
 import shutil
 import time
@@ -16,13 +17,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import write_config
-from rl.config.differences import changed_keys
+from rl.config.command_line import without_none, write_config
+from rl.config.differences import changed_keys, leaves
 from rl.config.outside import argument_fault
 from rl.config.run import RLConfig
 from rl.config.stored import as_written
 from rl.launch.repair import repair
-from rl.run_dir.files import append_file, clean_leftovers, move
+from rl.models.folder import weights_digest
+from rl.run_dir.digests import digest_of_file
+from rl.run_dir.files import append_file, clean_leftovers, move, write_file
 from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.run_dir.origin import read_origin
@@ -58,6 +61,7 @@ MAY_CHANGE = (
     "orchestrator.metrics",
     "orchestrator.batches",
     "orchestrator.rollouts",
+    "orchestrator.environment.*.reward (content of *)",
     "orchestrator.environment.*.workers",
     "orchestrator.environment.*.max_generating",
     "orchestrator.environment.*.max_scoring",
@@ -75,6 +79,7 @@ MAY_CHANGE = (
     "serve",
     "tinker.base_url",
     "cluster",
+    "*.function (content of *)",
     "*_timeout_s",
 )
 """Settings and whole sections that a resume may change: how long, where and how fast, but not what is learned.
@@ -137,6 +142,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
                 theirs = f"versions {min(versions)} to {max(versions)} of another run"
                 raise RunError(f"{run_dir.weights_dir} holds {theirs}; delete them with --clean")
         write_config(run_dir.config, config)
+        write_file(run_dir.named_files, json.dumps(contents(config)).encode())
         run_dir.stop_request.unlink(missing_ok=True)
         forget_dead_servers(run_dir.status_dir)
         for path in {*run_dir.status_dir.glob("*.json")} - {*server_files(run_dir.status_dir)} | {run_dir.status("inference")}:
@@ -265,8 +271,11 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
     if (reached := newest if step < 0 else min(newest, step)) > config.max_steps and not (config.sft and config.sft.epochs):
         back = f", or go back with --resume {config.max_steps}" if step < 0 else ""
         raise RunError(f"max_steps = {config.max_steps}: {run_dir.root} already has {reached} steps; give at least that{back}")
+    rates = new_rate(stored, config, reached)
+    if rates and step < 0:
+        raise RunError(f"max_steps: {stored.max_steps} -> {config.max_steps}: {rates}. To accept that, name the step: --resume {newest}")
     bring_weights(stored, config)
-    changes, notes = changed_keys(stored, config), []
+    changes, notes = changed_keys(stored, config) + edits(run_dir, config), [rates] * bool(rates)
     if step >= 0:
         notes += cut_to(run_dir, step, logged=config.sft is None)
     notes += [f"repaired: {remark}" for remark in repair(run_dir, thorough=False, logged=config.sft is None)]
@@ -281,6 +290,14 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
         append_file(run_dir.changes, "".join(json.dumps(line, default=str) + "\n" for line in lines).encode())
     batch = "" if config.sft else f", newest batch {run_dir.newest_batch() or 'none'}"
     return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}{batch}", *notes]
+
+
+def new_rate(stored: RLConfig, config: RLConfig, step: int) -> str:
+    """Returns the learning rates of a step by the stored and by the new settings; empty if they are equal, so that the rate goes on."""
+    old, new = (one.trainer.optim.lr_at(max(step, 1), one.max_steps) for one in (stored, config))
+    if old == new or (config.sft and config.sft.epochs):  # epochs end the schedule, not max_steps
+        return ""
+    return f"learning rate of step {step}: {old:.3g} before, {new:.3g} with these settings, which go on from there"
 
 
 def bring_weights(stored: RLConfig, config: RLConfig) -> None:
@@ -342,8 +359,26 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def refusals(stored: RLConfig, config: RLConfig) -> list[str]:
     """Returns the settings that differ although a resume may not change them, one per line."""
-    differ = ((key, old, new) for key, old, new in changed_keys(stored, config) if not may_change(key) and not moved(old, new))
+    changed = changed_keys(stored, config) + edits(config.run_dir, config)
+    differ = ((key, old, new) for key, old, new in changed if not may_change(key) and not moved(old, new))
     return [f"  {key}: {old!r} -> {new!r}" for key, old, new in differ]
+
+
+def edits(run_dir: RunDir, config: RLConfig) -> list[tuple[str, Any, Any]]:
+    """Returns the changes of `contents` since the last start, as `changed_keys` does those of settings."""
+    before = read_json(run_dir.named_files, dict[str, str]) or {}
+    return [(key, before[key], now) for key, now in contents(config).items() if before.get(key, now) != now]
+
+
+def contents(config: RLConfig) -> dict[str, str]:
+    """Returns a digest of each file, and of the weights in each model's folder, that a setting names."""
+    found = {}
+    for key, value in leaves(without_none(config)).items():
+        path = Path(str(value).rsplit(":", 1)[0])  # FILE.py:function
+        is_model = os.path.isfile(path / "config.json")
+        if is_model or (os.path.isfile(path) and not key.endswith(".python")):
+            found[f"{key} (content of {path.name})"] = (weights_digest if is_model else digest_of_file)(path)[:12]
+    return found
 
 
 def moved(old: Any, new: Any) -> bool:

@@ -1,7 +1,5 @@
 """The processes of a run, and the command of each."""
 
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +7,7 @@ from rl.config.run import RLConfig
 from rl.launch import devices
 from rl.launch.children import Children
 from rl.run_dir.paths import RunDir
-from rl.system.children import STOP_DEADLINE_S, Child
+from rl.system.children import PYTHON, STOP_DEADLINE_S, Child
 
 
 @dataclass(frozen=True)
@@ -19,6 +17,7 @@ class Role:
     name: str
     command: list[str]
     env: dict[str, str]
+    """Variables beside those that every child inherits, see launch/children.py."""
     cores: list[int] | None = None
     leaves_copy: bool = False
     """Whether it leaves a copy for a warm start of its next attempt, see system/preforked.py."""
@@ -40,34 +39,26 @@ SERVER = "rl.commands.serve_process"
 """The process `tinker` of `rl serve`."""
 
 
-OF_A_LAUNCHER = {
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
-}
-"""Variables by which torchrun and the like tell a process its place among others. Those of the shell are not about our processes."""
-
-
-def environment() -> dict[str, str]:
-    """Returns what a process of a run inherits: with the RANK of another launcher it would wait for ranks that never come."""
-    return {key: value for key, value in os.environ.items() if key not in OF_A_LAUNCHER}
+AGENT = [*PYTHON, "-m", "torch.distributed.run", "--no-python"]
+"""The agent of several ranks, which it starts by the command behind its options."""
 
 
 def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
     """Returns the command of a process, which reads everything else from the run's config.toml."""
     if name in PREPARING:
-        return [sys.executable, "-m", PREPARING[name], str(run_dir.config)]
-    module = ["-m", SERVER if name == "tinker" else f"rl.{name}.main", "@", str(run_dir.config)]
+        return [*PYTHON, "-m", PREPARING[name], str(run_dir.config)]
+    module = [*PYTHON, "-m", SERVER if name == "tinker" else f"rl.{name}.main", "@", str(run_dir.config)]
     if name == "trainer" and ranks > 1:
-        # --standalone: the agent picks a free port on this host, so two runs never collide.
-        # --shutdown-timeout: `rl` decides how long the ranks may take for their end.
-        own = ["--standalone", "--nproc-per-node", str(ranks), "--shutdown-timeout", "3600"]
-        return [sys.executable, "-m", "torch.distributed.run", *own, *module]
-    return [sys.executable, *module]  # one rank needs no agent, whose import of torch takes 3 s
+        # --standalone: the agent picks a free port on this host, so two runs never collide. It would give ranks the name of this machine,
+        # which may not resolve. --shutdown-timeout: `rl` decides how long the ranks may take for their end.
+        own = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks), "--shutdown-timeout", "3600"]
+        return [*AGENT, *own, *module]
+    return module  # one rank needs no agent, whose import of torch takes 3 s
 
 
 def start(children: Children, name: str, run_dir: RunDir, share: devices.Share, ranks: int, log_dir: Path) -> Child:
     """Starts one process of a run on its share of the machine, for a command that supervises it itself."""
-    return children.start(name, command(name, run_dir, ranks), environment() | share.env, log_dir, share.cores)
+    return children.start(name, command(name, run_dir, ranks), share.env, log_dir, share.cores)
 
 
 def preparing(config: RLConfig) -> list[str]:
@@ -90,12 +81,12 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
     shared = "inference" in shares and set(division.trainer.gpus) & set(division.inference.gpus)
     found = []
     for name, share in shares.items():
-        env, cores = (environment() | (share.env if share else {}), share.cores if share else None)
+        env, cores = (share.env, share.cores) if share else ({}, None)
         one_process = name != "trainer" or division.ranks == 1
         after_server = name == "trainer" and bool(shared)
         if config.is_remote and share:
-            asks = [sys.executable, "-m", f"rl.tinker.client.{name}", "@", str(run_dir.config)]
-            found.append(Role(name, asks, environment()))
+            asks = [*PYTHON, "-m", f"rl.tinker.client.{name}", "@", str(run_dir.config)]
+            found.append(Role(name, asks, {}))
             continue
         found.append(Role(name, command(name, run_dir, division.ranks), env, cores, one_process, after_server))
     return found

@@ -40,7 +40,7 @@ from rl.run_dir.paths import RunDir
 from rl.run_dir.status import RunEnd, read_json
 from rl.system.children import STOP_DEADLINE_S, Stopped
 from rl.system.errors import GIVE_UP, LASTING, RunError, system_error
-from rl.system.linux import shared_memory_fault
+from rl.system.linux import bind, shared_memory_fault
 from rl.system.machine import machine
 from rl.system.sandbox import fault as sandbox_fault
 from rl.system.terminal import discard_output, say
@@ -251,7 +251,7 @@ def run(prepared: Prepared, placement: Placement, children: Children, again: str
         # Find or download the model before anything needs it, in a separate process, which may load torch and can be stopped.
         # The same for the data of supervised fine-tuning, so that its faults are reported before anything else starts.
         for name in roles.preparing(config):
-            watch.until_finished([Role(name, roles.command(name, prepared.run_dir, 1), roles.environment())])
+            watch.until_finished([Role(name, roles.command(name, prepared.run_dir, 1), {})])
         watch.tell_disk(config)
         if config.sft:
             watch.tell_data()
@@ -315,6 +315,15 @@ def home_lines(homes: Homes) -> list[str]:
     return [f"environment{'s' * (len(names) > 1)} {', '.join(names)}: {text}" for text, names in by_home.items()]
 
 
+def check_ports(config: RLConfig) -> None:
+    """Raises RunError if another process of this machine, where the run's processes will be, has a port of theirs."""
+    used = {"inference": config.starts_inference, "orchestrator": not (config.sft or config.serve), "serve": config.serve}
+    for name in filter(used.get, used):
+        place = getattr(config, name)
+        if place.port and config.cluster is None:
+            bind(place.host, place.port, f"{name}.port").close()
+
+
 def launch(
     config: RLConfig,
     line: CommandLine,
@@ -329,6 +338,7 @@ def launch(
         raise RunError("trainer.data.fake measures the trainer alone; start it as `trainer` with the same files and flags")
     if problem := shared_memory_fault():
         raise RunError(problem)
+    check_ports(config)
     config = config.with_absolute_paths()
     sandboxed = {entry.label for entry in environments(config).values() if entry.isolation == "sandbox"}
     if sandboxed and (problem := sandbox_fault()):
@@ -348,5 +358,6 @@ def launch(
     code = run(prepared, placement, children, again, "view" in line.switches)
     prepared.lease.close()
     if code == 0 and "quick" in line.switches:
+        shutil.rmtree(prepared.run_dir.checkpoints, ignore_errors=True)  # three times the model, of no use to anybody
         print(f"verdict   {reward_summary(read_state(prepared.run_dir, config))}", flush=True)
     return code

@@ -15,6 +15,7 @@ from typing import Any
 from rl.config.base import BUILT_IN_TEMPLATE
 from rl.config.run import ModelConfig, RLConfig
 from rl.models.gguf import convert_gguf, gguf_of_package
+from rl.models.tokenizer import read_json
 from rl.run_dir.checksums import check_version, is_delta
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.run_dir.safetensors import model_files, read_header
@@ -108,17 +109,6 @@ def weights_digest(folder: Path) -> str:
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder has a tokenizer's vocabulary."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
-
-
-def read_json(path: Path, remedy: str = "copy the model again") -> dict[str, Any]:
-    """The object in a JSON file. Raises RunError whose message ends with the remedy."""
-    try:
-        fields = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{path}: not readable as JSON ({error}); {remedy}") from None
-    if not isinstance(fields, dict):
-        raise RunError(f"{path}: expected a JSON object, not {type(fields).__name__}; {remedy}")
-    return fields
 
 
 def has_template(folder: Path) -> bool:

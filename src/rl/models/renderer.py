@@ -35,7 +35,7 @@ class PackageRenderer(Renderer):
             self.inner = create_renderer(tokenizer, kind(**retention, **{key: switch[key] for key in switch if key in kind.model_fields}))
         except PACKAGE_ERRORS as error:
             raise RendererError(f'renderer.name = "{name}" does not fit this model: {error}; use "auto" or another name') from error
-        self.stop_token_ids = list(self.inner.get_stop_token_ids())
+        self.set_ends(self.inner.get_stop_token_ids())
         with_header, without = self.render(probes.ASK), self.render(probes.ASK, header=False)
         self.header = with_header[len(without) :]
 
@@ -66,7 +66,7 @@ class PackageRenderer(Renderer):
             raise RendererError(f'renderer "{self.name}" does not write an answer directly after its prompt; {remedy}')
         answer = whole[len(prompt) :]
         last = max((at for at, id in enumerate(answer) if id in self.stop_token_ids), default=None)
-        return answer[: last + 1] if last is not None else [*answer, self.stop_token_ids[0]]
+        return answer[: last + 1] if last is not None else [*answer, self.end_of(messages, tools)]
 
     def parse(self, completion_ids: list[int], tools: list[Tool] | None = None, prompt_ids: list[int] | None = None) -> Answer:
         answer = self.until_stop(completion_ids)

@@ -6,6 +6,7 @@ later turn are rendered alone and appended.
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from rl.config.run import RendererConfig
@@ -28,7 +29,7 @@ from rl.models.chat import (
     wire,
     with_arguments,
 )
-from rl.models.tokenizer import text_ids
+from rl.models.tokenizer import generation_ends, text_ids
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 PLACEHOLDER = "RL-PLACEHOLDER"
@@ -48,6 +49,12 @@ class Renderer:
         self.special_ids = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special} | set(tokenizer.all_special_ids)
         tags = {tokenizer.convert_tokens_to_ids(tag) for tag in (CALL, CALL_END, THINK, THINK_END)}
         self.hidden_ids = self.special_ids - (tags - {tokenizer.unk_token_id})
+        self.set_ends([])
+
+    def set_ends(self, own: list[int | None]) -> None:
+        """Answers end at the template's tokens, `own`, and at those that the model's files name."""
+        ids = [*own, self.tokenizer.eos_token_id, *generation_ends(Path(self.tokenizer.name_or_path))]
+        self.stop_token_ids = [id for id in dict.fromkeys(ids) if id is not None]
 
     def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
         """The ids of a conversation up to the start of the assistant's answer. Raises RendererError."""
@@ -96,6 +103,12 @@ class Renderer:
         """Sampled ids before the first stop token."""
         return ids[: next((at for at, id in enumerate(ids) if id in self.stop_token_ids), len(ids))]
 
+    def end_of(self, messages: list[Message], tools: list[Tool] | None) -> int:
+        """The token that ends the last answer if the template writes none: the one with which the next turn begins, as in GLM."""
+        follows = probes.TOOL_CYCLE[-1] if messages[-1].get("tool_calls") else probes.ASK[0]
+        ids = self.prompt_ids([*messages, follows], tools)
+        return next((id for id in reversed(ids) if id in self.stop_token_ids), self.stop_token_ids[0])
+
     def check_tools(self, tools: list[Tool] | None) -> None:
         if tools and not self.supports_tools:
             raise RendererError(
@@ -125,7 +138,7 @@ class TemplateRenderer(Renderer):
         self.closing = self.render([*probes.ASK, {"role": "assistant", "content": PLACEHOLDER}], header=False).rpartition(PLACEHOLDER)[2]
         self.end_id = next((id for id in self.encode(self.closing) if id in self.special_ids), None)
         self.end = "" if self.end_id is None else tokenizer.convert_ids_to_tokens(self.end_id)
-        self.stop_token_ids = [id for id in dict.fromkeys((self.end_id, tokenizer.eos_token_id)) if id is not None]
+        self.set_ends([self.end_id])
         self.supports_tools = self._shows_tools()
         self.fault = self._fault()
 
@@ -212,7 +225,7 @@ class TemplateRenderer(Renderer):
         # Encoded together with the header: some tokenizers treat the start of a text differently.
         header, ids = self.encode(self.header), self.encode(self.header + text)
         ids = ids[len(header) :] if ids[: len(header)] == header else self.encode(text)
-        return [*ids, self.stop_token_ids[0]]
+        return [*ids, self.end_of(messages, tools) if self.end_id is None else self.end_id]
 
     def _behind_answer(self, messages: list[Message], num_old: int, tools: list[Tool] | None) -> str | None:
         """The text that the template writes after the end of the last old answer; None if it also changes the text before that answer.

@@ -244,7 +244,7 @@ class Orchestrator:
 
     async def load(self, version: WeightVersion) -> None:
         """Loads a version into inference."""
-        self.status.enter(Phase.LOADING_VERSION, version.policy_version)
+        self.status.show(Phase.LOADING_VERSION, version.policy_version)
         with spans.span("load_version", "weights", version.policy_version):
             self.clock.pause_s += await self.policy.load(version)
 
@@ -274,7 +274,7 @@ class Orchestrator:
     async def evaluate(self, version: int) -> None:
         """Plays the evaluations due at the loaded version. Reaching a target ends the run."""
         for entry in self.evaluator.due(version, self.progress.final):
-            self.status.enter(Phase.EVALUATING, version, entry.label)
+            self.status.show(Phase.EVALUATING, version, entry.label)
             async with self.policy.pin():
                 with spans.span("eval", "evals", version, eval=entry.label):
                     await self.evaluator.evaluate(entry, version, self.policy.reconcile)
@@ -300,4 +300,4 @@ class Orchestrator:
             detail = f"enough later groups have finished; waiting for group {first.ref.group_id} of {first.ref.env} (task {first.ref.task})"
         phase, step = (Phase.FILLING_BATCH, batch) if self.batches_ahead() > 0 else (Phase.WAITING_FOR_VERSION, self.policy.loaded + 1)
         counts = {"batch": batch, "batch_done": min(done, size), "batch_size": size, "policy_version": self.policy.loaded}
-        self.status.enter(phase, step, detail, **counts, quarantined=sorted(self.pool.lost))
+        self.status.show(phase, step, detail, **counts, quarantined=sorted(self.pool.lost))

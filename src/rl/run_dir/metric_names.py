@@ -60,7 +60,7 @@ EVALS = {
     "eval/<env>/pass@<k>_stderr": "Its standard error over the examples.",
     "eval/<env>/agent_<agent>": "Mean reward of one agent, if there are several; a failed rollout counts as 0.",
     "eval/<env>/agent_<agent>_stderr": "Its standard error over the examples in which the agent plays.",
-    "eval/<env>/length_mean": "Mean number of sampled tokens of a rollout.",
+    "eval/<env>/length_mean": "Mean number of sampled tokens of a rollout. Missing if an endpoint does not count them.",
     "eval/<env>/errored": "Share of the episodes that failed for good.",
     "eval/<env>/truncated": "Share of the rollouts in which an answer was cut off by a token limit.",
     "eval/<env>/<metric>": "Mean of one of the environment's own reward functions or metrics.",

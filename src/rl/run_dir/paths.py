@@ -59,6 +59,8 @@ class RunDir:
         """Settings that resumes changed, one JSON object per line: time, step, key, old, new."""
         self.origin = root / "origin.json"
         """Where a branch was made from: an origin.Origin."""
+        self.named_files = root / "named_files.json"
+        """Digests of the files that settings name, by key."""
         self.wandb = root / "wandb.json"
         self.tensorboard = root / "tensorboard"
         """Event files, made from metrics.jsonl."""

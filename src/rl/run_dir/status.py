@@ -195,13 +195,17 @@ class Status:
 
     def enter(self, phase: Phase, step: int | None = None, detail: str = "", **fields: Any) -> None:
         """Sets and writes what the process does or waits for. Other fields, such as `address`, keep their values until set again."""
+        self.show(phase, step, detail, **fields)
+        self._write()
+
+    def show(self, phase: Phase, step: int | None = None, detail: str = "", **fields: Any) -> None:
+        """As `enter`, for an event loop, which does not wait for the disk: the heartbeat's thread writes it."""
         with self.changing:
             if (phase, step) != (self.current.phase, self.current.step):
                 fields["since"] = time.time()
                 self._note_phase()
             now = {"phase": phase, "step": step, "waiting_for": phase.waits_for, "detail": detail}
             self.current = msgspec.structs.replace(self.current, **now, **fields)
-        self._write()
 
     def warn(self, warning: RunWarning) -> None:
         """Publishes a warning for `rl` to print. Repetitions are dropped: the same kind about an environment, or the same text."""
@@ -248,7 +252,7 @@ class Status:
     def _note_phase(self) -> None:
         """Records the span of the phase that ends, unless this machine was declared lost."""
         before, self.entered = self.entered, time.monotonic()
-        if self.current.phase and not self._is_fenced():
+        if self.current.phase and not self.fenced:
             spans.note(self.current.phase.value, before, self.entered, PHASE_LANE, self.current.step)
 
     def _beat(self) -> None:

@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from rl.system import process_table
 from rl.system.linux import LAUNCHER, end_with_parent
 from rl.system.process_table import Table
 
+PYTHON = (sys.executable, "-P")
+"""The interpreter of all processes. -P: a folder `rl`, or a queue.py, where the user stands must not be what they import."""
 STOP_DEADLINE_S = 20.0
 """Time between SIGTERM and SIGKILL. A torchrun agent, a vLLM server and its engine need less; weights and checkpoints are atomic anyway."""
 

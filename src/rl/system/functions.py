@@ -70,8 +70,7 @@ def source_file(source: str) -> Path:
 
 
 def first_place(package: str) -> Path | None:
-    """Returns the file that a package or module would be imported from, or None. The processes of a run also find modules in the directory
-    in which `rl` is called."""
+    """Returns the file that a package or module would be imported from, or None: in the end, one in the current directory."""
     spec = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
     return Path(spec.origin or "") if spec else None
 
@@ -128,6 +127,7 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
             module = import_file(path)
     else:
         with Blame(f"{what}: importing the module", "install it, or name a file: file.py:function"):
+            sys.path.append(os.getcwd())
             module = importlib.import_module(source)
     function = getattr(module, attribute, None)
     if not callable(function):

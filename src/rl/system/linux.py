@@ -1,17 +1,20 @@
 """Linux services: ending with the parent, adopting orphans, names and identities of processes, the limit of open files, routes."""
 
 import ctypes
+import errno
 import os
 import resource
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
 from rl.system import process_table
+from rl.system.errors import RunError
 
 LAUNCHER = "RL_PARENT_PID"
 """Environment variable with the pid of the ancestor that must be alive."""
@@ -24,6 +27,8 @@ _prctl = LIBC.prctl  # looked up here, not in a forked child
 
 SHARED_MEMORY = Path("/dev/shm")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+PORT_WAIT_S = 10.0
+"""How long a port in use is waited for: the process that had it may be ending."""
 LONGEST_SOCKET = 107
 """Maximum bytes of a Unix socket's path."""
 
@@ -39,6 +44,29 @@ def spare_loopback() -> None:
     named = f"{os.environ.get('no_proxy', '')},{os.environ.get('NO_PROXY', '')}".split(",")
     hosts = dict.fromkeys(filter(None, [*map(str.strip, named), *LOOPBACK]))
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*" if "*" in hosts else ",".join(hosts)
+
+
+def bind(host: str, port: int, setting: str, wait_s: float = PORT_WAIT_S) -> socket.socket:
+    """Returns a bound socket; port 0 takes a free port. One in use is waited for. Raises RunError that names the setting of the port."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            sock.bind((host, port))
+            return sock
+        except OverflowError:
+            raise RunError(f"{setting} = {port}: a port is a number from 1 to 65535") from None
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            sock.close()
+            text = f"{setting} = {port} on {host}: {error.strerror}; choose another, or 0 for a free one"
+            if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+                name = setting.replace("port", "host")
+                text = f"{name} = {host}: {error.strerror}; give an address of this machine, or 0.0.0.0 for all of them"
+            raise RunError(text) from None
 
 
 def socket_base(room: int) -> str:

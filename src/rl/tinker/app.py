@@ -32,6 +32,7 @@ from rl.tinker.requests import (
 )
 from rl.tinker.sampling import MOST_WAITING, Sampling
 from rl.tinker.training import Training, decode
+from rl.wire.messages import UNREADABLE
 from rl.wire.training_calls import CallError
 
 POLL_S = 30.0
@@ -181,7 +182,7 @@ def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
             return await endpoint(request)
         except KeyError as error:
             return problem(404, str(error.args[0]))
-        except (CallError, CorruptFileError, DecodeError, msgspec.DecodeError) as error:
+        except (CallError, CorruptFileError, DecodeError, *UNREADABLE) as error:
             return problem(400, str(error))
         except ClientDisconnect:
             return problem(400, "the client has gone")

@@ -30,6 +30,7 @@ from rl.tinker import codec
 from rl.tinker.log import MOST_OPEN, Answer, Call, Log
 from rl.tinker.places import EXTERNAL, SAMPLER, TRAINING, Places, new_saved, tinker_path, write_json
 from rl.tinker.requests import CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsExternal, SaveWeightsForSampler
+from rl.wire.messages import UNREADABLE
 from rl.wire.training_calls import CallError, Learner, NoRoomError
 
 T = TypeVar("T")
@@ -416,7 +417,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     """Returns a JSON request, in which Python's NaN and Infinity may be numbers: they are refused where they are used. Raises CallError."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         pass
     try:
         return msgspec.convert(json.loads(body), type=kind)

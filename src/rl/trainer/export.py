@@ -6,17 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rl.config.trainer import LoraConfig
+from rl.models.ends import write_ends
 from rl.models.folder import weights_digest
 from rl.run_dir.checksums import check_version, verify_checkpoint
 from rl.run_dir.deltas import readable
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.trainer.model import lora
 from rl.trainer.model.policy import DTYPES
+from rl.trainer.parallel.loading import load_rows
 from rl.trainer.store import checkpoint
+from rl.trainer.store.layout import dtype_of
 from rl.trainer.store.space import require_space, write_tensors
 from rl.trainer.store.versions import copy_small_files, write_config
 
@@ -44,7 +47,7 @@ def export(origin: Origin, target: Path, merge: bool, dtype: str) -> None:
     model = load(origin, DTYPES[dtype])
     if origin.lora and merge:
         lora.merge_adapters(model)
-    write_directory(target, lambda folder: write(folder, model, origin.base, DTYPES[dtype]))
+    write_directory(target, lambda folder: write(folder, model, origin.base, DTYPES[dtype], origin.trust_remote_code))
 
 
 def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
@@ -54,9 +57,7 @@ def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
         check_version(origin.version)
     whole = origin.version if not found and not origin.lora else None
     with readable(whole or origin.base) as folder:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype if whole else torch.float32, trust_remote_code=origin.trust_remote_code
-        )
+        model = load_rows(folder, None, dtype=dtype if whole else torch.float32, trust_remote_code=origin.trust_remote_code)
     if origin.lora:
         lora.add_adapters(model, origin.lora)
     if found:
@@ -79,7 +80,7 @@ def sound_checkpoint(origin: Origin) -> tuple[Path, dict[str, Any]] | None:
         return None
 
 
-def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype) -> None:
+def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype, trusted: bool = False) -> None:
     """Fills `folder` with the weights in `dtype` and the base model's tokenizer. Of a model with adapters writes only the adapters."""
     if lora.has_adapters(model):
         tensors = {lora.name_in_file(name): parameter.detach().to(dtype) for name, parameter in lora.trainable(model).items()}
@@ -90,11 +91,12 @@ def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype) 
         for name in ("config.json", "README.md"):  # these are the base model's
             (folder / name).unlink(missing_ok=True)
     else:
-        for parameter in model.parameters():  # buffers stay as they are, see layout.dtype_of
-            parameter.data = parameter.data.to(dtype)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype_of(parameter, dtype))
         require_space(folder, model.parameters())
         if (base / "generation_config.json").is_file():  # it is copied as it is: transformers refuses to save some, such as Llama 2's
             model.generation_config = GenerationConfig()
         model.save_pretrained(folder)
         copy_small_files(base, folder)
         write_config(base, folder, model, dtype)
+    write_ends(base, folder, trusted)

@@ -69,12 +69,13 @@ def start(
     needs_base = settings.lora or (settings.loss.kl_coefficient and not settings.loss.kl_reference)
     held = weights_digest(Path(base)) if needs_base else ""
     step = checkpoint.load(*newest, model, optimizer, world, world.new_group(patience_s), patience_s, held) if newest else 0
+    vocab_size = model.config.get_text_config().vocab_size
     if settings.data.fake:
-        source = FakeBatches(settings.data.fake, model.config.get_text_config().vocab_size, config.seed)
+        source = FakeBatches(settings.data.fake, vocab_size, config.seed)
     waits = [Wait(settings.batch_timeout_s, status.enter) for _ in range(2)]
     asks = world.is_main and not source
     client = OrchestratorClient(run_dir, departure.asked.is_set) if asks else None
-    strict = False if settings.strict_parity is None and config.truncates else settings.strict_parity
+    strict = False if settings.strict_parity is None and config.truncates(vocab_size) else settings.strict_parity
     parity = None if source else ParityWatch(RUN_LIMITS[config.model.dtype], strict, client, bool(settings.lora))
     source = source or FromOrchestrator(client, waits[0], world, settings.rank_timeout_s)
     hidden_size, minibatches = model.config.get_text_config().hidden_size, settings.minibatches

@@ -21,7 +21,7 @@ from rl.trainer.measure.tokens import TokenColumns
 from rl.trainer.model.policy import Scores, keep_old, score
 from rl.trainer.model.reference import reference_logprobs
 from rl.trainer.optim import optimizer_step
-from rl.trainer.parallel.sharding import reduce_replicas, sum_over_context
+from rl.trainer.parallel.sharding import finish_gradients, reduce_replicas, sum_over_context
 from rl.trainer.parallel.world import World
 from rl.trainer.trainer import TrainContext, Trainer
 
@@ -136,6 +136,7 @@ def accumulate(context: TrainContext, packed: Packed, minibatch: list[MicroBatch
         loss.backward()
         statistics.add(batch, loss.detach(), scores, terms, first)
         context.advance()
+    finish_gradients(model, world)
 
 
 def loss_inputs(batch: MicroBatch, num_samples: int, scores: Scores, world: World) -> LossInputs:

@@ -122,8 +122,8 @@ class Trainer:
         self.publisher.free()  # before the copy: two copies would take twice the memory
         context.world.barrier()  # rank 0 may have waited long for the orchestrator or the disk
         made_by = determinism.conditions(context.settings, context.world, mode_of(context.model))
-        dtype = DTYPES[self.config.model.dtype]
-        self.version = versions.snapshot(context.model, self.base, dtype, made_by, self.publisher.ranks, self.version)
+        dtype, trusted = DTYPES[self.config.model.dtype], self.config.model.trust_remote_code
+        self.version = versions.snapshot(context.model, self.base, dtype, made_by, self.publisher.ranks, self.version, trusted)
         self.publisher.start(self.step, self.version, {self.saver.step, self.saver.newest_started})
 
     def probe(self, timer: Timer) -> dict[str, float]:

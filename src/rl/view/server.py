@@ -1,6 +1,5 @@
 """Serves the page's files, and answers as JSON. Reads run directories, and writes nothing."""
 
-import errno
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from rl.records.run import UnknownMetricError
 from rl.run_dir.hashes import blake2b
 from rl.system.credentials import redact_json
 from rl.system.errors import RunError
+from rl.system.linux import bind
 from rl.view.access import PageGate
 from rl.view.library import Library, UnknownRunError
 from rl.view.routes import ROUTES, Handlers, Route
@@ -74,23 +74,16 @@ def with_tag(data: bytes, request: Request) -> Response:
     return Response(data, media_type="application/json", headers={"etag": tag, "cache-control": "private, no-cache"})
 
 
-def bind(host: str, port: int | None) -> socket.socket:
+def listen(host: str, port: int | None) -> socket.socket:
     """A listening socket. If no port is given, tries PORT, then lets the kernel choose. Raises RunError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for candidate in (port,) if port is not None else (PORT, 0):
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, candidate))
-            listener.listen(64)
-            return listener
-        except OverflowError:
-            raise RunError(f"--port {candidate}: a port is a number from 1 to 65535") from None
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRINUSE or port is not None:
-                raise RunError(f"--host {host} --port {candidate}: {error.strerror}; choose others") from None
-    raise RunError(f"no port of {host} is free")
+    try:
+        listener = bind(host, PORT if port is None else port, "--port", wait_s=0.0)
+    except RunError:
+        if port is not None:
+            raise
+        listener = bind(host, 0, "--port")
+    listener.listen(64)
+    return listener
 
 
 def address(host: str, port: int) -> str:
@@ -105,7 +98,7 @@ def serve(library: Library, secret: str, host: str, port: int | None, new_link: 
     new_link: called with the address and the number of each link that lets a browser in: the first once the page is up, a new one
     whenever one was used.
     """
-    listener = bind(host, port)
+    listener = listen(host, port)
     place = address(host, listener.getsockname()[1])
     app = PageGate(make_app(library), secret, host, lambda number: new_link(place, number))
     config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=1)

@@ -63,7 +63,10 @@ class HttpGate:
         return refusal(413, "too_large", f"the body has {length} bytes, {self.max_body_bytes} are allowed", CLOSE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = None if scope["type"] == "lifespan" else self.refuse(scope) or self.too_long(scope)
+        refused = None if scope["type"] == "lifespan" else self.refuse(scope)
+        if not refused and scope["type"] == "http" and (refused := self.too_long(scope)):
+            while (await receive()).get("more_body"):  # a client that still sends would see a closed connection, and no answer
+                pass
         if not refused:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":

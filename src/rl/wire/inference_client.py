@@ -23,6 +23,7 @@ from rl.system.errors import GIVE_UP, RESTART, RunError
 from rl.wire.balance import Balancer, Server
 from rl.wire.http import CONNECT_S, RETRY_S, AwayError, HttpClient, RefusedError
 from rl.wire.messages import UNREADABLE, VersionSpan, WeightVersion
+from rl.wire.turns import check_lengths
 from rl.wire.worker_messages import ServerSet
 
 PROTOCOL = 5
@@ -66,6 +67,7 @@ class Generation(msgspec.Struct):
     """One per token of the prompt, nats, of the model itself at temperature 1; None for the first. If they were asked for."""
 
     def __post_init__(self) -> None:
+        check_lengths(self.token_ids, self.logprobs, self.policy_versions)
         self.logprobs = [math.nan if logprob is None else logprob for logprob in self.logprobs]
 
 

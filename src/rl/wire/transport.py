@@ -7,7 +7,6 @@ in the run directory, which all nodes share.
 """
 
 import contextlib
-import errno
 import hashlib
 import logging
 import math
@@ -28,6 +27,7 @@ from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, describe, last_seen, reachable, read_address
 from rl.system import faults
 from rl.system.errors import RESTART, RunError
+from rl.system.linux import bind
 from rl.wire.batch_file import is_batch
 from rl.wire.messages import (
     UNREADABLE,
@@ -295,6 +295,7 @@ class TrainerServer:
     """
 
     def __init__(self, host: str, port: int, token: str):
+        bind(host, port, "orchestrator.port").close()  # its faults have better words than zmq's
         self.context = zmq.asyncio.Context()  # its own, because an authenticator applies to a whole context
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.linger = 0
@@ -304,14 +305,7 @@ class TrainerServer:
         self.rejected = Rejected("requests of the trainer")
         self.authenticator = self._authenticator(token)
         brackets = f"[{host}]" if ":" in host else host
-        try:
-            self.socket.bind(f"{PLAIN}{brackets}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self.close()
-            text = f"orchestrator.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one"
-            if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-                text = f"orchestrator.host = {host}: {error.strerror}; give an address of this machine, or 0.0.0.0 for all of them"
-            raise OSError(error.errno, text) from None
+        self.socket.bind(f"{PLAIN}{brackets}:{port or '*'}")
         bound_port = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         name = reachable(host)
         self.address = f"{ENCRYPTED}{f'[{name}]' if ':' in name else name}:{bound_port}"

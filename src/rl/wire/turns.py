@@ -35,9 +35,7 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Number of first tokens of the prompt whose routes an earlier turn has."""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.completion_ids), len(self.logprobs), sum(span.num_tokens for span in self.policy_versions)}
-        if len(lengths) != 1:
-            raise ValueError(f"an answer's tokens, logprobs and policy versions differ in number: {sorted(lengths)}")
+        check_lengths(self.completion_ids, self.logprobs, self.policy_versions)
         if self.completion_ids and not self.prompt_ids:
             raise ValueError("an answer to an empty prompt cannot be trained")
         if self.teacher_logprobs is not None and len(self.teacher_logprobs) != len(self.completion_ids):
@@ -132,7 +130,7 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
             shared = max(common, default=0)
             base = common.index(shared) if shared else -1
             self.chains.append(Chain(prompt[shared * ID_BYTES :] + pack_ids(turn.completion_ids), base, shared))
-        routes = None if turn.routes is None else self._new_routes(turn, number)
+        routes = None if turn.routes is None else self._new_routes(turn, common, number)
         teacher = None if turn.teacher_logprobs is None else pack_logprobs(turn.teacher_logprobs)
         logprobs = pack_logprobs(turn.logprobs)
         self.answers.append(AnswerSpan(number, len(turn.prompt_ids), logprobs, turn.policy_versions, turn.finish_reason, teacher, routes))
@@ -141,23 +139,24 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
         """Returns of how many of a prompt's first tokens the routes are known: those of the chain that the prompt extends."""
         common = self._common(pack_ids(prompt_ids))
         number = next((i for i, chain in enumerate(self.chains) if common[i] == chain.num_tokens), -1)
-        return max((answer.end - 1 for answer in self.answers if answer.chain == number and answer.routes), default=0)
+        return self._known_routes(number)[1]
 
     def routes(self, number: int, count: int) -> bytes | None:
-        """Returns the routes of a chain's first `count` tokens; None unless all its answers have routes."""
-        parts = [(answer.end - 1, answer.routes) for answer in self.answers if answer.chain == number]
-        if any(routes is None for _, routes in parts):
-            return None
-        whole, last = b"".join(routes for _, routes in parts if routes), max((end for end, _ in parts), default=0)
-        return whole[: count * (len(whole) // max(1, last))]
+        """Returns the routes of a chain's first `count` tokens; None unless all are known."""
+        whole, known = self._known_routes(number)
+        return whole[: count * (len(whole) // known)] if known >= count and whole else None
 
-    def _new_routes(self, turn: Turn, number: int) -> bytes:
-        """Returns the routes of a turn without those that its chain has. With those of its chain's base, if another turn has meanwhile
-        extended the chain that the turn was to extend."""
-        known = self.routes(number, self.chains[number].num_tokens) or b""
-        before = known if known or not turn.routes_from else self.routes(self.chains[number].base, turn.routes_from) or b""
-        width = len(turn.routes or b"") // max(1, len(turn.token_ids) - 1 - turn.routes_from)
-        return (before[: turn.routes_from * width] + (turn.routes or b""))[len(known) :]
+    def _known_routes(self, number: int) -> tuple[bytes, int]:
+        """Returns the known routes of a chain, and of how many of its first tokens they are."""
+        found = [(answer.end - 1, answer.routes) for answer in self.answers if answer.chain == number and answer.routes]
+        return b"".join(routes for _, routes in found), max((end for end, _ in found), default=0)
+
+    def _new_routes(self, turn: Turn, common: list[int], number: int) -> bytes | None:
+        """Returns a turn's routes without those that its chain has. Those before `routes_from` are any chain's that begins with the same
+        tokens: another turn may meanwhile have extended the one that this turn was to extend. None if no chain has them."""
+        shares = (other for other, shared in enumerate(common) if shared >= turn.routes_from)
+        before = next(filter(None, (self.routes(other, turn.routes_from) for other in shares)), None if turn.routes_from else b"")
+        return None if before is None else (before + (turn.routes or b""))[len(self._known_routes(number)[0]) :]
 
     def _common(self, prompt: bytes) -> list[int]:
         """Returns the length of each chain's common prefix with a prompt, in tokens. Looks at each stored token once."""
@@ -222,6 +221,13 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
 
     def __iter__(self) -> Iterator[Turn]:
         return map(self._turn, self.answers)
+
+
+def check_lengths(ids: Sequence[int], logprobs: Sequence[float | None], versions: list[VersionSpan]) -> None:
+    """Raises ValueError unless all three are about the same number of tokens."""
+    lengths = {len(ids), len(logprobs), sum(span.num_tokens for span in versions)}
+    if len(lengths) != 1:
+        raise ValueError(f"an answer's tokens, logprobs and policy versions differ in number: {sorted(lengths)}")
 
 
 def answer_digest(prompt_ids: Sequence[int], completion_ids: Sequence[int], logprobs: Sequence[float]) -> str:

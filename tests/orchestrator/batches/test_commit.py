@@ -97,7 +97,7 @@ class Nothing:
 
     def advance(self, count: int = 1) -> None: ...
 
-    def enter(self, phase: object, step: int, detail: str, **counts: object) -> None:
+    def show(self, phase: object, step: int, detail: str, **counts: object) -> None:
         self.counts, self.detail = counts, detail
 
 

@@ -1,5 +1,8 @@
 """The routes of turns: only those of new tokens are asked for, and a sample has those of all its tokens."""
 
+import random
+from zlib import crc32
+
 import msgspec
 import pytest
 
@@ -54,6 +57,38 @@ def test_a_turn_whose_chain_was_extended_meanwhile_keeps_its_routes():
     before = routes([1, 2, 3, 4])
     assert first.routes == before + routes([1, 2, 3, 4, 5, 5], 3, salt=1)
     assert second.routes == before + routes([1, 2, 3, 4, 6, 6], 3, salt=2)
+
+
+def experts(ids: list[int], since: int = 0) -> bytes:
+    """Four bytes for each token but the last, which tell all tokens up to it."""
+    return b"".join(crc32(bytes(ids[: place + 1])).to_bytes(4) for place in range(since, len(ids) - 1))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parallel_calls_of_one_conversation_keep_the_routes_of_their_own_tokens(seed):
+    """Up to four calls are under way at once; some servers give no routes."""
+    draw = random.Random(seed)
+    for _ in range(400):
+        turns, under_way, kept = Turns([], []), [], []
+        for _ in range(draw.randint(2, 12)):
+            if (under_way and draw.random() < 0.5) or len(under_way) == 4:
+                kept.append(under_way.pop(draw.randrange(len(under_way))))
+                turns.add(kept[-1])
+                continue
+            known = draw.choice(kept).token_ids if kept and draw.random() < 0.8 else []
+            prompt = known[: draw.randint(0, len(known))] if draw.random() < 0.3 else known
+            prompt = prompt + [draw.randint(1, 2) for _ in range(draw.randint(not prompt, 3))]
+            answer, since = [draw.randint(1, 2) for _ in range(draw.randint(1, 3))], turns.routed(prompt)
+            given = experts(prompt + answer, since) if draw.random() < 0.9 else None
+            under_way.append(turn(prompt, answer, routes=given, routes_from=since if given else 0))
+        for given, stored in zip(kept, turns, strict=True):
+            assert stored.token_ids == given.token_ids
+            assert stored.routes == experts(given.token_ids) or (stored.routes is None and given.routes is None)
+
+
+def test_a_turn_that_leaves_out_routes_that_nobody_has_has_none():
+    turns = Turns.of([turn([1, 2, 3], [4], routes=routes([1, 2, 3, 4], 2), routes_from=2)])
+    assert turns[0].routes is None
 
 
 def test_an_answer_without_tokens_and_a_chain_with_unknown_routes():

@@ -83,6 +83,11 @@ def test_a_failed_rollout_is_a_reward_of_zero_and_is_counted():
     assert metrics["eval/e/m"] == pytest.approx(5 / 3) and metrics["eval/e/length_mean"] == 7.5
 
 
+def test_an_endpoint_that_does_not_say_how_much_it_sampled_has_no_length():
+    metrics = eval_metrics("e", [(0, [Rollout(reward=1.0)])])
+    assert metrics["eval/e/reward_mean"] == 1.0 and "eval/e/length_mean" not in metrics
+
+
 def test_an_episode_of_several_agents_counts_once():
     group = [
         Rollout(reward=1.0, episode=0, agent="a"),

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from rl.models.tiny import make_tiny_model
 from rl.trainer.parallel.sharding import parts_of_row, slots_of_row
 from tests.bounds import OPERATIONS, rounding
-from tests.families import SIZES
+from tests.families import CONFIGS, SIZES
 from tests.ports import free_ports
 from tests.trainer.layouts import LAYOUTS
+from tests.trainer.samples import with_float32
 from tests.zygote import trainer_zygote
 
 USUAL = {"initializer_range": 0.02}
@@ -29,6 +30,8 @@ MODELS: dict[str, dict[str, Any] | None] = {
         "model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    # routers and sinks in float32, which each rank holds whole
+    "mixed": USUAL | CONFIGS["gpt_oss"],
 }  # fmt: skip
 
 
@@ -52,6 +55,7 @@ def run_ranks(module: str, folder: Path, count: int) -> None:
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     models = {kind: str(make_tiny_model(folder / kind, config)) for kind, config in MODELS.items()}
+    with_float32(Path(models["mixed"]))
     (folder / "plan.json").write_text(json.dumps({"models": models, "ports": free_ports(len(LAYOUTS) + 4)}))
     run_ranks("tests.trainer.layouts", folder, 4)
     return folder
@@ -116,8 +120,10 @@ def test_every_rank_says_how_the_nodes_differ(results):
 
 
 def test_experts_that_a_rank_does_not_use_keep_their_own_gradient(results):
-    """Ranks added the gradients that they had in turn: rank 0's of the first expert to rank 1's of the second, without an error."""
-    assert [json.loads((results / f"experts-{rank}.json").read_text()) for rank in range(2)] == [[1.0, 3.0, 2.0]] * 2
+    """Ranks added the gradients that they had in turn: rank 0's of the first expert to rank 1's of the second, without an error. What no
+    rank uses has none, as on one rank: of zeros, AdamW would decay it, and go on with its momentum."""
+    steps = [[1.0, 3.0, 2.0, None, None], [3.0, None, None, None, None]]
+    assert [json.loads((results / f"experts-{rank}.json").read_text()) for rank in range(2)] == [steps] * 2
 
 
 def test_a_row_is_divided_into_parts_of_equal_cost():

@@ -1,14 +1,12 @@
 """Defines a line of the doctor's output, starts the doctor's processes, and estimates the memory of a run."""
 
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from rl.launch.children import Children
 from rl.run_dir.logs import last_lines
-from rl.system.children import Child
+from rl.system.children import PYTHON, Child
 
 GIB = 2**30
 PROCESSES_GIB = 3.5
@@ -37,7 +35,7 @@ def needed_gib(parameters: float) -> float:
 
 def start_module(children: Children, work: Path, name: str, module: str, *args: str, **env: str) -> Child:
     """Starts `python -m MODULE ARGS` as child `name`, with additional variables `env` and its log in `work`."""
-    return children.start(name, [sys.executable, "-m", module, *args], {**os.environ, **env}, work / "logs")
+    return children.start(name, [*PYTHON, "-m", module, *args], env, work / "logs")
 
 
 def output(child: Child) -> list[str]:

@@ -6,7 +6,9 @@ from typing import Any
 
 import verifiers as vf
 from openai import AsyncOpenAI
+from pydantic import ValidationError
 from verifiers.clients import Client, OpenAIChatCompletionsClient, OpenAICompletionsClient
+from verifiers.errors import InvalidModelResponseError
 from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 
 from rl.envs.policy import Conversation, Past, Policy, RolloutError
@@ -97,7 +99,7 @@ class TextConversation(Conversation):
         turn = await self.sample(ids, overrides)
         completion = renderer.decode(turn.completion_ids)
         self.keep(turn, Past(len(self.turns), before, [new, completion]))
-        return turn, Answer(completion, None, [], [])
+        return turn, Answer(self.before_stop(completion, overrides), None, [], [])
 
 
 class PolicyClient(Client):
@@ -132,7 +134,7 @@ class PolicyClient(Client):
         self, prompt: Any, model: str, sampling_args: dict[str, Any], tools: list[Tool] | None = None, **kwargs: Any
     ) -> NativeResponse:
         conversation = self._conversation(kwargs.get("state"))
-        overrides = sampling_args | {"max_tokens": sampling_args.get("max_completion_tokens", sampling_args.get("max_tokens"))}
+        overrides = sampling_args | {"max_tokens": sampling_args.get("max_completion_tokens") or sampling_args.get("max_tokens")}
         try:
             turn, answer = await conversation.answer(prompt, tools, overrides)
         except PromptTooLongError as error:
@@ -194,11 +196,39 @@ class PolicyClient(Client):
         return whole[:num_prompt], whole[num_prompt:]
 
 
+class AsOurs(Client):
+    """An endpoint's answers are taken as the own policy's are: one may be empty, and has text beside its reasoning or calls."""
+
+    raise_from_native_response = PolicyClient.raise_from_native_response
+
+    async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            response = await super().get_native_response(*args, **kwargs)  # ty: ignore
+        except ValidationError as error:
+            response = error.errors()[0]["input"]
+        if getattr(response, "choices", None):
+            return response
+        raise InvalidModelResponseError(f"the endpoint answered no completion: {str(response)[:500]}")
+
+    async def from_native_response(self, response: Any) -> Response:
+        answer = await super().from_native_response(response)  # ty: ignore
+        answer.message.content = answer.message.content or ""
+        return answer
+
+
+class EndpointChat(AsOurs, OpenAIChatCompletionsClient):
+    """In chat style."""
+
+
+class EndpointText(AsOurs, OpenAICompletionsClient):
+    """In completion style."""
+
+
 def endpoint_clients(endpoint: Endpoint) -> dict[bool, Client]:
     """Clients of an endpoint for chat (False) and completion style (True), with shared connections."""
     key = os.environ.get(endpoint.api_key_var) or "EMPTY"
     shared = AsyncOpenAI(base_url=endpoint.base_url, api_key=key, max_retries=ENDPOINT_RETRIES)
-    return {False: OpenAIChatCompletionsClient(shared), True: OpenAICompletionsClient(shared)}
+    return {False: EndpointChat(shared), True: EndpointText(shared)}
 
 
 def endpoint_sampling(sampling: dict[str, Any]) -> dict[str, Any]:

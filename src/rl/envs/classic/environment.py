@@ -90,6 +90,10 @@ class Play:
         return self.overlong and not self.state.get("trajectory")
 
 
+PRIVATE = vf.Environment._teardown, vf.EnvGroup._route_child_input, vf.Rubric._is_group_func
+"""What is used of verifiers without its promise: a version without one of them does not load."""
+
+
 class ClassicEnvironment:
     """An environment of the classic API. See `Environment` for its methods."""
 
@@ -282,6 +286,8 @@ def metrics_of(play: Play, scoring: Scoring) -> dict[str, float]:
         metrics[f"{member}reward"] = float(play.state["reward"])
     if play.client and play.client.offered_tools:
         metrics[f"{member}bad_tool_calls"] = float(play.client.bad_tool_calls)
+    if play.client and (forced := sum(chat.forced for chat in play.client.conversations.values())):
+        metrics[f"{member}forced_sampling"] = float(forced)
     return metrics
 
 

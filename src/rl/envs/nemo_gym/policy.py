@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl.envs.nemo_gym.head import Head
-from rl.envs.nemo_gym.wire import TOKEN_KEYS
-from rl.envs.policy import OVERRIDABLE, Conversation, Past, Policy, RolloutError, comparable
+from rl.envs.nemo_gym.wire import as_turn
+from rl.envs.policy import Conversation, Past, Policy, RolloutError, comparable, overridden
 from rl.models.chat import THINK, THINK_END, Answer, Message, Tool, ToolCall, assistant_message
 from rl.system.errors import RunError
 from rl.wire.inference_client import PromptTooLongError
-from rl.wire.messages import VersionSpan
 from rl.wire.turns import Turn
 from rl.wire.worker_messages import PolicySpec
 
@@ -76,14 +75,14 @@ class GymConversation(Conversation):
         """The policy's answer to a chat. Raises PromptTooLongError and RolloutError."""
         tools, compared = tools or None, [comparable(message) for message in messages]
         before, num_old = next(self.continued(compared, tools), (None, 0))
-        sampling = self.sampling | {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) is not None}
-        body = {key: value for key, value in sampling.items() if value is not None}
+        body = {key: value for key, value in overridden(self.sampling, overrides).items() if value is not None}
         body |= {"messages": self.sent(messages, before, num_old)} | ({"tools": tools} if tools else {})
         choice = await self.policy.ask(body, self.cookies)
-        turn, answer = as_turn(choice), as_answer(choice["message"])
+        message = choice["message"]
+        turn, answer = as_turn(message, UNKNOWN, finish_reason=choice.get("finish_reason") or "stop"), as_answer(message)
         index = len(self.turns)
         # Without null fields: NeMo Gym takes a message with `routed_experts: null` for one without tokens.
-        self.came[index] = {key: value for key, value in choice["message"].items() if value is not None}
+        self.came[index] = {key: value for key, value in message.items() if value is not None}
         self.keep(turn, Past(index, before, [*compared[num_old:], comparable(assistant_message(answer))], tools))
         return turn, answer
 
@@ -102,21 +101,6 @@ class GymConversation(Conversation):
             result[end - 1] = self.came[past.index]
             end, past = end - len(past.added), past.before
         return result
-
-
-def as_turn(choice: dict[str, Any]) -> Turn:
-    """A choice as a turn, without tokens if the model server does not return them. Raises RolloutError."""
-    prompt_ids, completion_ids, logprobs = ([*(choice["message"].get(key) or ())] for key in TOKEN_KEYS)
-    try:
-        return Turn(
-            prompt_ids=prompt_ids,
-            completion_ids=completion_ids,
-            logprobs=logprobs,
-            policy_versions=[VersionSpan(UNKNOWN, len(completion_ids))] if completion_ids else [],
-            finish_reason=choice.get("finish_reason") or "stop",
-        )
-    except ValueError as error:
-        raise RolloutError("inference", f"NeMo Gym's model server: {error}") from error
 
 
 def as_answer(message: Message) -> Answer:

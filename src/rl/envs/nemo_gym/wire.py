@@ -105,24 +105,23 @@ def digest_of(item: dict[str, Any]) -> str | None:
 
 def to_turns(items: Iterable[dict[str, Any]], version: int, exact: dict[str, list[VersionSpan]]) -> list[Turn]:
     """The policy's turns. The last item of each turn has its tokens. Raises RolloutError."""
-    turns = []
-    for item in items:
-        if not item.get("generation_token_ids"):
-            continue
-        prompt_ids, completion_ids, logprobs = (item.get(key) or [] for key in TOKEN_KEYS)
-        if not prompt_ids or len(logprobs) != len(completion_ids):
-            counts = f"{len(prompt_ids)} prompt ids, {len(completion_ids)} sampled ids and {len(logprobs)} logprobs"
-            raise RolloutError("inference", f"NeMo Gym returned an answer with {counts}")
-        turns.append(
-            Turn(
-                prompt_ids=prompt_ids,
-                completion_ids=completion_ids,
-                logprobs=logprobs,
-                policy_versions=exact.get(digest_of(item) or "") or [VersionSpan(version, len(completion_ids))],
-                finish_reason="stop",
-            )
+    return [as_turn(item, version, exact.get(digest_of(item) or "")) for item in items if item.get("generation_token_ids")]
+
+
+def as_turn(item: dict[str, Any], version: int, spans: list[VersionSpan] | None = None, finish_reason: str = "stop") -> Turn:
+    """The turn of an item or message, without tokens if the model server does not return them; of `version`, unless its `spans` are known.
+    Raises RolloutError."""
+    prompt_ids, completion_ids, logprobs = ([*(item.get(key) or ())] for key in TOKEN_KEYS)
+    try:
+        return Turn(
+            prompt_ids=prompt_ids,
+            completion_ids=completion_ids,
+            logprobs=logprobs,
+            policy_versions=spans or ([VersionSpan(version, len(completion_ids))] if completion_ids else []),
+            finish_reason=finish_reason,
         )
-    return turns
+    except ValueError as error:
+        raise RolloutError("inference", f"NeMo Gym's model server: {error}") from error
 
 
 def input_items(params: dict[str, Any]) -> list[dict[str, Any]]:

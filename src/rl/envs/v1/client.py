@@ -1,8 +1,6 @@
 """Connects verifiers v1 to the policy: its interception server gets a client that answers in this process, and each trace in play has
 one conversation with the policy."""
 
-import time
-import uuid
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,15 +8,15 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import PrivateAttr
 from verifiers.v1 import errors
-from verifiers.v1.clients.client import RelayReply, resolve_client
+from verifiers.v1.clients.client import RelayReply
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire, parse_message
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
 from verifiers.v1.types import Response, TurnTokens, Usage
 
-from rl.envs.policy import Conversation, RolloutError
-from rl.models.chat import Answer, assistant_message
+from rl.envs.policy import Conversation, RolloutError, chat_completion
+from rl.models.chat import Answer
 from rl.wire.inference_client import PromptTooLongError
 from rl.wire.rollouts import Cause, Turn
 from rl.wire.turns import Turns
@@ -52,7 +50,7 @@ class ActiveTrace:
         assert self.conversation
         # In verifiers' own form, where tool results name their tool: a resumed conversation has that form, and must match the one before.
         messages = [message_to_wire(message) for message in asked]
-        overrides = body | {"max_tokens": body.get("max_tokens") or body.get("max_completion_tokens")}
+        overrides = body | {"max_tokens": body.get("max_completion_tokens") or body.get("max_tokens")}
         try:
             answered = await self.conversation.answer(messages, body.get("tools"), overrides)
         except PromptTooLongError as error:
@@ -131,27 +129,22 @@ class PolicyClientConfig(vf.EvalClientConfig):
 
 
 # The interception server creates its clients by this name, from configs of two known kinds. Any other hook that also serves harnesses
-# running as programs would mean replacing the server.
+# running as programs would mean replacing the server. A version without this name does not load.
+resolve_client = interception.resolve_client
 interception.resolve_client = lambda config: config.client if isinstance(config, PolicyClientConfig) else resolve_client(config)
 
 
 def response(turn: Turn, answer: Answer, model: str) -> Response:
     """An answer as verifiers records it, and in `raw` as a chat completion of OpenAI's API, for the harness."""
-    finish = "length" if turn.finish_reason == "length" else "tool_calls" if answer.tool_calls else "stop"
-    num_prompt, num_new = len(turn.prompt_ids), len(turn.completion_ids)
-    message = assistant_message(answer)
-    about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-    raw = {
-        **about,
-        "object": "chat.completion",
-        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
-        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
-    }
+    raw = chat_completion(turn, answer, model)
+    choice = raw["choices"][0]
     return Response(
-        **about,
-        message=parse_message(message),
-        finish_reason=finish,
-        usage=Usage(prompt_tokens=num_prompt, completion_tokens=num_new),
+        id=raw["id"],
+        created=raw["created"],
+        model=model,
+        message=parse_message(choice["message"]),
+        finish_reason=choice["finish_reason"],
+        usage=Usage(prompt_tokens=len(turn.prompt_ids), completion_tokens=len(turn.completion_ids)),
         # Without spans of the messages, the graph puts a turn's new ids into one node, which is right for tasks that read a branch's ids.
         tokens=TurnTokens(prompt_ids=turn.prompt_ids, completion_ids=turn.completion_ids, completion_logprobs=turn.logprobs),
         raw=raw,

@@ -39,6 +39,8 @@ def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
     turns = active.kept_turns() if is_policy else Turns()
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = scores | {name: value for name, value in trace.metrics.items() if value is not None}
+    if active.conversation and active.conversation.forced:
+        metrics["forced_sampling"] = float(active.conversation.forced)
     overlong = trace.stop_condition == OVERLONG
     messages, num_prompt = messages_of(trace)
     rollout = Rollout(

@@ -104,7 +104,8 @@ def eval_metrics(label: str, results: Results) -> dict[str, float]:
     metrics[f"avg@{samples}"] = metrics["reward_mean"]
     for k in powers_up_to(samples):
         metrics |= with_error(f"pass@{k}", [pass_at_k(len(group), sum(play.solved for play in group), k) for group in played])
-    metrics["length_mean"] = statistics.fmean(rollout.num_tokens for rollout in rollouts)
+    if lengths := [rollout.num_tokens for rollout in rollouts if rollout.num_tokens]:
+        metrics["length_mean"] = sum(lengths) / len(rollouts)  # an endpoint may not say how many tokens it sampled
     metrics["errored"] = statistics.fmean(play.failed for group in played for play in group)
     metrics["truncated"] = statistics.fmean(rollout.truncated for rollout in rollouts)
     metrics |= agent_rewards(results)

@@ -48,6 +48,8 @@ class Evaluator:
         """The version before the run's first step."""
         self.skipped: set[int] = set()
         """Versions that inference can no longer load."""
+        self.written = {*self.run_dir.evals.glob("*/*.jsonl")}
+        """The files of finished evaluations: the event loop asks for them after every rollout, and does not wait for the disk."""
         for (version, _), values in sorted(read_metrics(self.run_dir.metrics, "eval").items()):
             for entry in config.orchestrator.eval:
                 if f"eval/{entry.label}/reward_mean" in values:
@@ -72,7 +74,7 @@ class Evaluator:
             for entry in self.config.orchestrator.eval
             if version >= self.first
             and (version % entry.interval == 0 or version in (self.first, final))
-            and not (self.run_dir.eval(version, entry.label).exists() or version in self.skipped)
+            and not (self.run_dir.eval(version, entry.label) in self.written or version in self.skipped)
             and self.envs[entry.label].worker_env not in self.pool.lost
         ]
 
@@ -104,7 +106,8 @@ class Evaluator:
         """Writes a finished evaluation and returns its mean reward. Runs in a thread: many rollouts take a second."""
         metrics = eval_metrics(label, results)
         self.metrics.write(version, metrics | {"time/eval": time.monotonic() - began})
-        write_eval(self.run_dir.eval(version, label), version, label, results)
+        write_eval(path := self.run_dir.eval(version, label), version, label, results)
+        self.written.add(path)
         self._update_best(label, version, metrics)
         return metrics[f"eval/{label}/reward_mean"]
 

@@ -69,6 +69,8 @@ class ServedPolicy:
         self.tell = tell
         self.versions = {0: WeightVersion(0, base)}
         """The base model and the versions that may still be loaded; old ones are dropped by `forget`."""
+        self.seen: set[int] = set()
+        """Versions that were seen on disk: the event loop asks for them after every rollout, and does not wait for the disk."""
         self.loaded = 0
         self.num_pins = 0
         self.load_lock = asyncio.Lock()
@@ -89,7 +91,9 @@ class ServedPolicy:
 
     def scan(self) -> None:
         """Adds the versions on disk to `versions`."""
-        for number in numbers(self.run_dir.weights_dir):
+        there = numbers(self.run_dir.weights_dir)
+        self.seen = {*there}
+        for number in there:
             known = self.versions.get(number)
             self._add_version(number, None, known.content if known else content_id(self.run_dir.digests(number)))
 
@@ -127,7 +131,12 @@ class ServedPolicy:
     def there(self, after: int = -1) -> list[int]:
         """Returns the versions after `after` that are in memory or on disk, ascending."""
         later = (version for number, version in self.versions.items() if number > after)
-        return sorted(version.policy_version for version in later if version.memory or Path(version.path).exists())
+        return sorted(version.policy_version for version in later if version.memory or self._is_on_disk(version))
+
+    def _is_on_disk(self, version: WeightVersion) -> bool:
+        if version.policy_version not in self.seen and Path(version.path).exists():
+            self.seen.add(version.policy_version)
+        return version.policy_version in self.seen
 
     def next_version(self, final: int) -> WeightVersion | None:
         """Returns the version to load next: the first newer one that waits for an eval, else the newest; None if none is newer."""
@@ -169,6 +178,7 @@ class ServedPolicy:
             return await self._load_everywhere(version)
         except RefusedError as error:
             if not Path(version.path).exists():
+                self.seen.discard(version.policy_version)
                 log.warning("version %d is not on disk: it is still being written, or was deleted", version.policy_version)
                 await asyncio.sleep(RETRY_S)
                 return None

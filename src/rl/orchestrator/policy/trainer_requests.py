@@ -139,7 +139,7 @@ class TrainerRequests:
                     await self.end_delivered.wait()
         activity, since = self.activity, time.monotonic()
         while self.has_trainer and not self.trainer_has_ended():
-            self.status.enter(Phase.WAITING_FOR_TRAINER_END)
+            self.status.show(Phase.WAITING_FOR_TRAINER_END)
             await asyncio.sleep(POLL_S)
             if activity != self.activity:
                 activity, since = self.activity, time.monotonic()

@@ -151,7 +151,7 @@ class RecordedRun:
             serving = group.create_task(self.requests.serve(server, group))
             while progress.newest < progress.final:
                 await self.wait_for_trainer(self.published() + 1, lambda: self.requests.asked > progress.newest)
-                self.status.enter(Phase.FILLING_BATCH, progress.newest + 1, batch=progress.newest + 1, max_steps=progress.final)
+                self.status.show(Phase.FILLING_BATCH, progress.newest + 1, batch=progress.newest + 1, max_steps=progress.final)
                 await in_thread(self.commit, progress.newest + 1)
                 await progress.notify()
             if progress.final < self.config.max_steps:
@@ -163,7 +163,7 @@ class RecordedRun:
         return progress.end_reason or f"{progress.final} steps done"
 
     async def wait_for_trainer(self, version: int, holds: Callable[[], bool]) -> None:
-        self.status.enter(Phase.WAITING_FOR_VERSION, version, batch=self.progress.newest + 1)
+        self.status.show(Phase.WAITING_FOR_VERSION, version, batch=self.progress.newest + 1)
         await self.requests.wait_for_trainer(holds, f"the trainer's version {version}", self.settings.trainer_timeout_s)
 
     def published(self) -> int:

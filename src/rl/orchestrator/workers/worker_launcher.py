@@ -8,17 +8,16 @@ A copy has imported the adapter and the library of environments, but no environm
 import asyncio
 import errno
 import os
-import sys
 import time
 from pathlib import Path
 
 import msgspec
 
-from rl.homes.home import hold, home_of, is_of_package
+from rl.homes.home import hold, home_of
 from rl.orchestrator.workers.worker_sandbox import variables_of
 from rl.run_dir.lease import Lease
 from rl.system import process_table
-from rl.system.children import Child, add_marker, start
+from rl.system.children import PYTHON, Child, add_marker, start
 from rl.system.errors import RESTART, RunError
 from rl.system.linux import adopt_orphans
 from rl.system.preforked import PreforkedProcess
@@ -45,10 +44,8 @@ COPY_S = 60.0
 def command_of(setup: WorkerSetup, setup_path: Path) -> list[str]:
     """Returns the command that starts a worker with this setup cold."""
     if not setup.python:
-        return [sys.executable, "-m", "rl.envs.worker", str(setup_path)]
-    # For a package, leave the current directory out of sys.path: a folder of the package's name there would shadow it.
-    safe = ["-P"] if is_of_package(setup.python) else []
-    return [setup.python, *safe, "-c", BOOTSTRAP, str(Path(__file__).parents[2]), str(setup_path)]
+        return [*PYTHON, "-m", "rl.envs.worker", str(setup_path)]
+    return [setup.python, "-P", "-c", BOOTSTRAP, str(Path(__file__).parents[2]), str(setup_path)]
 
 
 class WorkerLauncher:

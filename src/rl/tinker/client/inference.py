@@ -26,13 +26,14 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, RunWarning, Status
 from rl.system.errors import RunError
+from rl.system.linux import bind
 from rl.tinker.client.places import sound_version
 from rl.tinker.client.service import ERRORS, answered, asking, base_model, is_refusal, main, url_of, wait_for_service
 from rl.wire import serving
 from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL, Generation, HeldVersion
 from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
-from rl.wire.messages import VersionSpan
+from rl.wire.messages import UNREADABLE, VersionSpan
 from rl.wire.token_gate import Gate
 
 TOGETHER_S = 0.02
@@ -190,9 +191,12 @@ def sampling_params(sampling: Sampling) -> tinker.SamplingParams:
 
 
 def generation(sampled: tinker.SampledSequence, version: int) -> Generation:
-    """Returns a sampled sequence as an answer."""
+    """Returns a sampled sequence as an answer. Raises RunError for one that is none."""
     logprobs: list[float | None] = [*(sampled.logprobs or ())]
-    return Generation(sampled.tokens, logprobs, [VersionSpan(version, len(sampled.tokens))], sampled.stop_reason)
+    try:
+        return Generation(sampled.tokens, logprobs, [VersionSpan(version, len(sampled.tokens))], sampled.stop_reason)
+    except ValueError as error:
+        raise RunError(f"the service's answer cannot be trained: {error}") from error
 
 
 class Api:
@@ -209,7 +213,7 @@ class Api:
                 message = f"the prompt has {size} tokens; model.max_model_len = {limit} must hold prompt and answer together"
                 return refusal(400, "prompt_too_long", message)
             return reply(await self.sampler.generate(body))
-        except (msgspec.DecodeError, BadRequestError) as error:
+        except (*UNREADABLE, BadRequestError) as error:
             return refusal(400, "bad_request", str(error))
         except RunError as error:
             return refusal(503, "away", str(error))
@@ -218,7 +222,7 @@ class Api:
         try:
             asked = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
             await self.sampler.load(asked)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             return refusal(400, "bad_request", str(error))
         except CorruptFileError as error:
             return refusal(422 if Path(asked.path).exists() else 404, "bad_weights", str(error), policy_version=self.sampler.held.number)
@@ -261,11 +265,7 @@ async def serve(config: RLConfig, status: Status, sock: socket.socket) -> None:
 
 def run(config: RLConfig, status: Status) -> None:
     settings = config.inference
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        sock = socket.create_server((settings.host, settings.port), family=family)
-    except OSError as error:
-        raise OSError(error.errno, f"inference.port = {settings.port} on {settings.host}: {error.strerror}; choose another") from None
+    sock = bind(settings.host, settings.port, "inference.port")
     wait_for_service(config, config.tinker.answer_timeout_s, lambda what: status.enter(Phase.WAITING_FOR_SERVICE, detail=what))
     asyncio.run(serve(config, status, sock))
 

@@ -18,6 +18,7 @@ from rl.trainer.data.packing import Packed
 from rl.trainer.measure.performance import is_out_of_memory
 from rl.trainer.model.policy import DTYPES, mode_of, score
 from rl.trainer.parallel.experts import experts_of
+from rl.trainer.parallel.sharding import finish_gradients
 from rl.trainer.parallel.world import World
 from rl.wire.messages import TrainBatch
 
@@ -84,6 +85,7 @@ def try_largest(
     rows = pack(full_batch(world.data_size, row_tokens, config.model.max_model_len, vocab_size)).micro_batches
     with explain_out_of_memory(model, rows, config, world):
         score(model, rows[0].to(world.device), world).logprobs.sum().backward()
+    finish_gradients(model, world)
     optimizer.zero_grad()
     for experts in experts_of(model).values():
         experts.load.zero_()

@@ -25,10 +25,11 @@ def dither(model: nn.Module, seed: int) -> None:
     """Adds noise to the model's float32 parameters, in place. It depends on the seed and a weight's name and position, but not on how the
     model is sharded.
 
-    Weights that are not bfloat16 numbers get no noise, because they already round both ways; nor do zeros, which any update changes.
+    Weights that are not bfloat16 numbers get no noise, because they already round both ways; nor do zeros, which any update changes, and
+    parameters that stay in float32.
     """
     for name, parameter in model.named_parameters():
-        if parameter.dtype == torch.float32:
+        if parameter.dtype == torch.float32 and not hasattr(parameter, "file_type"):
             rows, offsets = parameter.detach(), (0,) * parameter.ndim
             if isinstance(rows, DTensor):
                 _, offsets = compute_local_shape_and_global_offset(rows.shape, rows.device_mesh, rows.placements)

@@ -8,9 +8,11 @@ from the config, tied weights.
 
 import copy
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ from rl.trainer.parallel.experts import experts_of, placements_of
 from rl.trainer.parallel.world import World
 
 GIB = 1024**3
+ROUTER = re.compile(r"\b(gate|router)\.")
+"""What models call the layers that choose experts."""
 
 
 class LocalShards:
@@ -92,8 +96,9 @@ def dtensor(rows: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], s
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def load_rows(folder: str, world: World, **arguments: Any) -> PreTrainedModel:
+def load_rows(folder: str | Path, world: World | None, **arguments: Any) -> PreTrainedModel:
     """Returns the causal language model of `folder`, made by `from_pretrained` with `arguments`; its matrices are DTensors, cut by rows.
+    Without a world it is whole.
 
     Needs memory for these rows and one tensor. Every rank calls this. Raises RunError for parameters and buffers that are missing from
     the files.
@@ -101,14 +106,16 @@ def load_rows(folder: str, world: World, **arguments: Any) -> PreTrainedModel:
     reader = Reader(world)
     with reader.in_transformers():
         model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **arguments)
-    for experts in experts_of(model).values() if world.experts else ():  # those of a model that was read whole
+    for name in reader.kept:
+        model.get_parameter(name).file_type = torch.float32  # see layout.dtype_of
+    for experts in experts_of(model).values() if world and world.experts else ():  # those of a model that was read whole
         for leaf, parameter in list(experts.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):
                 setattr(experts, leaf, nn.Parameter(reader.rows_of(experts, parameter), requires_grad=parameter.requires_grad))
     if missing := sorted(found["missing_keys"]):
         few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise RunError(f"{folder}: its files lack {few}, which {type(model).__name__} needs; are they complete, and of this model?")
-    if world.is_main and (note := reader.note(model)):
+    if world and world.is_main and (note := reader.note(model)):
         print(f"{folder}: {note}", flush=True)
     return model
 
@@ -116,8 +123,11 @@ def load_rows(folder: str, world: World, **arguments: Any) -> PreTrainedModel:
 class Reader:
     """Reads the files of one model row by row where possible."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World | None) -> None:
         self.world = world
+        self.kept: list[str] = []
+        """Parameters that stay in float32, as files have them that are in another type else: routers, and what is no layer's weight, such
+        as rates of state spaces. Rounded, a router sends tokens to other experts. They are small, so each rank holds them whole."""
         self.whole = "its class has its own way of loading"
         """The reason why the model is read whole; empty if it is not."""
         self.converted: dict[str, int] = {}
@@ -135,7 +145,8 @@ class Reader:
                     if files[0].endswith(".safetensors"):
                         state_dict = {name: part for file in files for name, part in slices(opened, file)}
                         self.place_rows(model, state_dict, settings.weight_mapping or [])
-                    opened.enter_context(self.keeping_rows(model))
+                    if self.world:
+                        opened.enter_context(self.keeping_rows(model))
                 return original(model, state_dict, files, settings, **more)
 
         PreTrainedModel._load_pretrained_model = staticmethod(load)
@@ -150,24 +161,31 @@ class Reader:
         renamings, converters = ([rule for rule in mapping if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter))
         state, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
         stacked: dict[str, list[list[int]]] = defaultdict(list)
+        mixed = len({part.get_dtype() for part in parts.values()}) > 1
         for key in sorted(parts, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
             if name not in state and key in state:
                 name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
-            if name in parameters and pattern:
+            if name in parameters and pattern and self.world:
                 rule = next(rule for rule in converters if pattern in rule.source_patterns)
                 stacked[name].append(parts[key].get_shape())
                 module = model.get_submodule(name.rpartition(".")[0])
                 if self.stacks_rows(rule, module, parameters[name], stacked[name]):
                     self.place(model, name, parameters[name])
             elif name in parameters and list(parameters[name].shape) == parts[key].get_shape():
-                self.place(model, name, parameters[name])
+                self.place(model, name, parameters[name], mixed and parts[key].get_dtype() == "F32")
 
-    def place(self, model: PreTrainedModel, name: str, parameter: nn.Parameter) -> None:
-        """Replaces a matrix on the meta device by a DTensor."""
-        if parameter.ndim >= 2:
-            path, _, leaf = name.rpartition(".")
-            module = model.get_submodule(path)
+    def place(self, model: PreTrainedModel, name: str, parameter: nn.Parameter, in_float32: bool = False) -> None:
+        """Replaces a matrix on the meta device by a DTensor, and what stays in float32 by a parameter of that type."""
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        is_layer = not [*module.children()]
+        if in_float32 and (ROUTER.search(name) or not is_layer) and not hasattr(module, "_is_expert_parallel"):
+            self.kept.append(name)
+            setattr(module, leaf, nn.Parameter(parameter.float()))
+            if is_layer:  # it may not take a weight of another type than its inputs
+                module.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
+        elif parameter.ndim >= 2 and self.world:
             value = self.rows_of(module, parameter)
             # transformers decides by type whether a parameter has a gradient, whatever its class has set.
             setattr(module, leaf, nn.Parameter(value, requires_grad=value.is_floating_point()))
@@ -194,9 +212,10 @@ class Reader:
 
         def keep(module: nn.Module, leaf: str, parameter: nn.Parameter) -> nn.Parameter | None:
             loaded = getattr(parameter, "_is_hf_initialized", False)  # parameters missing from the files are initialised whole
-            if not loaded or isinstance(parameter, DTensor) or parameter.ndim < 2:
+            name = f"{names.get(module)}.{leaf}"
+            if not loaded or isinstance(parameter, DTensor) or parameter.ndim < 2 or name in self.kept:
                 return None
-            self.converted[f"{names.get(module)}.{leaf}"] = parameter.nbytes
+            self.converted[name] = parameter.nbytes
             rows = nn.Parameter(self.rows_of(module, parameter), requires_grad=parameter.requires_grad)
             rows._is_hf_initialized = True
             return rows

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import PreTrainedModel
 
 from rl.trainer.data.micro_batch import MicroBatch
@@ -35,6 +36,9 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, world: World) -> Non
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if world.size > 1 else None)
     # If the weights are not sharded, freeing the gathered ones between forward and backward would save nothing.
     reshard = world.mesh.size(-1) > 1
+    kept = set(filter(is_whole, model.parameters()))
+    for parameter in kept:
+        parameter.data = parameter.data.to(world.device)
     if world.experts:
         copies = world.experts[world.experts.mesh_dim_names[:-1]]
         # Inputs of experts include the router's weights, which some models keep in float32.
@@ -43,16 +47,45 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, world: World) -> Non
             among = partial(shard_of, mesh=world.experts)
             fully_shard(experts, mesh=copies, mp_policy=inner, reshard_after_forward=copies.size(-1) > 1, shard_placement_fn=among)
     for block in reversed(untied_blocks(model)):  # inner blocks first, where blocks are nested (Falcon-Mamba)
-        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard)
-    fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
+        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard, ignored_params=kept)
+    fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False, ignored_params=kept)
     if world.size > 1:
         # A rank whose tokens pass by an expert has no gradient of it. Without zeros in its place, ranks would add different experts'.
-        model.set_reduce_scatter_unused_params(True)
+        model.set_reduce_scatter_unused_params(True)  # see finish_gradients
     for module in model.modules():
         if isinstance(module, FSDPModule) and world.size > 1:
             # Neither setting recurses, and the factor without the other setting needs nccl's PREMUL_SUM.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def is_whole(parameter: nn.Parameter) -> bool:
+    """Whether each rank holds all of a parameter, which FSDP neither shards nor casts: it is computed with in the type of its file."""
+    return hasattr(parameter, "file_type")
+
+
+def note_reached(held: FSDPParam) -> Tensor:
+    """In place of FSDP's own: returns the gradient that a backward pass has given to a gathered weight, and notes at the weight that it has
+    one."""
+    held.sharded_param.is_reached = True
+    return held._get_grad_inner_tensor(held.unsharded_param.grad)
+
+
+FSDPParam.unsharded_grad_data = property(note_reached)  # type: ignore[assignment]
+
+
+def finish_gradients(model: nn.Module, world: World) -> None:
+    """Removes the gradients of weights that no backward pass has reached on any rank, which are zeros in place of none (see `shard_model`):
+    the optimizer leaves these weights alone then, as it does on one rank. Sums those of weights that are not sharded. Every rank calls
+    this, before an optimizer step."""
+    parameters = [*model.parameters()]
+    flags = [vars(parameter).pop("is_reached", is_whole(parameter)) for parameter in parameters]
+    reached = world.reduce(torch.tensor(flags, dtype=torch.int32, device=world.device), dist.ReduceOp.MAX)
+    for parameter, is_reached in zip(parameters, reached.tolist(), strict=True):
+        if not is_reached:
+            parameter.grad = None
+        elif is_whole(parameter) and parameter.grad is not None:
+            world.reduce(parameter.grad, dist.ReduceOp.SUM)
 
 
 def untied_blocks(model: PreTrainedModel) -> list[nn.Module]:

@@ -118,9 +118,10 @@ def published(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Returns the type in which a tensor is published: parameters in `dtype`, in which they are computed with. Buffers stay as they are,
-    for nothing casts them: with the biases of a router in bfloat16, tokens would go to other experts than in the trainer."""
-    return dtype if tensor.is_floating_point() and isinstance(tensor, Parameter) else tensor.dtype
+    """Returns the type in which a tensor is published: parameters in the one in which they are computed with, which is `dtype` unless
+    parallel/loading.py has found another in the files. Buffers stay as they are, for nothing casts them: with the biases of a router in
+    bfloat16, tokens would go to other experts than in the trainer."""
+    return getattr(tensor, "file_type", dtype) if tensor.is_floating_point() and isinstance(tensor, Parameter) else tensor.dtype
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rl.models.ends import write_ends
 from rl.run_dir.digests import HASH, Digest, bounds, covers, digest, digest_like, digest_of_file, hash_each
 from rl.run_dir.files import Fence, write_directory, write_file
 from rl.run_dir.in_memory import InMemory
@@ -42,6 +43,8 @@ class PublishedVersion:
     dtype: torch.dtype
     made_by: dict[str, Any]
     """The conditions that the bits of the weights depend on, see determinism.conditions."""
+    trusted: bool = False
+    """model.trust_remote_code"""
 
     @cached_property
     def held(self) -> list[list[list]]:
@@ -156,6 +159,7 @@ class PublishedVersion:
         else:
             copy_small_files(self.base, folder)
             write_config(self.base, folder, self.model, self.dtype)
+            write_ends(self.base, folder, self.trusted)
         if len(parts) > 1:
             places = {tensor.name: name for name, tensors in parts.items() for tensor in tensors}
             index = {"metadata": {"total_size": self.image.tensors[-1].end}, "weight_map": places}
@@ -169,6 +173,7 @@ def snapshot(
     made_by: dict[str, Any],
     ranks: Ranks | None = None,
     before: PublishedVersion | None = None,
+    trusted: bool = False,
 ) -> PublishedVersion:
     """Copies the model's weights, so that they can be written while training continues: each rank its own. Every rank calls this.
 
@@ -179,7 +184,7 @@ def snapshot(
     image.claim()
     image.fill(model, dtype)
     faults.point("weights.cast")
-    return PublishedVersion(image, model, base, dtype, made_by)
+    return PublishedVersion(image, model, base, dtype, made_by, trusted)
 
 
 def copy_small_files(base: Path, folder: Path) -> None:
@@ -193,10 +198,15 @@ def write_config(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.
     """Writes the base model's config with the dtype of the weights. Of a model that sees images but is trained as text only, it is the
     config of the text model: the files have nothing else."""
     config = json.loads((base / "config.json").read_text())
+    name = type(model).__name__.removeprefix("FSDP")  # of a sharded model's class
     if config.get("model_type") != model.config.model_type:
-        config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        config = model.config.to_diff_dict() | {"architectures": [name]}
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        # Files with another head beside a config that ties it are read as two matrices by transformers and vLLM, as one by others.
+        for part in (config, config.get("text_config", {})):
+            part["tie_word_embeddings"] = False
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    config.setdefault("architectures", [type(model).__name__])
+    config.setdefault("architectures", [name])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
