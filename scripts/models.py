@@ -135,11 +135,10 @@ def plain(folder: str, batch: TrainBatch) -> tuple[list[Tensor], dict[str, Tenso
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     found = []
     for sample in batch.samples:
-        logits = model(input_ids=torch.tensor([sample.token_ids]), use_cache=False).logits[0, :-1].float()
-        logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
-        mask = torch.tensor(sample.loss_mask[1:])
-        (logprobs * torch.tensor(sample.advantages[1:]))[mask].sum().backward()
-        found.append(logprobs[mask].detach())
+        logits = model(input_ids=torch.tensor(sample.token_ids)[None].long(), use_cache=False).logits[0, :-1].float()
+        logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(sample.token_ids[1:]).long()[:, None])[:, 0]
+        (logprobs[sample.trained - 1] * torch.tensor(sample.advantages)).sum().backward()
+        found.append(logprobs[sample.trained - 1].detach())
     return found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

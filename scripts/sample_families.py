@@ -83,7 +83,7 @@ def sample(llm: Any, folder: Path) -> None:
             answer = list(output.outputs[0].token_ids)
             logprobs = [step[token].logprob for step, token in zip(output.outputs[0].logprobs or [], answer, strict=True)]
             samples.append(
-                TrainingSample(
+                TrainingSample.of(
                     token_ids=ids + answer,
                     loss_mask=[False] * len(ids) + [True] * len(answer),
                     logprobs=[0.0] * len(ids) + logprobs,

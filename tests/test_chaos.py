@@ -23,6 +23,7 @@ from tests.hosts import permitted
 from tests.proofs import promises, soak
 from tests.trainer.samples import make_sample
 from tests.waiting import until
+from tests.wire.samples import with_version
 
 CONFIG = """
 max_steps = 999999
@@ -96,8 +97,7 @@ def run_dir(tmp_path):
     for step in (1, 2):
         groups = (2 * step - 1, 2 * step)
         samples = [make_sample([5, 6], [7, 8], group=group, rollout=i) for group in groups for i in range(2)]
-        for sample in samples:
-            sample.policy_versions[:] = [msgspec.structs.replace(span, policy_version=step - 1) for span in sample.policy_versions]
+        samples = [with_version(sample, step - 1) for sample in samples]
         lines = [{"group_id": group, "rollout_id": i, "trained": True, "why": None} for group in groups for i in range(2)]
         write_file(run_dir.rollouts(step), b"".join(json.dumps(line).encode() + b"\n" for line in lines))
         write_batch(run_dir.batch(step), TrainBatch(step=step, samples=samples), {})

@@ -47,8 +47,8 @@ def samples(draw: st.DrawFn) -> TrainingSample:
         return draw(st.lists(st.floats(allow_nan=False), min_size=length, max_size=length))
 
     cut = draw(st.integers(0, sum(mask)))
-    return TrainingSample(
-        token_ids=draw(st.lists(st.integers(0, 2**31), min_size=length, max_size=length)),
+    return TrainingSample.of(
+        token_ids=draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)),
         loss_mask=mask,
         logprobs=floats(),
         advantages=floats(),
@@ -129,7 +129,7 @@ def test_records_end_where_they_should(payloads, tail):
 
 def group(number: int, text: str) -> Group:
     turn = Turn(prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -2.0], policy_versions=[VersionSpan(0, 2)], finish_reason="stop")
-    return Group(group_id=number, env="e", task=0, rollouts=[Rollout(turns=[turn], messages=[{"content": text}])])
+    return Group(group_id=number, env="e", task=0, rollouts=[Rollout(turns=[turn], text=[{"content": text}])])
 
 
 @FEW

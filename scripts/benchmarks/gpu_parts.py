@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from benchmarks.gpu_attention import attention
 from benchmarks.gpu_bench import Bench, apart, case, compilations, in_process, passed_on, say
@@ -156,7 +157,7 @@ def train_rows(bench: Bench, name: str, world: World, data: FakeDataConfig, **se
     bench.peak_gib(reset=True)
     seconds = median(train(bench, context, packed) for _ in range(3))
     work, peak = work_of(context.model), peak_flops(torch.cuda.get_device_name()) if bench.on_gpu else None
-    done, real = sum(map(work.of, packed.micro_batches)), sum(len(sample.token_ids) for sample in packed.batch.samples)
+    done, real = sum(map(work.of, packed.micro_batches)), sum(sample.num_tokens for sample in packed.batch.samples)
     figures = {"tokens_per_s": round(real / seconds), "mfu": round(done / seconds / peak, 3) if peak else None, "state_gib": state}
     return figures | {"peak_gib": bench.peak_gib(), "start_s": round(warm, 1), "compilations": compilations()}
 
@@ -211,7 +212,7 @@ def hugging_face_seconds(bench: Bench, folder: str, data: FakeDataConfig) -> flo
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").to(bench.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     samples = FakeBatches(data, model.config.vocab_size, seed=0).receive(1).samples
-    rows = torch.tensor([sample.token_ids for sample in samples], device=bench.device).split(2)
+    rows = torch.tensor(np.stack([sample.token_ids for sample in samples]), device=bench.device).long().split(2)
     bench.peak_gib(reset=True)
 
     def step() -> None:

@@ -63,7 +63,7 @@ def sample(folder: Path) -> None:
         ids = list(answer.token_ids)
         assert len(answer.routed_experts) == len(prompt) + len(ids) - 1
         samples.append(
-            TrainingSample(
+            TrainingSample.of(
                 token_ids=prompt + ids,
                 loss_mask=[False] * len(prompt) + [True] * len(ids),
                 logprobs=[0.0] * len(prompt) + [at[token].logprob for at, token in zip(answer.logprobs, ids, strict=True)],

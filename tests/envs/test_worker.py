@@ -30,10 +30,10 @@ for _ in range(100):
     DEEP = [DEEP]
 
 
-@pytest.mark.parametrize("content", ["\ud800", object(), 2**70, {("a", "b"): 1}, DEEP])
+@pytest.mark.parametrize("content", ["\ud800", object(), {("a", "b"): 1}, DEEP])
 def test_what_cannot_be_written_is_a_failed_rollout(content):
     """Not a lost answer: the orchestrator would wait for it for ever."""
-    rollouts = [Rollout(messages=[{"role": "user", "content": content}]), Rollout(episode=1)]
+    rollouts = [Rollout(text=[{"role": "user", "content": content}]), Rollout(episode=1)]
     assert [(played.play_id, played.unfinished) for played in sent(rollouts)] == [(7, 1), (7, 0)]
     broken, whole = (rollout for played in sent(rollouts) for rollout in played.rollouts)
     assert (broken.episode, whole.episode) == (0, 1)
@@ -42,7 +42,7 @@ def test_what_cannot_be_written_is_a_failed_rollout(content):
 
 def test_messages_that_would_fill_the_disk_are_a_failed_rollout():
     sizes = (17 << 20, 15 << 20)
-    rollouts = [Rollout(messages=[{"role": "user", "content": "x" * size}], reward=1.0, episode=i) for i, size in enumerate(sizes)]
+    rollouts = [Rollout(text=[{"role": "user", "content": "x" * size}], reward=1.0, episode=i) for i, size in enumerate(sizes)]
     long, kept = (rollout for played in sent(rollouts) for rollout in played.rollouts)
     assert (long.cause, long.error) == (
         "environment",
@@ -54,7 +54,7 @@ def test_messages_that_would_fill_the_disk_are_a_failed_rollout():
 def test_what_is_too_much_for_one_message_goes_in_several_and_too_long_a_rollout_has_failed():
     """Of four rollouts of 15 MiB and one whose metrics alone have 67 MiB the four arrive, and the fifth says why it does not."""
     text = "x" * (15 << 20)
-    rollouts = [Rollout(messages=[{"role": "user", "content": text}], episode=i) for i in range(4)]
+    rollouts = [Rollout(text=[{"role": "user", "content": text}], episode=i) for i in range(4)]
     rollouts.append(Rollout(metrics={f"{i:0190}": 0.5 for i in range(350_000)}, episode=4))
     messages = encode_result(ORDER, rollouts, 2)
     assert max(map(len, messages)) <= MAX_MESSAGE_BYTES == 64 << 20
@@ -94,7 +94,7 @@ def test_metrics_that_the_orchestrator_could_not_read_are_a_failed_rollout():
 
 def test_no_secret_leaves_with_a_rollout(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "not-a-real-key-123")
-    rollout = Rollout(messages=[{"content": "key: not-a-real-key-123", 1: ("x",)}], error="401 for not-a-real-key-123", cause="environment")
+    rollout = Rollout(text=[{"content": "key: not-a-real-key-123", 1: ("x",)}], error="401 for not-a-real-key-123", cause="environment")
     (said,) = sent([rollout])[0].rollouts
     assert said.messages == [{"content": "key: [$JUDGE_API_KEY]", "1": ["x"]}] and said.error == "401 for [$JUDGE_API_KEY]"
 

@@ -198,8 +198,9 @@ def test_turns_with_tools_are_trained_on_as_they_were_sampled(servers, monkeypat
     for before, after in pairwise(turns):
         whole = before.prompt_ids + before.completion_ids
         assert after.prompt_ids[: len(whole)] == whole
-    expected = [0.0, *rescore(server.weights[0], sample.token_ids[:1], sample.token_ids[1:], 0.8).tolist()]
-    differences = [abs(a - b) for a, b, sampled in zip(expected, sample.logprobs, sample.loss_mask, strict=True) if sampled]
+    ids = sample.token_ids.tolist()
+    expected = [0.0, *rescore(server.weights[0], ids[:1], ids[1:], 0.8).tolist()]
+    differences = [abs(expected[place] - logprob) for place, logprob in zip(sample.trained.tolist(), sample.logprobs.tolist(), strict=True)]
     assert len(differences) == sum(len(turn.completion_ids) for turn in turns) and max(differences) < TOLERANCE
 
 

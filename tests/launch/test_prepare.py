@@ -24,7 +24,7 @@ from rl.run_dir.status import RunEnd, Staleness
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
-from scripts.benchmarks.long_run import make_run, restored
+from tests.launch.long_run import make_run, restored
 
 
 class Place:

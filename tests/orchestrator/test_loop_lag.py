@@ -66,7 +66,7 @@ def long_group(group_id, turns, new):
             made.append(turn(history, answer))
             history = history + answer
         messages = [{"role": "assistant", "content": "word " * new}] * turns
-        rollouts.append(Rollout(turns=made, messages=messages, reward=float(episode % 2), episode=episode))
+        rollouts.append(Rollout(turns=made, text=messages, reward=float(episode % 2), episode=episode))
     return Group(group_id=group_id, env="e", task=group_id, rollouts=rollouts)
 
 

@@ -114,14 +114,14 @@ def test_three_steps_on_policy(tmp_path, model, monkeypatch):
     assert evaluated_after == [(0, 1), (2, 3), (3, 3)]  # during the training of the version's batch, not before its sampling
     assert [batch.step for batch in given] == [1, 2, 3]
     for batch in given:
-        assert {span.policy_version for sample in batch.samples for span in sample.policy_versions} == {batch.step - 1}
+        assert {version for sample in batch.samples for version in sample.versions} == {batch.step - 1}
         for sample in batch.samples:
             assert stub.tokenizer.decode(sample.token_ids).startswith("<|im_start|>user\nsay ")
-            assert sample.loss_mask == [False] * (len(sample.token_ids) - 2) + [True] * 2  # a digit and the end of turn
-            assert sample.logprobs[-2:] == [-0.5, -0.5]
+            assert sample.trained.tolist() == [sample.num_tokens - 2, sample.num_tokens - 1]  # a digit and the end of turn
+            assert sample.logprobs.tolist() == [-0.5, -0.5]
         by_group = {}
         for sample in batch.samples:
-            by_group.setdefault(sample.group_id, []).append(sample.advantages[-1])
+            by_group.setdefault(sample.group_id, []).append(float(sample.advantages[-1]))
         assert all(len(group) == 4 and sum(group) == pytest.approx(0) and any(group) for group in by_group.values())
     metrics = read_metrics(config.run_dir.metrics)
     assert metrics[2, "orchestrator"]["lag/max"] == 0 and 0 < metrics[2, "orchestrator"]["reward/mean"] < 1
@@ -149,7 +149,7 @@ def test_weights_hold_and_a_slow_environment_does_not_hold_up_the_other(tmp_path
     metrics = read_metrics(config.run_dir.metrics)
     waited = sorted(metrics[step, "orchestrator"]["time/batch"] for step in range(2, 17))
     assert waited[7] < 0.9 and sum(waited) < 15 * 1.2, waited  # the trainer takes 0.5 s, a slow rollout 1.5 s
-    lags = [batch.step - 1 - sample.policy_versions[0].policy_version for batch in given for sample in batch.samples]
+    lags = [batch.step - 1 - sample.versions[0] for batch in given for sample in batch.samples]
     # The slow half may be the three steps old that it takes, the fast half as old as max_lag: 2 on average is the bound.
     assert sum(lags) / len(lags) <= 2 and max(lags) <= config.orchestrator.max_off_policy_steps
 
@@ -159,11 +159,11 @@ def test_multi_turn_samples_keep_sampled_ids(tmp_path, model):
     _, (batch,), stub = play(config, model)
     assert len(batch.samples) == 8  # every rollout is one sample: the template is append-only
     for sample in batch.samples:
-        assert sum(sample.loss_mask) == 6
+        assert sample.num_trained == 6
         text = stub.tokenizer.decode(sample.token_ids)
         assert text.count("<|im_start|>assistant\n") == 3 and text.count("and again") == 2
     sent = [body["token_ids"] for route, body in stub.log if route == "generate"]
-    assert all(any(sample.token_ids[: len(ids)] == ids for ids in sent) for sample in batch.samples)
+    assert all(any(sample.token_ids[: len(ids)].tolist() == ids for ids in sent) for sample in batch.samples)
 
 
 def test_inference_dies_in_every_phase_and_comes_back_with_any_version(tmp_path, model, monkeypatch):
@@ -179,7 +179,7 @@ def test_inference_dies_in_every_phase_and_comes_back_with_any_version(tmp_path,
     ended, given, stub = play(config, model, during=kill, step_s=0.4)
     assert ended == "5 steps done" and [batch.step for batch in given] == [1, 2, 3, 4, 5]
     assert stub.counts["/load_weights"] >= 6 and stub.counts["/generate"] > 60
-    lags = [batch.step - 1 - span.policy_version for batch in given for sample in batch.samples for span in sample.policy_versions]
+    lags = [batch.step - 1 - span.policy_version for batch in given for sample in batch.samples for span in sample.spans]
     assert max(lags) <= 2
     for version in (0, 2, 4, 5):
         rows = lines(config.run_dir.eval(version, "say-digit"))
@@ -235,11 +235,12 @@ def test_a_teacher_scores_what_is_trained_and_groups_without_signal_are_trained_
     for batch in given:
         assert len(batch.samples) == 8
         for sample in batch.samples:
-            assert sample.teacher_logprobs == [logprob(sample.token_ids, t) if m else 0.0 for t, m in enumerate(sample.loss_mask)]
-            assert sample.token_ids in teacher.requests and not any(sample.advantages)
+            ids = sample.token_ids.tolist()
+            assert sample.teacher_logprobs.tolist() == pytest.approx([logprob(ids, t) for t in sample.trained.tolist()])
+            assert ids in teacher.requests and not any(sample.advantages)
     metrics = read_metrics(config.run_dir.metrics)[1, "orchestrator"]
     assert metrics["rollouts/replaced_groups"] == 0 and metrics["reward/mean"] == 1.0
-    gaps = [a - b for s in given[0].samples for a, b, m in zip(s.logprobs, s.teacher_logprobs, s.loss_mask, strict=True) if m]
+    gaps = [gap for sample in given[0].samples for gap in (sample.logprobs - sample.teacher_logprobs).tolist()]
     assert metrics["teacher_kl/say-digit/mean"] == pytest.approx(sum(gaps) / len(gaps))
 
 

@@ -63,9 +63,9 @@ class Target(NamedTuple):
 
 
 TURN = Turn(prompt_ids=[1, 2], completion_ids=[3, 4], logprobs=[-0.5, -1.5], policy_versions=[VersionSpan(3, 2)], finish_reason="stop")
-ROLLOUT = Rollout(turns=[TURN], messages=[{"role": "user", "content": "hé"}], reward=1.0, metrics={"m": 0.5}, stop="done")
+ROLLOUT = Rollout(turns=[TURN], text=[{"role": "user", "content": "hé"}], reward=1.0, metrics={"m": 0.5}, stop="done")
 GROUP = Group(group_id=7, env="e", task=1, rollouts=[ROLLOUT, ROLLOUT], advantages=[0.5, -0.5])
-SAMPLE = TrainingSample(
+SAMPLE = TrainingSample.of(
     token_ids=[1, 2, 3],
     loss_mask=[False, True, True],
     logprobs=[0.0, -0.5, -1.5],

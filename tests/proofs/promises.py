@@ -113,8 +113,8 @@ def lag(run_dir: RunDir, config: RLConfig) -> tuple[list[str], float, int]:
     broken, lags = [], Counter[int]()
     for step, path in numbered(run_dir.batches, ".batch").items():
         for sample in decode_batch(path.read_bytes(), str(path)).batch.samples:
-            for span in sample.policy_versions:
-                lags[step - 1 - span.policy_version] += span.num_tokens
+            for span in sample.spans:
+                lags[step - 1 - span.policy_version] += span.end - span.start
     limit = config.orchestrator.max_off_policy_steps if config.max_lag else 0
     if lags and (min(lags) < 0 or max(lags) > limit):
         broken.append(f"a token lags {min(lags)} to {max(lags)} versions; allowed are 0 to {limit}")

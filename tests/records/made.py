@@ -55,7 +55,7 @@ def write_eval_of(run_dir: RunDir, version: int, rewards: list[float]) -> None:
 
 def sample(group_id: int, rollout_id: int, tokens: int = 3, version: int = 0, teacher: bool = False) -> TrainingSample:
     """Two tokens of a prompt, then the trained ones."""
-    return TrainingSample(
+    return TrainingSample.of(
         token_ids=[1, 2, *range(3, 3 + tokens)],
         loss_mask=[False, False, *[True] * tokens],
         logprobs=[0.0, 0.0, *[-0.5] * tokens],

@@ -8,7 +8,6 @@ import threading
 from dataclasses import replace
 
 import httpx
-import msgspec
 import numpy as np
 import pytest
 import tinker
@@ -36,6 +35,7 @@ from tests.tinker.in_process import NAME, Service
 from tests.trainer.samples import make_batch, make_sample
 from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.waiting import until
+from tests.wire.samples import aligned, changed
 
 LOSS_TYPES = ({}, {"truncate": math.inf}, {"importance": "none"}, {"type": "clip"}, {"type": "cispo"}, {"type": "gspo"})
 
@@ -94,16 +94,16 @@ def gradient(settings, logprobs, sampled, advantages, weights, masks):
 def test_data_have_the_gradient_of_our_own_loss(tmp_path, loss, aggregation):
     config = config_of(tmp_path, loss=loss | {"aggregation": aggregation})
     batch = make_batch(3)
-    untrained = msgspec.structs.replace(make_sample([5], [6, 7]), loss_mask=[False] * 3, policy_versions=[])
+    untrained = changed(make_sample([5], [6, 7]), loss_mask=[False] * 3, policy_versions=[])
     batch.samples.append(untrained)
     used = batch.samples[:-1]
-    masks = [np.array(sample.loss_mask[1:]) for sample in used]
-    sampled = torch.cat([torch.tensor(one.logprobs)[torch.tensor(one.loss_mask)] for one in used])
-    advantages = torch.cat([torch.tensor(one.advantages)[torch.tensor(one.loss_mask)] for one in used])
+    masks = [np.array(aligned(sample).loss_mask[1:]) for sample in used]
+    sampled = torch.cat([torch.tensor(one.logprobs) for one in used])
+    advantages = torch.cat([torch.tensor(one.advantages) for one in used])
     logprobs = sampled + 0.4 * torch.randn(len(sampled), generator=torch.Generator().manual_seed(0))
     ours = config.trainer.loss
-    per_sample = ours.sample_weights([sum(one.loss_mask) for one in batch.samples], config.orchestrator.sampling.max_tokens)
-    weights = torch.cat([torch.full((sum(one.loss_mask),), weight) for one, weight in zip(used, per_sample, strict=False)])
+    per_sample = ours.sample_weights([one.num_trained for one in batch.samples], config.orchestrator.sampling.max_tokens)
+    weights = torch.cat([torch.full((one.num_trained,), weight) for one, weight in zip(used, per_sample, strict=False)])
     expected = gradient(ours, logprobs, sampled, advantages, weights, masks)
     found = gradient_there(config, batch, logprobs, masks)
     assert expected.abs().max() > 1e-4 and (found - expected).abs().max() < 1e-6 * expected.abs().max() + 1e-9
@@ -194,7 +194,8 @@ def test_what_the_service_says_ends_the_trainer_as_it_should(tmp_path, service):
     assert error.value.exit_code != RESTART
     config.tinker.lora_rank = 4
     bad = small_batch(1)
-    bad.samples[0].token_ids[1] = 5000
+    ids = bad.samples[0].token_ids.tolist()
+    bad.samples[0] = changed(bad.samples[0], token_ids=[ids[0], 5000, *ids[2:]])
     with StubOrchestrator(config.run_dir, [bad]), pytest.raises(RunError, match=r"train batch 1: .*5000") as error:
         trainer = trainer_of(config)
         trainer.train()

@@ -38,6 +38,7 @@ from rl.trainer.train import train_step
 from rl.trainer.trainer import TrainContext
 from rl.wire.messages import TrainBatch, VersionSpan
 from tests.trainer.samples import make_batch, make_sample, save_checkpoint
+from tests.wire.samples import aligned, changed
 
 STEPS = 3
 
@@ -102,9 +103,9 @@ def make_batches(alone: bool) -> list[TrainBatch]:
     for batch in batches[::2]:
         batch.samples.append(make_sample(list(range(10, 90)), list(range(40, 60)), group=90, advantage=0.5, logprobs=[-5.5] * 100))
         turns = make_sample(list(range(10, 90)), [7, 8, 9], group=90, advantage=-0.25, logprobs=[-5.5] * 83)
-        turns.loss_mask[40:60], turns.advantages[40:60] = [True] * 20, [0.125] * 20
-        turns.policy_versions = [VersionSpan(0, 23)]
-        batch.samples.append(turns)
+        lists = aligned(turns)
+        lists.loss_mask[40:60], lists.advantages[40:60], lists.logprobs = [True] * 20, [0.125] * 20, [-5.5] * 83
+        batch.samples.append(changed(turns, **vars(lists) | {"policy_versions": [VersionSpan(0, 23)]}))
     if alone:
         for batch in batches:
             for i, sample in enumerate(batch.samples):
@@ -115,7 +116,7 @@ def make_batches(alone: bool) -> list[TrainBatch]:
 def give_routes(batch: TrainBatch, layers: int, experts: int) -> None:
     """Two experts for each token and layer, which depend on the token and its position alone, so that prefixes are shared as before."""
     for sample in batch.samples:
-        ids = np.array(sample.token_ids)[: np.flatnonzero(sample.loss_mask)[-1]]
+        ids = sample.token_ids[: sample.trained[-1]]
         first = (ids[:, None] + np.arange(len(ids))[:, None] + np.arange(layers)) % experts
         second = (first + 1 + ids[:, None] % (experts - 1)) % experts
         sample.routes = np.stack([first, second], axis=-1).astype(np.uint8).tobytes()

@@ -18,6 +18,7 @@ from rl.trainer.data.balance import Layout
 from rl.trainer.data.packing import Packed, pack
 from rl.trainer.store import checkpoint
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from tests.wire.samples import aligned, changed
 
 FLOAT32 = re.compile(r"router\.(weight|bias)|sinks|A_log|dt_bias")
 
@@ -55,7 +56,7 @@ def make_sample(
     """A prompt and one sampled answer; every sampled token has logprob -2 unless `logprobs` is given."""
     n, m = len(prompt), len(answer)
     fields = {"logprobs": [0.0] * n + [-2.0] * m, "advantages": [0.0] * n + [advantage] * m} | more
-    return TrainingSample(
+    return TrainingSample.of(
         token_ids=prompt + answer,
         loss_mask=[False] * n + [True] * m,
         policy_versions=[VersionSpan(0, m)],
@@ -89,9 +90,10 @@ def branching_batch() -> TrainBatch:
     samples += [make_sample([5, 6, 7, 8], [9, 20, 21], group=9, rollout=3, advantage=-0.5, temperature=0.7)]
     samples += [make_sample([5, 6, 7, 8], [9, 10], group=9, rollout=4, advantage=0.75)]
     two_turns = make_sample(list(range(30, 50)), [3, 4], group=10, advantage=0.125)
-    two_turns.loss_mask[10:12] = [True, True]
-    two_turns.advantages[10:12] = [0.0625, 0.0625]
-    two_turns.policy_versions[:] = [VersionSpan(0, 4)]
+    lists = aligned(two_turns)
+    lists.loss_mask[10:12] = [True, True]
+    lists.advantages[10:12] = [0.0625, 0.0625]
+    two_turns = changed(two_turns, **vars(lists) | {"policy_versions": [VersionSpan(0, 4)]})
     history = [3 + 7 * i % 250 for i in range(40)]
     samples += [
         two_turns,
@@ -107,7 +109,7 @@ def pack_alone(batch: TrainBatch, weights: list[float] | None = None, max_tokens
 
 def plain_scores(model, sample: TrainingSample) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies of a sample's loss tokens, alone in its row, by plain transformers and torch."""
-    ids, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask[1:])
+    ids, mask = torch.tensor(sample.token_ids).long(), torch.tensor(aligned(sample).loss_mask[1:])
     log_softmax = torch.log_softmax(model(ids[None], use_cache=False).logits[0, :-1] / sample.temperature, -1)
     return log_softmax.gather(-1, ids[1:, None])[:, 0][mask], -(log_softmax.exp() * log_softmax).sum(-1)[mask]
 

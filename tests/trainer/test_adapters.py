@@ -79,7 +79,7 @@ def test_gradients_equal_those_of_our_trainer(name, learner, model, world):
     for key, parameter in own.items():
         local(parameter.detach()).copy_(local(learner.parameters[key].detach()))
     samples = [
-        TrainingSample(
+        TrainingSample.of(
             token_ids=[*example.token_ids.tolist(), int(example.targets[-1, 0])],
             loss_mask=[False, *example.trained[:, 0].tolist()],
             logprobs=[0.0, *example.logprobs[:, 0].tolist()],

@@ -4,6 +4,7 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from blake3 import blake3
@@ -168,7 +169,7 @@ def test_another_batch_is_found_at_its_step(recorded, world, tmp_path):
     run_dir = copy_of(config.run_dir, tmp_path / "copy")
     batch = decode_batch(run_dir.batch(4).read_bytes(), "").batch
     for sample in batch.samples:
-        sample.advantages[:] = [-advantage for advantage in sample.advantages]
+        sample.spans = [msgspec.structs.replace(span, advantage=-span.advantage) for span in sample.spans]
     run_dir.batch(4).unlink()
     write_batch(run_dir.batch(4), batch, {})
     _, versions, checkpoints = replay(run_dir, config, tmp_path, world)

@@ -148,4 +148,4 @@ async def play(place: PlaySession, label: str, split: str, size: int | None, val
     async with aclosing(place.play(label, jobs, values["concurrency"])) as played:
         async for job, rollouts in played:
             for rollout in rollouts:
-                print(f"--- {split} {rollout_text({'task': job.task, **rollout.as_record()})}")
+                print(f"--- {split} {rollout_text({'task': job.task, **rollout.as_record(), 'messages': rollout.messages})}")

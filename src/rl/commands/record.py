@@ -99,7 +99,7 @@ class RecordedEpisode:
             raise RunError("this episode has no call of the policy: give your program its client, or its base_url")
         rollout = Rollout(
             turns=turns,
-            messages=self.messages,
+            text=self.messages,
             num_prompt_messages=history[-1].num_prompt if history else len(self.messages),
             reward=float(reward),
             metrics=metrics or {},

@@ -179,7 +179,7 @@ class Worker:
 def with_talk(failed: Rollout, talk: Any = None) -> Rollout:
     """A copy of a failed rollout, with the turns and messages of `talk` (a Talk or None) from before the environment's code raised."""
     prompt, answered = talk.messages() if talk else ([], [])
-    said = {"turns": talk.turns, "messages": [*prompt, *answered], "num_prompt_messages": len(prompt)} if talk else {}
+    said = {"turns": talk.turns, "text": [*prompt, *answered], "num_prompt_messages": len(prompt)} if talk else {}
     return msgspec.structs.replace(failed, **said)
 
 
@@ -253,7 +253,7 @@ def encode_result(order: PlayGroup, rollouts: list[Rollout], unfinished: int = 0
 def encoded(played: Played, most: int = MAX_MESSAGE_BYTES) -> bytes:
     """Encodes a message. Raises an error of UNSENDABLE, also if the message has more than `most` bytes."""
     for rollout in played.rollouts:
-        rollout.messages = json_messages(rollout.messages)
+        rollout.text = json_text(rollout.messages)
         rollout.error = rollout.error and redact(rollout.error)[:MAX_ERROR]  # redact first: half a secret is not recognised
     data = ENCODER.encode(played)
     if len(data) > most:
@@ -272,20 +272,19 @@ def sendable(rollout: Rollout, most: int) -> Rollout:
     return rollout
 
 
-def json_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as they will be in JSON, with secrets redacted. Raises ValueError if they are too long or too deeply nested for a
-    JSON writer."""
-    if len(data := msgspec.json.encode(messages)) > MAX_MESSAGES:
-        raise ValueError(f"the messages have {len(data) / 2**20:.0f} MiB, {MAX_MESSAGES / 2**20:g} are allowed")
-    decoded = msgspec.json.decode(redact_json(data), type=list[dict[str, Any]])
-    depth, tables = 0, [decoded]
+def json_text(messages: list[dict[str, Any]]) -> bytes:
+    """Messages as JSON, with secrets redacted. Raises ValueError if they are too long or too deeply nested for a JSON writer."""
+    text = redact_json(msgspec.json.encode(messages))
+    if len(text) > MAX_MESSAGES:
+        raise ValueError(f"the messages have {len(text) / 2**20:.0f} MiB, {MAX_MESSAGES / 2**20:g} are allowed")
+    depth, tables = 0, [messages]
     while tables:
         depth += 1
         items = [item for table in tables for item in (table.values() if isinstance(table, dict) else table)]
-        tables = [item for item in items if isinstance(item, (dict, list))]
+        tables = [item for item in items if isinstance(item, dict | list | tuple)]
     if depth > MAX_NESTING:
         raise ValueError(f"nested {depth} deep, {MAX_NESTING} are allowed")
-    return decoded
+    return text
 
 
 async def serve(setup: WorkerSetup, worker: Worker | None, problem: str) -> None:

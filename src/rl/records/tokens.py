@@ -67,17 +67,16 @@ class SampleTokens:
 
 def sample_tokens(step: int, place: int, sample: TrainingSample, log: dict[str, np.ndarray]) -> SampleTokens:
     """The tokens of a sample. log: the columns of its n trained tokens in the token log, [n]; empty without a token log."""
-    mask = np.array(sample.loss_mask, bool)
+    trained = sample.trained
 
-    def whole(name: str) -> np.ndarray:
-        values = np.full(len(mask), np.nan, np.float32)
-        values[mask] = log.get(name, np.nan)
-        return values
+    def whole(values: np.ndarray | float, elsewhere: float = np.nan, dtype: type = np.float32) -> np.ndarray:
+        found = np.full(sample.num_tokens, elsewhere, dtype)
+        found[trained] = values
+        return found
 
-    spans, flags, versions = sample.policy_versions, np.zeros(len(mask), np.uint8), np.full(len(mask), -1)
-    versions[mask] = np.repeat([span.policy_version for span in spans], [span.num_tokens for span in spans])
-    flags[mask] = log.get("flags", 0)
-    logprobs, trainer_logprobs = np.where(mask, np.array(sample.logprobs, np.float32), np.nan), whole("trainer_logprobs")
+    flags = whole(log.get("flags", 0), 0, np.uint8)
+    logprobs, trainer_logprobs = whole(sample.logprobs), whole(log.get("trainer_logprobs", np.nan))
+    teacher = np.nan if sample.teacher_logprobs is None else sample.teacher_logprobs
     return SampleTokens(
         step=step,
         place=place,
@@ -86,16 +85,16 @@ def sample_tokens(step: int, place: int, sample: TrainingSample, log: dict[str, 
         group_id=sample.group_id,
         rollout_id=sample.rollout_id,
         has_log=bool(log),
-        token_ids=np.array(sample.token_ids, np.int64),
-        loss_mask=mask,
+        token_ids=sample.token_ids.astype(np.int64),
+        loss_mask=whole(True, False, bool),
         logprobs=logprobs,
-        advantages=np.where(mask, np.array(sample.advantages, np.float32), np.nan),
-        versions=versions,
+        advantages=whole(sample.advantages),
+        versions=whole(sample.versions, -1, np.int64),
         trainer_logprobs=trainer_logprobs,
         ratio=np.exp(np.clip(trainer_logprobs - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)),
-        entropies=whole("entropies"),
-        reference_logprobs=whole("reference_logprobs"),
-        teacher_gap=trainer_logprobs - np.array(np.nan if sample.teacher_logprobs is None else sample.teacher_logprobs, np.float32),
+        entropies=whole(log.get("entropies", np.nan)),
+        reference_logprobs=whole(log.get("reference_logprobs", np.nan)),
+        teacher_gap=trainer_logprobs - whole(teacher),
         clipped=flags & CLIPPED > 0,
         masked=flags & MASKED > 0,
         stopped_later=flags & LATER > 0,
@@ -114,7 +113,7 @@ class BatchTokens:
         self.fault = ""
         """Why there is no token log; empty if there is one."""
         self.log: dict[str, np.ndarray] = {}
-        counts = [sum(sample.loss_mask) for sample in self.samples]
+        counts = [sample.num_trained for sample in self.samples]
         self.ends = [*accumulate(counts)]
         log = run_dir.tokens(step)
         try:
@@ -131,5 +130,5 @@ class BatchTokens:
         """The samples of the batch in order; only those of the given group or rollout, if any."""
         for place, (sample, end) in enumerate(zip(self.samples, self.ends, strict=True)):
             if group in (None, sample.group_id) and rollout in (None, sample.rollout_id):
-                own = slice(end - sum(sample.loss_mask), end)
+                own = slice(end - sample.num_trained, end)
                 yield sample_tokens(self.step, place, sample, {name: values[own] for name, values in self.log.items()})

@@ -76,7 +76,7 @@ def train(trainer: Trainer) -> bool:
 def train_batch(trainer: Trainer, packed: Packed, timer: Timer) -> dict[str, float]:
     """Trains one step at its scheduled learning rate and returns the metrics. Raises RunError, explained, if memory runs out."""
     config, step = trainer.config, packed.batch.step
-    if config.trainer.router_replay == "engine" and any(not sample.routes for sample in packed.batch.samples if any(sample.loss_mask)):
+    if config.trainer.router_replay == "engine" and any(not sample.routes for sample in packed.batch.samples if sample.spans):
         remedy = "it was sampled by a server without trainer.router_replay = engine, or through NeMo Gym; set it to trainer or off"
         raise RunError(f"trainer.router_replay = engine: batch {step} has tokens without routes: {remedy}")
     trainer.status.enter(Phase.TRAINING, step)

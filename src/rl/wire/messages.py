@@ -1,13 +1,19 @@
 """The messages that trainer and orchestrator exchange: few types, typed msgpack, no torch."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from rl.run_dir.over_network import Memory
 from rl.run_dir.status import RoleStatus
 
+if TYPE_CHECKING:
+    import numpy as np  # here by those that compute: its import starts threads, which processes that fork may not have
+
 VersionNumber = Annotated[int, msgspec.Meta(ge=0)]
+ITEM_BYTES = 4
+"""Bytes of a token's id, and of its log-probability."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The exceptions of decoding if bytes are not a message of the expected type; RecursionError is for too deeply nested data."""
 
@@ -19,47 +25,138 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: Annotated[int, msgspec.Meta(ge=0)]
 
 
+class TrainedSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Consecutive trained tokens of a sample that one policy version sampled, and that have one advantage."""
+
+    start: Annotated[int, msgspec.Meta(ge=1)]
+    """Index of the first. The first token of a sample cannot be trained, because no token precedes it."""
+    end: int
+    policy_version: int
+    """-1: no version has sampled them, in supervised fine-tuning."""
+    advantage: float
+
+
 class TrainingSample(msgspec.Struct, kw_only=True):
-    """One token sequence with the inputs of the loss at each token. The first four lists are aligned, length T.
+    """One token sequence with the inputs of the loss. Numbers are bytes from the sampler to the device, so that no rank makes a Python
+    object of each token. T is the number of tokens, N that of the trained ones.
 
     Example: two turns of one rollout (reward 0.5 above the group's mean; weights updated during the second answer)::
 
-        tokens           <user> 1 + 1 <asst> 2 <end> <user> sure ? <asst> yes <end>
-        loss_mask           0   0 0 0    0   1   1      0     0  0   0     1    1
-        logprobs            0   0 0 0    0 -.7 -.1      0     0  0   0   -.4  -.2
-        advantages          0   0 0 0    0  .5  .5      0     0  0   0    .5   .5
-        policy_versions  [(3, 3), (4, 1)]      # over the sampled tokens, in order
-
-    Token t is predicted from tokens 0..t-1, so a mask at position 0 is an error.
+        tokens     <user> 1 + 1 <asst> 2 <end> <user> sure ? <asst> yes <end>
+        spans      (5, 7, version 3, 0.5), (11, 12, 3, 0.5), (12, 13, 4, 0.5)
+        logprobs   -.7 -.1 -.4 -.2
     """
 
-    token_ids: list[int]
-    loss_mask: list[bool]
-    """True where the token was sampled by the policy and is to be trained."""
-    logprobs: list[float]
-    """Log-probability of each sampled token under the distribution it was sampled from, nats; 0.0 where not sampled."""
-    advantages: list[float]
-    policy_versions: list[VersionSpan]
-    """Spans of one version over the tokens with loss_mask True, in order."""
+    packed_ids: bytes
+    """[T] int32."""
+    spans: list[TrainedSpan]
+    """The trained tokens, in order."""
+    packed_logprobs: bytes
+    """[N] float32: log-probability of each trained token under the distribution that it was sampled from, nats."""
     env: str
     group_id: int
     rollout_id: int
     """Index of the rollout in its group; one rollout can give several samples."""
     temperature: float = 1.0
-    teacher_logprobs: list[float] | None = None
+    packed_teacher: bytes | None = None
+    """[N] float32: the teacher's log-probabilities, nats; None without a teacher."""
     routes: bytes | None = None
     """The experts, in each layer, of each token before the last trained one, as the sampler chose them: see the trainer's Routers."""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.token_ids), len(self.loss_mask), len(self.logprobs), len(self.advantages)}
-        if len(lengths) != 1:
-            raise ValueError(f"a sample's lists differ in length: {sorted(lengths)}")
-        if self.loss_mask and self.loss_mask[0]:
-            raise ValueError("the first token of a sample cannot be trained, because no token precedes it")
-        if sum(span.num_tokens for span in self.policy_versions) != sum(self.loss_mask):
-            raise ValueError("policy_versions must cover exactly the tokens with loss_mask True")
-        if self.routes is not None and len(self.routes) % max(1, "".join("01"[trained] for trained in self.loss_mask).rfind("1")):
+        num_tokens, end = len(self.packed_ids) // ITEM_BYTES, 0
+        for span in self.spans:
+            if not end <= span.start < span.end <= num_tokens:
+                raise ValueError(f"tokens {span.start} to {span.end} of a sample of {num_tokens} are trained, after those to {end}")
+            end = span.end
+        columns = {len(column) for column in (self.packed_logprobs, self.packed_teacher) if column is not None}
+        if len(self.packed_ids) % ITEM_BYTES or columns != {self.num_trained * ITEM_BYTES}:
+            raise ValueError(f"a sample with {self.num_trained} trained tokens has columns of {sorted(columns)} bytes")
+        if self.routes is not None and len(self.routes) % max(1, end - 1):
             raise ValueError("a sample's routes do not cover exactly the tokens before the last trained one")
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        loss_mask: Sequence[bool],
+        logprobs: Sequence[float],
+        advantages: Sequence[float],
+        policy_versions: Sequence[VersionSpan],
+        teacher_logprobs: Sequence[float] | None = None,
+        **names: Any,
+    ) -> "TrainingSample":
+        """Returns the sample of values that are aligned, [T] each; of those with loss_mask True the versions are, in order."""
+        import numpy as np
+
+        trained = np.flatnonzero(np.asarray(loss_mask, bool))
+        versions = np.repeat([span.policy_version for span in policy_versions], [span.num_tokens for span in policy_versions])
+        if not len(token_ids) == len(loss_mask) == len(logprobs) == len(advantages) or len(versions) != len(trained):
+            raise ValueError("the values of a sample differ in number")
+        weights = np.asarray(advantages, float)[trained]
+        ends = (np.diff(trained) > 1) | (np.diff(versions) != 0) | (np.diff(weights) != 0)
+        parts = np.split(np.arange(len(trained)), np.flatnonzero(ends) + 1) if len(trained) else []
+        spans = []
+        for part in parts:
+            first, last = part[0], part[-1]
+            spans.append(TrainedSpan(int(trained[first]), int(trained[last]) + 1, int(versions[first]), float(weights[first])))
+        teacher = None if teacher_logprobs is None else np.asarray(teacher_logprobs, np.float32)[trained].tobytes()
+        packed = np.asarray(token_ids, np.int32).tobytes(), np.asarray(logprobs, np.float32)[trained].tobytes()
+        return cls(packed_ids=packed[0], spans=spans, packed_logprobs=packed[1], packed_teacher=teacher, **names)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.packed_ids) // ITEM_BYTES
+
+    @property
+    def num_trained(self) -> int:
+        return sum(span.end - span.start for span in self.spans)
+
+    @property
+    def token_ids(self) -> "np.ndarray":
+        """[T] int32."""
+        return column(self.packed_ids, "int32")
+
+    @property
+    def trained(self) -> "np.ndarray":
+        """[N] int64: the indices of the trained tokens."""
+        import numpy as np
+
+        return np.concatenate([np.arange(span.start, span.end) for span in self.spans] or [np.arange(0)])
+
+    @property
+    def logprobs(self) -> "np.ndarray":
+        """[N] float32."""
+        return column(self.packed_logprobs, "float32")
+
+    @property
+    def teacher_logprobs(self) -> "np.ndarray | None":
+        """[N] float32."""
+        return None if self.packed_teacher is None else column(self.packed_teacher, "float32")
+
+    @property
+    def advantages(self) -> "np.ndarray":
+        """[N] float32."""
+        return self.by_span("advantage", "float32")
+
+    @property
+    def versions(self) -> "np.ndarray":
+        """[N] int64: the policy versions that sampled the trained tokens."""
+        return self.by_span("policy_version", "int64")
+
+    def by_span(self, name: str, dtype: str) -> "np.ndarray":
+        """Returns [N]: a value of the spans, for each of their tokens."""
+        import numpy as np
+
+        values = np.array([getattr(span, name) for span in self.spans], dtype)
+        return np.repeat(values, [span.end - span.start for span in self.spans])
+
+
+def column(data: bytes, dtype: str) -> "np.ndarray":
+    """Returns the numbers of packed bytes, which are not copied."""
+    import numpy as np
+
+    return np.frombuffer(data, dtype)
 
 
 class TrainBatch(msgspec.Struct, kw_only=True):
@@ -76,7 +173,7 @@ class TrainBatch(msgspec.Struct, kw_only=True):
     @property
     def num_loss_tokens(self) -> int:
         """The normaliser of the loss, known before the first backward pass and equal on every rank."""
-        return sum(sum(sample.loss_mask) for sample in self.samples)
+        return sum(sample.num_trained for sample in self.samples)
 
 
 class WeightVersion(msgspec.Struct, frozen=True):

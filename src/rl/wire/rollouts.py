@@ -41,7 +41,8 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     turns: Turns = msgspec.field(default_factory=Turns)
     """A list of `Turn`s is converted."""
-    messages: list[dict[str, Any]] = []
+    text: list[dict[str, Any]] | bytes = msgspec.field(default=b"[]", name="messages")
+    """The messages: a list while the rollout is played, afterwards the JSON of one, which is written once and copied into all files."""
     num_prompt_messages: int | None = None
     """Number of leading messages that are the prompt, including worked examples; the policy wrote none of them. None: unknown."""
     reward: float = 0.0
@@ -70,6 +71,10 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
         given: Turns | list[Turn] = self.turns
         if isinstance(given, list):
             self.turns = Turns.of(given)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return msgspec.json.decode(self.text) if isinstance(self.text, bytes) else self.text
 
     @property
     def num_sampled(self) -> int:
@@ -102,7 +107,7 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
         return {
             "agent": self.agent,
             **({} if self.trainable else {"trainable": False}),
-            "messages": self.messages,
+            "messages": msgspec.Raw(self.text) if isinstance(self.text, bytes) else self.text,
             **({"num_prompt_messages": self.num_prompt_messages} if self.num_prompt_messages is not None else {}),
             "reward": None if self.error else self.reward,
             "metrics": self.metrics,

@@ -223,7 +223,7 @@ def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_its
     assert batch == TrainBatch(step=1, samples=[sample for group in used for sample in group_samples(group)])
     assert decode_state(content.state).pending == [TaskRef(7, "e", 1)]
     lines = [json.loads(line) for line in run_dir.rollouts(1).read_bytes().splitlines()]
-    assert [line["advantage"] for line in lines[:8]] == [sample.advantages[-1] for sample in batch.samples]
+    assert [line["advantage"] for line in lines[:8]] == [sample.spans[-1].advantage for sample in batch.samples]
     assert [line["advantage"] for line in lines[8:]] == [0.0] * 3
     metrics = batch_metrics(1, [*used, *dropped])
     assert metrics["rollouts/replaced_groups"] == metrics["rollouts/b/replaced_groups"] == 1 and "rollouts/a/replaced_groups" not in metrics
@@ -314,7 +314,7 @@ def test_a_teacher_is_a_signal():
     assert (taught.why, taught.advantages) == (None, [0.0, 0.0])
     taught.rollouts[0].turns.answers[0].teacher_logprobs = pack_logprobs([-1.5, -0.25])
     samples = list(group_samples(taught))
-    assert [sample.teacher_logprobs for sample in samples] == [[0.0, -1.5, -0.25], None]
+    assert samples[0].teacher_logprobs.tolist() == [-1.5, -0.25] and samples[1].teacher_logprobs is None
     metrics = batch_metrics(1, [taught])
     assert metrics["teacher_kl/mean"] == metrics["teacher_kl/e/mean"] == (0.5 - 0.75) / 2
     history = RewardHistory(without_signal=[("e", 1.0)])

@@ -323,7 +323,7 @@ def check(world: World) -> None:
         in_words = {(line["group_id"], line["rollout_id"]) for line in lines if line["trained"]}
         assert content.batch.step == step and in_words == {(s.group_id, s.rollout_id) for s in content.batch.samples}
         trained += in_words
-        lags = [step - 1 - span.policy_version for s in content.batch.samples for span in s.policy_versions]
+        lags = [step - 1 - span.policy_version for s in content.batch.samples for span in s.spans]
         assert min(lags) >= 0 and max(lags) <= 2 * world.config.max_lag
         if not world.config.max_lag:
             newest = [line for line in lines if line["versions"] == [step - 1] and line["rollout_id"] == 0]

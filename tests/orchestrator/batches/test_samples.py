@@ -4,19 +4,18 @@ import msgspec
 import pytest
 
 from rl.orchestrator.batches.samples import group_samples, join_spans
-from rl.wire.messages import TrainingSample, VersionSpan
+from rl.wire.messages import TrainedSpan, TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn
 from tests.orchestrator.made import turn
+from tests.wire.samples import aligned
 
 
 def test_turns_that_continue_each_other_are_one_sample():
     rollout = Rollout(turns=[turn([1, 2], [3, 4], 5), turn([1, 2, 3, 4, 9, 9], [7], 6)], reward=1.0)
     (sample,) = group_samples(Group(group_id=8, env="e", task=0, rollouts=[rollout], advantages=[0.5], temperature=0.7))
-    assert sample.token_ids == [1, 2, 3, 4, 9, 9, 7]
-    assert sample.loss_mask == [False, False, True, True, False, False, True]
-    assert sample.logprobs == [0.0, 0.0, -1.0, -1.0, 0.0, 0.0, -1.0]
-    assert sample.advantages == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.5]
-    assert sample.policy_versions == [VersionSpan(5, 2), VersionSpan(6, 1)]
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 9, 9, 7]
+    assert sample.spans == [TrainedSpan(2, 4, 5, 0.5), TrainedSpan(6, 7, 6, 0.5)] and sample.trained.tolist() == [2, 3, 6]
+    assert sample.logprobs.tolist() == [-1.0] * 3 and sample.versions.tolist() == [5, 5, 6]
     assert (sample.group_id, sample.rollout_id, sample.temperature) == (8, 0, 0.7)
 
 
@@ -42,7 +41,7 @@ def sample_of(chain, group, rollout_id, advantage):
         mask += [False] * len(new) + [True] * len(one.completion_ids)
         logprobs += [0.0] * len(new) + one.logprobs
         teacher += [0.0] * len(new) + (one.teacher_logprobs or [])
-    return TrainingSample(
+    return TrainingSample.of(
         token_ids=token_ids,
         loss_mask=mask,
         logprobs=logprobs,
@@ -83,8 +82,8 @@ def test_samples_of_branching_conversations_are_those_of_their_whole_prompts(wit
         group = Group(group_id=seed, env="e", task=0, rollouts=[Rollout(turns=turns)], advantages=[0.25], temperature=0.7)
         group = msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=Group)
         expected = [sample_of(chain, group, 0, 0.25) for chain in merge_whole_prompts(turns)]
-        expected = [sample for sample in expected if any(sample.loss_mask)]
-        assert msgspec.msgpack.encode(list(group_samples(group))) == msgspec.msgpack.encode(expected), seed
+        expected = [sample for sample in expected if sample.spans]
+        assert list(map(aligned, group_samples(group))) == list(map(aligned, expected)), seed
         found = group.rollouts[0].turns
         assert list(found) == turns and found[-1] == turns[-1] and len(found) == len(turns)
 

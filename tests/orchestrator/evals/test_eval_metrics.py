@@ -133,7 +133,7 @@ def test_interval_of_a_difference_is_that_of_a_mean():
 def test_what_is_written(tmp_path):
     failed = Rollout(episode=1, error="boom", cause="timeout", stop="error")
     said = [{"role": "assistant", "content": "2"}]
-    results = [(4, [Rollout(reward=1.0, messages=said, metrics={"m": 2.0}, stop="max_turns", completion_tokens=3), failed])]
+    results = [(4, [Rollout(reward=1.0, text=said, metrics={"m": 2.0}, stop="max_turns", completion_tokens=3), failed])]
     path = tmp_path / "evals" / "000007" / "e.jsonl"
     write_eval(path, 7, "e", results)
     first, second = map(json.loads, path.read_bytes().splitlines())

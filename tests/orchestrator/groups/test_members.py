@@ -125,7 +125,9 @@ def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(tmp_path,
     tasks = {line.split()[0] for line in before}
     assert sorted(played) == sorted(f"{task} {episode}" for task in tasks for episode in range(4))
     samples = decode_batch(config.run_dir.batch(1).read_bytes(), "1").batch.samples
-    assert sorted((sample.group_id, sample.token_ids) for sample in samples) == [(group, [1, 2 + i]) for group in (0, 1) for i in range(4)]
+    assert sorted((sample.group_id, sample.token_ids.tolist()) for sample in samples) == [
+        (group, [1, 2 + i]) for group in (0, 1) for i in range(4)
+    ]
 
 
 def test_what_a_user_adds_to_a_finished_group_is_not_in_its_members(tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ def test_a_log_that_the_disk_cannot_give_back_does_not_end_the_run(tmp_path, mon
 
 def test_what_waits_is_readable_with_what_will_become_of_it(tmp_path):
     def group(group_id, *rewards):
-        rollouts = [Rollout(turns=[turn(version=3)], reward=reward, messages=[{"role": "assistant", "content": "2"}]) for reward in rewards]
+        rollouts = [Rollout(turns=[turn(version=3)], reward=reward, text=[{"role": "assistant", "content": "2"}]) for reward in rewards]
         return credit_group(Group(group_id=group_id, env="e", task=8, rollouts=rollouts), Rules())
 
     def lines():

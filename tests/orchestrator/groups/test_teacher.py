@@ -50,8 +50,8 @@ def test_a_chain_of_turns_is_one_request_and_every_sampled_token_gets_its_own_nu
     assert sorted(against(StubTeacher(), act)) == [[1, 2, 3, 4, 9, 7], [5, 6]]
     samples = group_samples(Group(group_id=0, env="e", task=0, rollouts=rollouts[:1], advantages=[0.0]))
     for sample in samples:
-        expected = [logprob(sample.token_ids, t) if sampled else 0.0 for t, sampled in enumerate(sample.loss_mask)]
-        assert sample.teacher_logprobs == expected
+        expected = [logprob(sample.token_ids.tolist(), place) for place in sample.trained.tolist()]
+        assert sample.teacher_logprobs.tolist() == pytest.approx(expected)
     assert all(t.teacher_logprobs is None for rollout in rollouts[1:] for t in rollout.turns)
 
 

@@ -85,7 +85,7 @@ def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeyp
     requests = TrainerRequests(run_dir, progress, policy, SimpleNamespace(), max_model_len=33)
     asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
     assert asked == [([group], {"max_tokens": 32, "temperature": 1.0}) for group in (7, 3, 8, 5)]
-    assert [sample.token_ids for sample in answers[0].samples] == [[group, 6] for group in (7, 3, 8, 5)]
+    assert [sample.token_ids.tolist() for sample in answers[0].samples] == [[group, 6] for group in (7, 3, 8, 5)]
 
     async def hang(*_):
         await asyncio.Event().wait()

@@ -209,7 +209,7 @@ def test_rollouts_without_logprobs_have_no_ratio(tmp_path, model):
     state = decode_state(decode_batch(settings.run_dir.batch(1).read_bytes(), "").state)
     assert state.metrics["lag/max"] == 0 and state.metrics["rollouts/trained"] == 2
     samples = decode_batch(settings.run_dir.batch(1).read_bytes(), "").batch.samples
-    assert all(math.isnan(sample.logprobs[-1]) and sample.policy_versions[0].policy_version == -1 for sample in samples)
+    assert all(math.isnan(sample.logprobs[-1]) and sample.versions[0] == -1 for sample in samples)
 
 
 def test_the_trainer_is_served_until_the_rollouts_are_used(tmp_path, model):

@@ -57,6 +57,21 @@ def test_episodes_are_those_that_were_ordered_and_each_once(played, unfinished, 
 
 
 @pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b'[{"content": "a"}]\n{"reward": 1}', "messages with the end of a line"),
+        (b'[{"content": "a"}', "messages that are not JSON"),
+        (b'{"content": "a"}', "messages that are not JSON"),
+        (b'[{"content": "\xff"}]', "messages that are not JSON"),
+        (b"[" * 100_000, "messages that are not JSON"),
+    ],
+)
+def test_text_that_would_be_another_line_of_a_file_is_refused(text, why):
+    """It is copied into rollouts/*.jsonl as it came."""
+    assert why in judged(rollouts(text=text)) and judged(rollouts(text=b'[{"content": "a\\nb", "x": [{}]}]')) == ""
+
+
+@pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"reward": math.nan}, "rollout 2: the reward is nan, not a number of at most 1e+18"),

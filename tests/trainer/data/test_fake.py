@@ -10,12 +10,12 @@ def test_batches_are_a_function_of_seed_and_step():
     batch = FakeBatches(config, 50, seed=1).receive(2)
     assert batch == FakeBatches(config, 50, seed=1).receive(2)
     assert batch != FakeBatches(config, 50, seed=2).receive(2) and batch != FakeBatches(config, 50, seed=1).receive(3)
-    assert [(s.group_id, s.rollout_id, len(s.token_ids), sum(s.loss_mask)) for s in batch.samples] == [
+    assert [(s.group_id, s.rollout_id, s.num_tokens, s.num_trained) for s in batch.samples] == [
         *((0, i, 8, 3) for i in range(4)),
         *((1, i, 8, 3) for i in range(2)),
     ]
-    heads = [s.token_ids[:5] for s in batch.samples]
-    assert heads[0] == heads[3] != heads[4] == heads[5] and max(max(s.token_ids) for s in batch.samples) < 50
+    heads = [s.token_ids[:5].tolist() for s in batch.samples]
+    assert heads[0] == heads[3] != heads[4] == heads[5] and max(s.token_ids.max() for s in batch.samples) < 50
 
 
 def sizes(batch: TrainBatch, ranks: int, row_tokens: int):

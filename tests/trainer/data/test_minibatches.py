@@ -103,7 +103,7 @@ def test_two_minibatches_twice_are_four_plain_steps_on_the_halves(tied_folder, w
     assert {int(state["step"]) for state in several.optimizer.state.values()} == {4} and metrics["optim/steps"] == 4
     for name in ("loss/mean", "optim/grad_norm"):
         assert metrics[name] == pytest.approx(sum(step[name] for step in steps) / 4, rel=1e-12)
-    tokens = [sum(sum(batch.samples[place].loss_mask) for place in places) for places in cut(batch, 2, config.seed)] * 2
+    tokens = [sum(batch.samples[place].num_trained for place in places) for places in cut(batch, 2, config.seed)] * 2
     for name in ("entropy/mean", "ratio/mean", "masked_fraction"):
         assert metrics[name] == pytest.approx(np.average([step[name] for step in steps], weights=tokens), rel=1e-9)
     assert metrics["mismatch_kl/mean"] == steps[0]["mismatch_kl/mean"]  # later the policy is another than the one that sampled
@@ -128,11 +128,10 @@ def test_only_several_steps_tell_the_sampler_from_the_policy_before(tied_folder,
 def float64_gradient(model, old, samples, loss) -> dict[str, torch.Tensor]:
     """The gradient of a minibatch's loss, mean over its tokens, by the formulas and an unpacked float64 model."""
     model.zero_grad()
-    count = sum(sum(sample.loss_mask) for sample in samples)
+    count = sum(sample.num_trained for sample in samples)
     for sample, first in zip(samples, old, strict=True):
         now, _ = plain_scores(model, sample)
-        mask = np.array(sample.loss_mask)
-        sampler, advantages = np.array(sample.logprobs)[mask], np.array(sample.advantages)[mask]
+        sampler, advantages = sample.logprobs.astype(float), sample.advantages.astype(float)
         nothing = np.zeros(len(sampler))
         sequence = formulas.Sequence(now.detach().numpy(), sampler, advantages, nothing, nothing, nothing, first.numpy())
         (now * torch.tensor(loss(sequence)[1])).sum().div(count).backward()
@@ -176,7 +175,7 @@ def test_clipped_losses_compare_with_the_policy_that_the_batch_began_with(tied_f
         samples = [batch.samples[place] for place in places]
         for key, expected in float64_gradient(reference, [old[place] for place in places], samples, loss).items():
             assert (gradients[key] - expected).norm() <= 1e-4 * expected.norm() + 1e-7, key
-    sampled = [np.array(sample.logprobs)[np.array(sample.loss_mask)] for sample in batch.samples]
+    sampled = [sample.logprobs for sample in batch.samples]
     apart = np.concatenate([first.numpy() for first in old]) - np.concatenate(sampled)
     assert metrics["mismatch_kl/mean"] == pytest.approx(np.mean(np.expm1(apart) - apart), rel=1e-4)  # of all tokens, at the beginning
     assert metrics["update_kl/mean"] > 1e-3 and (metrics["masked_fraction"] > 0.05) == (name != "cispo")

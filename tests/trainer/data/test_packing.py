@@ -13,6 +13,7 @@ from rl.trainer.data.packing import pack
 from rl.trainer.data.prefix_tree import sort_samples
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from tests.trainer.samples import make_batch, make_sample
+from tests.wire.samples import aligned
 
 A, B, C, D, E = 10, 11, 12, 13, 14
 
@@ -64,7 +65,7 @@ def random_batch(rng: random.Random) -> TrainBatch:
         trained = sum(mask)
         new = rng.randint(0, trained)
         samples.append(
-            TrainingSample(
+            TrainingSample.of(
                 token_ids=[rng.randint(1, 2) for _ in range(length)],
                 loss_mask=mask,
                 logprobs=[rng.uniform(-3, 0) for _ in range(length)],
@@ -83,14 +84,23 @@ def random_batch(rng: random.Random) -> TrainBatch:
 def expected_tokens(batch: TrainBatch) -> list[tuple]:
     """Every loss token, by definition: what comes before it, and what the loss needs."""
     found = []
-    for place, s in enumerate(batch.samples):
+    for place, sample in enumerate(batch.samples):
+        s = aligned(sample)
         versions = iter([span.policy_version for span in s.policy_versions for _ in range(span.num_tokens)])
         for t in (t for t, mask in enumerate(s.loss_mask) if mask):
             teacher = s.teacher_logprobs[t] if s.teacher_logprobs else None
-            values = [np.float32(x) for x in (s.logprobs[t], s.advantages[t], place + 1, s.temperature)]
+            values = [np.float32(x) for x in (s.logprobs[t], s.advantages[t], place + 1, sample.temperature)]
             context = tuple(s.token_ids[:t])
             found.append(
-                (place, context, s.token_ids[t], *values, batch.envs.index(s.env), next(versions) == 4, teacher and np.float32(teacher))
+                (
+                    place,
+                    context,
+                    s.token_ids[t],
+                    *values,
+                    batch.envs.index(sample.env),
+                    next(versions) == 4,
+                    teacher and np.float32(teacher),
+                )
             )
     return sorted(found, key=repr)
 

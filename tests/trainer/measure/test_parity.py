@@ -16,6 +16,7 @@ from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS, parity_of
 from tests.families import CONFIGS, LENGTH_DEPENDENT, PACKED, STATES
 from tests.trainer.samples import make_sample, pack_alone
+from tests.wire.samples import changed, with_version
 from tests.zygote import inference_zygote
 
 FAMILIES = PACKED + LENGTH_DEPENDENT + STATES
@@ -67,15 +68,14 @@ def probe_samples(model, config, world, error):
     """Samples with the model's own log-probabilities, all but the first by version 4."""
     samples = [make_sample([5, 6, 7 + i], [9, 10, 11], group=i) for i in range(3)]
     own = compare(model, config, TrainBatch(step=1, samples=samples), world)
-    for i, sample in enumerate(samples):
-        sample.policy_versions = [type(sample.policy_versions[0])(3 if i == 0 else 4, 3)]
+    samples = [with_version(sample, 3 if i == 0 else 4) for i, sample in enumerate(samples)]
     by_place = {}
     (row,) = pack_alone(TrainBatch(step=1, samples=samples)).micro_batches
     for (_, _, difference), sample, target in zip(own, row.sequences.tolist(), row.targets.tolist(), strict=True):
         by_place[sample, target] = difference - 2.0  # make_sample says -2 for every token
     for i, sample in enumerate(samples):
         off = 5.0 if i == 0 else error
-        sample.logprobs = [0.0] * 3 + [by_place[i, token] + off for token in (9, 10, 11)]
+        samples[i] = changed(sample, logprobs=[0.0] * 3 + [by_place[i, token] + off for token in (9, 10, 11)])
     return samples
 
 

@@ -64,9 +64,8 @@ def reference(folder, batch):
     scored = {}
     for place, sample in enumerate(batch.samples):
         logprobs, entropies = plain_scores(model, sample)
-        mask = torch.tensor(sample.loss_mask)
-        (torch.tensor(sample.advantages)[mask] * logprobs + ENTROPY * entropies).sum().backward()
-        for t, *values in zip(torch.nonzero(mask)[:, 0].tolist(), logprobs.tolist(), entropies.tolist(), strict=True):
+        (torch.tensor(sample.advantages) * logprobs + ENTROPY * entropies).sum().backward()
+        for t, *values in zip(sample.trained.tolist(), logprobs.tolist(), entropies.tolist(), strict=True):
             scored[place, t] = tuple(values)
     return {name: p.grad for name, p in model.named_parameters()}, scored
 

@@ -102,7 +102,7 @@ def test_routes_of_another_model_give_what_plain_transformers_gives_with_them(fo
     logprobs = []
     for given in (free, found):
         plain.zero_grad()
-        width = len(sample.token_ids), *given[2].view(len(given[2]), routers_of(model).layers, -1).shape[1:]
+        width = sample.num_tokens, *given[2].view(len(given[2]), routers_of(model).layers, -1).shape[1:]
         padded = torch.arange(2, dtype=torch.uint8).expand(width).clone()  # the last token is no input of ours
         padded[: len(given[2])] = given[2].view(len(given[2]), *width[1:])
         route_plain(plain, padded, kind)

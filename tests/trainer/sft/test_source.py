@@ -71,7 +71,7 @@ def source_of(root, model, **more) -> FromExamples:
 
 
 def texts(batch):
-    return [tuple(sample.token_ids) for sample in batch.samples]
+    return [tuple(sample.token_ids.tolist()) for sample in batch.samples]
 
 
 def test_every_pass_has_every_example_once_in_a_new_order(tied_folder, tmp_path):
@@ -142,8 +142,8 @@ def test_samples_fit_the_loss_and_share_prompts(tmp_path):
     sizes = write_examples(tmp_path / "e", iter([(([5, 6, 7], [False, False, True]), 0), (([5, 6, 8, 9], [False, False, True, True]), 1)]))
     assert sizes == {"examples": 2, "tokens": 7, "trained_tokens": 3}
     batch = make_batch(3, open_examples(tmp_path / "e"), [1, 0, 1])
-    assert [sample.token_ids for sample in batch.samples] == [[5, 6, 8, 9], [5, 6, 7], [5, 6, 8, 9]]
-    assert batch.samples[0].advantages == [0.0, 0.0, 1.0, 1.0] and batch.samples[0].logprobs == [0.0] * 4
+    assert [sample.token_ids.tolist() for sample in batch.samples] == [[5, 6, 8, 9], [5, 6, 7], [5, 6, 8, 9]]
+    assert batch.samples[0].advantages.tolist() == [1.0, 1.0] and batch.samples[0].logprobs.tolist() == [0.0] * 2
     assert len({sample.group_id for sample in batch.samples}) == 1 and batch.num_loss_tokens == 5
     packed = pack_alone(batch)
     assert packed.shared_token_fraction == pytest.approx(1 - 3 / 8)  # 5 6 8 for all: 3 of 3 + 2 + 3 inputs
@@ -174,7 +174,7 @@ def test_damaged_data_is_refused(tied_folder, tmp_path):
 def plain_loss(folder, samples):
     """Loss and gradients of plain transformers: each sample alone, mean over all trained tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    count = sum(sum(sample.loss_mask) for sample in samples)
+    count = sum(sample.num_trained for sample in samples)
     total = 0.0
     for sample in samples:
         loss = -plain_scores(model, sample)[0].sum() / count

@@ -67,7 +67,7 @@ async def parity(config: RLConfig, num_tokens: int, work: Path, children: Childr
         await servers.close()
         await server.end()
     write_batch(work / f"{dtype}.batch", TrainBatch(step=1, samples=samples), None)
-    say(f"{dtype}: scoring {sum(sum(s.loss_mask) for s in samples)} tokens with the trainer's code")
+    say(f"{dtype}: scoring {sum(sample.num_trained for sample in samples)} tokens with the trainer's code")
     files = str(work / f"{dtype}.toml"), str(work / f"{dtype}.batch")
     child = start_module(children, work, "parity", "rl.trainer.measure.parity", *files)
     if await child.wait_async(SCORE_TIMEOUT_S) is None:

@@ -263,7 +263,7 @@ def as_rollout(play: Play) -> Rollout:
     prompt, answered = messages_of(state) if state else client.messages() if client else ([], [])
     rollout = Rollout(
         turns=turns,
-        messages=[*prompt, *answered],
+        text=[*prompt, *answered],
         num_prompt_messages=len(prompt),
         stop=state.get("stop_condition") or ("" if not failure else "timeout" if failure.cause == "timeout" else "error"),
         truncated=bool(state.get("is_truncated")) or any(answer.finish_reason == "length" for answer in getattr(turns, "answers", turns)),

@@ -78,7 +78,7 @@ def to_rollout(reply: dict[str, Any], body: dict[str, Any], version: int | None,
     prompt = to_messages(input_items(params))
     return Rollout(
         turns=turns,
-        messages=[*prompt, *to_messages(items)],
+        text=[*prompt, *to_messages(items)],
         num_prompt_messages=len(prompt),
         reward=float(reward),
         metrics=metrics_of(reply, body),

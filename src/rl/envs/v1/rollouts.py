@@ -45,7 +45,7 @@ def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
     messages, num_prompt = messages_of(trace)
     rollout = Rollout(
         turns=turns,
-        messages=messages,
+        text=messages,
         num_prompt_messages=num_prompt,
         reward=float(trace.reward),
         metrics=metrics,

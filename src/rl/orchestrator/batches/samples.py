@@ -1,10 +1,12 @@
 """Turns a rollout's turns into flat training samples, with ids as they were sent and sampled, never retokenised."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from rl.wire.messages import TrainingSample, VersionSpan
+import numpy as np
+
+from rl.wire.messages import TrainedSpan, TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout
-from rl.wire.turns import unpack_logprobs
+from rl.wire.turns import AnswerSpan
 
 
 def join_spans(spans: list[VersionSpan]) -> list[VersionSpan]:
@@ -22,28 +24,32 @@ def rollout_samples(group: Group, rollout_id: int) -> Iterator[TrainingSample]:
     """Yields one sample per chain of turns; every sampled token gets the rollout's advantage."""
     turns, advantage = group.rollouts[rollout_id].turns, group.advantages[rollout_id]
     for number, answers in enumerate(turns.by_chain()):
-        token_ids = turns.ids(number).tolist()
-        mask = [False] * len(token_ids)
-        logprobs, advantages, teacher = ([0.0] * len(token_ids) for _ in range(3))
-        for answer in answers:
-            sampled = slice(answer.start, answer.end)
-            mask[sampled] = [True] * answer.num_tokens
-            advantages[sampled] = [advantage] * answer.num_tokens
-            logprobs[sampled] = unpack_logprobs(answer.logprobs)
-            teacher[sampled] = unpack_logprobs(answer.teacher_logprobs) if answer.teacher_logprobs else [0.0] * answer.num_tokens
+        spans = [span for answer in answers for span in spans_of(answer, advantage)]
+        teacher = [answer.teacher_logprobs or bytes(len(answer.logprobs)) for answer in answers]
         yield TrainingSample(
-            token_ids=token_ids,
-            loss_mask=mask,
-            logprobs=logprobs,
-            advantages=advantages,
-            policy_versions=join_spans([span for answer in answers for span in answer.policy_versions]),
+            packed_ids=turns.ids(number).tobytes(),
+            spans=spans,
+            packed_logprobs=as_float32(answer.logprobs for answer in answers),
+            packed_teacher=as_float32(teacher) if any(answer.teacher_logprobs for answer in answers) else None,
             env=group.env,
             group_id=group.group_id,
             rollout_id=rollout_id,
             temperature=group.temperature,
-            routes=turns.routes(number, max((answer.end for answer in answers if answer.num_tokens), default=1) - 1) or None,
-            teacher_logprobs=teacher if any(answer.teacher_logprobs for answer in answers) else None,
+            routes=turns.routes(number, max((span.end for span in spans), default=1) - 1) or None,
         )
+
+
+def spans_of(answer: AnswerSpan, advantage: float) -> Iterator[TrainedSpan]:
+    """Yields the spans of one version in an answer."""
+    start = answer.start
+    for span in join_spans(answer.policy_versions):
+        yield TrainedSpan(start, start + span.num_tokens, span.policy_version, advantage)
+        start += span.num_tokens
+
+
+def as_float32(columns: Iterable[bytes]) -> bytes:
+    """Joins columns of float64 as one of float32."""
+    return np.frombuffer(b"".join(columns)).astype(np.float32).tobytes()
 
 
 def why_left_out(rollout: Rollout, mask_truncated: bool) -> str | None:
@@ -74,4 +80,4 @@ def group_samples(group: Group, mask_truncated: bool = False) -> Iterator[Traini
     """Yields the samples of a group one at a time."""
     for i, rollout in enumerate(group.rollouts):
         if is_trained(rollout, mask_truncated):
-            yield from (sample for sample in rollout_samples(group, i) if any(sample.loss_mask))
+            yield from (sample for sample in rollout_samples(group, i) if sample.spans)

@@ -27,7 +27,7 @@ async def probe(servers: InferenceServers, samples: list[TrainingSample], max_mo
     room = max(1, max_model_len - TOKENS)
 
     async def one(sample: TrainingSample) -> TrainingSample:
-        prompt = sample.token_ids[: sample.loss_mask.index(True)][-room:]
+        prompt = sample.token_ids[: sample.spans[0].start][-room:].tolist()
         return await complete(servers, prompt, sample.temperature, TOKENS, sample.group_id, sample.routes is not None)
 
     return await asyncio.gather(*map(one, samples))
@@ -40,7 +40,7 @@ async def complete(
     sampling = {"max_tokens": num_tokens, "temperature": temperature} | ({"routes_from": 0} if routes else {})
     answer = await servers.generate(0, prompt, sampling)
     n, m = len(prompt), len(answer.token_ids)
-    return TrainingSample(
+    return TrainingSample.of(
         token_ids=prompt + answer.token_ids,
         loss_mask=[False] * n + [True] * m,
         logprobs=[0.0] * n + [math.nan if one is None else one for one in answer.logprobs],

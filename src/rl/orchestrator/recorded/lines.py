@@ -135,7 +135,7 @@ class Converter:
                 self.counts["have log-probabilities, but neither temperature nor versions: nothing compares them with the trainer's"] += 1
         rollout = Rollout(
             turns=made,
-            messages=line.messages,
+            text=line.messages,
             num_prompt_messages=line.num_prompt_messages,
             reward=line.reward or 0.0,
             metrics=line.metrics,

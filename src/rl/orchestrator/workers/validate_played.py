@@ -8,8 +8,10 @@ import math
 from array import array
 from collections.abc import Iterator
 
+import msgspec
 from msgspec import ValidationError
 
+from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Rollout, unfit
 from rl.wire.turns import AnswerSpan, Turns
 from rl.wire.worker_messages import Played, PlayGroup, PolicySpec, ServerSet
@@ -35,8 +37,21 @@ def faults_of(rollout: Rollout, policy: PolicySpec, newest: int | None, trains: 
     """Yields what is impossible in one rollout. `newest`: the newest policy version; None if unknown. `trains`: see faults_of_answer."""
     if why := unfit(rollout):
         yield why
+    if isinstance(rollout.text, bytes):
+        yield from faults_of_text(rollout.text)
     if not rollout.error:
         yield from faults_of_turns(rollout.turns, policy, newest, trains)
+
+
+def faults_of_text(text: bytes) -> Iterator[str]:
+    """Yields why a text is not the messages of a line: it is copied into files of JSON lines without being written again."""
+    if b"\n" in text or b"\r" in text:
+        yield "messages with the end of a line"
+    try:
+        text.decode()
+        msgspec.json.decode(text, type=list[dict[str, msgspec.Raw]])
+    except UNREADABLE as error:
+        yield f"messages that are not JSON ({error})"
 
 
 def faults_of_turns(turns: Turns, policy: PolicySpec, newest: int | None, trains: bool = True) -> Iterator[str]:

@@ -47,45 +47,47 @@ def prepare(batch: TrainBatch, config: RLConfig) -> Prepared:
     loss = config.trainer.loss
     name, settings = service_loss(loss) or ("", {})  # the configuration was checked
     constant_length = loss.constant_length or config.orchestrator.sampling.max_tokens
-    weights = loss.sample_weights([sum(sample.loss_mask) for sample in batch.samples], constant_length)
-    used = [(sample, weight) for sample, weight in zip(batch.samples, weights, strict=True) if any(sample.loss_mask)]
-    masks = [np.array(sample.loss_mask[1 : last_trained(sample) + 1]) for sample, _ in used]
-    data = [datum(sample, weight, mask, name) for (sample, weight), mask in zip(used, masks, strict=True)]
+    weights = loss.sample_weights([sample.num_trained for sample in batch.samples], constant_length)
+    used = [(sample, weight) for sample, weight in zip(batch.samples, weights, strict=True) if sample.spans]
     samples = [sample for sample, _ in used]
-    versions = [np.repeat([span.policy_version for span in one.policy_versions], [span.num_tokens for span in one.policy_versions])
-                for one in samples]  # fmt: skip
+    masks = [mask_of(sample) for sample in samples]
+    data = [datum(sample, weight, mask, name) for (sample, weight), mask in zip(used, masks, strict=True)]
     return Prepared(
         cast(tinker.types.LossFnType, name),
         settings,
         data,
         masks,
-        np.concatenate([np.array(one.logprobs)[one.loss_mask] for one in samples]),
-        np.concatenate([np.array(one.advantages)[one.loss_mask] for one in samples]),
-        np.concatenate(versions) == batch.step - 1,
-        np.concatenate([np.full(sum(one.loss_mask), one.env) for one in samples]),
-        sum(len(sample.token_ids) for sample in samples),
+        np.concatenate([sample.logprobs for sample in samples]),
+        np.concatenate([sample.advantages for sample in samples]),
+        np.concatenate([sample.versions for sample in samples]) == batch.step - 1,
+        np.concatenate([np.full(sample.num_trained, sample.env) for sample in samples]),
+        sum(sample.num_tokens for sample in samples),
     )
 
 
-def last_trained(sample: TrainingSample) -> int:
-    """Returns the index of the last token that is trained."""
-    return len(sample.loss_mask) - 1 - sample.loss_mask[::-1].index(True)
+def mask_of(sample: TrainingSample) -> np.ndarray:
+    """Returns which of the tokens from the second to the last trained one are trained."""
+    mask = np.zeros(sample.spans[-1].end - 1, bool)
+    mask[sample.trained - 1] = True
+    return mask
 
 
 def datum(sample: TrainingSample, weight: float, mask: np.ndarray, loss_fn: str) -> tinker.Datum:
     """Returns a sample for a loss of the API. `mask`: its targets that are trained."""
-    end = len(mask) + 1
-    advantages = (np.array(sample.advantages[1:end]) * mask * weight).astype(np.float32)
-    inputs = {"target_tokens": np.array(sample.token_ids[1:end], np.int64)}
+    ids = sample.token_ids[: len(mask) + 1].astype(np.int64)
+    advantages, logprobs = np.zeros(len(mask)), np.zeros(len(mask))
+    advantages[mask] = sample.by_span("advantage", "float64") * weight
+    logprobs[mask] = np.maximum(sample.logprobs, LOWEST)
+    inputs = {"target_tokens": ids[1:]}
     if loss_fn == "cross_entropy":
-        inputs["weights"] = advantages
+        inputs["weights"] = advantages.astype(np.float32)
     else:
-        inputs["advantages"] = advantages
-        inputs["logprobs"] = (np.maximum(sample.logprobs[1:end], LOWEST) * mask).astype(np.float32)
+        inputs["advantages"] = advantages.astype(np.float32)
+        inputs["logprobs"] = logprobs.astype(np.float32)
     if loss_fn == "gspo":
         inputs["sequence_ratio_mask"] = mask.astype(np.float32)
     tensors = {key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()}
-    return tinker.Datum(model_input=tinker.ModelInput.from_ints(sample.token_ids[: end - 1]), loss_fn_inputs=tensors)
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=tensors)
 
 
 def metrics_of(batch: Prepared, output: tinker.ForwardBackwardOutput) -> dict[str, float]:

@@ -261,7 +261,7 @@ def as_batch(examples: list[Example]) -> TrainBatch:
         count = len(example.token_ids)
         tokens, none = [*example.token_ids.tolist(), 0], [0.0] * (count + 1)
         values = {"logprobs": none, "advantages": none, "policy_versions": [VersionSpan(-1, count)], "env": "", "group_id": 0}
-        sample = TrainingSample(token_ids=tokens, loss_mask=[False] + [True] * count, rollout_id=0, **values)
+        sample = TrainingSample.of(token_ids=tokens, loss_mask=[False] + [True] * count, rollout_id=0, **values)
         samples += [sample] * example.targets.shape[1]
     return TrainBatch(step=1, samples=samples)
 

@@ -44,7 +44,7 @@ def make_sample(
 ) -> TrainingSample:
     """Makes a sample as if the version before `step` had sampled the answer from the uniform distribution."""
     n, m = len(prompt), len(answer)
-    return TrainingSample(
+    return TrainingSample.of(
         token_ids=prompt + answer,
         loss_mask=[False] * n + [True] * m,
         logprobs=[0.0] * n + [-math.log(vocab_size)] * m,

@@ -30,7 +30,7 @@ def cut(batch: TrainBatch, count: int, seed: int) -> list[list[int]]:
         return [list(range(len(batch.samples)))]
     groups: dict[int, list[int]] = defaultdict(list)
     for index, sample in enumerate(batch.samples):
-        if any(sample.loss_mask):
+        if sample.spans:
             groups[sample.group_id].append(index)
     order = np.random.Generator(np.random.PCG64([seed, batch.step])).permutation(sorted(groups))
     parts = np.array_split(order, max(1, min(count, len(groups))))
@@ -39,7 +39,7 @@ def cut(batch: TrainBatch, count: int, seed: int) -> list[list[int]]:
 
 def sample_weights(samples: Sequence[TrainingSample], config: LossSettings, constant_length: int) -> list[float]:
     """Returns the weight of each sample's loss tokens in the batch's loss, see LossSettings.sample_weights."""
-    return config.sample_weights([sum(sample.loss_mask) for sample in samples], constant_length)
+    return config.sample_weights([sample.num_trained for sample in samples], constant_length)
 
 
 def minibatch_weights(batch: TrainBatch, parts: Sequence[Sequence[int]], config: LossSettings, constant_length: int) -> list[float]:

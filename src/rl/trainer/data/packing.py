@@ -3,7 +3,7 @@ parts of equal cost, and each part becomes tensors. A token's hidden state depen
 gradients equal those of the samples computed one by one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -39,7 +39,7 @@ def pack(batch: TrainBatch, weights: Sequence[float], layout: Layout, parts: Seq
     samples; by default one minibatch holds all samples.
     """
     minibatches, computed, length = [], 0, 0
-    starts = list(accumulate((sum(sample.loss_mask) for sample in batch.samples), initial=0))
+    starts = list(accumulate((sample.num_trained for sample in batch.samples), initial=0))
     for indices in parts or [None]:
         ordered = sort_samples(batch, indices)
         ranks = plan(ordered, layout)
@@ -68,14 +68,14 @@ def to_micro_batch(
     def by_item(values: Sequence[float], dtype: type) -> Tensor:
         return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), counts)[order])
 
-    def by_token(name: str) -> Tensor:
-        lists = [np.array(getattr(item.sample, name) or [np.nan] * len(item.sample.token_ids), dtype=np.float32) for item in items]
-        return torch.from_numpy(np.concatenate([values[item.trained] for item, values in zip(items, lists, strict=True)])[order])
+    def by_token(columns: Iterable[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate([*columns])[order])
 
     env_of = {env: i for i, env in enumerate(batch.envs)}
-    spans = [span for item in items for span in item.sample.policy_versions]
-    fresh = np.repeat([span.policy_version == batch.step - 1 for span in spans], [span.num_tokens for span in spans])
-    has_teacher = any(item.sample.teacher_logprobs for item in items)
+    samples = [item.sample for item in items]
+    teachers = [sample.teacher_logprobs for sample in samples]
+    none = [np.full(count, np.nan, np.float32) for count in counts]
+    teachers_or_none = [missing if values is None else values for values, missing in zip(teachers, none, strict=True)]
     return MicroBatch(
         input_ids=torch.from_numpy(token_ids),
         position_ids=torch.from_numpy(positions),
@@ -84,16 +84,14 @@ def to_micro_batch(
         predictors=torch.from_numpy(predictors),
         temperatures=by_item([item.sample.temperature for item in items], np.float32)[torch.from_numpy(first)],
         predictor_of=torch.from_numpy(predictor_of),
-        targets=torch.from_numpy(np.concatenate([np.array(item.sample.token_ids)[item.trained] for item in items])[order]),
-        logprobs=by_token("logprobs"),
-        advantages=by_token("advantages"),
+        targets=by_token(item.sample.token_ids[item.trained].astype(np.int64) for item in items),
+        logprobs=by_token(sample.logprobs for sample in samples),
+        advantages=by_token(sample.advantages for sample in samples),
         weights=by_item([weights[item.sample_index] for item in items], np.float32),
         sequences=by_item([item.sample_index for item in items], np.int64),
-        token_index=torch.from_numpy(
-            np.concatenate([starts[item.sample_index] + np.arange(count) for item, count in zip(items, counts, strict=True)])[order]
-        ),
+        token_index=by_token(starts[item.sample_index] + np.arange(count) for item, count in zip(items, counts, strict=True)),
         envs=by_item([env_of[item.sample.env] for item in items], np.int64),
-        teacher_logprobs=by_token("teacher_logprobs") if has_teacher else None,
-        fresh=torch.from_numpy(fresh[order]),
+        teacher_logprobs=None if all(values is None for values in teachers) else by_token(teachers_or_none),
+        fresh=by_token(sample.versions == batch.step - 1 for sample in samples),
         routes=None if routes is None else torch.from_numpy(routes),
     )

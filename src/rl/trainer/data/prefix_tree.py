@@ -57,9 +57,9 @@ def sort_samples(batch: TrainBatch, indices: Iterable[int] | None = None) -> Sor
     groups: dict[tuple[int, float], list[Item]] = defaultdict(list)
     for index in range(len(batch.samples)) if indices is None else indices:
         sample = batch.samples[index]
-        trained = np.flatnonzero(np.array(sample.loss_mask, dtype=bool))
-        if len(trained):
-            inputs = np.array(sample.token_ids[: trained[-1]], dtype=np.uint32)
+        if sample.spans:
+            trained = sample.trained
+            inputs = sample.token_ids[: trained[-1]].view(np.uint32)
             routes = np.frombuffer(sample.routes, dtype=np.uint8).reshape(len(inputs), -1) if sample.routes else None
             groups[sample.group_id, sample.temperature].append(Item(sample, index, trained, inputs, routes))
     items: list[Item] = []

@@ -143,7 +143,7 @@ def performance(packed: Packed, timer: Timer, work: Work, dtype: str, world: Wor
     done = world.reduce(torch.tensor(float(sum(map(work.of, packed.micro_batches))), dtype=torch.float64), dist.ReduceOp.SUM)
     memory = world.reduce(torch.tensor(peak_memory_gib(world.device)), dist.ReduceOp.MAX)
     metrics = {
-        "perf/tokens_per_s": sum(len(sample.token_ids) for sample in packed.batch.samples) / timer.step_s,
+        "perf/tokens_per_s": sum(sample.num_tokens for sample in packed.batch.samples) / timer.step_s,
         "perf/shared_token_fraction": packed.shared_token_fraction,
         "perf/peak_memory_gib": float(memory),
     }

@@ -60,7 +60,7 @@ def make_batch(step: int, examples: pa.Table, places: Sequence[int] | np.ndarray
         ids, trained = (examples[name][int(place)].as_py() for name in ("tokens", "trained"))
         prompt = tuple(ids[: trained.index(True)])
         samples.append(
-            TrainingSample(
+            TrainingSample.of(
                 token_ids=ids,
                 loss_mask=trained,
                 logprobs=[0.0] * len(ids),

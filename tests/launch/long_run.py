@@ -1,15 +1,9 @@
-"""Measures what the steps behind cost: a made-up run of many, resumed, gone on with and looked at. `uv run scripts/bench.py long_run`."""
+"""A made-up run directory of many steps, for tests of what the steps behind cost."""
 
-import argparse
 import asyncio
-import contextlib
-import io
 import json
 import os
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +13,7 @@ from rl.config.command_line import build, parse_args, to_toml
 from rl.config.run import RLConfig
 from rl.orchestrator.batches.batch_selection import OrchestratorState
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskSource
-from rl.run_dir.checksums import checksum, newest_sound_checkpoint
+from rl.run_dir.checksums import checksum
 from rl.run_dir.digests import HASH, digest
 from rl.run_dir.files import clean_leftovers, encode_record
 from rl.run_dir.hashes import sha256
@@ -100,30 +94,6 @@ def write_metrics(run_dir: RunDir, steps: int) -> None:
                 file.write(f'{{"step": {step}, "time": {1.7e9 + step}, "source": "eval", "eval/e/reward_mean": 0.5}}\n')
 
 
-def seconds(do: Callable[[], Any]) -> float:
-    began = time.monotonic()
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        do()
-    return round(time.monotonic() - began, 3)
-
-
-def resume(config: RLConfig) -> dict[str, float]:
-    """Seconds of what a resume does before its processes work, but for imports, model and environments."""
-    from rl.diagnosis.disk import needs
-    from rl.launch.console import Console
-    from rl.launch.prepare import prepare
-
-    run_dir, model = config.run_dir, config.run_dir.weights(config.max_steps - 1)
-    cpu = time.process_time()
-    found = {"prepare": seconds(lambda: prepare(config, resume=-1, clean=False).lease.close())}
-    found["console"] = seconds(lambda: Console(config, run_dir, io.StringIO()))
-    found["disk_estimate"] = seconds(lambda: needs(config, model))
-    found["orchestrator"] = seconds(lambda: restored(config))
-    kinds = run_dir.weights_dir, run_dir.checkpoints, run_dir.digests_dir
-    found["trainer"] = seconds(lambda: (clean_leftovers(*kinds), newest_sound_checkpoint(run_dir.checkpoints)))
-    return found | {"all": round(sum(found.values()), 3), "of that CPU": round(time.process_time() - cpu, 3)}
-
-
 def restored(config: RLConfig) -> Any:
     """An orchestrator that has read what it needs of the run, without workers, inference or trainer."""
     from rl.orchestrator.evals.evaluator import Evaluator
@@ -139,69 +109,3 @@ def restored(config: RLConfig) -> Any:
     one = Orchestrator(config, pool, policy, TaskSource({"e": EnvTasks(7, 1.0, 2)}, SEED), evaluator, status, {})
     asyncio.run(one.builder.restore())
     return one
-
-
-def loop_ms(config: RLConfig, steps: int, repeats: int = 200) -> dict[str, float]:
-    """Milliseconds of the orchestrator's loop, after so many versions were published."""
-    one = restored(config)
-    for version in range(1, steps + 1):
-        one.policy.note(version)
-        one.policy.loaded = version
-        if version % 1000 == 0:
-            one.policy.forget(config.max_steps)
-    one.policy.forget(config.max_steps)
-    one.builder.old_files.put_away(steps)  # lists what there is, once
-
-    def ms(do: Callable[[], Any]) -> float:
-        began = time.monotonic()
-        for _ in range(repeats):
-            do()
-        return round(1000 * (time.monotonic() - began) / repeats, 4)
-
-    def publish() -> None:
-        one.policy.note(steps)
-        one.policy.forget(config.max_steps)
-        one.policy.needed(config.max_steps)
-
-    return {
-        "a finished group": ms(lambda: one.policy.next_version(config.max_steps)),
-        "a version published": ms(
-            lambda: (one.policy.note(steps), one.policy.forget(config.max_steps), one.policy.needed(config.max_steps))
-        ),
-        "a batch put away": ms(lambda: one.builder.old_files.put_away(steps)),
-    }
-
-
-def looks(config: RLConfig) -> dict[str, float]:
-    """Seconds of what a person asks of the run."""
-    from rl.commands.compare import main as compare
-    from rl.commands.doctor.main import main as doctor
-    from rl.commands.show import main as show
-
-    root = str(config.run_dir.root)
-    step = str(config.max_steps - 1)
-    return {
-        "doctor": seconds(lambda: doctor([root], None)),
-        "compare": seconds(lambda: compare([root, root], None)),
-        "show --step": seconds(lambda: show([root, "--step", step], None)),
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100_000)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        made = time.monotonic()
-        config = make_run(Path(folder), args.steps)
-        found: dict[str, Any] = {"steps": args.steps, "made_s": round(time.monotonic() - made, 1)}
-        found["metrics_mib"] = config.run_dir.metrics.stat().st_size >> 20
-        found["resume_s"] = resume(config)
-        found["loop_ms"] = loop_ms(config, args.steps)
-        found["looks_s"] = looks(config)
-    json.dump(found, sys.stdout, indent=2)
-    print()
-
-
-if __name__ == "__main__":
-    main()
