@@ -2,12 +2,10 @@
 
 import pytest
 
-from rl.config.command_line import from_toml, read_toml
 from rl.config.fields import field_tree
 from rl.config.foreign import BY_NAME, FOREIGN
-from rl.config.hints import REMOVED, hint
+from rl.config.hints import hint
 from rl.config.run import ALIASES, RLConfig
-from rl.system.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -41,23 +39,11 @@ from rl.system.errors import ConfigError
             "critic.optim.lr",
             "there is no critic, value loss or discount here; credit comes from groups of rollouts (orchestrator.credit)",
         ),
-        ("orchestrator.keep_partial_groups", "leave it out: a group with a failed rollout is never trained"),
         *((key, "see --help all") for key in ("version", "bogus", "nope", "foo.name", "trainer.top_n", "x.interval", "ops")),
     ],
 )
 def test_hints(key, said):
     assert hint(key) == said
-
-
-def test_a_removed_switch_that_is_off_is_dropped_when_a_run_of_an_earlier_version_is_read(tmp_path):
-    path = tmp_path / "config.toml"
-    path.write_text("[orchestrator]\nkeep_partial_groups = false\nenforce_monotonicity = false\nbatch_size = 8\n")
-    assert read_toml(str(path)) == {"orchestrator": {"batch_size": 8}}
-    path.write_text('[trainer]\nactivation_checkpointing = "selective"\n')
-    assert read_toml(str(path)) == {"trainer": {"activation_checkpointing": "full"}}
-    path.write_text("[orchestrator]\nkeep_partial_groups = true\n")
-    with pytest.raises(ConfigError, match="leave it out: a group with a failed rollout is never trained"):
-        from_toml(path)
 
 
 def test_the_table_names_keys_that_there_are_and_none_of_ours():
@@ -66,5 +52,5 @@ def test_the_table_names_keys_that_there_are_and_none_of_ours():
         for key in row.here.split(" and ") if row.here else ():
             assert key in tree or key.startswith(("--", "inference.vllm.")), row
         assert row.here or row.note
-    assert not {*BY_NAME, *REMOVED} & {*tree, *ALIASES}
+    assert not {*BY_NAME} & {*tree, *ALIASES}
     assert len(BY_NAME) == sum(len(row.names.split()) for row in FOREIGN) > 150

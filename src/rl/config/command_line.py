@@ -23,7 +23,7 @@ from rl.config.environment_id import fetched, id_faults
 from rl.config.faults import Spelled, raise_all, setting_text, too_large, without_value
 from rl.config.fields import field_tree, models_in, tags, takes_text_alone
 from rl.config.help import PROCESS_USAGE, READS, USAGE, print_help
-from rl.config.hints import drop_removed, without_numbers
+from rl.config.hints import without_numbers
 from rl.config.outside import outside_faults
 from rl.config.quick import shrink
 from rl.config.run import ALIASES, MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
@@ -90,9 +90,7 @@ def read_toml(path: str) -> dict[str, Any]:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ConfigError(f"{path}: not a configuration file: larger than {MAX_FILE_BYTES >> 20} MiB")
-        table = tomllib.loads(data.decode())
-        drop_removed(table)
-        return table
+        return tomllib.loads(data.decode())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:

@@ -1,7 +1,6 @@
 """Guesses what an unknown key was meant to be. A doubtful guess is not shown."""
 
 import difflib
-from typing import Any
 
 from rl.config.fields import field_tree, models_in, tags
 from rl.config.foreign import known_elsewhere
@@ -14,23 +13,6 @@ SURE = 0.85
 MOST = 4
 """Most keys that may share a last part for it to be a useful hint; one like `name` is too common."""
 
-REMOVED = {
-    "orchestrator.enforce_monotonicity": "leave it out: a turn that rewrites earlier ones always begins a new sample",
-    "orchestrator.keep_partial_groups": "leave it out: a group with a failed rollout is never trained",
-}
-"""Keys that earlier versions wrote into the config.toml of every run, and the remedy."""
-
-
-def drop_removed(table: dict[str, Any]) -> None:
-    """Drops removed switches that are off, as they are in the config.toml of every run begun before: what is done now is the same. So is
-    what `full` recomputes, where a layer was once recomputed in part."""
-    if isinstance(trainer := table.get("trainer"), dict) and trainer.get("activation_checkpointing") == "selective":
-        trainer["activation_checkpointing"] = "full"
-    for key in REMOVED:
-        section, _, name = key.rpartition(".")
-        if isinstance(settings := table.get(section), dict) and settings.get(name) is False:
-            del settings[name]
-
 
 def without_numbers(key: str) -> str:
     """Returns a dotted key without list indices: the key of its field."""
@@ -38,10 +20,10 @@ def without_numbers(key: str) -> str:
 
 
 def hint(key: str) -> str:
-    """Returns the remedy for an unknown key: its name here, the `type` that has it, leaving it out if it was removed, similar known keys,
-    or the list of all keys."""
+    """Returns the remedy for an unknown key: its name here, the `type` that has it, similar known keys, or the list of all
+    keys."""
     plain = without_numbers(key)
-    if remedy := types_with(plain) or REMOVED.get(plain):
+    if remedy := types_with(plain):
         return remedy
     in_section = alike(plain) if "." in plain else []
     if not in_section and (elsewhere := known_elsewhere(plain)):

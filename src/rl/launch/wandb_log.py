@@ -64,8 +64,7 @@ class WandbLog:
 
     def send(self, lines: list[dict[str, Any]]) -> None:
         """Sends the lines of steps that have not been sent yet."""
-        # Before there were streams, wandb.json had one step for all evaluations.
-        new = [line for line in lines if line["step"] > self.sent.get(stream_of(line), self.sent.get(line["source"], -1))]
+        new = [line for line in lines if line["step"] > self.sent.get(stream_of(line), -1)]
         if not new:
             return
         progress = dict(self.sent)

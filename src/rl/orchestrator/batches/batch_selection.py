@@ -26,7 +26,7 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
     tasks: TaskState
     settled: list[int]
     """Groups that this batch trained or dropped; after a crash they may still be in pending.log."""
-    history: RewardHistory = msgspec.field(default_factory=RewardHistory, name="signal")
+    history: RewardHistory = msgspec.field(default_factory=RewardHistory)
     pending: list[TaskRef] = []
     """Groups waiting for a later batch, already counted in `history` and the solve rates. Played again if pending.log lost them."""
     metrics: dict[str, float] = {}

@@ -21,7 +21,7 @@ LEFT = 0.4
 class RewardHistory(msgspec.Struct, kw_only=True):
     """Rewards since the last trainable group, and the range of each environment's rewards. Part of a batch's state."""
 
-    without_signal: list[tuple[str, float]] = msgspec.field(default_factory=list, name="silent")
+    without_signal: list[tuple[str, float]] = []
     """(environment, reward) of the rollouts since the last group with a signal."""
     episodes: int = 0
     """Number of episodes that these rollouts are of: each trained agent of an episode has a rollout of its own."""
@@ -32,9 +32,6 @@ class RewardHistory(msgspec.Struct, kw_only=True):
     """Number and sum of all rewards so far."""
     ranges: dict[str, tuple[float, float]] = {}
     """Lowest and highest reward so far, by environment."""
-
-    def __post_init__(self) -> None:
-        self.episodes = self.episodes or len(self.without_signal)  # a state written before episodes were counted has none
 
     def add(self, group: Group) -> None:
         """Counts a finished group. If its signal is None, it has one if its rewards, and those since the last signal, are not all equal."""
