@@ -31,3 +31,12 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     ids, bos = tokenizer.encode(text, add_special_tokens=False), tokenizer.bos_token_id
     adds_bos = bos is not None and tokenizer.encode("a")[:1] == [bos]
     return [bos, *ids] if adds_bos and ids[:1] != [bos] else ids
+
+
+def without_row(tokenizer: Any, ids: list[int], rows: int) -> str:
+    """Names a token for which the model's embedding, of `rows` rows if they are known, has none, and the remedy; empty if there is none."""
+    largest = max(ids, default=0)
+    if not 0 < rows <= largest:
+        return ""
+    remedy = "give it one (transformers: resize_token_embeddings), or leave the token out"
+    return f"{tokenizer.convert_ids_to_tokens(largest)!r} is token {largest}, the model's embedding has {rows} rows; {remedy}"
