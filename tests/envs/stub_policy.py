@@ -6,6 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from rl.envs.policy import Policy
@@ -29,6 +30,7 @@ class StubRenderer:
 
     stop_token_ids = [ord(END)]
     supports_tools = True
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=chr)
     bos = ""
 
     def encode(self, text: str) -> list[int]:

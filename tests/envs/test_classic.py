@@ -664,6 +664,9 @@ def test_data_sets_may_be_lazy_or_missing():
     assert lower in check_prompts(env, 5000)
     env.policy.spec = structs.replace(spec, max_model_len=20)
     assert check_prompts(env, 1).endswith("; raise model.max_model_len to 24, or leave eval task 0 out")
+    env.policy.spec = structs.replace(spec, vocab_size=ord("u"))
+    lacks = f": eval task 0: 'y' is token {ord('y')}, the model's embedding has {ord('u')} rows; give it one (transformers: resize_token_"
+    assert lacks in check_prompts(env, 1)
     env.policy.spec = spec
     assert check_prompts(env, 100) is None
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from rl.envs.policy import Policy, RolloutError
 from rl.models.chat import RendererError
+from rl.models.tokenizer import without_row
 from rl.wire.rollouts import Episode, Split
 from rl.wire.worker_messages import PlayGroup
 
@@ -92,7 +93,8 @@ class Environment(Protocol):
 
 
 def check_prompts(env: Environment, max_tokens: int) -> str | None:
-    """Returns an error message if one of the first prompts leaves fewer than `max_tokens` tokens for an answer, else None."""
+    """Returns an error message if one of the first prompts has a token that the model has no row for, or leaves fewer than `max_tokens`
+    tokens for an answer, else None."""
     if env.policy.endpoint or env.policy.spec.head_server:
         return None
     limit = env.policy.spec.max_model_len
@@ -103,6 +105,8 @@ def check_prompts(env: Environment, max_tokens: int) -> str | None:
             ids = env.prompt_ids(split, index)
         except RendererError as error:
             return f"{env.name}: {split} task {index}: {error}"
+        if fault := without_row(env.policy.renderer.tokenizer, ids or [], env.policy.spec.vocab_size):
+            return f"{env.name}: {split} task {index}: {fault}"
         if ids is not None and (length := len(ids)) + max_tokens > limit:
             lower = f", lower max_tokens to {limit - length}" if length < limit else ""
             return (

@@ -42,3 +42,12 @@ def named_ends(folder: Path) -> list[int | None]:
         fields |= json.loads(file.read_bytes()) if file.is_file() else {}
     ids = fields.get("eos_token_id")
     return ids if isinstance(ids, list) else [ids]
+
+
+def without_row(tokenizer: Any, ids: list[int], rows: int) -> str:
+    """Names a token for which the model's embedding, of `rows` rows if they are known, has none, and the remedy; empty if there is none."""
+    largest = max(ids, default=0)
+    if not 0 < rows <= largest:
+        return ""
+    remedy = "give it one (transformers: resize_token_embeddings), or leave the token out"
+    return f"{tokenizer.convert_ids_to_tokens(largest)!r} is token {largest}, the model's embedding has {rows} rows; {remedy}"

@@ -22,7 +22,7 @@ from rl.models.conversation import REASONING, conversation_ids, has_content, mis
 from rl.models.folder import own_template, resolve_model, vocab_size
 from rl.models.renderer import load_renderer
 from rl.models.template import Renderer
-from rl.models.tokenizer import hide_torch, load_tokenizer, text_ids
+from rl.models.tokenizer import hide_torch, load_tokenizer, text_ids, without_row
 from rl.run_dir.checksums import checksum, verify_files
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.run_dir.status import Phase, Status
@@ -61,11 +61,9 @@ class Tokenizer:
             found = self.conversation(example)
         if not found:
             counts["without an answer to train"] += 1
-        largest = max((id for ids, _ in found for id in ids), default=-1)
-        if 0 < self.vocabulary <= largest:
-            token = self.tokenizer.convert_ids_to_tokens(largest)
-            remedy = "give it one (transformers: resize_token_embeddings), or leave the token out"
-            raise RunError(f"{example.place}: {token!r} is token {largest}, the model's embedding has {self.vocabulary} rows; {remedy}")
+        for ids, _ in found:
+            if fault := without_row(self.tokenizer, ids, self.vocabulary):
+                raise RunError(f"{example.place}: {fault}")
         return [kept for sample in found if (kept := self.truncated(sample, counts))]
 
     def plain_text(self, prompt: str, completion: str) -> Tokens:
