@@ -178,7 +178,7 @@ def test_what_leaves_out_no_token_truncates_nothing(flags, capsys):
 def test_a_top_k_of_the_whole_vocabulary_truncates_nothing(capsys):
     """It switched off that a wrong trainer ends the run, as a smaller one does."""
     config, _ = load_config_or_exit([*ENV, "--orchestrator.sampling.top_k", "49152"], "rl eval")
-    assert "sampling.top_k = 49152, if the model has more tokens than that: inference samples" in capsys.readouterr().err
+    assert "sampling.top_k = 49152: unless no token of the model is left out, inference samples" in capsys.readouterr().err
     assert [config.truncates(vocab_size) for vocab_size in (49151, 49152, 49153)] == [False, False, True]
 
 

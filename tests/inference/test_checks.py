@@ -23,7 +23,7 @@ from rl.inference.chat import Answers
 from rl.inference.draw import carried_seed
 from rl.inference.engine import CutOffError, VersionedEngine
 from rl.inference.engine_args import parse_engine_args
-from rl.inference.main import newest_sound_version
+from rl.inference.main import main, newest_sound_version
 from rl.inference.routes import make_router
 from rl.inference.server import vllm_arguments
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights, read_tensors
@@ -212,6 +212,17 @@ def test_the_newest_sound_version_is_served(tmp_path, capfd):
     assert "bytes, its header says" in said[0] and "tensor b.weight is not what was written" in said[1]
     shutil.rmtree(run_dir.weights(2))
     assert newest_sound_version(run_dir, Mirror(), claimed.append) == WeightVersion(1, str(run_dir.weights(1)))  # without checksums
+
+
+def test_a_server_by_hand_needs_no_environment(tmp_path, monkeypatch):
+    """`inference @ FILE` asked for one, which it never plays."""
+    file = tmp_path / "i.toml"
+    file.write_text('[model]\nname = "owner/m"\n')
+    monkeypatch.setattr("sys.argv", ["inference", "@", str(file)])
+    monkeypatch.setattr("rl.inference.main.run", lambda config: 7 if config.model.name == "owner/m" else 0)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 7
 
 
 def test_likelier_tokens_are_counted_without_a_compilation(monkeypatch):

@@ -93,8 +93,8 @@ def main(args: list[str], children: Children) -> int:
         config = devices.implied_again(config, stored, machine())
         config = devices.write_into(config, devices.split(config, machine()))
     make(config, parent, Origin(str(root), step, round(time.time(), 3), changes), clean="clean" in line.switches)
-    said = [*changes, *filter(None, [new_rate(stored, config, step)])]
-    print("\n".join([f"{config.run_dir.root}: branch of {root} at step {step}", *(f"  {line}" for line in said)]), flush=True)
+    head = f"{config.run_dir.root}: branch of {root} at step {step}"
+    print(head, *changes, *filter(None, [new_rate(stored, config, step)]), sep="\n  ", flush=True)
     again = f"rl @ {shlex.quote(str(config.run_dir.config))} --resume"
     return start(config, CommandLine(resume=-1), children, again)
 

@@ -185,10 +185,9 @@ def warnings_of(config: RLConfig) -> Iterator[str]:
                 place = "orchestrator" if getattr(env.sampling, key) is None else f"orchestrator.environment.{i}"
                 truncated[f"{place}.sampling.{key}"] = value
     for key, value in truncated.items():
-        known = ", if the model has more tokens than that" if key.endswith("top_k") else ""
         yield (
-            f"{key} = {value}{known}: inference samples from a truncated, renormalised distribution that the trainer "
-            "does not model; importance ratios come out below 1 and mismatch_kl above 0 even on-policy"
+            f"{key} = {value}: unless no token of the model is left out, inference samples from a truncated, renormalised distribution "
+            "that the trainer does not model; importance ratios come out below 1 and mismatch_kl above 0 even on-policy"
         )
 
 

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -159,6 +160,9 @@ def parse_word(line: CommandLine, word: str, rest: list[str]) -> None:
         field = field_tree(RLConfig).get(without_numbers(canonical(key, "")))
         is_text = field and takes_text_alone(field.annotation) and rest[:1] != ["@"]
         value_follows = rest and not rest[0].startswith("--" if is_text else ("--", "@"))
+        is_switch = not (field or has_value or value_follows)
+        if is_switch and (near := get_close_matches(word, (*SWITCHES, "--resume"), cutoff=0.8)):
+            raise ConfigError(f"{word}: there is no such flag; did you mean {near[0]}?")
         value = parse_value(key, text if has_value else rest.pop(0)) if has_value or value_follows else True
         line.flags |= flatten({key: value}, f"--{name if name.isprintable() else repr(name)}")
     else:

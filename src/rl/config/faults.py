@@ -9,6 +9,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from rl.config.fields import accepts_switch, field_tree, models_in, tags, type_name
+from rl.config.foreign import known_elsewhere
 from rl.config.hints import hint, types_with, without_numbers
 from rl.config.run import RLConfig
 from rl.system.credentials import hidden, is_secret_key
@@ -95,10 +96,14 @@ def remedy_for(finding: ErrorDetails, key: str) -> str:
     """Returns the remedy for a pydantic error about `key`."""
     kind = finding["type"]
     if kind == "union_tag_invalid":
-        return "give one of " + finding["ctx"]["expected_tags"].replace("'", "")
+        elsewhere = known_elsewhere(f"{key}.{finding['ctx']['tag']}")
+        return f"{elsewhere}: " * bool(elsewhere) + "give one of " + finding["ctx"]["expected_tags"].replace("'", "")
     if kind == "extra_forbidden":
         secret = is_secret_key(key) and "secrets are read from environment variables: WANDB_API_KEY, HF_TOKEN"
         return types_with(without_numbers(key)) or f"unknown key; {secret or hint(key)}"
+    if kind.startswith(("greater_", "less_")):
+        about = field_tree(RLConfig)[without_numbers(key)].description or ""
+        return f"{finding['msg']}. {' '.join(about.split())}"
     return REMEDIES.get(kind, "").format(key=key) or finding["msg"].removeprefix("Value error, ")
 
 

@@ -29,7 +29,7 @@ WITH_BAND = "lowest and highest ratio together, [0.125, 8.0]"
 
 FOREIGN = (
     # model and lengths
-    Foreign("model_name_or_path model_name model.path pretrain actor_rollout_ref.model.path", "model.name"),
+    Foreign("model_name_or_path name_or_path model_name model.path pretrain actor_rollout_ref.model.path", "model.name"),
     Foreign("seq_len max_seq_len max_seq_length max_model_length max_length", "model.max_model_len", "prompt and answer together"),
     Foreign("max_prompt_length prompt_max_len", "model.max_model_len", "prompt and answer together; prompts have no limit of their own"),
     Foreign(
@@ -74,6 +74,7 @@ FOREIGN = (
     ),
     # loss
     Foreign("loss_mode policy_loss_type loss_type", "trainer.loss.type"),
+    Foreign("loss.type.ppo loss.type.grpo loss.type.dapo", 'trainer.loss.type = "clip"'),
     Foreign("loss.import_path", "trainer.loss.function", 'with trainer.loss.type = "custom"'),
     Foreign("loss_agg_mode", "trainer.loss.aggregation"),
     Foreign("epsilon epsilon_low cliprange cliprange_low clip_ratio clip_ratio_low clip_eps eps_clip", "trainer.loss.clip_low", WITH_CLIP),

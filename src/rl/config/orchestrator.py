@@ -91,7 +91,7 @@ class SamplingConfig(SamplingOverrides):
     max_tokens: int = Field(256, ge=1)  # ty: ignore[incompatible-mutable-override] - always set in a training run
     """Most new tokens in one turn."""
     temperature: float = Field(1.0, ge=0)  # ty: ignore[incompatible-mutable-override]
-    """Softmax temperature; the trainer scores tokens at the same one."""
+    """Softmax temperature; the trainer scores tokens at the same one. At 0, all rollouts of a group would be identical."""
 
 
 class EnvSource(Settings):
@@ -265,7 +265,8 @@ class OrchestratorConfig(Settings):
     batch_size: int = Field(64, ge=1)
     """Episodes in a batch (one step), rounded up to whole groups. An episode is one rollout, or one for each agent if it has several."""
     group_size: int = Field(8, ge=2)
-    """Episodes per task; the mean reward of an agent in them is the baseline for most kinds of credit."""
+    """Episodes per task, of which one alone has nothing to be compared with: the mean reward of an agent in them is the baseline for most
+    kinds of credit."""
     max_off_policy_steps: int = Field(8, ge=0)
     """Most policy versions that a rollout's oldest token may be behind; an older rollout is cancelled (`stale`) and its task reissued.
     With max_lag = 0 the bound is 0, whatever is set here."""

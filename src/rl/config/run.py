@@ -6,6 +6,7 @@ Importing this module must load neither torch nor vllm, so that `--help` is fast
 import contextlib
 import json
 import os
+from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -69,10 +70,12 @@ LENGTH = 2048
 
 def default_length(known: dict[str, Any]) -> int:
     """Returns LENGTH, or the longest sequence of the named model, if that is shorter and the model's config.json is on this machine."""
-    name, hub = known.get("name", ""), Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub").expanduser()
-    here = [*Path(name).glob("config.json"), *hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json")]
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a damaged one is told of where the model is found
-        return min([LENGTH, *filter(None, (longest_sequence(json.loads(path.read_bytes())) for path in here))])
+    cache = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    name = known.get("name", "")
+    for folder in (name, f"{cache}/hub/models--{name.replace('/', '--')}/snapshots/*"):
+        for path in glob(os.path.expanduser(f"{folder}/config.json")):
+            with contextlib.suppress(ValueError, AttributeError):  # a damaged one is told of where the model is found
+                return min(LENGTH, longest_sequence(json.loads(Path(path).read_bytes())) or LENGTH)
     return LENGTH
 
 

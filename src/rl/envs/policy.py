@@ -206,7 +206,7 @@ def chat_completion(turn: Turn, answer: Answer, model: str) -> dict[str, Any]:
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [{"index": 0, "message": assistant_message(answer), "finish_reason": finish, "logprobs": None}],
+        "choices": [{"index": 0, "message": assistant_message(answer), "finish_reason": finish}],
         "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
     }
 

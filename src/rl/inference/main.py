@@ -46,7 +46,7 @@ SLOW_IMPORTS = (
 def main() -> None:
     """Entry point. Exit code 0 after SIGTERM or SIGINT, 1 if the engine died, 2 for a wrong setting, 3 if another start is pointless."""
     leave(lambda: preload(load_config_or_exit(sys.argv[1:], "inference")[0]))
-    config, _ = load_config_or_exit(sys.argv[1:], "inference", usage=PROCESS_USAGE)
+    config, _ = load_config_or_exit(sys.argv[1:], "inference", usage=PROCESS_USAGE, optional=("orchestrator.environment",))
     try:
         code = run(config)
     except (RunError, OSError) as error:

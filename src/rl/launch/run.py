@@ -316,11 +316,11 @@ def home_lines(homes: Homes) -> list[str]:
 
 
 def check_ports(config: RLConfig) -> None:
-    """Raises RunError if another process of this machine, where the run's processes will be, has a port of theirs."""
+    """Raises RunError if another process has a port of the run's processes on this machine, or if it has no such address."""
     used = {"inference": config.starts_inference, "orchestrator": not (config.sft or config.serve), "serve": config.serve}
     for name in filter(used.get, used):
         place = getattr(config, name)
-        if place.port and config.cluster is None:
+        if config.cluster is None:
             bind(place.host, place.port, f"{name}.port").close()
 
 

@@ -58,15 +58,13 @@ def bind(host: str, port: int, setting: str, wait_s: float = PORT_WAIT_S) -> soc
         except OverflowError:
             raise RunError(f"{setting} = {port}: a port is a number from 1 to 65535") from None
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
-            sock.close()
-            text = f"{setting} = {port} on {host}: {error.strerror}; choose another, or 0 for a free one"
-            if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-                name = setting.replace("port", "host")
-                text = f"{name} = {host}: {error.strerror}; give an address of this machine, or 0.0.0.0 for all of them"
-            raise RunError(text) from None
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                sock.close()
+                if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                    raise RunError(f"{setting} = {port} on {host}: {error.strerror}; choose another, or 0 for a free one") from None
+                remedy = "give an address of this machine, or 0.0.0.0 for all of them"
+                raise RunError(f"{setting.replace('port', 'host')} = {host}: {error.strerror}; {remedy}") from None
+        time.sleep(0.2)
 
 
 def socket_base(room: int) -> str:

@@ -74,16 +74,14 @@ def with_tag(data: bytes, request: Request) -> Response:
     return Response(data, media_type="application/json", headers={"etag": tag, "cache-control": "private, no-cache"})
 
 
-def listen(host: str, port: int | None) -> socket.socket:
-    """A listening socket. If no port is given, tries PORT, then lets the kernel choose. Raises RunError."""
+def bind_any(host: str, port: int | None) -> socket.socket:
+    """A bound socket. If no port is given, tries PORT, then lets the kernel choose. Raises RunError."""
     try:
-        listener = bind(host, PORT if port is None else port, "--port", wait_s=0.0)
+        return bind(host, PORT if port is None else port, "--port", wait_s=0.0)
     except RunError:
         if port is not None:
             raise
-        listener = bind(host, 0, "--port")
-    listener.listen(64)
-    return listener
+    return bind(host, 0, "--port")
 
 
 def address(host: str, port: int) -> str:
@@ -98,7 +96,7 @@ def serve(library: Library, secret: str, host: str, port: int | None, new_link: 
     new_link: called with the address and the number of each link that lets a browser in: the first once the page is up, a new one
     whenever one was used.
     """
-    listener = listen(host, port)
+    listener = bind_any(host, port)
     place = address(host, listener.getsockname()[1])
     app = PageGate(make_app(library), secret, host, lambda number: new_link(place, number))
     config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=1)

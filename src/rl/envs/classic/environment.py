@@ -287,10 +287,11 @@ def metrics_of(play: Play, scoring: Scoring) -> dict[str, float]:
     metrics = {name: value for name, value in found.items() if value is not None}
     if member:
         metrics[f"{member}reward"] = float(play.state["reward"])
-    if play.client and play.client.offered_tools:
-        metrics[f"{member}bad_tool_calls"] = float(play.client.bad_tool_calls)
-    if play.client and (forced := sum(chat.forced for chat in play.client.conversations.values())):
-        metrics[f"{member}forced_sampling"] = float(forced)
+    if client := play.client:
+        if client.offered_tools:
+            metrics[f"{member}bad_tool_calls"] = float(client.bad_tool_calls)
+        if forced := sum(chat.forced for chat in client.conversations.values()):
+            metrics[f"{member}forced_sampling"] = float(forced)
     return metrics
 
 

@@ -144,7 +144,7 @@ def response(turn: Turn, answer: Answer, model: str) -> Response:
         model=model,
         message=parse_message(choice["message"]),
         finish_reason=choice["finish_reason"],
-        usage=Usage(prompt_tokens=len(turn.prompt_ids), completion_tokens=len(turn.completion_ids)),
+        usage=Usage(**raw["usage"]),
         # Without spans of the messages, the graph puts a turn's new ids into one node, which is right for tasks that read a branch's ids.
         tokens=TurnTokens(prompt_ids=turn.prompt_ids, completion_ids=turn.completion_ids, completion_logprobs=turn.logprobs),
         raw=raw,
