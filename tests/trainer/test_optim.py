@@ -129,8 +129,6 @@ class StateSpace(nn.Module):
     def __init__(self):
         super().__init__()
         self.A_log = nn.Parameter(torch.ones(4, 16))
-        self.rate = nn.Parameter(torch.ones(4, 16))
-        self.rate._no_weight_decay = True
         self.conv1d = nn.Conv1d(4, 4, 3, groups=4)
         self.mixing_conv = nn.Conv1d(4, 4, 3)
         self.q_norm = HeadNorm()

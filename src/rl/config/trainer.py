@@ -110,8 +110,9 @@ class LoraConfig(Settings):
     alpha: float = Field(32.0, gt=0)
     """Scale of the update, which is multiplied by alpha / rank."""
     targets: Annotated[list[str] | Literal["all-linear"], BeforeValidator(parse_targets)] = "all-linear"
-    """Names of the modules that get an adapter ("q_proj", "v_proj", ...); `all-linear`: every linear layer except the head; `experts`: the
-    stacked matrices of a mixture of experts, with `rank` * (rows + columns) weights for each expert. Both: "all-linear,experts"."""
+    """Names of the modules that get an adapter ("q_proj", "v_proj", ...); `all-linear`: every linear layer except the head, and some that
+    would never learn (docs/lora.md); `experts`: the stacked matrices of a mixture of experts, with `rank` * (rows + columns) weights for
+    each expert. Both: "all-linear,experts"."""
 
 
 class FakeDataConfig(Settings):

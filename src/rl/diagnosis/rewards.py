@@ -108,48 +108,64 @@ def what_rollouts_say(rollouts: list[Row], has_teacher: bool, limit: int | None)
     return text
 
 
-def mean_of(state: RunState, source: str, metric: str) -> float:
-    """Returns the mean of a metric over the newest steps; NaN, which is neither above nor below any limit, if it has no value."""
-    values = state.recent(source, metric)
-    return statistics.mean(values) if values else math.nan
+def means(state: RunState, source: str, *metrics: str) -> list[float]:
+    """Returns each metric's mean over the newest steps; NaN, which is neither above nor below any limit, if it has no value."""
+    return [statistics.mean(state.recent(source, metric) or [math.nan]) for metric in metrics]
 
 
 def rollout_hints(state: RunState) -> list[Problem]:
     """Returns causes that the rollout metrics point to, with remedies."""
     config, root = state.config, state.run_dir.root
-    max_tokens, max_len = config.orchestrator.sampling.max_tokens, config.model.max_model_len
-    shares = (
-        ("rollouts/errored", 0.1, f"rollouts failed (rollouts/errored): `rl show {root} --why error` shows why", "error"),
+    shares = ("rollouts/errored", "rollouts/truncated", "rollouts/overlong", "rollouts/empty", "rollouts/zero_advantage")
+    errored, truncated, overlong, empty, equal, reward, lag = means(state, "orchestrator", *shares, "reward/mean", "lag/mean")
+    way = "easier tasks, or `rl sft` first" if reward < 0.2 else "harder tasks" if reward > 0.8 else "another reward function"
+    signs = [
         (
+            errored > 0.1,
+            f"{errored:.0%} of the rollouts failed (rollouts/errored): `rl show {root} --why error` shows why",
+            "rollouts/errored",
+            "error",
+        ),
+        (
+            truncated > 0.2,
+            f"{truncated:.0%} of the answers were cut off (rollouts/truncated): "
+            f"raise orchestrator.sampling.max_tokens = {config.orchestrator.sampling.max_tokens}",
             "rollouts/truncated",
-            0.2,
-            f"answers were cut off (rollouts/truncated): raise orchestrator.sampling.max_tokens = {max_tokens}",
             None,
         ),
-        ("rollouts/overlong", 0.05, f"rollouts exceeded the context (rollouts/overlong): raise model.max_model_len = {max_len}", None),
-        ("rollouts/empty", 0.1, f"rollouts have no tokens (rollouts/empty): look at some with `rl show {root} --why empty`", "empty"),
-    )
-    means = [(metric, mean_of(state, "orchestrator", metric), most, text, why) for metric, most, text, why in shares]
-    found = [hint(f"{share:.0%} of the {text}", metric, why=why) for metric, share, most, text, why in means if share > most]
-    equal, reward, lag = (mean_of(state, "orchestrator", name) for name in ("rollouts/zero_advantage", "reward/mean", "lag/mean"))
-    if equal > 0.5:
-        size = config.orchestrator.group_size
-        way = "easier tasks, or `rl sft` first" if reward < 0.2 else "harder tasks" if reward > 0.8 else "another reward function"
-        text = (
+        (
+            overlong > 0.05,
+            f"{overlong:.0%} of the rollouts exceeded the context (rollouts/overlong): "
+            f"raise model.max_model_len = {config.model.max_model_len}",
+            "rollouts/overlong",
+            None,
+        ),
+        (
+            empty > 0.1,
+            f"{empty:.0%} of the rollouts have no tokens (rollouts/empty): look at some with `rl show {root} --why empty`",
+            "rollouts/empty",
+            "empty",
+        ),
+        (
+            equal > 0.5,
             f"{equal:.0%} of the rollouts are in groups with all rewards equal, at a mean reward of {reward:.3f} "
-            f"(rollouts/zero_advantage): {way}, a larger group_size = {size}, a higher temperature, or orchestrator.environment.difficulty"
-        )
-        found.append(hint(text, "rollouts/zero_advantage", why="no_signal"))
-    if lag > 4:
-        found.append(hint(f"tokens are {lag:.1f} versions old (lag/mean): lower max_lag = {config.max_lag}", "lag/mean"))
-    return found
+            f"(rollouts/zero_advantage): {way}, a larger group_size = {config.orchestrator.group_size}, a higher temperature, "
+            "or orchestrator.environment.difficulty",
+            "rollouts/zero_advantage",
+            "no_signal",
+        ),
+        (lag > 4, f"tokens are {lag:.1f} versions old (lag/mean): lower max_lag = {config.max_lag}", "lag/mean", None),
+    ]
+    return [hint(text, metric, why=why) for is_there, text, metric, why in signs if is_there]
 
 
 def trainer_hints(state: RunState) -> list[Problem]:
     """Returns causes that the trainer metrics point to, with remedies."""
     optim, lora, doctor = state.config.trainer.optim, state.config.trainer.lora, "`rl doctor --parity MODEL` looks for the cause"
-    names = ("optim/lr", "optim/grad_norm", "masked_fraction", "entropy/mean", "mismatch_kl/mean", "lag_kl/mean")
-    rate, norm, masked, entropy, kl, lag_kl = (mean_of(state, "trainer", name) for name in names)
+    kls = ("mismatch_kl/mean", "lag_kl/mean")
+    rate, norm, masked, entropy, kl, lag_kl = means(
+        state, "trainer", "optim/lr", "optim/grad_norm", "masked_fraction", "entropy/mean", *kls
+    )
     limit, disagree = RUN_LIMITS[state.config.model.dtype].kl, 0.0 in state.recent("trainer", "parity/agrees")
     held_out = state.values("trainer", "validation/loss") or [math.nan]
     signs = [

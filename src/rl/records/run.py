@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
@@ -293,7 +294,9 @@ class Run:
                 return AutoModelForCausalLM.from_pretrained(place, **options)
         from peft import PeftModel
 
-        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base(), **options), folder)
+        model = AutoModelForCausalLM.from_pretrained(base(), **options)
+        with patch.dict(vars(model.config), model_type=""):  # by which peft would take some layers for experts of transformers 4
+            return PeftModel.from_pretrained(model, folder)
 
     def _number(self, version: int | str | None) -> int:
         if version is None:

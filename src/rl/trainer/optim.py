@@ -71,11 +71,9 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def decays(module: nn.Module, name: str, parameter: Tensor) -> bool:
     """Returns whether a parameter of a module has weight decay: matrices do. Biases and norms do not, also those with a row per expert or
     head, nor do the rates of state spaces and kernels of one channel each, which are no matrices despite their dimensions.
-
-    Sharding makes new parameters without `_no_weight_decay`, so `A_log` is told by its name, too.
-    """
+    They are told by class and name, since sharding makes new parameters without the models' `_no_weight_decay`."""
     single_channel = isinstance(module, nn.Conv1d) and module.groups == module.in_channels
-    exempt = single_channel or "norm" in type(module).__name__.lower() or getattr(parameter, "_no_weight_decay", False)
+    exempt = single_channel or "norm" in type(module).__name__.lower()
     return parameter.ndim >= 2 and not exempt and name != "A_log" and not name.endswith("bias")
 
 

@@ -9,18 +9,21 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rl.config.command_line import build, load_config_or_exit, parse_args
-from rl.config.run import ModelConfig
+from rl.config.command_line import build, load_config_or_exit, parse_args, to_toml
+from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import LoraConfig, OptimConfig, TrainerConfig
 from rl.models.tiny import make_tiny_model
+from rl.records.run import Run
+from rl.run_dir.files import write_file
 from rl.system.errors import ConfigError, RunError
 from rl.trainer.export import Origin, load
 from rl.trainer.model import lora
 from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import checkpoint, versions
-from tests.families import CONFIGS
+from tests.families import CONFIGS, SIZES
 from tests.trainer.layouts import whole
+from tests.trainer.parallel.test_experts import MODELS as WITH_EXPERTS
 from tests.trainer.samples import save_checkpoint, toy_step
 
 RANK = 4
@@ -141,9 +144,10 @@ def test_fused_experts_are_refused_or_left_out_loudly(capsys):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1, "num_experts": 4}
     sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 50, "num_experts_per_tok": 2}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
-    with pytest.raises(
-        RunError, match=r"gate_up_proj holds all experts.*choose from experts, k_proj, o_proj, q_proj, v_proj, or train the whole model"
-    ):
+    wanted = (
+        r'nor what holds all experts of a layer\); choose from k_proj, o_proj, q_proj, v_proj, or all-linear; "experts" in .* trains them'
+    )
+    with pytest.raises(RunError, match=f"gate_up_proj is not a linear layer of .*{wanted}"):
         lora.add_adapters(model, LoraConfig(targets=["gate_up_proj"]))
     lora.add_adapters(model, LoraConfig())
     said = capsys.readouterr().err
@@ -185,6 +189,43 @@ def test_routers_that_do_more_than_their_product_have_no_adapter(tmp_path, world
     model, _ = adapted(folder, world)
     assert {name.split(".")[-4] for name in lora.trainable(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert torch.equal(logits_of(model), plain(folder)(IDS).logits)
+
+
+STATES = {"model_type": "jamba", **SIZES, "mamba_dt_rank": 4, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1}
+LAYERS = {
+    "falcon_h1": "down_proj gate_proj in_proj k_proj o_proj q_proj up_proj v_proj",  # without out_proj, which peft refuses
+    "jamba": "down_proj gate_proj in_proj k_proj o_proj q_proj up_proj v_proj x_proj",  # without dt_proj, whose weight alone is used
+    "deepseek_v3": "down_proj gate_proj kv_a_proj_with_mqa kv_b_proj o_proj q_proj up_proj",  # of the shared experts, not of the others
+}
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_every_adapter_of_all_linear_is_of_a_linear_layer_and_learns(family, tmp_path, capsys):
+    """peft moved the adapters of shared experts to the routed ones, refused those of Mamba's, and made some that had no gradient."""
+    config = CONFIGS[family] if family in CONFIGS else STATES if family == "jamba" else WITH_EXPERTS[family]
+    model = plain(make_tiny_model(tmp_path / "base", config))
+    lora.add_adapters(model, LoraConfig(rank=RANK))
+    assert {type(layer).__name__ for layer in lora.layers(model).values()} == {"Linear"}
+    assert {name.rpartition(".")[2] for name in lora.layers(model)} == set(LAYERS[family].split())
+    assert ("out_proj get no adapter, which would never learn" in capsys.readouterr().err) == (family != "deepseek_v3")
+    model(input_ids=IDS).logits.square().mean().backward()
+    assert all(p.grad.norm() > 0 for name, p in lora.trainable(model).items() if ".lora_B." in name)
+
+
+def test_adapters_of_shared_experts_are_loaded_as_they_were_trained(tmp_path):
+    """peft alone takes them for those of the routed experts: 2 nats off."""
+    base = make_tiny_model(tmp_path / "base", WITH_EXPERTS["deepseek_v3"])
+    values = {"name": "run", "output_dir": str(tmp_path / "run"), "model": {"name": str(base)}, "trainer": {"lora": True}}
+    config = RLConfig.model_validate(values | {"orchestrator": {"environment": [{"id": "test"}]}})
+    write_file(config.run_dir.config, to_toml(config).encode())
+    model = plain(base)
+    lora.add_adapters(model, LoraConfig(rank=RANK))
+    for parameter in lora.trainable(model).values():
+        torch.nn.init.normal_(parameter, std=0.2)
+    versions.snapshot(model, base, torch.float32, {}).write(config.run_dir.weights(1))
+    loaded = Run(config.run_dir.root).load_model(1, dtype=torch.float32, attn_implementation="eager")
+    assert loaded.config.model_type == "deepseek_v3" and (logits_of(model) - logits_of(plain(base))).abs().max() > 0.1
+    assert torch.allclose(logits_of(loaded), logits_of(model), rtol=0, atol=1e-5)
 
 
 def test_merged_equals_adapters_also_with_transposed_weights():

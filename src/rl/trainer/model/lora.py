@@ -6,13 +6,15 @@ peft is imported only where it is used, so runs without adapters do not need it.
 """
 
 import copy
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,8 @@ from rl.trainer.parallel.experts import experts_of
 ADAPTER = "default"
 """peft's name for a single adapter; it is part of parameter names, but not of names in files."""
 WEIGHTS_FILE = "adapter_model.safetensors"
+BYPASSED = re.compile(r"\b(mamba|mixer)\.(dt|out)_proj$|\bindexer\.|\bcorrection_coefs$")
+"""Layers whose weights kernels of state spaces take, that choose tokens without a gradient, and whose weight Gemma 3n clamps."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
@@ -50,7 +54,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         target_parameters=stacked or None,
         fan_in_fan_out=bool(targets) and isinstance(model.get_submodule(targets[0]), Conv1D),  # GPT-2's layers, with transposed weights
     )
-    with unnamed_meshes(model):
+    with as_they_are(model):
         peft.inject_adapter_in_model(settings, model, ADAPTER)
     adapt_experts(model)
     for parameter in trainable(model).values():
@@ -58,15 +62,17 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 @contextmanager
-def unnamed_meshes(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which the meshes of a model's parameters have no names: peft takes a named one (HSDP's) for tensor parallelism, and gives
-    adapters the shape of a shard."""
+def as_they_are(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which peft gives adapters to the layers that it is told. The meshes of parameters have no names: it takes a named one
+    (HSDP's) for tensor parallelism, and gives adapters the shape of a shard. The model has no type: of many mixtures it takes the shared
+    experts' `gate_proj` for that of the routed ones in transformers 4."""
     meshes = {id(mesh): mesh for parameter in model.parameters() if isinstance(parameter, DTensor) and (mesh := parameter.device_mesh)}
     names = [(mesh, mesh._mesh_dim_names) for mesh in meshes.values()]
     for mesh in meshes.values():
         mesh._mesh_dim_names = None
     try:
-        yield
+        with patch.dict(vars(model.config), model_type=""):
+            yield
     finally:
         for mesh, before in names:
             mesh._mesh_dim_names = before
@@ -76,38 +82,43 @@ def target_layers(model: PreTrainedModel, targets: list[str] | str) -> tuple[lis
     """Returns the names of the layers and of the stacked matrices of experts that get an adapter: all linear layers but the head for
     all-linear, all such matrices for experts, and layers whose names end with another target.
 
-    A router that also chooses the experts (Llama 4, PhiMoE) gets none: peft cannot add to its result. Raises RunError for a target
-    without a layer, and names the targets that exist.
+    A router that also chooses the experts (Llama 4, PhiMoE) gets none: peft cannot add to its result. Nor does a layer whose weight is
+    used without it. Raises RunError for a target without a layer, and names the targets that exist.
     """
     targets = [targets] if isinstance(targets, str) else targets
     head = model.get_output_embeddings()
-    linear = [
+    every = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head and "Router" not in type(module).__name__
     ]
-    kinds = sorted({name.rpartition(".")[2] for name in linear})
-    fused = sorted({name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim == 3 and not name.endswith(".weight")})
+    linear, bypassed = [name for name in every if not BYPASSED.search(name)], last_names(filter(BYPASSED.search, every))
+    fused = last_names(name for name, p in model.named_parameters() if p.ndim == 3 and not name.endswith(".weight"))
     stacked = [f"{path}.{name}" for path, module in experts_of(model).items() for name, p in module.named_parameters() if p.ndim == 3]
-    add_experts = f'; "{EXPERTS}" in trainer.lora.targets trains them' if stacked else ""
-    if fused and EXPERTS not in targets and (not dist.is_initialized() or dist.get_rank() == 0):
-        message = f"trainer.lora: {', '.join(fused)} hold all experts of a layer in one parameter and stay frozen{add_experts}"
-        print(f"WARNING: {message}", file=sys.stderr, flush=True)
+    also = f'; "{EXPERTS}" in trainer.lora.targets trains them' if stacked else ""
+    if fused and EXPERTS not in targets:
+        warn(f"{', '.join(fused)} hold all experts of a layer in one parameter and stay frozen{also}")
+    if bypassed and ALL_LINEAR in targets:
+        warn(f"{', '.join(bypassed)} get no adapter, which would never learn: the model does not compute with the layer as it is")
     if EXPERTS in targets and not stacked:
         raise RunError(f"trainer.lora.targets: {type(model).__name__} has no experts that can have adapters; leave {EXPERTS} out")
     for target in (target for target in targets if target not in (EXPERTS, ALL_LINEAR)):
-        if target in fused:
-            raise RunError(
-                f"trainer.lora.targets: {target} holds all experts of a layer in one parameter; choose from "
-                f"{', '.join([EXPERTS] * bool(stacked) + kinds)}, or train the whole model without trainer.lora"
-            )
         if not any(is_named(name, target) for name in linear):
             raise RunError(
                 f"trainer.lora.targets: {target} is not a linear layer of {type(model).__name__} that can have an adapter (embedding and "
-                f"head cannot); choose from {', '.join(kinds)}, or all-linear"
+                f"head cannot, nor what holds all experts of a layer); choose from {', '.join(last_names(linear))}, or {ALL_LINEAR}{also}"
             )
     chosen = [name for name in linear if ALL_LINEAR in targets or any(is_named(name, target) for target in targets)]
     return chosen, stacked if EXPERTS in targets else []
+
+
+def last_names(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def warn(message: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"WARNING: trainer.lora: {message}", file=sys.stderr, flush=True)
 
 
 def adapt_experts(model: nn.Module) -> None:
