@@ -272,6 +272,8 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
         back = f", or go back with --resume {config.max_steps}" if step < 0 else ""
         raise RunError(f"max_steps = {config.max_steps}: {run_dir.root} already has {reached} steps; give at least that{back}")
     bring_weights(stored, config)
+    if copied_from(stored.run_dir, run_dir):
+        run_dir.wandb.unlink(missing_ok=True)  # the W&B run is the original's
     changes, notes = changed_keys(stored, config) + edits(run_dir, config), []
     if step >= 0:
         notes += cut_to(run_dir, step, logged=config.sft is None)
