@@ -171,6 +171,7 @@ VALUES = [
     args("--supervisor.quarantine_after 0", "supervisor.quarantine_after = 0 (--supervisor.quarantine_after)"),
     args("--trainer.loss.type dpo", "trainer.loss.type = 'dpo' (--trainer.loss.type)\n    give one of "),
     args("--orchestrator.environment 3", "orchestrator.environment = 3 (--orchestrator.environment)\n    give a list: [a, b]"),
+    args("--output_dir ''", "output_dir = ''\n    is empty; give a folder, such as outputs"),
     args("--output_dir 'a\x00b'", "output_dir = 'a\\x00b'\n    contains a NUL character; remove it"),
     args("--output_dir 'a\udcffb'", "output_dir = 'a\\udcffb'\n    is not valid UTF-8; encode it as UTF-8"),
 ]
