@@ -181,6 +181,7 @@ VALUES = [
     args("--qick", "--qick: there is no such flag; did you mean --quick?"),
     args("--dryrun --seed 1", "--dryrun: there is no such flag; did you mean --dry-run?"),
     args("--orchestrator.environment 3", "orchestrator.environment = 3 (--orchestrator.environment)\n    give a list: [a, b]"),
+    args("--output_dir ''", "output_dir = ''\n    is empty; give a folder, such as outputs"),
     args("--output_dir 'a\x00b'", "output_dir = 'a\\x00b'\n    contains a NUL character; remove it"),
     args("--output_dir 'a\udcffb'", "output_dir = 'a\\udcffb'\n    is not valid UTF-8; encode it as UTF-8"),
 ]

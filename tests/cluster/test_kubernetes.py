@@ -133,7 +133,8 @@ def test_what_the_settings_become(tmp_path):
     pod = pod_of(jobs_of(job_set)["inference"])
     (container,) = pod["containers"]
     assert container["command"] == ["rl", "node", "@", "/etc/rl/config.toml"] and pod["terminationGracePeriodSeconds"] == 91 + 30
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}} and jobs_of(job_set)["trainer"]["backoffLimitPerIndex"] == 100
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}, "requests": {"cpu": "2", "memory": "8Gi"}}
+    assert jobs_of(job_set)["trainer"]["backoffLimitPerIndex"] == 100
     mounts = {mount["mountPath"]: next(v for v in pod["volumes"] if v["name"] == mount["name"]) for mount in container["volumeMounts"]}
     assert mounts["/outputs"]["persistentVolumeClaim"] == {"claimName": "runs"}
     assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
@@ -145,7 +146,7 @@ def test_what_the_settings_become(tmp_path):
     (container,) = pod_of(jobs_of(rendered(VARIANTS["secrets"])[1])["trainer"])["containers"]
     assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}, {"secretRef": {"name": "hub"}}]
     (container,) = pod_of(jobs_of(rendered(VARIANTS["no GPUs"])[1])["trainer"])["containers"]
-    assert "resources" not in container
+    assert [*container["resources"]] == ["requests"]
     queued = rendered(VARIANTS["queue"])
     assert queued[1]["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"}
     assert [manifest["metadata"]["namespace"] for manifest in queued] == ["research", "research"]

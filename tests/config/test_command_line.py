@@ -90,6 +90,14 @@ def test_two_files_that_say_different_things_about_one_setting(file):
     assert f"trainer.max_steps = 10 ({t}) and orchestrator.max_steps = 11 ({o})" in faults("--trainer", "@", t, "--orchestrator", "@", o)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
+def test_a_file_may_begin_with_the_mark_of_its_encoding(tmp_path, encoding):
+    """Regression: what editors of Windows write was `Invalid statement`."""
+    path = tmp_path / "run.toml"
+    path.write_bytes(("\ufeff" * encoding.endswith("le") + "name = 'ü'\n").encode(encoding))
+    assert config("@", str(path)).name == "ü"
+
+
 def test_at_with_and_without_a_space(file):
     path = file("run.toml", "seed = 5\n")
     section = file("t.toml", "[optim]\nlr = 1e-3\n[model]\nname = 'm'\n")
@@ -231,6 +239,14 @@ def test_a_reader_that_leaves_is_no_good_end():
     program = f"{sys.executable} -c 'import sys; from rl.main import main; sys.exit(main())' --help all"
     done = subprocess.run(["bash", "-c", f"{program} | head -n 1; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_a_shell_may_close_the_output(closed):
+    """Regression: an AttributeError of None."""
+    program = f"{sys.executable} -c 'import sys; from rl.main import main; sys.exit(main())' --version"
+    done = subprocess.run(["bash", "-c", f"{program} {closed}"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def help_on(capsys, *topic: str, program: str = "rl") -> str:

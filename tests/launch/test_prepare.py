@@ -174,6 +174,20 @@ def test_versions_that_lie_elsewhere_go_with_a_renamed_run_and_stay_with_the_one
     assert (place.tmp / "memory" / "s" / "000001").is_dir()
 
 
+def test_a_copy_of_a_run_has_a_wandb_run_of_its_own(place):
+    """Regression: it went on with its original's. A run that was moved goes on with its own."""
+    place()
+    place.fill(1, (1,))
+    place.run_dir.wandb.write_text('{"id": "x", "sent": {"trainer": 1}}')
+    moved = place.root.rename(place.root.with_name("moved"))
+    place("--name", "moved", resume=-1)
+    copy = shutil.copytree(moved, moved.with_name("copy"))
+    place("--name", "moved", resume=-1)
+    assert (moved / "wandb.json").exists()
+    place("--name", "copy", resume=-1)
+    assert not (copy / "wandb.json").exists() and (moved / "wandb.json").exists()
+
+
 def test_a_path_that_has_moved_is_no_other_setting(place):
     for name in ("old", "new", "other"):
         (place.tmp / name).mkdir()

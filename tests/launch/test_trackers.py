@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import wandb
 
 from rl.config.run import RLConfig, WandbConfig
 from rl.launch.run import Trackers
@@ -69,6 +70,32 @@ def test_each_of_several_evaluations_is_sent_to_wandb_once(run_dir):
     log.send(evals[1:])
     log.send(evals)
     assert sent == [{"step": 10, f"eval/{name}/reward_mean": 0.5} for name in ("a", "b")]
+
+
+def test_a_wandb_that_does_not_answer_is_waited_for_a_minute_and_named_with_the_remedy(run_dir, monkeypatch):
+    """Regression: a run that had ended waited for W&B until Ctrl-C, and its first process for a dead host."""
+    asked = []
+
+    def finish(exit_code: int) -> None:
+        raise TimeoutError("Timed out finishing run.")
+
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=lambda _: None, finish=finish)
+    monkeypatch.setattr(wandb, "init", lambda **given: asked.append(given) or run)
+    for name, value in {"WANDB_PROJECT": "shell's", "WANDB_NAME": "named there"}.items():
+        monkeypatch.setenv(name, value)
+    said: list[str] = []
+    trackers = Trackers(RLConfig(name="x", wandb=WandbConfig(rollouts=0)), run_dir, said.append)
+    trackers.send(LINES)
+    trackers.close(0)
+    limits = asked[0]["settings"]
+    assert (limits.init_timeout, limits.finish_timeout, limits.finish_timeout_raises) == (20, 60, True)
+    assert (asked[0]["project"], asked[0]["name"]) == ("shell's", "named there")
+    (line,) = said
+    assert "the run continues: TimeoutError: Timed out finishing run.; `wandb sync " in line
+    assert line.endswith(f"`wandb sync {run_dir.root / 'wandb' / 'latest-run'}` sends what it has not got")
+    again = Trackers(RLConfig(name="x", wandb=WandbConfig(project="p", name="n")), run_dir, said.append)
+    assert (asked[1]["project"], asked[1]["name"]) == ("p", "n") and asked[1]["id"] == asked[0]["id"]
+    assert isinstance(again.left[0], WandbLog) and again.left[0].sent == {"orchestrator": 2, "trainer": 1}
 
 
 def test_a_disk_that_cannot_be_written_is_a_warning(run_dir):

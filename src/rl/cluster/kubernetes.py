@@ -194,7 +194,7 @@ def pod(offset: int, config: RLConfig, run_dir: RunDir, start: str) -> dict[str,
         "command": ["rl", "node", "@", CONFIG],
         "env": [{"name": OFFSET, "value": str(offset)}, {"name": START, "value": start}],
         "envFrom": [{"secretRef": {"name": name}} for name in settings.secrets],
-        "resources": {"limits": {"nvidia.com/gpu": str(settings.gpus)}} if settings.gpus else {},
+        "resources": filled({"limits": {"nvidia.com/gpu": str(settings.gpus)} if settings.gpus else {}, "requests": settings.requests}),
         "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
     }
     spec = {

@@ -70,6 +70,8 @@ def check(config: RLConfig) -> Iterator[Fault]:
     """Yields every fault between settings."""
     if fault := name_fault(config.name, MAX_RUN_NAME):
         yield "name", config.name, f"is used as a directory name: {fault}; use output_dir for the location"
+    if not config.output_dir:
+        yield "output_dir", "", "is empty; give a folder, such as outputs"
     dump = config.model_dump()
     for key, text in strings(dump):
         if fault := text_fault(text):

@@ -47,6 +47,8 @@ class KubernetesConfig(Settings):
     """Queue of Kueue that admits the job."""
     gpus: int = Field(8, ge=0)
     """GPUs of each pod."""
+    requests: dict[str, str] = {"cpu": "2", "memory": "8Gi"}
+    """CPU and memory that each pod is sure to have; without them it is the first to be evicted, and a quota may refuse it."""
     node_selector: dict[str, str] = {}
     """Labels that a machine must have to run a pod."""
     tolerations: list[dict[str, str | int]] = []

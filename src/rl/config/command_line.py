@@ -91,7 +91,8 @@ def read_toml(path: str) -> dict[str, Any]:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ConfigError(f"{path}: not a configuration file: larger than {MAX_FILE_BYTES >> 20} MiB")
-        return tomllib.loads(data.decode())
+        # Editors of Windows begin a file with a mark of its encoding.
+        return tomllib.loads(data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:

@@ -108,12 +108,12 @@ class ModelConfig(Settings):
 class WandbConfig(Settings):
     """Weights & Biases; `--wandb` or `wandb = true` is enough. WANDB_MODE=offline works."""
 
-    project: str = "rl"
-    """Project to log the run to."""
+    project: str = Field(default_factory=lambda: os.environ.get("WANDB_PROJECT", "rl"))
+    """Project to log the run to. Default: WANDB_PROJECT, or `rl`."""
     entity: str | None = None
     """Team or user that owns the project. Default: yours."""
     name: str | None = None
-    """Name of the run on Weights & Biases. Default: the run's name."""
+    """Name of the run on Weights & Biases. Default: WANDB_NAME, or the run's name."""
     group: str | None = None
     """Group of runs that this one belongs to."""
     tags: Annotated[list[str], NAMES] = []

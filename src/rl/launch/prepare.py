@@ -275,6 +275,8 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
     if rates and step < 0:
         raise RunError(f"max_steps: {stored.max_steps} -> {config.max_steps}: {rates}. To accept that, name the step: --resume {newest}")
     bring_weights(stored, config)
+    if copied_from(stored.run_dir, run_dir):
+        run_dir.wandb.unlink(missing_ok=True)  # the W&B run is the original's
     changes, notes = changed_keys(stored, config) + edits(run_dir, config), [rates] * bool(rates)
     if step >= 0:
         notes += cut_to(run_dir, step, logged=config.sft is None)

@@ -1,28 +1,40 @@
 """Sends metrics.jsonl and some rollouts to Weights & Biases. A failure is only a warning: the run's files are the source of truth."""
 
 import contextlib
-import json
+import os
 import time
 import uuid
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import msgspec
+
 from rl.config.command_line import without_none
 from rl.config.run import RLConfig
 from rl.diagnosis.rollouts import TRAINED, messages_text, num_prompt_messages, read_rollouts
 from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.paths import RunDir
+from rl.run_dir.status import read_json
 from rl.system.credentials import redact
 from rl.system.terminal import cut_middle
 
 TABLE = "rollouts"
 """Name of the table, and key in wandb.json of the step whose rollouts were sent last."""
+START_S, END_S = 20.0, 60.0
+"""Seconds that W&B has to answer at the start, and to take what is left at the end; by itself it would wait for ever."""
 TABLE_S = 300.0
 """Seconds between two tables."""
 FIELDS = ("step", "env", "task", "group_id", "rollout_id", "reward", "advantage", "outcome", "num_tokens")
 MOST_CHARACTERS, MOST_LINES = 4000, 200
 """Limits of a conversation in the table."""
+
+
+class Sent(msgspec.Struct):
+    """The content of wandb.json: the id of the W&B run, and the newest step sent of each stream."""
+
+    id: str = ""
+    sent: dict[str, int] = {}
 
 
 class WandbLog:
@@ -38,9 +50,8 @@ class WandbLog:
         self.config, self.settings, self.path, self.run_dir = config, config.wandb, run_dir.wandb, run_dir
         self.table_at = time.monotonic()
         """Time at which the last table was sent, or at which this start began."""
-        state = self._read()
-        self.id: str = state.get("id") or uuid.uuid4().hex[:12]
-        self.sent: dict[str, int] = state.get("sent", {})
+        state = read_json(self.path, Sent) or Sent()  # of a damaged file: then a new W&B run gets all lines
+        self.id, self.sent = state.id or uuid.uuid4().hex[:12], state.sent
         self.failures = (wandb.Error, OSError, RuntimeError, ValueError)  # faults of wandb's server, its process and its input
 
     def start(self) -> None:
@@ -49,7 +60,7 @@ class WandbLog:
         self.run: Any = wandb.init(
             project=self.settings.project,
             entity=self.settings.entity,
-            name=self.settings.name or self.config.name,
+            name=self.settings.name or os.environ.get("WANDB_NAME") or self.config.name,
             group=self.settings.group,
             tags=self.settings.tags or None,
             notes=self.settings.notes,
@@ -57,6 +68,7 @@ class WandbLog:
             resume="allow",
             dir=self.run_dir.root,
             config=without_none(self.config),
+            settings=wandb.Settings(init_timeout=START_S, finish_timeout=END_S, finish_timeout_raises=True),
         )
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")  # evals come later than the step they belong to
@@ -95,20 +107,13 @@ class WandbLog:
         self._save()
         self.run.finish(exit_code=exit_code)
 
-    def _read(self) -> dict[str, Any]:
-        """Reads wandb.json; empty if it is missing or damaged: then a new W&B run gets all lines."""
-        try:
-            state = json.loads(self.path.read_bytes())
-            return {"id": str(state["id"]), "sent": {str(source): int(step) for source, step in state["sent"].items()}}
-        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-            return {}
-
     def _save(self) -> None:
-        write_file(self.path, json.dumps({"id": self.id, "sent": self.sent}).encode())
+        write_file(self.path, msgspec.json.encode(Sent(self.id, self.sent)))
 
     def fault(self, error: Exception) -> str:
         reason = f"{type(error).__name__}: {redact(str(error))}"
-        return f"Weights & Biases failed and gets no more metrics, the run continues: {reason}"
+        later = f"`wandb sync {self.run_dir.root / 'wandb' / 'latest-run'}` sends what it has not got"
+        return f"Weights & Biases failed and gets no more metrics, the run continues: {reason}; {later}"
 
 
 def stream_of(line: dict[str, Any]) -> str:
