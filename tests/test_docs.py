@@ -188,7 +188,8 @@ def rl(args: list[str]) -> None:
         _, run = take("rl doctor", rest, module.OPTIONS)
         assert not run or named_run(run[0]).is_dir()
     else:
-        with pytest.raises(SystemExit) as end:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+            patch.setattr("rl.cluster.submit.resolve_model", lambda *_, **__: "")
             module.main(rest if "--help" in rest else [*rest, "--dry-run"], Children())
         assert end.value.code == 0, args
     return None

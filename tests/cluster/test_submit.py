@@ -1,6 +1,7 @@
 """Starting a run on a cluster, with an engine that only notes what it is told."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -103,7 +104,27 @@ def test_without_an_engine_it_says_what_to_start(engine, monkeypatch, tmp_path, 
     assert f"rl node @ {tmp_path}/x/config.toml --cluster.index 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("./nope", "no such folder; give an existing one"), ("owner/nope", "not on the hub; check the spelling")]
+)
+def test_a_dry_run_says_that_the_model_is_not_to_be_found(monkeypatch, capsys, name, said):
+    """It was found only by the start. Nothing of the weights is loaded for it."""
+    asked = []
+
+    def from_hub(model, needs_weights):
+        asked.append(needs_weights)
+        raise RunError(f"model.name = {model.name!r}: not on the hub; check the spelling")
+
+    monkeypatch.setattr("rl.models.folder.from_hub", from_hub)
+    config = RLConfig.model_validate({"model": {"name": name}})
+    assert dry_run(config) == to_toml(config)
+    assert f"rl: model.name = '{name}': {said}" in capsys.readouterr().err and asked == [False] * (name == "owner/nope")
+    dry_run(make(Path("o"), engine="none"))
+    assert capsys.readouterr().err == "", "its machines have other folders"
+
+
 def test_dry_run_prints_what_would_be_submitted(engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "resolve_model", lambda *_, **__: "")
     assert dry_run(make(tmp_path, engine="slurm")) == "script of x, 0.0.0.0"
     monkeypatch.setattr(module, "engine_of", lambda config: None)
     alone = RLConfig.model_validate({"orchestrator": {"environment": [{"id": "first-half"}]}})

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import shlex
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from rl.launch.children import Children
 from rl.launch.prepare import prepare
 from rl.launch.run import check_ports, launch
 from rl.launch.watch import watch
+from rl.models.folder import resolve_model
 from rl.run_dir.nodes import Jobs, Nodes
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
@@ -62,8 +64,14 @@ def engine_named(name: str) -> Engine:
 
 
 def dry_run(config: RLConfig) -> str:
-    """Returns what a command would submit; without an engine, the configuration. Raises RunError if a start would find a port in use."""
+    """Returns what a command would submit; without an engine, the configuration. Prints that the model is not to be found. Raises RunError
+    if a start would find a port in use."""
     check_ports(config)
+    try:
+        if config.cluster is None:
+            resolve_model(config.model, needs_template=config.plays, needs_weights=False)
+    except RunError as fault:
+        print(f"rl: {fault}", file=sys.stderr)
     config, engine = with_open_hosts(config.with_absolute_paths()) if config.cluster else config, engine_of(config)
     return engine.render(config, config.run_dir) if engine else to_toml(config)
 

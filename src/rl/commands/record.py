@@ -84,8 +84,7 @@ class RecordedEpisode:
         if fault := fault_of(body, self.recorder.sampling) or (self.finished and "this episode is finished: begin another one"):
             raise RolloutError("environment", fault)
         messages = body["messages"]
-        overrides = body | {"max_tokens": body.get("max_completion_tokens") or body.get("max_tokens")}
-        turn, answer = await self.conversation.answer(messages, body.get("tools"), overrides)
+        turn, answer = await self.conversation.answer(messages, body.get("tools"), body)
         self.messages = [*messages, assistant_message(answer)]
         return chat_completion(turn, answer, body.get("model") or "policy")
 

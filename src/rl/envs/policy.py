@@ -73,7 +73,7 @@ class Policy:
     async def sample(self, session: int, prompt_ids: list[int], sampling: dict[str, Any], overrides: dict[str, Any]) -> Turn:
         """Samples one completion. Raises PromptTooLongError, or RolloutError if no server answers or one refuses the request."""
         sampling = {key: sampling[key] for key in SAMPLING_KEYS if sampling.get(key) is not None}
-        sampling |= {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) not in (None, [])}
+        sampling |= overriding(overrides)
         room = self.spec.max_model_len - len(prompt_ids)
         if room <= 0:
             raise PromptTooLongError(f"a prompt of {len(prompt_ids)} tokens fills model.max_model_len = {self.spec.max_model_len}")
@@ -195,6 +195,12 @@ class Conversation:
             known = past.whole()
             if len(known) < len(compared) and past.tools == tools and compared[: len(known)] == known:
                 yield past, len(known)
+
+
+def overriding(asked: dict[str, Any]) -> dict[str, Any]:
+    """What a call's parameters override."""
+    asked = asked | {"max_tokens": asked.get("max_completion_tokens") or asked.get("max_tokens")}
+    return {key: asked[key] for key in OVERRIDABLE if asked.get(key) not in (None, [])}
 
 
 def chat_completion(turn: Turn, answer: Answer, model: str) -> dict[str, Any]:

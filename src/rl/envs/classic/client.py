@@ -134,9 +134,8 @@ class PolicyClient(Client):
         self, prompt: Any, model: str, sampling_args: dict[str, Any], tools: list[Tool] | None = None, **kwargs: Any
     ) -> NativeResponse:
         conversation = self._conversation(kwargs.get("state"))
-        overrides = sampling_args | {"max_tokens": sampling_args.get("max_completion_tokens") or sampling_args.get("max_tokens")}
         try:
-            turn, answer = await conversation.answer(prompt, tools, overrides)
+            turn, answer = await conversation.answer(prompt, tools, sampling_args)
         except PromptTooLongError as error:
             self.overlong = True
             raise vf.OverlongPromptError(str(error)) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl.envs.nemo_gym.head import Head
 from rl.envs.nemo_gym.wire import as_turn
-from rl.envs.policy import OVERRIDABLE, Conversation, Past, Policy, RolloutError, comparable
+from rl.envs.policy import Conversation, Past, Policy, RolloutError, comparable, overriding
 from rl.models.chat import THINK, THINK_END, Answer, Message, Tool, ToolCall, assistant_message
 from rl.system.errors import RunError
 from rl.wire.inference_client import PromptTooLongError
@@ -75,7 +75,7 @@ class GymConversation(Conversation):
         """The policy's answer to a chat. Raises PromptTooLongError and RolloutError."""
         tools, compared = tools or None, [comparable(message) for message in messages]
         before, num_old = next(self.continued(compared, tools), (None, 0))
-        sampling = self.sampling | {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) is not None}
+        sampling = self.sampling | overriding(overrides)
         body = {key: value for key, value in sampling.items() if value is not None}
         body |= {"messages": self.sent(messages, before, num_old)} | ({"tools": tools} if tools else {})
         choice = await self.policy.ask(body, self.cookies)

@@ -50,9 +50,8 @@ class ActiveTrace:
         assert self.conversation
         # In verifiers' own form, where tool results name their tool: a resumed conversation has that form, and must match the one before.
         messages = [message_to_wire(message) for message in asked]
-        overrides = body | {"max_tokens": body.get("max_completion_tokens") or body.get("max_tokens")}
         try:
-            answered = await self.conversation.answer(messages, body.get("tools"), overrides)
+            answered = await self.conversation.answer(messages, body.get("tools"), body)
         except PromptTooLongError as error:
             self.trace.stop(OVERLONG)
             raise OverlongPromptError(f"context length exceeded: {error}", status_code=400) from error
