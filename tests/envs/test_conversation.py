@@ -80,14 +80,6 @@ def test_an_answer_that_cannot_be_a_turn_is_the_fault_of_inference(monkeypatch):
     assert failed.value.cause == "inference"
 
 
-def test_half_a_character_is_the_fault_of_the_environment():
-    """Regression: the tokenizer's `TextEncodeInput must be Union` was blamed on inference."""
-    messages = [{"role": "user", "content": "question"}, {"role": "tool", "tool_call_id": "a", "content": "\ud83d"}]
-    with pytest.raises(RolloutError, match="half of a character") as failed:
-        asyncio.run(Conversation(StubPolicy(), 0, SAMPLING).answer(messages, None, {}))
-    assert failed.value.cause == "environment"
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_branches_continue_the_turn_that_they_leave(seed):
     """Two chats with common turns: each prompt is that of the newest conversation that it extends."""

@@ -145,3 +145,5 @@ def test_a_list_without_tools_and_half_a_character(smol, qwen):
         for content, said in (("a\ud83d", "half of a character|cannot render these messages"), (["text"], "content of type str")):
             with pytest.raises(RendererError, match=said):
                 renderer.prompt_ids([{"role": "user", "content": content}])
+        with pytest.raises(RendererError, match="half of a character"):
+            renderer.text_ids("a\ud83d")

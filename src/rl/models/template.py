@@ -78,13 +78,11 @@ class Renderer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of text. Raises RendererError if it has half of a character."""
-        if not is_unicode(text):
-            raise RendererError("a message has half of a character, like \\ud83d, which cannot be encoded; remove it")
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(whole(text), add_special_tokens=False)
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of a prompt that is plain text; see tokenizer.text_ids."""
-        return text_ids(self.tokenizer, text)
+        return text_ids(self.tokenizer, whole(text))
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -108,6 +106,13 @@ class Renderer:
         """Turns pairs (name, arguments) into calls with ids that depend only on the tokens."""
         digest = hashlib.blake2b(repr((prompt_ids, completion_ids)).encode(), digest_size=8).hexdigest() if calls else ""
         return [ToolCall(f"call_{digest}_{at}", name, arguments) for at, (name, arguments) in enumerate(calls)]
+
+
+def whole(text: str) -> str:
+    """Returns text that can be encoded. Raises RendererError if it has half of a character."""
+    if not is_unicode(text):
+        raise RendererError("a message has half of a character, like \\ud83d, which cannot be encoded; remove it")
+    return text
 
 
 class TemplateRenderer(Renderer):
