@@ -166,8 +166,8 @@ def test_defaults_for_the_users_own_jobs_do_not_override_a_run(tmp_path, monkeyp
     assert asked == ["#SBATCH --partition=large", "#SBATCH --account=ours", "#SBATCH --time=4:00:00"]
     got = [line for line in calls if line.startswith(("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_"))]
     assert got == ["SLURM_CONF=/slurm.conf"] * 2
-    ignored = "SBATCH_ARRAY_INX, SBATCH_WAIT, SBATCH_TIMELIMIT"
-    assert capsys.readouterr().err == f"rl: {ignored} of your shell do not count for this run: see cluster.slurm\n"
+    names = "SBATCH_ARRAY_INX, SBATCH_TIMELIMIT, SBATCH_WAIT, SQUEUE_STATES, SRUN_CPUS_PER_TASK"
+    assert capsys.readouterr().err == f"rl: its processes do not inherit variables that are meant for others: {names}\n"
 
 
 @pytest.mark.parametrize("error", [subprocess.TimeoutExpired("sbatch", 60), Stopped(signal.SIGINT)])

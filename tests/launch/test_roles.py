@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rl.launch.children import Children, is_foreign
+from rl.launch.children import Children
 from rl.launch.roles import command, roles
 from rl.run_dir.paths import RunDir
-from rl.system.children import PYTHON
+from rl.system.children import PYTHON, is_foreign
 from tests.launch.test_devices import config, divide
 
 
@@ -64,8 +64,8 @@ def test_children_inherit_nothing_that_is_meant_for_other_processes(tmp_path, mo
     children.stop()
     assert not (FOREIGN.keys() - {"RANK"}) & logs[0].keys() and KEPT.items() <= logs[0].items() and logs[0]["RANK"] == "3"
     assert logs[1]["NCCL_SOCKET_IFNAME"] == "ib7" and logs[1]["OWN"] == "1" and "RANK" not in logs[1]
-    names = ", ".join(sorted(FOREIGN.keys() - {"RANK"}))
-    assert capsys.readouterr().err == f"rl: its processes do not inherit {names}, which are meant for other processes\n", "once"
+    told = f"rl: its processes do not inherit variables that are meant for others: {', '.join(sorted(FOREIGN))}\n"
+    assert capsys.readouterr().err == told, "once"
 
 
 @pytest.mark.parametrize("value", ["lo", "^docker", "l", "=lo", "ib7,lo"])

@@ -21,7 +21,7 @@ from rl.config.run import RLConfig
 from rl.launch.children import OF_AN_ATTEMPT, Children
 from rl.run_dir.nodes import Nodes
 from rl.run_dir.paths import RunDir
-from rl.system.children import PYTHON, Stopped
+from rl.system.children import PYTHON, Stopped, inherited
 from rl.system.errors import RunError
 from rl.system.terminal import say
 
@@ -108,8 +108,6 @@ def submit(config: RLConfig, run_dir: RunDir) -> list[str]:
     """Queues the run. Returns the ids of the jobs. Raises RunError and Stopped, and then removes the jobs that it knows of."""
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     jobs: dict[str, str] = {}
-    if ignored := [name for name in os.environ if name.startswith("SBATCH_") and name[7:].lower() not in OF_A_JOB]:
-        say(f"rl: {', '.join(ignored)} of your shell do not count for this run: see cluster.slurm")
     unknown = f"a job may be queued all the same: `squeue {shlex.quote(f'--name={config.name}')}` shows it, and scancel removes it"
     with contextlib.ExitStack() as undo:
         for role, script in reversed(scripts(config).items()):
@@ -245,8 +243,8 @@ def call(command: list[str], script: str = "", more: Mapping[str, str] | None = 
 
     Raises RunError if it cannot be run or does not answer. `late`: what that may mean.
     """
-    outer = re.compile(r"SLURM_(?!CONF$)|(SBATCH|SRUN|SQUEUE|SINFO|SCANCEL)_")  # defaults of options, which come before a script's
-    env = {key: value for key, value in os.environ.items() if not outer.match(key)} | dict(more or {})
+    outer = re.compile(r"SLURM_(?!CONF$)|SBATCH_")  # defaults of options come before what a script says
+    env = {key: value for key, value in inherited().items() if not outer.match(key)} | dict(more or {})
     try:
         return subprocess.run(command, input=script, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     except FileNotFoundError:

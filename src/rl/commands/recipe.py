@@ -17,7 +17,7 @@ from rl.config.command_line import build, fail, parse_args
 from rl.config.options import Option, option_lines, take
 from rl.launch.children import Children
 from rl.run_dir.access_token import VARIABLE
-from rl.system.children import PYTHON, STOP_DEADLINE_S, Stopped
+from rl.system.children import PYTHON, STOP_DEADLINE_S, Stopped, inherited
 from rl.system.errors import RunError
 from rl.system.linux import end_with_parent
 
@@ -121,7 +121,10 @@ def teaching(arguments: str, folder: Path) -> Iterator[None]:
     os.environ.setdefault(VARIABLE, secrets.token_hex(16))  # the key by which the run may ask the server
     print(f"{folder}: inference {arguments} (log: teacher.log)", flush=True)
     words = [*PYTHON, "-m", "rl.inference.main", *shlex.split(arguments)]
-    with open("teacher.log", "wb") as log, subprocess.Popen(words, stdout=log, stderr=log, preexec_fn=end_with_parent) as process:
+    with (
+        open("teacher.log", "wb") as log,
+        subprocess.Popen(words, env=inherited(), stdout=log, stderr=log, preexec_fn=end_with_parent) as process,
+    ):
         try:
             yield
         except RunError as error:

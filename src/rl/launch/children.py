@@ -10,7 +10,6 @@ import contextlib
 import getpass
 import math
 import os
-import re
 import shutil
 import signal
 import sys
@@ -20,27 +19,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from rl.launch.guard import Guard
 from rl.run_dir.logs import next_log, trim_logs
 from rl.system import process_table
-from rl.system.children import STOP_DEADLINE_S, Child, Stopped, add_marker, descendants, start
+from rl.system.children import STOP_DEADLINE_S, Child, Stopped, add_marker, descendants, inherited, start
 from rl.system.linux import adopt_orphans, socket_base
 from rl.system.preforked import PreforkedProcess
 from rl.system.process_table import Table
-from rl.system.terminal import say
 
 OF_AN_ATTEMPT = (process_table.MARKER, "TMPDIR", "VLLM_RPC_BASE_PATH")
 """Environment variables that differ between attempts of a role."""
 OF_A_WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Those of a rank of a cluster, too."""
-FOREIGN = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|(PET|TORCHELASTIC|ACCELERATE|FSDP|VLLM_DP)_|VLLM_(HOST_IP|PORT)$"
-    r"|PYTHON(OPTIMIZE|WARNINGS|INSPECT)$|\w+_TF32_\w*OVERRIDE$"
-)
-"""Variables of the shell that no child inherits. They are about other processes (torchrun, accelerate, Kubeflow and Kubernetes set them:
-with RANK or PET_NNODES ranks wait for others that never come), or act behind our settings: without asserts rewards are others."""
 SOCKET_ROOM = 67
 """Bytes that the paths of Unix sockets add to the temporary directory's: ours, and those of vLLM and of the environment workers."""
 
@@ -89,10 +79,8 @@ class Children:
         `warm`: True starts it from its predecessor's copy if there is one; False starts it cold; None does, too, and it leaves no copy.
         """
         log = next_log(logs, name)
-        env = {key: value for key, value in os.environ.items() if not is_foreign(key, value)} | env
+        env = inherited() | env
         if self.guard is None:
-            if foreign := os.environ.keys() - env.keys():
-                say(f"rl: its processes do not inherit {', '.join(sorted(foreign))}, which are meant for other processes")
             self.not_ours = set(descendants(self.waiting()))
             self.directory = Path(tempfile.mkdtemp(prefix="rl-", dir=socket_base(SOCKET_ROOM)))
             self.guard = Guard(self.marker, self.directory, STOP_DEADLINE_S)
@@ -267,14 +255,6 @@ class Children:
         """Returns the processes below this one without the guard, the waiting copies, and the trees that existed before the first child."""
         without = self.not_ours | ({self.guard.process.pid} if self.guard else set()) | self.waiting()
         return process_table.trees(processes, [os.getpid()], without) - {os.getpid()}
-
-
-def is_foreign(name: str, value: str) -> bool:
-    """Whether no child inherits a variable: one of FOREIGN, or one by which gloo or NCCL would look for an interface of another machine."""
-    if name.endswith("_SOCKET_IFNAME") and value[:1] != "^":
-        wanted = tuple(value.removeprefix("=").split(","))
-        return not any(interface.startswith(wanted) for interface in psutil.net_if_addrs())
-    return bool(FOREIGN.match(name))
 
 
 def environment(given: dict[str, str], marker: str, temporary: Path) -> dict[str, str]:

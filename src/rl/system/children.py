@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import select
 import signal
 import subprocess
@@ -15,15 +16,27 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rl.system import process_table
 from rl.system.linux import LAUNCHER, end_with_parent
 from rl.system.process_table import Table
+from rl.system.terminal import say
 
 PYTHON = (sys.executable, "-P")
 """The interpreter of all processes. -P: a folder `rl`, or a queue.py, where the user stands must not be what they import."""
+FOREIGN = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|(PET|TORCHELASTIC|ACCELERATE|FSDP|VLLM_DP)_|VLLM_(HOST_IP|PORT)$"
+    r"|PYTHON(OPTIMIZE|WARNINGS|INSPECT)$|\w+_TF32_\w*OVERRIDE$|(SRUN|SQUEUE|SINFO|SCANCEL)_|SBATCH_(?!ACCOUNT|PARTITION|QOS|GRES)"
+)
+"""Variables of the shell that no child inherits. They are about other processes (torchrun, accelerate, Kubeflow and Kubernetes set them:
+with RANK or PET_NNODES ranks wait for others that never come), or act behind our settings: without asserts rewards are others, and with
+SBATCH_ARRAY_INX jobs. What says where and for whom the user's jobs run is a default of cluster.slurm."""
+say_once = cache(say)
 STOP_DEADLINE_S = 20.0
 """Time between SIGTERM and SIGKILL. A torchrun agent, a vLLM server and its engine need less; weights and checkpoints are atomic anyway."""
 
@@ -185,6 +198,22 @@ def start(
     child = Child(name, process.pid, log_path, marker)
     process.returncode = 0  # keeps Popen from reaping it: a Child keeps its pid until `reap`
     return child
+
+
+def inherited() -> dict[str, str]:
+    """Returns what children inherit of this process's variables. Says once what they do not."""
+    kept = {key: value for key, value in os.environ.items() if not is_foreign(key, value)}
+    if foreign := os.environ.keys() - kept.keys():
+        say_once(f"rl: its processes do not inherit variables that are meant for others: {', '.join(sorted(foreign))}")
+    return kept
+
+
+def is_foreign(name: str, value: str) -> bool:
+    """Whether no child inherits a variable: one of FOREIGN, or one by which gloo or NCCL would look for an interface of another machine."""
+    if name.endswith("_SOCKET_IFNAME") and value[:1] != "^":
+        wanted = tuple(value.removeprefix("=").split(","))
+        return not any(interface.startswith(wanted) for interface in psutil.net_if_addrs())
+    return bool(FOREIGN.match(name))
 
 
 def add_marker(marker: str) -> str:

@@ -112,7 +112,10 @@ def test_versions_of_packages_and_of_verifiers_beside_each_other(tmp_path, model
 
 def test_the_current_directory_is_not_searched_before_what_is_installed(tmp_path, monkeypatch):
     """A folder of a package's name in the working directory would shadow it, and a queue.py the standard library."""
-    monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", "import sys; print('' in sys.path)")
+    program = "import os, sys; print('' in sys.path, __debug__, os.environ.get('PYTHONWARNINGS'))"
+    monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", program)
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")  # which would take the asserts out of rewards
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
     child = WorkerLauncher().start(worker_setup(python=sys.executable), tmp_path / "setup.json", tmp_path / "x.log", "", False)
-    assert child.wait(30) == 0 and child.log.read_text() == "False\n"
+    assert child.wait(30) == 0 and child.log.read_text() == "False True None\n"
     child.reap()

@@ -17,7 +17,7 @@ from rl.homes.home import hold, home_of
 from rl.orchestrator.workers.worker_sandbox import variables_of
 from rl.run_dir.lease import Lease
 from rl.system import process_table
-from rl.system.children import PYTHON, Child, add_marker, start
+from rl.system.children import PYTHON, Child, add_marker, inherited, start
 from rl.system.errors import RESTART, RunError
 from rl.system.linux import adopt_orphans
 from rl.system.preforked import PreforkedProcess
@@ -70,7 +70,7 @@ class WorkerLauncher:
         preforked = self.preforked.get(setup.python) if not sandbox else None
         if warm and preforked and (pid := preforked.call(log_path, {process_table.MARKER: add_marker(marker)}, [str(setup_path)])):
             return Child(setup.worker_id, pid, log_path, marker)
-        command, env = command_of(setup, setup_path), dict(os.environ)
+        command, env = command_of(setup, setup_path), inherited()
         if setup.python:  # programs that the environment calls by name come from its own virtual environment
             env["PATH"] = f"{Path(setup.python).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
         try:
