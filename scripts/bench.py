@@ -1,4 +1,5 @@
-"""The benchmarks: `uv run scripts/bench.py NAME [flags]`, or `NAME --help`. Each prints JSON; what they showed is in docs/benchmarks.md."""
+"""The benchmarks: `uv run scripts/bench.py NAME [flags]`, or `NAME --help`. Each prints JSON;
+what they showed is in docs/benchmarks.md."""
 
 import os
 import sys
@@ -6,7 +7,8 @@ from pathlib import Path
 
 BENCHMARKS = {
     "trainer": "a training step over a bare PyTorch one",
-    "start": "the command to the first trained step, and an optimizer step to the next sampled token",
+    "start": "the command to the first trained step, and an optimizer step to the next sampled "
+    "token",
     "trl_grpo": "TRL on a task of ours, in an environment of its own",
     "orchestrator": "rollouts a CPU second of orchestrator and workers",
 }
@@ -15,7 +17,11 @@ BENCHMARKS = {
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHMARKS:
-        sys.exit("\n".join([__doc__ or "", *(f"  {name:<14}{what}" for name, what in BENCHMARKS.items())]))
+        sys.exit(
+            "\n".join(
+                [__doc__ or "", *(f"  {name:<14}{what}" for name, what in BENCHMARKS.items())]
+            )
+        )
     script = Path(__file__).parent / "benchmarks" / f"{name}.py"
     os.execv(sys.executable, [sys.executable, str(script), *sys.argv[2:]])
 

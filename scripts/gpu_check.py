@@ -1,9 +1,12 @@
-"""What the first minutes on a GPU should tell: is everything exact there, and how fast is it? `python scripts/gpu_check.py`.
+"""What the first minutes on a GPU should tell: is everything exact there, and how fast is it?
+`python scripts/gpu_check.py`.
 
-Needs the trainer's packages alone (scripts/gpu_wheels.sh collects what a machine with torch, peft and pyarrow lacks) and no network. Each
-part runs in a process of its own with a limit, the most telling first. A part whose limit no longer fits into the --budget is skipped: a
-call with --only runs it, and adds it to the results, which go into one JSON file as soon as a part ends, and as a table to the console.
-What a case raises is said, and its part goes on. --tiny runs all of it on a CPU, to see that it works.
+Needs the trainer's packages alone (scripts/gpu_wheels.sh collects what a machine with torch, peft
+and pyarrow lacks) and no network. Each part runs in a process of its own with a limit, the most
+telling first. A part whose limit no longer fits into the --budget is skipped: a call with --only
+runs it, and adds it to the results, which go into one JSON file as soon as a part ends, and as a
+table to the console. What a case raises is said, and its part goes on. --tiny runs all of it on a
+CPU, to see that it works.
 
 On a machine that has compiled nothing yet all parts take five calls of at most nine minutes:
 
@@ -45,8 +48,8 @@ LIMITS = {
     "storage": 100,
     "routes": 200,
 }
-"""The parts in their order, first whether all is right, then how fast it is, and the most seconds of each: enough for a machine that has
-everything yet to compile."""
+"""The parts in their order, first whether all is right, then how fast it is, and the most
+seconds of each: enough for a machine that has everything yet to compile."""
 NO_TIME = "skipped: no time"
 
 
@@ -70,21 +73,45 @@ class Report:
 
 def line(case: dict[str, Any]) -> str:
     """A case as a row of the table: its name, its figures, its aim."""
-    figures = "  ".join(f"{name} {value}" for name, value in case.items() if name not in ("case", "aim") and value is not None)
-    return f"{case.get('case', ''):<28}{figures}" + (f"   [aim: {case['aim']}]" if "aim" in case else "")
+    figures = "  ".join(
+        f"{name} {value}"
+        for name, value in case.items()
+        if name not in ("case", "aim") and value is not None
+    )
+    return f"{case.get('case', ''):<28}{figures}" + (
+        f"   [aim: {case['aim']}]" if "aim" in case else ""
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: does the script itself work?")
-    parser.add_argument("--only", action="append", choices=LIMITS, metavar="PART", help=f"one of {', '.join(LIMITS)}; may be repeated")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all of it, imports too")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny models on the CPU: does the script itself work?"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=LIMITS,
+        metavar="PART",
+        help=f"one of {', '.join(LIMITS)}; may be repeated",
+    )
+    parser.add_argument(
+        "--budget", type=float, default=540.0, help="seconds for all of it, imports too"
+    )
     parser.add_argument("--output", type=Path, default=Path("gpu_check.json"))
     args = parser.parse_args()
-    report = Report(args.output, json.loads(args.output.read_text()) if args.only and args.output.exists() else {})
+    report = Report(
+        args.output,
+        json.loads(args.output.read_text()) if args.only and args.output.exists() else {},
+    )
     sys.path.insert(0, str(Path(__file__).parent))
-    os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | ({"OMP_NUM_THREADS": "1"} if args.tiny else {})
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the trainer's process has it
+    os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | (
+        {"OMP_NUM_THREADS": "1"} if args.tiny else {}
+    )
+    # as the trainer's process has it
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from benchmarks.gpu_bench import Bench, in_fork, last_said, told
     from benchmarks.gpu_parts import PARTS  # seconds, once for all of them
 
@@ -95,9 +122,18 @@ def main() -> int:
             if since + limit_s > STARTED + args.budget:
                 report.add(part, NO_TIME, [])
                 continue
-            bench, log = Bench(Path(name), "cpu" if args.tiny else "cuda", args.tiny), Path(name) / part
+            bench, log = (
+                Bench(Path(name), "cpu" if args.tiny else "cuda", args.tiny),
+                Path(name) / part,
+            )
             code = in_fork(partial(PARTS[part], bench), log, limit_s)
-            state = "done" if code == 0 else f"ended after its {limit_s} s" if code is None else f"failed with exit code {code}"
+            state = (
+                "done"
+                if code == 0
+                else f"ended after its {limit_s} s"
+                if code is None
+                else f"failed with exit code {code}"
+            )
             cases = told(log)
             if code:
                 state += f": {Path(f'{log}.err').read_text().strip()[-1500:]}"
@@ -107,7 +143,11 @@ def main() -> int:
                 state = f"raised errors: {', '.join(raised)}"
             report.add(part, state, cases, time.monotonic() - since)
     if skipped := [part for part, result in report.results.items() if result["state"] == NO_TIME]:
-        print("\nThe rest: python scripts/gpu_check.py " + " ".join(f"--only {part}" for part in skipped), flush=True)
+        print(
+            "\nThe rest: python scripts/gpu_check.py "
+            + " ".join(f"--only {part}" for part in skipped),
+            flush=True,
+        )
     return int(any(result["state"] != "done" for result in report.results.values()))
 
 

@@ -1,4 +1,5 @@
-"""Tiny models against vLLM: it samples from each in a process of its own, and the trainer scores the same tokens under the same weights."""
+"""Tiny models against vLLM: it samples from each in a process of its own, and the trainer scores
+the same tokens under the same weights."""
 
 import os
 import re
@@ -28,9 +29,11 @@ SAMPLER = Path(__file__).with_name("sample_families.py")
 
 
 def sample_all(folders: Sequence[Path], max_model_len: int) -> Iterator[tuple[Path, str]]:
-    """Each folder of a model, in their order, and why vLLM has not sampled from it; an empty text where SAMPLED is in it.
+    """Each folder of a model, in their order, and why vLLM has not sampled from it; an empty text
+    where SAMPLED is in it.
 
-    One process takes them one after another. Where it dies or is silent for LIMIT_S, another one goes on behind that model.
+    One process takes them one after another. Where it dies or is silent for LIMIT_S, another one
+    goes on behind that model.
     """
     left = list(folders)
     while left:
@@ -51,11 +54,14 @@ def start(folders: Sequence[Path], max_model_len: int, log: Path) -> "subprocess
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     command = [sys.executable, str(SAMPLER), str(max_model_len), *map(str, folders)]
     with log.open("wb") as file:
-        return subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+        return subprocess.Popen(
+            command, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
 
 
 def wait_for(process: "subprocess.Popen[bytes]", folder: Path, log: Path) -> str:
-    """Waits until the process has sampled from the model of `folder`: an empty text, or why it has not."""
+    """Waits until the process has sampled from the model of `folder`: an empty text, or why it
+    has not."""
     until = time.monotonic() + LIMIT_S
     while not (folder / SAMPLED).exists():
         if process.poll() is not None and not (folder / SAMPLED).exists():
@@ -67,7 +73,8 @@ def wait_for(process: "subprocess.Popen[bytes]", folder: Path, log: Path) -> str
 
 
 def why(log: Path) -> str:
-    """The last error that a log names, on one line, with what was asserted; none that is a warning."""
+    """The last error that a log names, on one line, with what was asserted; none that is a
+    warning."""
     text = re.sub(r"^(?:.* WARNING .*|[ ~^]+)\n", "", log.read_text(errors="replace"), flags=re.M)
     error = r"^(?:\S+ )*?((?:\w+\.)*\w+(?:Error|Exception|Interrupt)\b:? ?.*(?:\n {2,}.*)*)"
     found = re.findall(rf"(?:^ +(assert .*)\n)?{error}", text, re.M)
@@ -75,7 +82,8 @@ def why(log: Path) -> str:
 
 
 def parity(folder: Path, max_model_len: int, world: World) -> tuple[Mode, Parity]:
-    """How the trainer computes the model of a folder DTYPE/NAME, and how far from vLLM at the tokens that it has sampled."""
+    """How the trainer computes the model of a folder DTYPE/NAME, and how far from vLLM at the
+    tokens that it has sampled."""
     config = RLConfig(
         model=ModelConfig(name=str(folder), dtype=folder.parent.name, max_model_len=max_model_len),
         trainer=TrainerConfig(micro_batch_tokens=64),

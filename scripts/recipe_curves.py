@@ -1,6 +1,7 @@
 """Draws the curve.png of recipes from their recipe.toml, and writes the table of docs/recipes.md.
 
-`uv run scripts/recipe_curves.py [NAME ...]`; without a name, draws all of them. One that was never run has nothing to draw.
+`uv run scripts/recipe_curves.py [NAME ...]`; without a name, draws all of them. One that was never
+run has nothing to draw.
 """
 
 import argparse
@@ -21,7 +22,9 @@ HEAD = "| name | task | model | minutes | seeds | before -> after |\n|---|---|--
 def model(name: str, recipe: Recipe) -> str:
     """The model that the first stage with a file starts from, without its owner."""
     words = next(words for words in map(shlex.split, recipe.stages) if "@" in words)
-    return read_toml(str(RECIPES / name / words[words.index("@") + 1]))["model"]["name"].rpartition("/")[2]
+    return read_toml(str(RECIPES / name / words[words.index("@") + 1]))["model"]["name"].rpartition(
+        "/"
+    )[2]
 
 
 def table() -> str:
@@ -30,12 +33,16 @@ def table() -> str:
     for name in names():
         recipe = read(name)
         link = f"[`{name}`](../configs/recipes/{name}/README.md)"
-        rows.append(f"| {link} | {recipe.title} | {model(name, recipe)} | {recipe.time} | {len(recipe.seeds)} | {recipe.ends} |\n")
+        rows.append(
+            f"| {link} | {recipe.title} | {model(name, recipe)} | {recipe.time} | "
+            f"{len(recipe.seeds)} | {recipe.ends} |\n"
+        )
     return "".join(rows)
 
 
 def drawn_from(recipe: Recipe) -> str:
-    """What the picture notes of the numbers that it shows, by which a test sees that it is of the present ones."""
+    """What the picture notes of the numbers that it shows, by which a test sees that it is of
+    the present ones."""
     return repr((recipe.measure, recipe.curves))
 
 
@@ -49,11 +56,15 @@ def draw(name: str, recipe: Recipe) -> None:
     panel.set_title(recipe.title, fontsize=10)
     panel.set_xlabel("step")
     panel.set_ylabel(recipe.measure, fontsize=8)
-    panel.set_ylim(bottom=min(0.0, *(value for values in recipe.seeds.values() for value in values)))
+    panel.set_ylim(
+        bottom=min(0.0, *(value for values in recipe.seeds.values() for value in values))
+    )
     panel.xaxis.get_major_locator().set_params(integer=True)
     panel.grid(alpha=0.3)
     panel.legend(loc="lower right")
-    figure.savefig(RECIPES / name / "curve.png", dpi=100, metadata={"Description": drawn_from(recipe)})
+    figure.savefig(
+        RECIPES / name / "curve.png", dpi=100, metadata={"Description": drawn_from(recipe)}
+    )
 
 
 def with_range(values: Sequence[float]) -> str:
@@ -69,7 +80,9 @@ def write_table(head: str, rows: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME")
     args = parser.parse_args()
     for name in args.names or names():
@@ -79,7 +92,9 @@ def main() -> None:
             parser.error(str(error))
         if recipe.curves:
             draw(name, recipe)
-        print(RECIPES / name / "curve.png" if recipe.curves else f"{name} was never run: no picture")
+        print(
+            RECIPES / name / "curve.png" if recipe.curves else f"{name} was never run: no picture"
+        )
     write_table(HEAD, table())
 
 

@@ -1,4 +1,5 @@
-"""Writes what follows from the code: settings.md, metrics.md and migrating.md in docs/, and the types of the page of `rl view`.
+"""Writes what follows from the code: settings.md, metrics.md and migrating.md in docs/, and the
+types of the page of `rl view`.
 
 `uv run scripts/reference.py`
 
@@ -29,34 +30,46 @@ MADE = "<!-- made by `uv run scripts/reference.py`; do not edit -->\n"
 
 SETTINGS = """# Settings
 
-Every key, with its type and default. A key is a flag (`--trainer.optim.lr 3e-6`), a line of a TOML file, or an environment variable
-(`RL__TRAINER__OPTIM__LR=3e-6`); a key without a default need not be set, unless it says "required". `rl --help SECTION` prints the same,
-`rl --schema` as JSON. Run-wide keys may also stand in a section (`--trainer.max_steps`). `inf` switches a bound off.
+Every key, with its type and default. A key is a flag (`--trainer.optim.lr 3e-6`), a line of a TOML
+file, or an environment variable (`RL__TRAINER__OPTIM__LR=3e-6`); a key without a default need not
+be set, unless it says "required". `rl --help SECTION` prints the same, `rl --schema` as JSON.
+Run-wide keys may also stand in a section (`--trainer.max_steps`). `inf` switches a bound off.
 
-Also understood: `--steps` (max_steps), `--learning_rate` (trainer.optim.lr), `--trainer-gpus`, `--inference-gpus`, `--trainer-cpus`,
-`--inference-cpus`, `--strict-parity`; a text for `--model` (its name), `--orchestrator.environment` and `--orchestrator.eval` (the id),
-`--trainer.loss` and `--orchestrator.credit` (the type); lists and pairs with commas (`--trainer.optim.betas 0.9,0.99`).
+Also understood: `--steps` (max_steps), `--learning_rate` (trainer.optim.lr), `--trainer-gpus`,
+`--inference-gpus`, `--trainer-cpus`, `--inference-cpus`, `--strict-parity`; a text for `--model`
+(its name), `--orchestrator.environment` and `--orchestrator.eval` (the id), `--trainer.loss` and
+`--orchestrator.credit` (the type); lists and pairs with commas (`--trainer.optim.betas 0.9,0.99`).
 """
 
 RESUME = """## What a resume may change
 
-These settings, and all keys of these sections: how long, where and how fast, but not what is learned. `*` is any text. A difference in any
-other is refused with the settings that differ; `rl branch` begins a new run with them.
+These settings, and all keys of these sections: how long, where and how fast, but not what is
+learned. `*` is any text. A difference in any other is refused with the settings that differ; `rl
+branch` begins a new run with them.
 """
 
 METRICS = """# Metrics
 
-Every number of a run, under the names of `metrics.jsonl`, which W&B and the console have, too. A line of the file is
+Every number of a run, under the names of `metrics.jsonl`, which W&B and the console have, too. A
+line of the file is
 `{"step": N, "time": ..., "source": "trainer", NAME: value, ...}`; sources are `trainer`, `orchestrator` and `eval`. Of two lines with the
-same step and source the later one counts, so a resume never doubles a curve. `<env>` is an environment's name.
+same step and source the later one counts, so a resume never doubles a curve. `<env>` is an
+environment's name.
 """
 
 MIGRATING = """# Coming from prime-rl, verl, TRL or OpenRLHF
 
-What settings are called there and here. `rl` knows these names, too: whoever types one is told the key. A name is known by its last parts,
-in any section: `actor_rollout_ref.rollout.n` as `rollout.n`.
+What settings are called there and here. `rl` knows these names, too: whoever types one is told the
+key. A name is known by its last parts, in any section: `actor_rollout_ref.rollout.n` as
+`rollout.n`.
 """
-SCALARS = {"string": "string", "integer": "number", "number": "number", "boolean": "boolean", "null": "null"}
+SCALARS = {
+    "string": "string",
+    "integer": "number",
+    "number": "number",
+    "boolean": "boolean",
+    "null": "null",
+}
 HEAD = """// Types of what the server answers, made from src/rl/view/responses.py by `uv run scripts/reference.py`.
 
 """
@@ -68,13 +81,24 @@ def cell(text: str) -> str:
 
 def row(key: str, info: FieldInfo, kinds: list[str]) -> str:
     """A line of a table of keys."""
-    default = "required" if info.is_required() else f"`{text}`" if (text := default_text(info.default)) else ""
+    default = (
+        "required"
+        if info.is_required()
+        else f"`{text}`"
+        if (text := default_text(info.default))
+        else ""
+    )
     of_kinds = f" ({', '.join(kinds)})" if kinds else ""
-    return f"| `{key}` | `{cell(type_name(info.annotation))}` | {cell(default)}{of_kinds} | {cell(description(info))} |"
+    return (
+        f"| `{key}` | `{cell(type_name(info.annotation))}` | {cell(default)}{of_kinds} | "
+        f"{cell(description(info))} |"
+    )
 
 
 def table(rows: list[str]) -> str:
-    return "\n".join(["| key | type | default | |", "|---|---|---|---|", *rows]) + "\n" if rows else ""
+    return (
+        "\n".join(["| key | type | default | |", "|---|---|---|---|", *rows]) + "\n" if rows else ""
+    )
 
 
 def rows_of(model: type[BaseModel], section: str) -> list[str]:
@@ -103,7 +127,13 @@ def section_parts(section: str, info: FieldInfo) -> Iterator[str]:
     for model in models:
         yield f'`{section}.type = "{tags(model)[0]}"`: {" ".join((model.__doc__ or "").split())}\n'
         own = ("type", *shared.model_fields)
-        yield table([row(f"{section}.{name}", field, []) for name, field in model.model_fields.items() if name not in own])
+        yield table(
+            [
+                row(f"{section}.{name}", field, [])
+                for name, field in model.model_fields.items()
+                if name not in own
+            ]
+        )
 
 
 def settings_page() -> str:
@@ -119,7 +149,16 @@ def metrics_page() -> str:
     parts = [MADE + METRICS]
     for title, metrics in SECTIONS.items():
         parts.append(f"## {title}\n")
-        parts.append("\n".join(["| metric | |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in metrics.items())]) + "\n")
+        parts.append(
+            "\n".join(
+                [
+                    "| metric | |",
+                    "|---|---|",
+                    *(f"| `{name}` | {what} |" for name, what in metrics.items()),
+                ]
+            )
+            + "\n"
+        )
     return "\n".join(parts)
 
 
@@ -127,13 +166,16 @@ def migrating_page() -> str:
     lines = ["| there | here | |", "|---|---|---|"]
     for foreign in FOREIGN:
         names = ", ".join(f"`{name}`" for name in foreign.names.split())
-        here = " and ".join(f"`{key}`" for key in foreign.here.split(" and ")) if foreign.here else "-"
+        here = (
+            " and ".join(f"`{key}`" for key in foreign.here.split(" and ")) if foreign.here else "-"
+        )
         lines.append(f"| {names} | {here} | {cell(foreign.note)} |")
     return MADE + MIGRATING + "\n" + "\n".join(lines) + "\n"
 
 
 def script_types() -> str:
-    """The content of page/types.d.ts: an interface for each type, and `Answers` from the name of a route to its type."""
+    """The content of page/types.d.ts: an interface for each type, and `Answers` from the name of
+    a route to its type."""
     lines = [HEAD.rstrip("\n"), ""]
     components = msgspec.json.schema_components([route.gives for route in ROUTES])[1]
     for name, schema in components.items():
@@ -158,25 +200,38 @@ def script_type(schema: dict[str, Any]) -> str:
         return f"({inner})[]" if "|" in inner else f"{inner}[]"
     if schema.get("type") == "object":
         inner = schema.get("additionalProperties")
-        return f"Record<string, {script_type(inner) if isinstance(inner, dict) and inner else 'any'}>"
+        return (
+            f"Record<string, {script_type(inner) if isinstance(inner, dict) and inner else 'any'}>"
+        )
     return SCALARS.get(str(schema.get("type")), "any")
 
 
 def pages() -> dict[Path, str]:
     """The pages by their files."""
-    return {DOCS / "settings.md": settings_page(), DOCS / "metrics.md": metrics_page(), DOCS / "migrating.md": migrating_page()} | {
-        PAGE / "types.d.ts": script_types()
-    }
+    return {
+        DOCS / "settings.md": settings_page(),
+        DOCS / "metrics.md": metrics_page(),
+        DOCS / "migrating.md": migrating_page(),
+    } | {PAGE / "types.d.ts": script_types()}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if something would be written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; 1 if something would be written"
+    )
     check = parser.parse_args().check
-    changed = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
+    changed = [
+        path for path, text in pages().items() if not path.exists() or path.read_text() != text
+    ]
     for path in [] if check else changed:
         path.write_text(pages()[path])
-    print("\n".join(f"{path.name}: {'not current' if check else 'written'}" for path in changed) or "all pages are current")
+    print(
+        "\n".join(f"{path.name}: {'not current' if check else 'written'}" for path in changed)
+        or "all pages are current"
+    )
     return int(check and bool(changed))
 
 

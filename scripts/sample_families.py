@@ -1,7 +1,9 @@
-"""Samples from several small models with vLLM, one after another: `python scripts/sample_families.py MAX_MODEL_LEN FOLDER...`.
+"""Samples from several small models with vLLM, one after another: `python
+scripts/sample_families.py MAX_MODEL_LEN FOLDER...`.
 
-Each folder is DTYPE/NAME. Writes parity.batch into it. An error ends the process: what it leaves behind may spoil the next model. vLLM's
-arguments are those of our server (rl/inference/server.py), and the weights come as a run's new versions do: the engine starts with others.
+Each folder is DTYPE/NAME. Writes parity.batch into it. An error ends the process: what it leaves
+behind may spoil the next model. vLLM's arguments are those of our server (rl/inference/server.py),
+and the weights come as a run's new versions do: the engine starts with others.
 """
 
 import gc
@@ -31,9 +33,11 @@ def main() -> None:
 
     from rl.inference.worker import count_uncompiled
 
-    registry._run_in_subprocess = lambda look: look()  # at each architecture, which takes half a minute of imports
+    # at each architecture, which takes half a minute of imports
+    registry._run_in_subprocess = lambda look: look()
     count_uncompiled()
-    gc.freeze()  # a million objects of imports, through which vLLM would look for garbage eight times a model
+    # a million objects of imports, through which vLLM would look for garbage eight times a model
+    gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
     for folder in map(Path, sys.argv[2:]):
         arguments = {
@@ -43,7 +47,8 @@ def main() -> None:
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",
             "kv_cache_memory_bytes": 1 << 27,
-            "attention_config": {"backend": "CPU_MLA"},  # where attention is latent: the default there is for bfloat16
+            # where attention is latent: the default there is for bfloat16
+            "attention_config": {"backend": "CPU_MLA"},
             "seed": 0,
             "load_format": "dummy",
             "worker_extension_cls": "rl.inference.worker.WeightLoader",
@@ -55,7 +60,8 @@ def main() -> None:
         load(llm, folder)
         sample(llm, folder)
         del llm
-        cleanup_dist_env_and_memory()  # an engine of experts needs process groups that the one before did not make
+        # an engine of experts needs process groups that the one before did not make
+        cleanup_dist_env_and_memory()
 
 
 def load(llm: Any, folder: Path) -> None:
@@ -74,14 +80,27 @@ def sample(llm: Any, folder: Path) -> None:
     from rl.wire.batch_file import write_batch
     from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 
-    prompts = [[3 + place % (LEAST_VOCABULARY - 3) for place in range(length)] for length in LENGTHS]
+    prompts = [
+        [3 + place % (LEAST_VOCABULARY - 3) for place in range(length)] for length in LENGTHS
+    ]
     samples = []
     for temperature in TEMPERATURES:
-        params = SamplingParams(temperature=temperature, max_tokens=TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=TOKENS,
+            logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
+        )
         for ids, output in zip(prompts, outputs, strict=True):
             answer = list(output.outputs[0].token_ids)
-            logprobs = [step[token].logprob for step, token in zip(output.outputs[0].logprobs or [], answer, strict=True)]
+            logprobs = [
+                step[token].logprob
+                for step, token in zip(output.outputs[0].logprobs or [], answer, strict=True)
+            ]
             samples.append(
                 TrainingSample.of(
                     token_ids=ids + answer,

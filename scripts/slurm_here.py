@@ -1,12 +1,14 @@
-"""A real Slurm on this machine, in a folder: munged, slurmctld and slurmds n1 to n4. Needs root, and `apt-get install slurm-wlm munge`.
+"""A real Slurm on this machine, in a folder: munged, slurmctld and slurmds n1 to n4. Needs root,
+and `apt-get install slurm-wlm munge`.
 
     scripts/slurm_here.py FOLDER up            then: export SLURM_CONF=FOLDER/slurm.conf; sinfo; sbatch ...
     scripts/slurm_here.py FOLDER kill n3       kills a slurmd and all that it runs, as a power cut would
     scripts/slurm_here.py FOLDER start n3      brings it back
     scripts/slurm_here.py FOLDER status | down
 
-Partition `main` is the default; jobs in `high` preempt those of `main`, which are told, have 20 s and are queued again. A node that is lost
-counts as down after 15 s. Nothing outside the folder is written or read, and any number of folders can be up at once.
+Partition `main` is the default; jobs in `high` preempt those of `main`, which are told, have 20 s
+and are queued again. A node that is lost counts as down after 15 s. Nothing outside the folder is
+written or read, and any number of folders can be up at once.
 """
 
 import argparse
@@ -32,7 +34,8 @@ START_S, STOP_S = 60.0, 10.0
 """Deadlines, in seconds, for nodes to become idle and for a daemon to end."""
 LONGEST_FOLDER = 70  # bytes: daemons put Unix sockets into it, whose names have at most 107
 PR_SET_CHILD_SUBREAPER = 36
-# A requeued job waits until older credentials have expired (cred_expire). Nodes have what is written, not what this machine has.
+# A requeued job waits until older credentials have expired (cred_expire). Nodes have what is
+# written, not what this machine has.
 CONF = """\
 ClusterName=here
 SlurmctldHost={host}(127.0.0.1)
@@ -57,8 +60,9 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
 NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[4]}] CPUs=2 Gres=gpu:2
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20 PreemptMode=REQUEUE
-PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
+PreemptMode=REQUEUE PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
+PreemptMode=OFF
 """
 
 
@@ -68,7 +72,9 @@ class SlurmHere:
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
         self.conf = self.folder / "slurm.conf"
-        self.env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")} | {"SLURM_CONF": str(self.conf)}
+        self.env = {
+            key: value for key, value in os.environ.items() if not key.startswith("SLURM")
+        } | {"SLURM_CONF": str(self.conf)}
 
     def __enter__(self) -> "SlurmHere":
         self.up()
@@ -82,28 +88,55 @@ class SlurmHere:
         if missing := unable():
             sys.exit(f"slurm_here: {missing}")
         if len(os.fsencode(self.folder)) > LONGEST_FOLDER:
-            sys.exit(f"slurm_here: {self.folder} is too long for the sockets in it; give a path of at most {LONGEST_FOLDER} bytes")
+            sys.exit(
+                f"slurm_here: {self.folder} is too long for the sockets in it; give a path "
+                f"of at most {LONGEST_FOLDER} bytes"
+            )
         if any(map(self.pid, DAEMONS)):
-            sys.exit(f"slurm_here: {self.folder} is up already; end it with: scripts/slurm_here.py {self.folder} down")
+            sys.exit(
+                f"slurm_here: {self.folder} is up already; end it with: "
+                f"scripts/slurm_here.py {self.folder} down"
+            )
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             shutil.rmtree(self.folder / name, ignore_errors=True)
             (self.folder / name).mkdir(parents=True)
         self.folder.chmod(0o755)  # munged trusts no folder that others may write
-        self.conf.write_text(CONF.format(folder=self.folder, host=socket.gethostname().partition(".")[0], ports=free_ports(5)))
-        (self.folder / "gres.conf").write_text(f"NodeName=n[1-4] Name=gpu File={self.folder}/gpu[0-1]\n")
+        self.conf.write_text(
+            CONF.format(
+                folder=self.folder, host=socket.gethostname().partition(".")[0], ports=free_ports(5)
+            )
+        )
+        (self.folder / "gres.conf").write_text(
+            f"NodeName=n[1-4] Name=gpu File={self.folder}/gpu[0-1]\n"
+        )
         (self.folder / "gpu0").touch()
         (self.folder / "gpu1").touch()
         key = self.folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
         try:
-            files = {"key-file": key, "socket": "munge.sock", "pid-file": "munge.pid", "seed-file": "munge.seed"}
-            self._start("munged", "munged", "--foreground", "--force", *(f"--{name}={self.folder / file}" for name, file in files.items()))
+            files = {
+                "key-file": key,
+                "socket": "munge.sock",
+                "pid-file": "munge.pid",
+                "seed-file": "munge.seed",
+            }
+            self._start(
+                "munged",
+                "munged",
+                "--foreground",
+                "--force",
+                *(f"--{name}={self.folder / file}" for name, file in files.items()),
+            )
             self._await("munged's socket", (self.folder / "munge.sock").is_socket, STOP_S)
             self._start("slurmctld", "slurmctld", "-D", "-f", str(self.conf))
             for node in NODES:
                 self.start(node)
-            self._await("four idle nodes", lambda: self.ask("sinfo", "-h", "-p", "main", "-o", "%D %t") == "4 idle", START_S)
+            self._await(
+                "four idle nodes",
+                lambda: self.ask("sinfo", "-h", "-p", "main", "-o", "%D %t") == "4 idle",
+                START_S,
+            )
         except BaseException:
             self.down()
             raise
@@ -113,13 +146,18 @@ class SlurmHere:
         self._start(node, "slurmd", "-D", "-N", node, "-f", str(self.conf))
 
     def kill(self, node: str) -> None:
-        """Kills the slurmd of a node with all processes of its jobs. It is their subreaper, so all are below it."""
+        """Kills the slurmd of a node with all processes of its jobs. It is their subreaper, so
+        all are below it."""
         if pid := self.pid(node):
             os.kill(pid, signal.SIGSTOP)
 
             def below() -> process_table.Table:
                 processes = process_table.table()
-                return {one: processes[one] for one in process_table.trees(processes, [pid]) - {pid} if processes[one].state != "Z"}
+                return {
+                    one: processes[one]
+                    for one in process_table.trees(processes, [pid]) - {pid}
+                    if processes[one].state != "Z"
+                }
 
             process_table.kill(below, 0.02)
             self._stop(node, signal.SIGKILL)
@@ -138,7 +176,9 @@ class SlurmHere:
 
     def ask(self, *command: str, timeout_s: float = 30.0) -> str:
         """Returns what a command of Slurm prints, and its error messages if it fails."""
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            command, env=self.env, capture_output=True, text=True, timeout=timeout_s
+        )
         return (done.stdout if done.returncode == 0 else done.stdout + done.stderr).strip()
 
     def pid(self, name: str) -> int | None:
@@ -153,8 +193,18 @@ class SlurmHere:
     def _start(self, name: str, *command: str) -> None:
         prctl = ctypes.CDLL(None).prctl
         with (self.folder / f"{name}.log").open("ab") as log:
-            out = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
-            child = subprocess.Popen(command, env=self.env, **out, preexec_fn=lambda: prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+            out = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": log,
+                "stderr": log,
+                "start_new_session": True,
+            }
+            child = subprocess.Popen(
+                command,
+                env=self.env,
+                **out,
+                preexec_fn=lambda: prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0),
+            )
         child.returncode = 0  # it may outlive us, and `_stop` reaps it if it does not
         line = process_table.entry(child.pid)
         (self.folder / f"{name}.started").write_text(f"{child.pid} {line.start if line else 0}")
@@ -171,37 +221,54 @@ class SlurmHere:
         (self.folder / f"{name}.started").unlink(missing_ok=True)
 
     def _await(self, what: str, condition: Callable[[], object], timeout_s: float) -> None:
-        """Waits until a condition holds. Raises TimeoutError, or RuntimeError with the end of its log when a daemon has ended."""
+        """Waits until a condition holds. Raises TimeoutError, or RuntimeError with the end of
+        its log when a daemon has ended."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             for path in self.folder.glob("*.started"):
                 if not self.pid(path.stem):
-                    raise RuntimeError(f"{path.stem} has ended: {path.with_suffix('.log').read_text(errors='replace')[-1000:]}")
+                    raise RuntimeError(
+                        f"{path.stem} has ended: "
+                        f"{path.with_suffix('.log').read_text(errors='replace')[-1000:]}"
+                    )
             if time.monotonic() > deadline:
-                raise TimeoutError(f"slurm_here waited {timeout_s:.0f} s for {what}; see the logs in {self.folder}")
+                raise TimeoutError(
+                    f"slurm_here waited {timeout_s:.0f} s for {what}; see the logs in {self.folder}"
+                )
             time.sleep(0.1)
 
 
 def unable() -> str:
     """Returns why Slurm cannot be brought up on this machine; empty if it can."""
     missing = [program for program in PROGRAMS if not shutil.which(program)]
-    return f"there is no {missing[0]}: apt-get install slurm-wlm munge" if missing else "" if os.geteuid() == 0 else "needs root"
+    return (
+        f"there is no {missing[0]}: apt-get install slurm-wlm munge"
+        if missing
+        else ""
+        if os.geteuid() == 0
+        else "needs root"
+    )
 
 
 def free_ports(number: int) -> list[int]:
     """Returns neighbouring ports on which nobody listens: those of slurmctld and of the slurmds."""
     for _ in range(100):
-        ports = range(first := 10_000 + secrets.randbelow(20_000), first + number)  # below those that the kernel gives to clients
+        # below those that the kernel gives to clients
+        ports = range(first := 10_000 + secrets.randbelow(20_000), first + number)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in ports:
                 stack.enter_context(socket.socket()).bind(("", port))
             return list(ports)
-    raise OSError("slurm_here found no five free ports between 10000 and 30000; end what listens there")
+    raise OSError(
+        "slurm_here found no five free ports between 10000 and 30000; end what listens there"
+    )
 
 
 def main() -> None:
     """Runs one command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("command", choices=("up", "down", "kill", "start", "status"))
     parser.add_argument("node", nargs="?", choices=NODES)

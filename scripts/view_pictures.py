@@ -1,7 +1,8 @@
-"""Pictures of the page of `rl view`, for docs/view.md: `uv run scripts/view_pictures.py RUN OTHER [--to docs/view]`.
+"""Pictures of the page of `rl view`, for docs/view.md: `uv run scripts/view_pictures.py RUN OTHER
+[--to docs/view]`.
 
-They show RUN, and both compared. Needs chromium, as the browser tests do. With --all every page is there light and dark, wide and as narrow
-as a phone, to be judged by eye.
+They show RUN, and both compared. Needs chromium, as the browser tests do. With --all every page is
+there light and dark, wide and as narrow as a phone, to be judged by eye.
 """
 
 import argparse
@@ -23,10 +24,21 @@ SIZES = {"wide": (1280, 800), "phone": (390, 780)}
 def pages(run: Run, key: str, other: str) -> dict[str, tuple[str, str, str]]:
     """Name of a picture -> address behind the #, size, theme."""
     best = run.rollouts("train", why="trained").sorted("advantage", descending=True)
-    good = next((rollout for rollout in reversed(best[:50]) if rollout["num_turns"] and rollout["num_tokens"] > 5), best[0])
+    good = next(
+        (
+            rollout
+            for rollout in reversed(best[:50])
+            if rollout["num_turns"] and rollout["num_tokens"] > 5
+        ),
+        best[0],
+    )
     at = f"run={key}&at={good.group_id}/{good.rollout_id}"
     tasks = run.rollouts("eval")
-    of = f"run={key}&kind=eval&env={tasks[0].env}&task={tasks[0].task}" if len(tasks) else f"run={key}"
+    of = (
+        f"run={key}&kind=eval&env={tasks[0].env}&task={tasks[0].task}"
+        if len(tasks)
+        else f"run={key}"
+    )
     return {
         "runs": ("/runs", "wide", "light"),
         "compare": (f"/compare?run={key}&run={other}", "wide", "light"),
@@ -55,27 +67,45 @@ def picture(page: Page, base: str, where: str, size: str, theme: str) -> Image.I
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("other", type=Path)
     parser.add_argument("--to", type=Path, default=Path("docs/view"))
     parser.add_argument("--all", action="store_true")
     given = parser.parse_args()
     given.to.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "rl.main", "view", str(given.run), str(given.other), "--no-browser"]
+    command = [
+        sys.executable,
+        "-m",
+        "rl.main",
+        "view",
+        str(given.run),
+        str(given.other),
+        "--no-browser",
+    ]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         link = re.search(r"http\S+", server.stdout.readline())[0]
         with sync_playwright() as playwright:
-            page = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_page()
+            page = playwright.chromium.launch(
+                executable_path=CHROMIUM, args=["--no-sandbox"]
+            ).new_page()
             page.goto(link)
             page.wait_for_selector(".brand")
             base = page.url.partition("#")[0].rstrip("/")
-            for name, (where, size, theme) in pages(Run(given.run), given.run.name, given.other.name).items():
-                picture(page, base, where, size, theme).save(given.to / f"{name}.png", optimize=True)
+            for name, (where, size, theme) in pages(
+                Run(given.run), given.run.name, given.other.name
+            ).items():
+                picture(page, base, where, size, theme).save(
+                    given.to / f"{name}.png", optimize=True
+                )
                 for other in SIZES if given.all else ():
                     for colours in ("light", "dark"):
-                        picture(page, base, where, other, colours).save(given.to / f"{name}-{other}-{colours}.png")
+                        picture(page, base, where, other, colours).save(
+                            given.to / f"{name}-{other}-{colours}.png"
+                        )
     finally:
         server.terminate()
         server.wait()

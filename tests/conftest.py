@@ -1,4 +1,5 @@
-"""How the suite is spread over the machine: a process of pytest for each core and one more, whole files to each, the longest first."""
+"""How the suite is spread over the machine: a process of pytest for each core and one more,
+whole files to each, the longest first."""
 
 import os
 from collections.abc import Iterator
@@ -33,8 +34,8 @@ LONGEST = (
     "trainer/parallel/test_sharding.py",
     "system/test_children.py",
 )
-"""Files of more than half a minute, which, begun last, would keep a single worker busy while the others have nothing left; before them the
-one that converts a real model, for which others wait."""
+"""Files of more than half a minute, which, begun last, would keep a single worker busy while the
+others have nothing left; before them the one that converts a real model, for which others wait."""
 
 LEFT_BY_USERS = ("outputs", "wandb")
 
@@ -47,7 +48,8 @@ os.environ["RL_ENVIRONMENTS_HUB"] = "http://127.0.0.1:9"  # no test asks the rea
 
 @pytest.fixture(scope="session", autouse=True)
 def start_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where all tests start: the clone as links, without what a user's commands left in it (`outputs/`). None may depend on that."""
+    """Where all tests start: the clone as links, without what a user's commands left in it
+    (`outputs/`). None may depend on that."""
     clone, folder = Path(__file__).parents[1], tmp_path_factory.mktemp("start")
     for entry in clone.iterdir():
         if entry.name not in LEFT_BY_USERS:
@@ -66,7 +68,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def classic_home() -> Home:
-    """The home of rows and of single modules of the classic API. It is in the user's cache, so it is made once on a machine."""
+    """The home of rows and of single modules of the classic API. It is in the user's cache, so
+    it is made once on a machine."""
     return ensure(Request("tests", None), print)
 
 
@@ -80,7 +83,8 @@ def children() -> Iterator[Children]:
 
 @pytest.fixture(scope="session")
 def world():
-    """A process group of one rank, on the device of tests/trainer/device.py. A process can have but one, so all tests share it."""
+    """A process group of one rank, on the device of tests/trainer/device.py. A process can have
+    but one, so all tests share it."""
     import torch
 
     from rl.trainer.parallel.world import start_world
@@ -92,8 +96,9 @@ def world():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Processes that run tests: one more than cores, because tests of processes wait for a third of their time. Proofs have one for each
-    core: several of them train a real model, which takes 8 GiB. Single files have none beside the first: they end before another starts."""
+    """Processes that run tests: one more than cores, because tests of processes wait for a third
+    of their time. Proofs have one for each core: several of them train a real model, which takes
+    8 GiB. Single files have none beside the first: they end before another starts."""
     if not all(Path(argument.partition("::")[0]).is_dir() for argument in config.args):
         return 0
     cores = len(os.sched_getaffinity(0))

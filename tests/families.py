@@ -1,5 +1,5 @@
-"""What tests try of each architecture: fields of config.json for `make_tiny_model`, the Llama as plain as possible, the others with what is
-special about them."""
+"""What tests try of each architecture: fields of config.json for `make_tiny_model`, the Llama as
+plain as possible, the others with what is special about them."""
 
 from pathlib import Path
 from typing import Any
@@ -46,21 +46,47 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 32,
     },
-    "gpt2": {"model_type": "gpt2", **OPENAI_SIZES, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
-    "phi3": {"model_type": "phi3", **SIZES, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
+    "gpt2": {
+        "model_type": "gpt2",
+        **OPENAI_SIZES,
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+    },
+    "phi3": {
+        "model_type": "phi3",
+        **SIZES,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": LONGROPE,
+    },
     "llama_dynamic": {
         "model_type": "llama",
         **SIZES,
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "max_trained_positions": 128},
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "max_trained_positions": 128,
+        },
     },
     "hunyuan_alpha": {
         "model_type": "hunyuan_v1_dense",
         **SIZES,
         "head_dim": 32,
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "alpha": 1000.0,
+            "factor": 1.0,
+        },
     },
     # a cap on the scores of attention
-    "gemma2": {"model_type": "gemma2", **GROUPED, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32},
+    "gemma2": {
+        "model_type": "gemma2",
+        **GROUPED,
+        "attn_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 32,
+    },
     # a sink in the softmax of each head
     "gpt_oss": {
         "model_type": "gpt_oss",
@@ -70,7 +96,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
-    # experts that are drawn at random in training, and a threshold called jitter that counts in evaluation, too
+    # experts that are drawn at random in training, and a threshold called jitter that counts in
+    # evaluation, too
     "phimoe": {
         "model_type": "phimoe",
         **SIZES,
@@ -84,7 +111,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # attention of its own
     "gptj": {"model_type": "gptj", **OPENAI_SIZES, "rotary_dim": 16},
     # short convolutions between layers with attention
-    "lfm2": {"model_type": "lfm2", **SIZES, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm2": {
+        "model_type": "lfm2",
+        **SIZES,
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
     # the states of Mamba-2 beside attention, in each layer
     "falcon_h1": {
         "model_type": "falcon_h1",
@@ -100,33 +132,58 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # projections that files join
     "hrm_text": {"model_type": "hrm_text", **SIZES},
     # no attention at all
-    "xlstm": {"model_type": "xlstm", "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "qk_dim_factor": 0.5},
+    "xlstm": {
+        "model_type": "xlstm",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "qk_dim_factor": 0.5,
+    },
 }
 UNTIED = CONFIGS["llama"] | {"tie_word_embeddings": False}
 """A Llama with a head of its own."""
-WIDE = CONFIGS["llama"] | {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 3, "num_key_value_heads": 3}
+WIDE = CONFIGS["llama"] | {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
 PACKED = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt2")
 LENGTH_DEPENDENT = ("phi3", "llama_dynamic", "hunyuan_alpha")
 """Families whose rotary embedding depends on the longest sequence."""
 STATES = ("falcon_h1",)
-"""Families with states of sequences, and a kernel for them in vLLM's build for CPUs that takes float32."""
+"""Families with states of sequences, and a kernel for them in vLLM's build for CPUs that takes
+float32."""
 
 
 def make_seeing_model(folder: Path) -> Path:
-    """A Qwen3.5 that sees images, which is trained as text: its files hold `model.visual` and, as published ones, a layer that drafts."""
+    """A Qwen3.5 that sees images, which is trained as text: its files hold `model.visual` and,
+    as published ones, a layer that drafts."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     folder.mkdir(parents=True)
     linear = {
-        f"linear_{name}": 2 if "num" in name else 16 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+        f"linear_{name}": 2 if "num" in name else 16
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     }
-    sizes = SIZES | {"head_dim": 32, "layer_types": ["full_attention", "linear_attention"]} | linear | write_tokenizer(folder)
+    sizes = (
+        SIZES
+        | {"head_dim": 32, "layer_types": ["full_attention", "linear_attention"]}
+        | linear
+        | write_tokenizer(folder)
+    )
     config = AutoConfig.for_model("qwen3_5")
     for name, value in sizes.items():
         setattr(config.text_config, name, value)
-    for name, value in {"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}.items():
+    for name, value in {
+        "hidden_size": 32,
+        "depth": 1,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "out_hidden_size": 64,
+    }.items():
         setattr(config.vision_config, name, value)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors") | {"mtp.fc.weight": torch.ones(64, 128)}
@@ -140,11 +197,24 @@ def make_old_model(folder: Path, family: str) -> Path:
     from safetensors.torch import load_file, save_file
 
     make_tiny_model(folder, OLD[family])
-    weights = {name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-    for layer in ("h.0.attn", "h.1.attn") if family == "gpt2" else ("gpt_neox.layers.0.attention", "gpt_neox.layers.1.attention"):
-        weights |= {f"{layer}.bias": torch.ones(1, 1, 8, 8).tril(), f"{layer}.masked_bias": torch.tensor(-1e9)}
+    weights = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    for layer in (
+        ("h.0.attn", "h.1.attn")
+        if family == "gpt2"
+        else ("gpt_neox.layers.0.attention", "gpt_neox.layers.1.attention")
+    ):
+        weights |= {
+            f"{layer}.bias": torch.ones(1, 1, 8, 8).tril(),
+            f"{layer}.masked_bias": torch.tensor(-1e9),
+        }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-OLD = {"gpt2": CONFIGS["gpt2"], "gpt_neox": {"model_type": "gpt_neox", **SIZES, "tie_word_embeddings": False}}
+OLD = {
+    "gpt2": CONFIGS["gpt2"],
+    "gpt_neox": {"model_type": "gpt_neox", **SIZES, "tie_word_embeddings": False},
+}

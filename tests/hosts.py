@@ -1,7 +1,8 @@
-"""Two hosts over one directory, on one machine: each is a pid namespace with its own /proc, name and boot id (unshare, as root).
+"""Two hosts over one directory, on one machine: each is a pid namespace with its own /proc, name
+and boot id (unshare, as root).
 
-A process of the test forks, so that a host costs no imports. On it a function runs, in a process that is not the namespace's first: that
-one no signal of its own stops.
+A process of the test forks, so that a host costs no imports. On it a function runs, in a process
+that is not the namespace's first: that one no signal of its own stops.
 """
 
 import contextlib
@@ -31,7 +32,8 @@ def permitted() -> bool:
 
 
 class Host:
-    """A host on which `function` runs; what it prints and raises is in the file `log`. `close` ends all its processes at once."""
+    """A host on which `function` runs; what it prints and raises is in the file `log`. `close`
+    ends all its processes at once."""
 
     def __init__(self, name: str, function: Callable[[], None], log: Path):
         self.name, self.log = name, log
@@ -78,7 +80,8 @@ class Host:
         process.send_signal(signal.SIGCONT)
 
     def poll(self, how: int = os.WNOHANG) -> int | None:
-        """The exit code: that of the error's class for one that the function raised; None while it runs."""
+        """The exit code: that of the error's class for one that the function raised; None while
+        it runs."""
         if self.code is None:
             pid, status = os.waitpid(self.pid, how)
             self.code = os.waitstatus_to_exitcode(status) if pid else None
@@ -97,7 +100,8 @@ class Host:
 
 
 class LateListings:
-    """Shows directories below `root` as they were `late_s` seconds ago, as a network's file system may, to this process."""
+    """Shows directories below `root` as they were `late_s` seconds ago, as a network's file
+    system may, to this process."""
 
     def __init__(self, root: Path, late_s: float):
         self.root, self.late_s = str(root), late_s
@@ -120,7 +124,10 @@ class LateListings:
 
     def _walk(self, folder: str) -> Iterator[tuple[str, None, None]]:
         yield folder, None, None
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self.scandir(folder) as entries:
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            self.scandir(folder) as entries,
+        ):
             for entry in list(entries):
                 if entry.is_dir():
                     yield from self._walk(entry.path)
@@ -130,7 +137,9 @@ class LateListings:
         if not folder.startswith(self.root):
             return None
         then = time.monotonic() - self.late_s
-        return next((names for when, names in reversed(self.seen.get(folder, [])) if when <= then), [])
+        return next(
+            (names for when, names in reversed(self.seen.get(folder, [])) if when <= then), []
+        )
 
     def _listdir(self, folder=".") -> list[str]:
         names = self._names(str(folder))

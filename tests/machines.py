@@ -1,7 +1,9 @@
-"""Machines on one network, on one machine: each is a network, pid, mount and host name namespace (unshare, as root) of its own.
+"""Machines on one network, on one machine: each is a network, pid, mount and host name namespace
+(unshare, as root) of its own.
 
-A machine has an address on a common bridge, a name that resolves to 127.0.1.1 there (as on Debian) and to its address elsewhere, another
-boot id, and its own /proc and /dev/shm. Its processes see others' processes and memory nowhere, but the same files.
+A machine has an address on a common bridge, a name that resolves to 127.0.1.1 there (as on Debian)
+and to its address elsewhere, another boot id, and its own /proc and /dev/shm. Its processes see
+others' processes and memory nowhere, but the same files.
 """
 
 import contextlib
@@ -33,7 +35,8 @@ while :; do sleep 1000000 & wait; done
 
 
 class Machines:
-    """`count` machines, numbered from 0, as long as the `with` block lasts. Raises OSError where they cannot be made."""
+    """`count` machines, numbered from 0, as long as the `with` block lasts. Raises OSError where
+    they cannot be made."""
 
     def __init__(self, count: int):
         self.count = count
@@ -56,7 +59,7 @@ class Machines:
             self._power_off(name)
         shutil.rmtree(self.folder)
 
-    # The network --------------------------------------------------------------------------------------------------------
+    # The network ----------------------------------------------------------------------------------
 
     def connect_all(self) -> None:
         """Boots a switch and all machines."""
@@ -87,11 +90,21 @@ class Machines:
         """Plugs it in again."""
         self._ip("switch", "link", "set", port(index), "up")
 
-    # Processes ----------------------------------------------------------------------------------------------------------
+    # Processes ------------------------------------------------------------------------------------
 
     def inside(self, index: int, command: Sequence[str]) -> list[str]:
         """A command that runs `command` on a machine."""
-        return [*self._enter(machine(index)), "--uts", "--mount", "--pid", "--", "env", "-u", "RL_PARENT_PID", *command]
+        return [
+            *self._enter(machine(index)),
+            "--uts",
+            "--mount",
+            "--pid",
+            "--",
+            "env",
+            "-u",
+            "RL_PARENT_PID",
+            *command,
+        ]
 
     def processes(self, index: int) -> list[psutil.Process]:
         """All processes on a machine, except those with which it booted."""
@@ -99,7 +112,10 @@ class Machines:
         space, found = os.stat(f"/proc/{first}/ns/pid").st_ino, []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
-                if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == space and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    os.stat(f"/proc/{process.pid}/ns/pid").st_ino == space
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return [process for process in found if process.pid != first and process.name() != "sleep"]
 
@@ -117,19 +133,36 @@ class Machines:
         """The process id, here, of a machine's first process."""
         return self._first(machine(index))
 
-    # ------------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _boot(self, name: str) -> None:
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        known = {machine(index): address(index) for index in range(self.count)} | {name: "127.0.1.1"}
-        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{at} {other}\n" for other, at in known.items()))
+        known = {machine(index): address(index) for index in range(self.count)} | {
+            name: "127.0.1.1"
+        }
+        (folder / "hosts").write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{at} {other}\n" for other, at in known.items())
+        )
         (folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
         spaces = ["--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        command = ["setpriv", "--pdeathsig", "KILL", "unshare", *spaces, "sh", "-ec", BOOT, str(folder), name]
+        command = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "unshare",
+            *spaces,
+            "sh",
+            "-ec",
+            BOOT,
+            str(folder),
+            name,
+        ]
         with (folder / "log").open("wb") as log:
-            self.booted[name] = booted = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.booted[name] = booted = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
         until(lambda: (folder / "up").exists() or booted.poll() is not None)
         if booted.poll() is not None:
             raise OSError((folder / "log").read_text().strip())
@@ -146,7 +179,9 @@ class Machines:
         return ["nsenter", "--target", str(self._first(name)), "--net"]
 
     def _ip(self, name: str, *arguments: str) -> None:
-        done = subprocess.run([*self._enter(name), "ip", *arguments], capture_output=True, text=True)
+        done = subprocess.run(
+            [*self._enter(name), "ip", *arguments], capture_output=True, text=True
+        )
         if done.returncode:
             raise OSError(f"{name}: ip {' '.join(arguments)}: {done.stderr.strip()}")
 
@@ -165,10 +200,20 @@ def port(index: int) -> str:
 
 
 def node_command(config: Path, index: int) -> list[str]:
-    return [sys.executable, "-m", "rl.main", "node", "@", str(config), "--cluster.index", str(index)]
+    return [
+        sys.executable,
+        "-m",
+        "rl.main",
+        "node",
+        "@",
+        str(config),
+        "--cluster.index",
+        str(index),
+    ]
 
 
 def terminate(child: Child) -> None:
-    """Has the engine of a machine take it away: SIGTERM to its `rl node`, not to the process that entered the machine."""
+    """Has the engine of a machine take it away: SIGTERM to its `rl node`, not to the process
+    that entered the machine."""
     for process in psutil.Process(child.pid).children():
         process.send_signal(signal.SIGTERM)

@@ -1,7 +1,8 @@
-"""A clock that stands still while this process does not get to run, so that other work on the machine makes nobody late.
+"""A clock that stands still while this process does not get to run, so that other work on the
+machine makes nobody late.
 
-It is for tests all of whose parts are in one process: clients, servers and what goes by the time. Parts that are other processes have
-their own clocks.
+It is for tests all of whose parts are in one process: clients, servers and what goes by the time.
+Parts that are other processes have their own clocks.
 """
 
 import asyncio

@@ -13,7 +13,8 @@ TASKS = 24
 
 
 class StubPool(WorkerPool):
-    """Every rollout is one call of /generate. Tasks that divide by 5 give no signal; those that divide by 8 finish one by one."""
+    """Every rollout is one call of /generate. Tasks that divide by 5 give no signal; those that
+    divide by 8 finish one by one."""
 
     setup: WorkerSetup
 
@@ -41,7 +42,9 @@ class StubPool(WorkerPool):
         seed: int | None = None,
     ) -> list[Rollout]:
         rollouts = list(members)
-        for episode in [i for i in range(num_episodes) if i not in {rollout.episode for rollout in members}]:
+        for episode in [
+            i for i in range(num_episodes) if i not in {rollout.episode for rollout in members}
+        ]:
             prompt = [10 + task, 100 + episode]
             answer = await self.servers.generate(server, prompt, sampling)
             turn = Turn(
@@ -51,7 +54,11 @@ class StubPool(WorkerPool):
                 policy_versions=answer.policy_versions,
                 finish_reason=answer.finish_reason,
             )
-            reward = 0.5 if task % 5 == 0 else float((task + episode + sum(answer.token_ids)) % 3 == 0) + 0.01 * episode
+            reward = (
+                0.5
+                if task % 5 == 0
+                else float((task + episode + sum(answer.token_ids)) % 3 == 0) + 0.01 * episode
+            )
             rollouts.append(Rollout(turns=[turn], reward=reward, stop="stop", episode=episode))
             if on_members and task % 8 == 0 and len(rollouts) < num_episodes:
                 on_members(rollouts[-1:])

@@ -1,4 +1,5 @@
-"""A small inference server by our protocol, for tests of many: it answers after a while, dies, hangs, lies, and can be one of several."""
+"""A small inference server by our protocol, for tests of many: it answers after a while, dies,
+hangs, lies, and can be one of several."""
 
 import asyncio
 from collections import Counter
@@ -15,9 +16,20 @@ class StubServer(WebServer):
     """Answers every prompt with its first token, `slots` of them at once, each after `delay_s`."""
 
     def __init__(
-        self, version: int = 0, *, delay_s: float = 0.0, load_s: float = 0.0, slots: int = 1000, status: Path | None = None, **about
+        self,
+        version: int = 0,
+        *,
+        delay_s: float = 0.0,
+        load_s: float = 0.0,
+        slots: int = 1000,
+        status: Path | None = None,
+        **about,
     ):
-        routes = [web.post("/generate", self.generate), web.post("/load_weights", self.load), web.get("/status", self.get_status)]
+        routes = [
+            web.post("/generate", self.generate),
+            web.post("/load_weights", self.load),
+            web.get("/status", self.get_status),
+        ]
         super().__init__(*routes)
         self.version, self.delay_s, self.load_s, self.status = version, delay_s, load_s, status
         self.slots = asyncio.Semaphore(slots)
@@ -49,7 +61,12 @@ class StubServer(WebServer):
         if self.garbage:
             return web.Response(body=b"<html>")
         spans = [[self.version if self.stamp is None else self.stamp, 1]]
-        answer = {"token_ids": body["token_ids"][:1], "logprobs": [-0.5], "policy_versions": spans, "finish_reason": "stop"}
+        answer = {
+            "token_ids": body["token_ids"][:1],
+            "logprobs": [-0.5],
+            "policy_versions": spans,
+            "finish_reason": "stop",
+        }
         return web.json_response(answer)
 
     async def load(self, request: web.Request) -> web.Response:

@@ -1,4 +1,5 @@
-"""What users get wrong and what disks do, in one table: each case with the message that names it and the remedy."""
+"""What users get wrong and what disks do, in one table: each case with the message that names it
+and the remedy."""
 
 import shlex
 from collections.abc import Callable
@@ -30,7 +31,8 @@ GROUPS = "--orchestrator.batch_size 60 --orchestrator.group_size 8"
 
 
 class Case(NamedTuple):
-    """Something bad, and what must be said about it. `{tmp}` in a message is the test's directory."""
+    """Something bad, and what must be said about it. `{tmp}` in a message is the test's
+    directory."""
 
     do: Callable[[Path], object]
     message: str
@@ -52,11 +54,23 @@ def rows_and_reward(dataset: str, reward: str, message: str, *given: str) -> Cas
         (tmp / "texts.jsonl").write_text('{"text": "x", "answer": "1"}\n')
         (tmp / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
         (tmp / "blank.jsonl").write_text("\n \n")
-        (tmp / "broken.jsonl").write_text('{"prompt": "x", "answer": "1"}\n' * 5 + '{"prompt": "x"\n')
-        (tmp / "lacks.jsonl").write_text('{"prompt": "x", "answer": "1"}\n' * 5 + '{"prompt": "x"}\n')
-        (tmp / "rewards.py").write_text("def exact(completion, *, answer, more=1, **others): ...\ndef asks(completion, anser): ...\n")
+        (tmp / "broken.jsonl").write_text(
+            '{"prompt": "x", "answer": "1"}\n' * 5 + '{"prompt": "x"\n'
+        )
+        (tmp / "lacks.jsonl").write_text(
+            '{"prompt": "x", "answer": "1"}\n' * 5 + '{"prompt": "x"}\n'
+        )
+        (tmp / "rewards.py").write_text(
+            "def exact(completion, *, answer, more=1, **others): ...\ndef asks(completion, "
+            "anser): ...\n"
+        )
         (tmp / "broken.py").write_text("def exact(:\n")
-        keys = ["--orchestrator.environment.dataset", f"{tmp}/{dataset}", "--orchestrator.environment.reward", f"{tmp}/{reward}"]
+        keys = [
+            "--orchestrator.environment.dataset",
+            f"{tmp}/{dataset}",
+            "--orchestrator.environment.reward",
+            f"{tmp}/{reward}",
+        ]
         load_config_or_exit([*keys, *given, "--dry-run"], variables={})
 
     return Case(do, message)
@@ -73,7 +87,9 @@ def toml(content: str | bytes, *given: str, message: str) -> Case:
 
 
 def start(tmp: Path, resume: int | None = None) -> None:
-    config = build(parse_args([*ENV, "--name", "r", "--output_dir", str(tmp)])).with_absolute_paths()
+    config = build(
+        parse_args([*ENV, "--name", "r", "--output_dir", str(tmp)])
+    ).with_absolute_paths()
     prepare(config, resume=resume, clean=False).lease.close()
 
 
@@ -128,144 +144,423 @@ def resume_old_configuration(tmp: Path) -> None:
 
 KEYS = [
     args("--bogus 1", "bogus = 1 (--bogus)\n    unknown key; see --help all"),
-    args("--group_size 4", "unknown key; did you mean orchestrator.group_size or orchestrator.environment.group_size?"),
-    args("--temperature 1", "did you mean orchestrator.sampling.temperature or orchestrator.environment"),
+    args(
+        "--group_size 4",
+        "unknown key; did you mean orchestrator.group_size or orchestrator.environment.group_size?",
+    ),
+    args(
+        "--temperature 1",
+        "did you mean orchestrator.sampling.temperature or orchestrator.environment",
+    ),
     args("--seed.x 1", "seed = {'x': 1} (--seed.x)\n    Input should be a valid integer"),
     args("--seed 1 --seed.x 1", "seed.x = 1 (--seed.x)\n    `seed` is a value, not a table"),
     args("'--\x1b[31mred' 1", "'\\x1b[31mred' = 1 (--'\\x1b[31mred')\n    unknown key"),
-    args("--wandb.api_key literal-key-1", "wandb.api_key = '(hidden)' (--wandb.api_key)\n    unknown key; secrets are read from"),
-    args("--orchestrator.environment.args.api_key literal-key-1", 'an environment variable and write "env:NAME" here'),
-    args("--max_steps 5 --steps 6", "max_steps = 5 (--max_steps) and steps = 6 (--steps)\n    set the same setting to two values"),
-    args("--trainer.max_steps 5 --max_steps 6", "trainer.max_steps = 5 (--trainer.max_steps) and max_steps = 6"),
-    args("--learning_rate 1 --trainer.optim.lr 2", "learning_rate = 1 (--learning_rate) and trainer.optim.lr = 2"),
+    args(
+        "--wandb.api_key literal-key-1",
+        "wandb.api_key = '(hidden)' (--wandb.api_key)\n    unknown key; secrets are read from",
+    ),
+    args(
+        "--orchestrator.environment.args.api_key literal-key-1",
+        'an environment variable and write "env:NAME" here',
+    ),
+    args(
+        "--max_steps 5 --steps 6",
+        "max_steps = 5 (--max_steps) and steps = 6 (--steps)\n    set the same setting to "
+        "two values",
+    ),
+    args(
+        "--trainer.max_steps 5 --max_steps 6",
+        "trainer.max_steps = 5 (--trainer.max_steps) and max_steps = 6",
+    ),
+    args(
+        "--learning_rate 1 --trainer.optim.lr 2",
+        "learning_rate = 1 (--learning_rate) and trainer.optim.lr = 2",
+    ),
 ]
 VALUES = [
-    args("--max_steps 0", "max_steps = 0 (--max_steps)\n    Input should be greater than or equal to 1"),
-    args("--max_steps many", "max_steps = 'many' (--max_steps)\n    Input should be a valid integer"),
-    args("--max_steps 1000000", "max_steps = 1000000 (--max_steps)\n    Input should be less than or equal to 999999"),
-    args("--orchestrator.batch_size 99999999999999999999", "(--orchestrator.batch_size)\n    is too large; give a number below 2^63"),
+    args(
+        "--max_steps 0",
+        "max_steps = 0 (--max_steps)\n    Input should be greater than or equal to 1",
+    ),
+    args(
+        "--max_steps many", "max_steps = 'many' (--max_steps)\n    Input should be a valid integer"
+    ),
+    args(
+        "--max_steps 1000000",
+        "max_steps = 1000000 (--max_steps)\n    Input should be less than or equal to 999999",
+    ),
+    args(
+        "--orchestrator.batch_size 99999999999999999999",
+        "(--orchestrator.batch_size)\n    is too large; give a number below 2^63",
+    ),
     args("--max_steps nan", "max_steps = nan (--max_steps)\n    Input should be a finite number"),
     args("--steps 0", "max_steps = 0 (--steps)"),
     args("--seed -1", "seed = -1 (--seed)\n    Input should be greater than or equal to 0"),
-    args("--seed 4294967296", "seed = 4294967296 (--seed)\n    Input should be less than 4294967296"),
+    args(
+        "--seed 4294967296", "seed = 4294967296 (--seed)\n    Input should be less than 4294967296"
+    ),
     args("--seed", "seed (--seed)\n    needs a value: int"),
     args("--name --seed 1", "name (--name)\n    needs a value: str"),
     args("--trainer-gpus", "trainer.gpus (--trainer-gpus)\n    needs a value: int|list[int]"),
-    args("--trainer-gpus a,b", "trainer.gpus = 'a,b' (--trainer-gpus)\n    give a count (2) or a list of ids (\"0,1\")"),
-    args("--trainer-gpus '²,1'", "trainer.gpus = '²,1' (--trainer-gpus)\n    give a count (2) or a list of ids (\"0,1\")"),
-    args("--learning_rate -1", "trainer.optim.lr = -1 (--learning_rate)\n    Input should be greater than 0"),
-    args("--model.dtype int4", "model.dtype = 'int4' (--model.dtype)\n    Input should be 'bfloat16' or 'float32'"),
-    args("--trainer.optim.schedule step", "Input should be 'constant', 'linear' or 'cosine'"),
-    args("--trainer.optim.betas '[0.9]'", "trainer.optim.betas = [0.9] (--trainer.optim.betas)\n    give two numbers: [0.5, 0.9]"),
-    args("--trainer.loss.token_mask 0.5", "trainer.loss.token_mask = 0.5 (--trainer.loss.token_mask)\n    give two numbers"),
-    args("--trainer.optim.betas 0.9,1", "trainer.optim.betas.1 = '1' (--trainer.optim.betas)\n    Input should be less than 1"),
-    args("--trainer.loss.token_mask 0.5,nan", "trainer.loss.token_mask.1 = 'nan' (--trainer.loss.token_mask)\n    give a number"),
-    args("--trainer-gpus '[0, \"a\"]'", "trainer.gpus.1 = 'a' (--trainer-gpus)\n    Input should be a valid integer"),
-    args("--orchestrator.environment.args 3", "give a table, { key = value }, or its keys one by one: --orchestrator."),
     args(
-        "--orchestrator.group_size 1", "greater than or equal to 2. Episodes per task, of which one alone has nothing to be compared with"
+        "--trainer-gpus a,b",
+        "trainer.gpus = 'a,b' (--trainer-gpus)\n    give a count (2) or a list of ids (\"0,1\")",
+    ),
+    args(
+        "--trainer-gpus '²,1'",
+        "trainer.gpus = '²,1' (--trainer-gpus)\n    give a count (2) or a list of ids (\"0,1\")",
+    ),
+    args(
+        "--learning_rate -1",
+        "trainer.optim.lr = -1 (--learning_rate)\n    Input should be greater than 0",
+    ),
+    args(
+        "--model.dtype int4",
+        "model.dtype = 'int4' (--model.dtype)\n    Input should be 'bfloat16' or 'float32'",
+    ),
+    args("--trainer.optim.schedule step", "Input should be 'constant', 'linear' or 'cosine'"),
+    args(
+        "--trainer.optim.betas '[0.9]'",
+        "trainer.optim.betas = [0.9] (--trainer.optim.betas)\n    give two numbers: [0.5, 0.9]",
+    ),
+    args(
+        "--trainer.loss.token_mask 0.5",
+        "trainer.loss.token_mask = 0.5 (--trainer.loss.token_mask)\n    give two numbers",
+    ),
+    args(
+        "--trainer.optim.betas 0.9,1",
+        "trainer.optim.betas.1 = '1' (--trainer.optim.betas)\n    Input should be less than 1",
+    ),
+    args(
+        "--trainer.loss.token_mask 0.5,nan",
+        "trainer.loss.token_mask.1 = 'nan' (--trainer.loss.token_mask)\n    give a number",
+    ),
+    args(
+        "--trainer-gpus '[0, \"a\"]'",
+        "trainer.gpus.1 = 'a' (--trainer-gpus)\n    Input should be a valid integer",
+    ),
+    args(
+        "--orchestrator.environment.args 3",
+        "give a table, { key = value }, or its keys one by one: --orchestrator.",
+    ),
+    args(
+        "--orchestrator.group_size 1",
+        "greater than or equal to 2. Episodes per task, of which one alone has nothing to be "
+        "compared with",
     ),
     args(
         "--orchestrator.sampling.temperature 0",
-        "Input should be greater than 0. Softmax temperature; the trainer scores tokens at the same one.",
+        "Input should be greater than 0. Softmax temperature; the trainer scores tokens at "
+        "the same one.",
     ),
     args("--orchestrator.sampling.top_p 1.5", "orchestrator.sampling.top_p = 1.5"),
-    args("--inference.port 70000", "inference.port = 70000 (--inference.port)\n    Input should be less than or equal to 65535"),
+    args(
+        "--inference.port 70000",
+        "inference.port = 70000 (--inference.port)\n    Input should be less than or equal "
+        "to 65535",
+    ),
     args("--trainer.checkpoint.interval 0", "trainer.checkpoint.interval = 0"),
     args("--trainer.weights.keep_last 1", "trainer.weights.keep_last = 1"),
-    args("--supervisor.quarantine_after 0", "supervisor.quarantine_after = 0 (--supervisor.quarantine_after)"),
-    args("--trainer.loss.type dpo", "trainer.loss.type = 'dpo' (--trainer.loss.type)\n    give one of "),
-    args("--trainer.loss.type ppo", 'is called trainer.loss.type = "clip" here: give one of policy_gradient, clip'),
-    args("--orchestrator.credit ppo", "orchestrator.credit.type = 'ppo' (--orchestrator.credit)\n    give one of dr_grpo"),
+    args(
+        "--supervisor.quarantine_after 0",
+        "supervisor.quarantine_after = 0 (--supervisor.quarantine_after)",
+    ),
+    args(
+        "--trainer.loss.type dpo",
+        "trainer.loss.type = 'dpo' (--trainer.loss.type)\n    give one of ",
+    ),
+    args(
+        "--trainer.loss.type ppo",
+        'is called trainer.loss.type = "clip" here: give one of policy_gradient, clip',
+    ),
+    args(
+        "--orchestrator.credit ppo",
+        "orchestrator.credit.type = 'ppo' (--orchestrator.credit)\n    give one of dr_grpo",
+    ),
     args("--model.name_or_path m", "unknown key; is called model.name here"),
     args("--qick", "--qick: there is no such flag; did you mean --quick?"),
     args("--dryrun --seed 1", "--dryrun: there is no such flag; did you mean --dry-run?"),
-    args("--orchestrator.environment 3", "orchestrator.environment = 3 (--orchestrator.environment)\n    give a list: [a, b]"),
+    args(
+        "--orchestrator.environment 3",
+        "orchestrator.environment = 3 (--orchestrator.environment)\n    give a list: [a, b]",
+    ),
     args("--output_dir ''", "output_dir = ''\n    is empty; give a folder, such as outputs"),
-    args("--output_dir 'a\x00b'", "output_dir = 'a\\x00b'\n    contains a NUL character; remove it"),
-    args("--output_dir 'a\udcffb'", "output_dir = 'a\\udcffb'\n    is not valid UTF-8; encode it as UTF-8"),
+    args(
+        "--output_dir 'a\x00b'", "output_dir = 'a\\x00b'\n    contains a NUL character; remove it"
+    ),
+    args(
+        "--output_dir 'a\udcffb'",
+        "output_dir = 'a\\udcffb'\n    is not valid UTF-8; encode it as UTF-8",
+    ),
 ]
 COMBINATIONS = [
-    args("--orchestrator.batch_size 7", "orchestrator.batch_size = 7\n    is smaller than one group of 8 rollouts (group_size)"),
-    args("--max_lag 9", "allows rollouts older than orchestrator.max_off_policy_steps = 8; lower it or raise that"),
-    args("--orchestrator.sampling.max_tokens 2048", "leaves no room for a prompt in model.max_model_len = 2048"),
-    args("--trainer.optim.lr 1e30", "trainer.optim.lr = 1e+30\n    would destroy the model in the first step; usual values are"),
-    args("--trainer.optim.offload --trainer.gpus 0", "trainer.gpus = 0 already trains on the CPU: leave it out"),
-    args("--trainer.weights.anchor_every 5 --trainer.lora.rank 4", "trainer.lora publishes adapters, which are small: leave it out"),
-    args("--trainer.loss.token_mask '[2, 8]'", "trainer.loss.token_mask = [2.0, 8.0]\n    excludes r = 1"),
-    args("--trainer-gpus 0,1 --inference-gpus 1,2", "inference.gpus = [1, 2]\n    shares [1] with trainer.gpus"),
-    args("--trainer.lora.targets '[]'", 'trainer.lora.targets = []\n    names no layer; give some ("q_proj", "v_proj"), or all-linear'),
-    args("--orchestrator.environment.dataset d", "orchestrator.environment.0.id = 'e'\n    give either id (an environment's package)"),
-    args("--orchestrator.environment.reward r.py:f", "reward = 'r.py:f'\n    applies only to rows (dataset): a package has reward"),
-    args("--orchestrator.credit.type grop", "orchestrator.credit.type = 'grop' (--orchestrator.credit.type)\n    give one of dr_grpo"),
-    args("--orchestrator.environment.credit.epsilon 1", "is only valid with orchestrator.environment.credit.type = grpo"),
+    args(
+        "--orchestrator.batch_size 7",
+        "orchestrator.batch_size = 7\n    is smaller than one group of 8 rollouts (group_size)",
+    ),
+    args(
+        "--max_lag 9",
+        "allows rollouts older than orchestrator.max_off_policy_steps = 8; lower it or raise that",
+    ),
+    args(
+        "--orchestrator.sampling.max_tokens 2048",
+        "leaves no room for a prompt in model.max_model_len = 2048",
+    ),
+    args(
+        "--trainer.optim.lr 1e30",
+        "trainer.optim.lr = 1e+30\n    would destroy the model in the first step; usual values are",
+    ),
+    args(
+        "--trainer.optim.offload --trainer.gpus 0",
+        "trainer.gpus = 0 already trains on the CPU: leave it out",
+    ),
+    args(
+        "--trainer.weights.anchor_every 5 --trainer.lora.rank 4",
+        "trainer.lora publishes adapters, which are small: leave it out",
+    ),
+    args(
+        "--trainer.loss.token_mask '[2, 8]'",
+        "trainer.loss.token_mask = [2.0, 8.0]\n    excludes r = 1",
+    ),
+    args(
+        "--trainer-gpus 0,1 --inference-gpus 1,2",
+        "inference.gpus = [1, 2]\n    shares [1] with trainer.gpus",
+    ),
+    args(
+        "--trainer.lora.targets '[]'",
+        'trainer.lora.targets = []\n    names no layer; give some ("q_proj", "v_proj"), or '
+        "all-linear",
+    ),
+    args(
+        "--orchestrator.environment.dataset d",
+        "orchestrator.environment.0.id = 'e'\n    give either id (an environment's package)",
+    ),
+    args(
+        "--orchestrator.environment.reward r.py:f",
+        "reward = 'r.py:f'\n    applies only to rows (dataset): a package has reward",
+    ),
+    args(
+        "--orchestrator.credit.type grop",
+        "orchestrator.credit.type = 'grop' (--orchestrator.credit.type)\n    give one of dr_grpo",
+    ),
+    args(
+        "--orchestrator.environment.credit.epsilon 1",
+        "is only valid with orchestrator.environment.credit.type = grpo",
+    ),
     args(
         "--orchestrator.credit.type none",
         "orchestrator.credit.type = 'none'\n    leaves environment e nothing to learn from",
     ),
-    args(f"{TEACHER} --orchestrator.environment.sampling.temperature 0.7", "orchestrator.environment.0.sampling.temperature = 0.7\n"),
-    args(f"{TEACHER} --orchestrator.sampling.temperature 0.7", "orchestrator.sampling.temperature = 0.7\n    does not work with a teacher"),
-    args(f"{TEACHER} --trainer.loss.teacher_coefficient 0", "orchestrator.teacher.base_url = 'http://host:8000/v1'\n    has no effect"),
-    args("--orchestrator.environment.teacher.base_url host", "teacher.base_url = 'host'\n    give an address like"),
-    args("--orchestrator.environment.difficulty.easy_above 0.1", "difficulty.easy_above = 0.1\n    is below hard_up_to = 0.25"),
-    args("--orchestrator.environment.network false", "network = False\n    has an effect only in a sandbox: set isolation"),
-    args("--orchestrator.environment.keys OPENAI_API_KEY", "keys = ['OPENAI_API_KEY']\n    has an effect only in a sandbox: set isolation"),
-    args("--orchestrator.environment.read corpus", "read = ['corpus']\n    has an effect only in a sandbox: set isolation"),
+    args(
+        f"{TEACHER} --orchestrator.environment.sampling.temperature 0.7",
+        "orchestrator.environment.0.sampling.temperature = 0.7\n",
+    ),
+    args(
+        f"{TEACHER} --orchestrator.sampling.temperature 0.7",
+        "orchestrator.sampling.temperature = 0.7\n    does not work with a teacher",
+    ),
+    args(
+        f"{TEACHER} --trainer.loss.teacher_coefficient 0",
+        "orchestrator.teacher.base_url = 'http://host:8000/v1'\n    has no effect",
+    ),
+    args(
+        "--orchestrator.environment.teacher.base_url host",
+        "teacher.base_url = 'host'\n    give an address like",
+    ),
+    args(
+        "--orchestrator.environment.difficulty.easy_above 0.1",
+        "difficulty.easy_above = 0.1\n    is below hard_up_to = 0.25",
+    ),
+    args(
+        "--orchestrator.environment.network false",
+        "network = False\n    has an effect only in a sandbox: set isolation",
+    ),
+    args(
+        "--orchestrator.environment.keys OPENAI_API_KEY",
+        "keys = ['OPENAI_API_KEY']\n    has an effect only in a sandbox: set isolation",
+    ),
+    args(
+        "--orchestrator.environment.read corpus",
+        "read = ['corpus']\n    has an effect only in a sandbox: set isolation",
+    ),
     args("--orchestrator.environment.isolation jail", "isolation = 'jail'"),
-    args(f"{GROUPS} --trainer.minibatches 9", "exceeds the 8 groups of a batch, and a minibatch needs whole groups; lower it, or raise"),
-    args("--trainer.loss.type clip --trainer.loss.truncate 4", "trainer.loss.truncate = 4.0\n    has an effect only with several"),
-    args("--trainer.data.fake.samples 8 --trainer.data.fake.group_size 4 --trainer.minibatches 3", "exceeds the 2 groups"),
+    args(
+        f"{GROUPS} --trainer.minibatches 9",
+        "exceeds the 8 groups of a batch, and a minibatch needs whole groups; lower it, or raise",
+    ),
+    args(
+        "--trainer.loss.type clip --trainer.loss.truncate 4",
+        "trainer.loss.truncate = 4.0\n    has an effect only with several",
+    ),
+    args(
+        "--trainer.data.fake.samples 8 --trainer.data.fake.group_size 4 --trainer.minibatches 3",
+        "exceeds the 2 groups",
+    ),
     args("--sft.dataset x.jsonl --trainer.minibatches 2", "lower sft.batch_size instead"),
     args("--sft.dataset x.jsonl --trainer.epochs 2", "for passes over examples, set sft.epochs"),
-    args("--orchestrator.host ''", "orchestrator.host = ''\n    is not a valid address; give 127.0.0.1"),
+    args(
+        "--orchestrator.host ''",
+        "orchestrator.host = ''\n    is not a valid address; give 127.0.0.1",
+    ),
     args("--inference.host http://a", "inference.host = 'http://a'\n    is not a valid address"),
-    args("--orchestrator.inference_urls 10.0.0.1:8000", "orchestrator.inference_urls = '10.0.0.1:8000'\n    give addresses like"),
+    args(
+        "--orchestrator.inference_urls 10.0.0.1:8000",
+        "orchestrator.inference_urls = '10.0.0.1:8000'\n    give addresses like",
+    ),
 ]
 OUTSIDE = [
-    rows_and_reward("rows.jsonl", "reward.py:exact", "reward.py:exact'\n    names a file that does not exist: {tmp}/reward.py"),
-    rows_and_reward("rows.jsonl", "rewards.py:exat", "names no function: {tmp}/rewards.py has no function exat; did you mean exact?"),
-    rows_and_reward("rows.jsonl", "broken.py:exact", "cannot be read: {tmp}/broken.py:1: invalid syntax; correct it"),
-    rows_and_reward("rows.jsonl", "rewards.py:asks", "asks'\n    {tmp}/rows.jsonl:1: asks for anser, which is not a column of"),
-    rows_and_reward("row.jsonl", "rewards.py:exact", "row.jsonl'\n    is not a file ({tmp}/row.jsonl); did you mean {tmp}/rows.jsonl?"),
-    rows_and_reward("empty.jsonl", "rewards.py:exact", "empty.jsonl'\n    {tmp}/empty.jsonl: no rows; write one JSON object per line"),
-    rows_and_reward("sheet.jsonl", "rewards.py:exact", "sheet.jsonl'\n    {tmp}/sheet.jsonl:1: not JSON (Expecting value"),
-    rows_and_reward("array.jsonl", "rewards.py:exact", "array.jsonl'\n    {tmp}/array.jsonl:1: a list; write one object a line"),
-    rows_and_reward("texts.jsonl", "rewards.py:exact", "texts.jsonl'\n    {tmp}/texts.jsonl:1: no prompt or question, only text, answer"),
-    rows_and_reward("latin.jsonl", "rewards.py:exact", "latin.jsonl'\n    {tmp}/latin.jsonl:1: not JSON ('utf-8' codec"),
-    rows_and_reward("blank.jsonl", "rewards.py:exact", "blank.jsonl'\n    {tmp}/blank.jsonl: no rows; write one JSON object per line"),
-    rows_and_reward("broken.jsonl", "rewards.py:exact", "broken.jsonl'\n    {tmp}/broken.jsonl:6: not JSON (Expecting"),
-    rows_and_reward("lacks.jsonl", "rewards.py:exact", "exact'\n    {tmp}/lacks.jsonl:6: asks for answer, which is"),
+    rows_and_reward(
+        "rows.jsonl",
+        "reward.py:exact",
+        "reward.py:exact'\n    names a file that does not exist: {tmp}/reward.py",
+    ),
+    rows_and_reward(
+        "rows.jsonl",
+        "rewards.py:exat",
+        "names no function: {tmp}/rewards.py has no function exat; did you mean exact?",
+    ),
+    rows_and_reward(
+        "rows.jsonl",
+        "broken.py:exact",
+        "cannot be read: {tmp}/broken.py:1: invalid syntax; correct it",
+    ),
+    rows_and_reward(
+        "rows.jsonl",
+        "rewards.py:asks",
+        "asks'\n    {tmp}/rows.jsonl:1: asks for anser, which is not a column of",
+    ),
+    rows_and_reward(
+        "row.jsonl",
+        "rewards.py:exact",
+        "row.jsonl'\n    is not a file ({tmp}/row.jsonl); did you mean {tmp}/rows.jsonl?",
+    ),
+    rows_and_reward(
+        "empty.jsonl",
+        "rewards.py:exact",
+        "empty.jsonl'\n    {tmp}/empty.jsonl: no rows; write one JSON object per line",
+    ),
+    rows_and_reward(
+        "sheet.jsonl",
+        "rewards.py:exact",
+        "sheet.jsonl'\n    {tmp}/sheet.jsonl:1: not JSON (Expecting value",
+    ),
+    rows_and_reward(
+        "array.jsonl",
+        "rewards.py:exact",
+        "array.jsonl'\n    {tmp}/array.jsonl:1: a list; write one object a line",
+    ),
+    rows_and_reward(
+        "texts.jsonl",
+        "rewards.py:exact",
+        "texts.jsonl'\n    {tmp}/texts.jsonl:1: no prompt or question, only text, answer",
+    ),
+    rows_and_reward(
+        "latin.jsonl",
+        "rewards.py:exact",
+        "latin.jsonl'\n    {tmp}/latin.jsonl:1: not JSON ('utf-8' codec",
+    ),
+    rows_and_reward(
+        "blank.jsonl",
+        "rewards.py:exact",
+        "blank.jsonl'\n    {tmp}/blank.jsonl: no rows; write one JSON object per line",
+    ),
+    rows_and_reward(
+        "broken.jsonl",
+        "rewards.py:exact",
+        "broken.jsonl'\n    {tmp}/broken.jsonl:6: not JSON (Expecting",
+    ),
+    rows_and_reward(
+        "lacks.jsonl",
+        "rewards.py:exact",
+        "exact'\n    {tmp}/lacks.jsonl:6: asks for answer, which is",
+    ),
     rows_and_reward("row.jsonl", "reward.py:exact", "rl: 2 faults in the configuration"),
-    rows_and_reward("rows.jsonl", "rewards.py:exact", "rl: 1 fault in the configuration\n  orchestrator.eval.0.reward = 'math.py:f'",
-                    "--orchestrator.eval.dataset", "owner/rows", "--orchestrator.eval.reward", "math.py:f"),
-]  # fmt: skip
+    rows_and_reward(
+        "rows.jsonl",
+        "rewards.py:exact",
+        "rl: 1 fault in the configuration\n  orchestrator.eval.0.reward = 'math.py:f'",
+        "--orchestrator.eval.dataset",
+        "owner/rows",
+        "--orchestrator.eval.reward",
+        "math.py:f",
+    ),
+]
 NAMES = [
-    args("--name a/b", "name: must not contain a slash or start with a dot; use output_dir for the location"),
+    args(
+        "--name a/b",
+        "name: must not contain a slash or start with a dot; use output_dir for the location",
+    ),
     args("--name ..", "name = '..'\n    is used as a directory name"),
-    args("--name .hidden", "name = '.hidden'\n    is used as a directory name: must not contain a slash or start with a dot"),
-    args("--name 'a\\b'", "name = 'a\\\\b'\n    is used as a directory name: must not contain a backslash"),
-    args("'--name= a'", "must not contain a backslash, start with a dash, or start or end with a space"),
-    args("--name=-rf", "name = '-rf'\n    is used as a directory name: must not contain a backslash, start with a dash"),
-    args("--name 'a\nb'", "name = 'a\\nb'\n    is used as a directory name: must not contain control characters or look-alikes"),
-    args("--name 'a\u202eb'", "name = 'a\\u202eb'\n    is used as a directory name: must not contain control characters"),
-    args("--name 'a\uff0fb'", "must not contain control characters or look-alikes of other characters"),
+    args(
+        "--name .hidden",
+        "name = '.hidden'\n    is used as a directory name: must not contain a slash or "
+        "start with a dot",
+    ),
+    args(
+        "--name 'a\\b'",
+        "name = 'a\\\\b'\n    is used as a directory name: must not contain a backslash",
+    ),
+    args(
+        "'--name= a'",
+        "must not contain a backslash, start with a dash, or start or end with a space",
+    ),
+    args(
+        "--name=-rf",
+        "name = '-rf'\n    is used as a directory name: must not contain a backslash, start "
+        "with a dash",
+    ),
+    args(
+        "--name 'a\nb'",
+        "name = 'a\\nb'\n    is used as a directory name: must not contain control "
+        "characters or look-alikes",
+    ),
+    args(
+        "--name 'a\u202eb'",
+        "name = 'a\\u202eb'\n    is used as a directory name: must not contain control characters",
+    ),
+    args(
+        "--name 'a\uff0fb'",
+        "must not contain control characters or look-alikes of other characters",
+    ),
     args("--name 'a\x00b'", "name = 'a\\x00b'\n    is used as a directory name"),
-    args(f"--name {LONG}", "is 300 bytes long; at most 200 are allowed; use output_dir for the location"),
-    args("--orchestrator.environment.name a/b", "orchestrator.environment.0.name = 'a/b'\n    is part of file names: must not contain"),
-    args(f"--orchestrator.environment.name {LONG}", "is part of file names: is 300 bytes long; at most 100 are allowed"),
-    args("--orchestrator.environment.id a/..@1", "orchestrator.environment.0.name = '..'\n    is part of file names: is not"),
-    args("--orchestrator.environment.id=@1", "orchestrator.environment.0.name = ''\n    is part of file names: is not a valid file name"),
+    args(
+        f"--name {LONG}",
+        "is 300 bytes long; at most 200 are allowed; use output_dir for the location",
+    ),
+    args(
+        "--orchestrator.environment.name a/b",
+        "orchestrator.environment.0.name = 'a/b'\n    is part of file names: must not contain",
+    ),
+    args(
+        f"--orchestrator.environment.name {LONG}",
+        "is part of file names: is 300 bytes long; at most 100 are allowed",
+    ),
+    args(
+        "--orchestrator.environment.id a/..@1",
+        "orchestrator.environment.0.name = '..'\n    is part of file names: is not",
+    ),
+    args(
+        "--orchestrator.environment.id=@1",
+        "orchestrator.environment.0.name = ''\n    is part of file names: is not a valid file name",
+    ),
     args(
         "--orchestrator.environment.id 'a\nb'",
-        "orchestrator.environment.0.name = 'a\\nb'\n    is part of file names: must not contain control characters",
+        "orchestrator.environment.0.name = 'a\\nb'\n    is part of file names: must not "
+        "contain control characters",
     ),
     args(
-        "--orchestrator.eval.id x --orchestrator.eval.name ../../etc/passwd", "orchestrator.eval.0.name = '../../etc/passwd'\n    is part"
+        "--orchestrator.eval.id x --orchestrator.eval.name ../../etc/passwd",
+        "orchestrator.eval.0.name = '../../etc/passwd'\n    is part",
     ),
-    Case(lambda tmp: check_target(tmp / "r" / "x" / ".." / "weights", None, tmp / "r"), "is inside the run's own directory"),
+    Case(
+        lambda tmp: check_target(tmp / "r" / "x" / ".." / "weights", None, tmp / "r"),
+        "is inside the run's own directory",
+    ),
 ]
 COMMAND_LINES = [
-    args("stray", "stray: not understood; give files as `@ file.toml` and settings as `--key value`"),
+    args(
+        "stray", "stray: not understood; give files as `@ file.toml` and settings as `--key value`"
+    ),
     args("--", "--: not understood"),
     args("--=1", "--=1: not understood"),
     args("@", "@ needs a file name after it"),
@@ -280,67 +575,158 @@ COMMAND_LINES = [
     ),
     args(
         "--orchestrator.environment '[3, 4]' --orchestrator.environment.0.weight 2",
-        "(--orchestrator.environment.0.weight)\n    only elements that are tables have keys; to change another element, give the",
+        "(--orchestrator.environment.0.weight)\n    only elements that are tables have keys; "
+        "to change another element, give the",
     ),
-    args("--trainer.lora.targets '[\"a\"]' --trainer.lora.targets.0 b", "trainer.lora.targets.0 = 'b' (--trainer.lora.targets.0)"),
+    args(
+        "--trainer.lora.targets '[\"a\"]' --trainer.lora.targets.0 b",
+        "trainer.lora.targets.0 = 'b' (--trainer.lora.targets.0)",
+    ),
     Case(lambda _: subcommand("trian", [], Children()), "rl: trian: no such command; "),
     Case(lambda _: subcommand("evl", [], Children()), "did you mean `rl eval`? "),
     Case(lambda _: subcommand("run.toml", [], Children()), "did you mean `rl @ run.toml`?"),
-    Case(lambda _: subcommand("trainer.optim.lr=1e-6", [], Children()), "did you mean `rl --trainer.optim.lr 1e-6`?"),
+    Case(
+        lambda _: subcommand("trainer.optim.lr=1e-6", [], Children()),
+        "did you mean `rl --trainer.optim.lr 1e-6`?",
+    ),
 ]
 FILES = [
     args("@ /nowhere/x.toml", "/nowhere/x.toml: no such file"),
     args("@/tmp", "/tmp: is a folder; give a TOML file, such as /tmp/run.toml"),
-    written("run.yaml", "max_steps: 3\n", lambda path: build(parse_args(["@", str(path)])), "column 10); write it as TOML: [section]"),
-    written("run.json", '{"max_steps": 3}', lambda path: build(parse_args(["@", str(path)])), "column 1); write it as TOML: [section]"),
+    written(
+        "run.yaml",
+        "max_steps: 3\n",
+        lambda path: build(parse_args(["@", str(path)])),
+        "column 10); write it as TOML: [section]",
+    ),
+    written(
+        "run.json",
+        '{"max_steps": 3}',
+        lambda path: build(parse_args(["@", str(path)])),
+        "column 1); write it as TOML: [section]",
+    ),
     args("@/dev/zero", "/dev/zero: not a configuration file: larger than 16 MiB"),
     args("@ 'a\x00b'", "not readable as TOML: embedded null byte"),
-    toml("max_steps = \n", message="{tmp}/run.toml: not readable as TOML: Invalid value (at line 1"),
-    toml(b"name = '\xff'", message="{tmp}/run.toml: not readable as TOML: 'utf-8' codec can't decode"),
+    toml(
+        "max_steps = \n", message="{tmp}/run.toml: not readable as TOML: Invalid value (at line 1"
+    ),
+    toml(
+        b"name = '\xff'", message="{tmp}/run.toml: not readable as TOML: 'utf-8' codec can't decode"
+    ),
     toml("a = 1\na = 2", message="{tmp}/run.toml: not readable as TOML: Cannot overwrite a value"),
     toml("a = " + "[" * 20000, message="{tmp}/run.toml: not readable as TOML: nested too deeply"),
     toml("seed = " + "1" * 5000, message="{tmp}/run.toml: not readable as TOML: Exceeds the limit"),
-    toml("trainer = 3\n", message="trainer = 3 ({tmp}/run.toml)\n    is a section; give its keys: --trainer.KEY VALUE"),
-    toml("name = 1.10\n", message="name = 1.1 ({tmp}/run.toml)\n    must be a string; write it in quotes"),
-    toml("", message="orchestrator.environment = []\n    name what to train on: --orchestrator.environment.id owner/name"),
-    toml('[[orchestrator.environment]]\nid = "a/x"\n[[orchestrator.environment]]\nid = "b/x@2"\n',
-         message="orchestrator.environment.1.name = 'x'\n    is already taken"),
-    toml("[[orchestrator.environment]]\n", message="give either id (an environment's package), or dataset (rows)"),
-    toml('[[orchestrator.environment]]\nid = "x"\n[[orchestrator.environment]]\nid = "y"\n', "--orchestrator.environment.weight", "2",
-         message="which of the 2 entries? Put its number before `weight`: 0 to 1"),
-]  # fmt: skip
+    toml(
+        "trainer = 3\n",
+        message="trainer = 3 ({tmp}/run.toml)\n    is a section; give its keys: --trainer.KEY "
+        "VALUE",
+    ),
+    toml(
+        "name = 1.10\n",
+        message="name = 1.1 ({tmp}/run.toml)\n    must be a string; write it in quotes",
+    ),
+    toml(
+        "",
+        message="orchestrator.environment = []\n    name what to train on: "
+        "--orchestrator.environment.id owner/name",
+    ),
+    toml(
+        '[[orchestrator.environment]]\nid = "a/x"\n[[orchestrator.environment]]\nid = "b/x@2"\n',
+        message="orchestrator.environment.1.name = 'x'\n    is already taken",
+    ),
+    toml(
+        "[[orchestrator.environment]]\n",
+        message="give either id (an environment's package), or dataset (rows)",
+    ),
+    toml(
+        '[[orchestrator.environment]]\nid = "x"\n[[orchestrator.environment]]\nid = "y"\n',
+        "--orchestrator.environment.weight",
+        "2",
+        message="which of the 2 entries? Put its number before `weight`: 0 to 1",
+    ),
+]
 RUNS = [
     Case(lambda tmp: ((tmp / "r").write_text("x"), start(tmp)), "{tmp}/r"),
-    Case(resume_old_configuration, "{tmp}/r/config.toml was not written by this version of rl:\n2 faults"),
+    Case(
+        resume_old_configuration,
+        "{tmp}/r/config.toml was not written by this version of rl:\n2 faults",
+    ),
 ]
 RECORDS = [
-    Case(lambda _: decode_batch(encode_record(b"\x80"), "b"), "b: not a batch of this version of rl: Object missing required field"),
-    Case(lambda _: decode_batch(encode_record(b"\x91" * 99_999), "b"), "b: not a batch of this version of rl"),
-    Case(lambda _: decode_state(msgspec.Raw(b"\x81\xa5tasks\x01")), "the orchestrator's state in the newest batch was written by another"),
-    written("checkpoints/000001/manifest.json", "{}", lambda path: read_manifest(path.parent), "manifest.json: missing or damaged"),
-    written("checkpoints/000001/manifest.json", '{"step": 1, "world_size": 1, "model": "", "files": {"../../x": {}}}',
-            lambda path: read_manifest(path.parent), "manifest.json: missing or damaged"),
-    written("data.jsonl", b'{"a": "\xff"}\n', lambda path: list(json_rows([path])), "{tmp}/data.jsonl:1: not JSON ("),
-]  # fmt: skip
+    Case(
+        lambda _: decode_batch(encode_record(b"\x80"), "b"),
+        "b: not a batch of this version of rl: Object missing required field",
+    ),
+    Case(
+        lambda _: decode_batch(encode_record(b"\x91" * 99_999), "b"),
+        "b: not a batch of this version of rl",
+    ),
+    Case(
+        lambda _: decode_state(msgspec.Raw(b"\x81\xa5tasks\x01")),
+        "the orchestrator's state in the newest batch was written by another",
+    ),
+    written(
+        "checkpoints/000001/manifest.json",
+        "{}",
+        lambda path: read_manifest(path.parent),
+        "manifest.json: missing or damaged",
+    ),
+    written(
+        "checkpoints/000001/manifest.json",
+        '{"step": 1, "world_size": 1, "model": "", "files": {"../../x": {}}}',
+        lambda path: read_manifest(path.parent),
+        "manifest.json: missing or damaged",
+    ),
+    written(
+        "data.jsonl",
+        b'{"a": "\xff"}\n',
+        lambda path: list(json_rows([path])),
+        "{tmp}/data.jsonl:1: not JSON (",
+    ),
+]
 MODELS_AND_ENVIRONMENTS = [
     Case(
-        lambda _: resolve_model(ModelConfig(name="/nowhere/model")), "model.name = '/nowhere/model': no such folder; give an existing one"
+        lambda _: resolve_model(ModelConfig(name="/nowhere/model")),
+        "model.name = '/nowhere/model': no such folder; give an existing one",
     ),
-    Case(lambda _: resolve_model(ModelConfig(name="a b c")), "model.name = 'a b c': neither a folder nor an id on the hub (owner/name)"),
+    Case(
+        lambda _: resolve_model(ModelConfig(name="a b c")),
+        "model.name = 'a b c': neither a folder nor an id on the hub (owner/name)",
+    ),
     model({"config.json": "{"}, "{tmp}/config.json: not readable as JSON"),
     model({"tokenizer.json": '{"model": {'}, "{tmp}/tokenizer.json: not readable as JSON"),
-    model({"model.safetensors.index.json": "{"}, "model.safetensors.index.json: not readable as JSON"),
-    model({"tokenizer_config.json": "[]"}, "tokenizer_config.json: expected a JSON object, not list; copy the model again"),
+    model(
+        {"model.safetensors.index.json": "{"}, "model.safetensors.index.json: not readable as JSON"
+    ),
+    model(
+        {"tokenizer_config.json": "[]"},
+        "tokenizer_config.json: expected a JSON object, not list; copy the model again",
+    ),
     Case(
-        lambda _: files_of(Source("/nowhere.jsonl", "train", "sft.dataset")), "sft.dataset = '/nowhere.jsonl': there is no /nowhere.jsonl"
+        lambda _: files_of(Source("/nowhere.jsonl", "train", "sft.dataset")),
+        "sft.dataset = '/nowhere.jsonl': there is no /nowhere.jsonl",
     ),
     best("{", "{tmp}/r/evals/best.json: not readable as JSON"),
     best('{"e": {"policy_version": "x"}}', "{tmp}/r/evals/best.json: names no version"),
     written(
-        "adapter_config.json", "[]", lambda path: resolve(str(path.parent), RLConfig(), None, None), "expected a JSON object, not list"
+        "adapter_config.json",
+        "[]",
+        lambda path: resolve(str(path.parent), RLConfig(), None, None),
+        "expected a JSON object, not list",
     ),
 ]
-CASES = [*KEYS, *VALUES, *COMBINATIONS, *OUTSIDE, *NAMES, *COMMAND_LINES, *FILES, *RUNS, *RECORDS, *MODELS_AND_ENVIRONMENTS]
+CASES = [
+    *KEYS,
+    *VALUES,
+    *COMBINATIONS,
+    *OUTSIDE,
+    *NAMES,
+    *COMMAND_LINES,
+    *FILES,
+    *RUNS,
+    *RECORDS,
+    *MODELS_AND_ENVIRONMENTS,
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.message[:60].splitlines()[0])
@@ -362,15 +748,25 @@ def test_what_is_said_about(case, tmp_path, capsys, monkeypatch):
 
 
 def test_what_cannot_be_told_without_an_import_passes(tmp_path, monkeypatch):
-    """A function out of a star import, a module beside `rl`, and what a run that was made already names."""
+    """A function out of a star import, a module beside `rl`, and what a run that was made
+    already names."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "beside_rl.py").write_text("from os.path import *\n")  # no other test's file on the import path is called so
+    # no other test's file on the import path is called so
+    (tmp_path / "beside_rl.py").write_text("from os.path import *\n")
     for reward in ("beside_rl.py:star", "beside_rl:star", "json.decoder:scanner"):
-        keys = ["--orchestrator.environment.dataset", "owner/rows", "--orchestrator.environment.reward", reward]
+        keys = [
+            "--orchestrator.environment.dataset",
+            "owner/rows",
+            "--orchestrator.environment.reward",
+            reward,
+        ]
         with pytest.raises(SystemExit) as end:
             load_config_or_exit([*keys, "--dry-run"], variables={})
         assert end.value.code == 0
-    assert build(parse_args([*keys[:3], "gone.py:f"])).orchestrator.environment[0].reward == "gone.py:f"
+    assert (
+        build(parse_args([*keys[:3], "gone.py:f"])).orchestrator.environment[0].reward
+        == "gone.py:f"
+    )
 
 
 def test_every_command_says_what_it_misses_without_a_traceback(capsys):

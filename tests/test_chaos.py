@@ -1,4 +1,5 @@
-"""The chaos script on the tiny model: real processes, a few kills, every promise. And that its checks see a promise that is broken."""
+"""The chaos script on the tiny model: real processes, a few kills, every promise. And that its
+checks see a promise that is broken."""
 
 import json
 import os
@@ -54,9 +55,20 @@ backoff_s = 0.1
 def run_chaos(folder: Path, *flags: str) -> tuple[int, dict, str]:
     (folder / "run.toml").write_text(CONFIG)
     here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{here / 'environments'}:{here.parent}", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{here / 'environments'}:{here.parent}",
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable, "-m", "tests.proofs.chaos", "@", "run.toml", "--out", "out", *flags]
-    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
     report = folder / "out" / "chaos.json"
     return done.returncode, json.loads(report.read_text()) if report.exists() else {}, done.stdout
 
@@ -66,11 +78,26 @@ def run_chaos(folder: Path, *flags: str) -> tuple[int, dict, str]:
 def test_a_run_under_kills_keeps_every_promise(tmp_path):
     """Trainer (stopped, not killed), orchestrator, worker, engine and `rl` itself."""
     make_tiny_model(tmp_path / "model")
-    flags = ["--kills", "5", "--every", "4", "--undisturbed", "3", "--targets", "trainer:STOP,orchestrator,worker,engine,rl"]
+    flags = [
+        "--kills",
+        "5",
+        "--every",
+        "4",
+        "--undisturbed",
+        "3",
+        "--targets",
+        "trainer:STOP,orchestrator,worker,engine,rl",
+    ]
     code, report, output = run_chaos(tmp_path, *flags)
     log = (tmp_path / "out" / "rl.log").read_text()
     assert code == 0, output + log[-3000:]
-    assert {kill["target"] for kill in report["kills"]} == {"trainer", "orchestrator", "worker", "engine", "rl"}
+    assert {kill["target"] for kill in report["kills"]} == {
+        "trainer",
+        "orchestrator",
+        "worker",
+        "engine",
+        "rl",
+    }
     assert all(kill["recovered_s"] is not None for kill in report["kills"])
     assert report["figures"]["rollouts_lost"] == 0 and report["figures"]["versions"] >= 8
 
@@ -79,9 +106,20 @@ def test_a_run_under_kills_keeps_every_promise(tmp_path):
 @pytest.mark.skipif(not permitted(), reason="may not make pid namespaces")
 @pytest.mark.timeout(450)
 def test_a_run_on_two_hosts_outlives_each(tmp_path):
-    """Orchestrator and trainer die together, and inference does; each is started again on another host, after 30 s of watching leases."""
+    """Orchestrator and trainer die together, and inference does; each is started again on
+    another host, after 30 s of watching leases."""
     make_tiny_model(tmp_path / "model")
-    code, report, output = run_chaos(tmp_path, "--kills", "2", "--every", "4", "--undisturbed", "3", "--targets", "host-train,host-serve")
+    code, report, output = run_chaos(
+        tmp_path,
+        "--kills",
+        "2",
+        "--every",
+        "4",
+        "--undisturbed",
+        "3",
+        "--targets",
+        "host-train,host-serve",
+    )
     log = (tmp_path / "out" / "rl.log").read_text()
     assert code == 0, output + log[-3000:]
     assert {kill["target"] for kill in report["kills"]} == {"host-train", "host-serve"}
@@ -93,13 +131,26 @@ def test_a_run_on_two_hosts_outlives_each(tmp_path):
 def run_dir(tmp_path):
     """Two batches of two groups each, a third group that waits."""
     run_dir = RunDir(tmp_path, tmp_path / "weights")
-    trainer, orchestrator = MetricsLog(run_dir.metrics, "trainer"), MetricsLog(run_dir.metrics, "orchestrator")
+    trainer, orchestrator = (
+        MetricsLog(run_dir.metrics, "trainer"),
+        MetricsLog(run_dir.metrics, "orchestrator"),
+    )
     for step in (1, 2):
         groups = (2 * step - 1, 2 * step)
-        samples = [make_sample([5, 6], [7, 8], group=group, rollout=i) for group in groups for i in range(2)]
+        samples = [
+            make_sample([5, 6], [7, 8], group=group, rollout=i)
+            for group in groups
+            for i in range(2)
+        ]
         samples = [with_version(sample, step - 1) for sample in samples]
-        lines = [{"group_id": group, "rollout_id": i, "trained": True, "why": None} for group in groups for i in range(2)]
-        write_file(run_dir.rollouts(step), b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        lines = [
+            {"group_id": group, "rollout_id": i, "trained": True, "why": None}
+            for group in groups
+            for i in range(2)
+        ]
+        write_file(
+            run_dir.rollouts(step), b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        )
         write_batch(run_dir.batch(step), TrainBatch(step=step, samples=samples), {})
         run_dir.weights(step).mkdir(parents=True)
         for log in (trainer, orchestrator):
@@ -112,23 +163,37 @@ def run_dir(tmp_path):
 
 def config(**orchestrator) -> RLConfig:
     environment = [{"id": "x"}]
-    return RLConfig.model_validate({"max_lag": 1, "orchestrator": {"environment": environment, "max_off_policy_steps": 1} | orchestrator})
+    return RLConfig.model_validate(
+        {
+            "max_lag": 1,
+            "orchestrator": {"environment": environment, "max_off_policy_steps": 1} | orchestrator,
+        }
+    )
 
 
 def test_a_sound_run_has_nothing_broken(run_dir):
     assert promises.exactly_once(run_dir, {1, 2, 3, 4, 5}) == ([], 0)
     assert promises.lag(run_dir, config()) == ([], 0.0, 0)
     assert promises.numbers_once(run_dir) == []
-    assert promises.every_step_trained(run_dir) == [] and promises.repeated_steps(run_dir) == (0, 0.0)
+    assert promises.every_step_trained(run_dir) == [] and promises.repeated_steps(run_dir) == (
+        0,
+        0.0,
+    )
 
 
 def test_a_lost_group_and_one_used_twice_are_told(run_dir):
     broken, lost = promises.exactly_once(run_dir, {4, 5, 6})
     assert broken == ["groups finished and lost: [6]"] and lost == 2
-    lines = run_dir.rollouts(1).read_bytes() + run_dir.rollouts(2).read_bytes().splitlines(keepends=True)[0]
+    lines = (
+        run_dir.rollouts(1).read_bytes()
+        + run_dir.rollouts(2).read_bytes().splitlines(keepends=True)[0]
+    )
     write_file(run_dir.rollouts(1), lines)
     broken, _ = promises.exactly_once(run_dir, set())
-    assert broken == ["batch 1 trains other rollouts than rollouts/000001.jsonl says", "groups in several batches: {3: [1, 2]}"]
+    assert broken == [
+        "batch 1 trains other rollouts than rollouts/000001.jsonl says",
+        "groups in several batches: {3: [1, 2]}",
+    ]
     run_dir.batch(1).unlink()
     assert promises.exactly_once(run_dir, set())[0][0] == "batches are missing: there are [2]"
 
@@ -136,7 +201,11 @@ def test_a_lost_group_and_one_used_twice_are_told(run_dir):
 def test_lag_repeated_steps_and_missing_lines_are_told(run_dir):
     samples = [make_sample([5], [6], group=9)]
     write_batch(run_dir.batch(3), TrainBatch(step=3, samples=samples), {})
-    assert promises.lag(run_dir, config()) == (["a token lags 0 to 2 versions; allowed are 0 to 1"], 2 / 17, 2)
+    assert promises.lag(run_dir, config()) == (
+        ["a token lags 0 to 2 versions; allowed are 0 to 1"],
+        2 / 17,
+        2,
+    )
     MetricsLog(run_dir.metrics, "trainer").write(1, {"time/step": 3.0})
     Merger(run_dir.metrics).merge()
     assert promises.repeated_steps(run_dir) == (1, 2.0)
@@ -150,18 +219,24 @@ def test_lag_repeated_steps_and_missing_lines_are_told(run_dir):
         "metrics.jsonl lacks a line of a source",
     ]
     told = promises.every_step_trained(run_dir)
-    assert told == ["no line of the trainer in metrics.jsonl for steps [3]", "version 4 has no batch"]
+    assert told == [
+        "no line of the trainer in metrics.jsonl for steps [3]",
+        "version 4 has no batch",
+    ]
 
 
 def test_what_is_left_behind_is_told(run_dir, tmp_path):
     (tmp_path / "tmp").mkdir()
     assert promises.nothing_left(run_dir, tmp_path / "tmp", set(), "nobody") == []
     (tmp_path / "tmp" / "socket").touch()
-    for name, age_s in ((".000003.tmp", 120), (".000004.tmp", 5)):  # the second: the stop interrupted it
+    # the second: the stop interrupted it
+    for name, age_s in ((".000003.tmp", 120), (".000004.tmp", 5)):
         (run_dir.weights_dir / name).mkdir()
         os.utime(run_dir.weights_dir / name, (time.time() - age_s,) * 2)
     word = f"word-{time.time_ns()}"
-    with subprocess.Popen(["sleep", "60"], env={"RL_CHAOS": f"{word}:1."}, start_new_session=True) as orphan:
+    with subprocess.Popen(
+        ["sleep", "60"], env={"RL_CHAOS": f"{word}:1."}, start_new_session=True
+    ) as orphan:
         until(lambda: psutil.Process(orphan.pid).status() == "sleeping")  # it has just begun
         told = promises.nothing_left(run_dir, tmp_path / "tmp", {str(tmp_path / "gone")}, word)
         orphan.kill()
@@ -174,11 +249,25 @@ def test_what_is_left_behind_is_told(run_dir, tmp_path):
 
 def test_a_slope_is_told_from_noise():
     def samples(growth):
-        rows = [(float(step), {"trainer": dict.fromkeys(soak.MEASURES, 100 + growth * step / 100 + step % 3)}) for step in range(1, 300)]
+        rows = [
+            (
+                float(step),
+                {"trainer": dict.fromkeys(soak.MEASURES, 100 + growth * step / 100 + step % 3)},
+            )
+            for step in range(1, 300)
+        ]
         return soak.judge(rows)["trainer"]["rss_mib"]
 
     flat, growing = samples(0.0), samples(5.0)
     assert abs(flat.per_100) < 0.2 and not soak.grows("rss_mib", flat)
     assert growing.per_100 == pytest.approx(5.0, abs=0.2) and soak.grows("rss_mib", growing)
-    jump = soak.judge([(1.0 if i < 500 else 100.0, {"rl": dict.fromkeys(soak.MEASURES, 500.0 if i < 500 else 100.0)}) for i in range(600)])
+    jump = soak.judge(
+        [
+            (
+                1.0 if i < 500 else 100.0,
+                {"rl": dict.fromkeys(soak.MEASURES, 500.0 if i < 500 else 100.0)},
+            )
+            for i in range(600)
+        ]
+    )
     assert jump["rl"]["rss_mib"].mean == 100.0  # the start is left out

@@ -25,28 +25,44 @@ from rl.system.machine import Machine
 
 CLUSTERS = ("slurm", "kubernetes", "ray")
 CONFIGS = [path for path in sorted(Path("configs").glob("*.toml")) if path.stem not in CLUSTERS]
-SETTINGS_OF_RECIPES = [path for path in sorted(RECIPES.glob("*/*.toml")) if path.name != "recipe.toml"]
+SETTINGS_OF_RECIPES = [
+    path for path in sorted(RECIPES.glob("*/*.toml")) if path.name != "recipe.toml"
+]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_dry_run_prints_a_configuration_that_resolves_to_itself(path, tmp_path):
     rl = Path(sys.executable).parent / "rl"
-    offline = os.environ | {"HF_HUB_OFFLINE": "1"}  # it says that a model is not here, and asks nobody
-    done = subprocess.run([rl, "@", path, "--dry-run"], env=offline, capture_output=True, text=True, timeout=60)
+    # it says that a model is not here, and asks nobody
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [rl, "@", path, "--dry-run"], env=offline, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     (tmp_path / "config.toml").write_text(done.stdout)
     config = from_toml(tmp_path / "config.toml")
     assert config == build(parse_args(["@", str(path)])) and to_toml(config) == done.stdout
 
 
-@pytest.mark.parametrize("path", sorted(Path("configs/why_not").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(Path("configs/why_not").glob("*.toml")), ids=lambda path: path.stem
+)
 def test_a_run_that_fails_on_purpose_is_the_small_quickstart_with_one_mistake(path):
-    base, config = (build(parse_args(["@", "configs/why_not/base.toml", "@", str(one)])) for one in (path.with_stem("base"), path))
-    changed = [key for key in ("model", "orchestrator", "trainer") if getattr(config, key) != getattr(base, key)]
+    base, config = (
+        build(parse_args(["@", "configs/why_not/base.toml", "@", str(one)]))
+        for one in (path.with_stem("base"), path)
+    )
+    changed = [
+        key
+        for key in ("model", "orchestrator", "trainer")
+        if getattr(config, key) != getattr(base, key)
+    ]
     assert config.name == path.stem and len(changed) == (path.stem != "base")
 
 
-@pytest.mark.parametrize("path", SETTINGS_OF_RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize(
+    "path", SETTINGS_OF_RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
 def test_every_file_of_a_copied_recipe_is_valid(path, tmp_path, monkeypatch, capsys):
     name = path.parent.name
     copy(name, read(name), tmp_path / name)
@@ -60,7 +76,11 @@ def test_every_file_of_a_copied_recipe_is_valid(path, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    ("name", "engine", "divided"), [*((name, name, Plan(2, 2)) for name in CLUSTERS), ("recipes/gsm8k/qwen3_30b_a3b", "slurm", Plan(1, 1))]
+    ("name", "engine", "divided"),
+    [
+        *((name, name, Plan(2, 2)) for name in CLUSTERS),
+        ("recipes/gsm8k/qwen3_30b_a3b", "slurm", Plan(1, 1)),
+    ],
 )
 def test_a_cluster_is_divided_as_its_file_says(name, engine, divided):
     config = build(parse_args(["@", f"configs/{name}.toml"]))
@@ -78,13 +98,20 @@ def test_a_cluster_is_divided_as_its_file_says(name, engine, divided):
 )
 def test_gpus_are_split_as_the_file_says(name, gpus, trainer, inference):
     config = build(parse_args(["@", f"configs/{name}.toml"]))
-    split = devices.split(config, Machine(gpus=[str(i) for i in range(gpus)], cores=list(range(16))))
-    assert (split.trainer.gpus, split.inference.gpus, split.ranks) == (trainer, inference, len(trainer))
+    split = devices.split(
+        config, Machine(gpus=[str(i) for i in range(gpus)], cores=list(range(16)))
+    )
+    assert (split.trainer.gpus, split.inference.gpus, split.ranks) == (
+        trainer,
+        inference,
+        len(trainer),
+    )
 
 
 @pytest.mark.parametrize("name", names())
 def test_a_recipe_is_whole(name, tmp_path, monkeypatch):
-    """Its copy has the configurations of all stages, which `--check --short` can cut, and finds their environments."""
+    """Its copy has the configurations of all stages, which `--check --short` can cut, and finds
+    their environments."""
     recipe = read(name)
     copy(name, recipe, tmp_path / name)
     monkeypatch.chdir(tmp_path / name)
@@ -94,25 +121,33 @@ def test_a_recipe_is_whole(name, tmp_path, monkeypatch):
             if words[0] == "collect":
                 settings = take("rl collect", settings, OPTIONS)[1]
             config = build(parse_args([*settings, "--seed", "1", "--max_steps", "2"]))
-            assert not (config.sft and config.sft.epochs), "max_steps, which --short cuts, does not end this stage"
+            assert not (config.sft and config.sft.epochs), (
+                "max_steps, which --short cuts, does not end this stage"
+            )
             for env_id in config.orchestrator.env_ids:
                 read_id(env_id)
     labels = {"eval": [entry.label for entry in config.orchestrator.eval]}
     source, label, _ = recipe.measure.split("/")
     assert label in labels.get(source, [label]), "the last stage does not measure it"
     text = Path("README.md").read_text()
-    assert set(re.findall(r"https://[^\s)]+", recipe.aim)) <= set(re.findall(r"https://[^\s)]+", text)), (
-        "the README names no source of the aim"
-    )
+    assert set(re.findall(r"https://[^\s)]+", recipe.aim)) <= set(
+        re.findall(r"https://[^\s)]+", text)
+    ), "the README names no source of the aim"
     for command in (f"rl recipe {name}", *commands(recipe, "rl")):
-        assert re.search(rf"{re.escape(command)}(?!\w)", text), f"the README does not show {command}"
+        assert re.search(rf"{re.escape(command)}(?!\w)", text), (
+            f"the README does not show {command}"
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in names() if read(name).curves])
 def test_the_picture_of_a_recipe_shows_its_curves(name):
     with Image.open(RECIPES / name / "curve.png") as picture:
-        assert picture.text["Description"] == drawn_from(read(name)), f"uv run scripts/recipe_curves.py {name}"
+        assert picture.text["Description"] == drawn_from(read(name)), (
+            f"uv run scripts/recipe_curves.py {name}"
+        )
 
 
 def test_the_page_of_recipes_has_all_of_them():
-    assert f"\n{HEAD}{table()}\n" in Path("docs/recipes.md").read_text(), "uv run scripts/recipe_curves.py"
+    assert f"\n{HEAD}{table()}\n" in Path("docs/recipes.md").read_text(), (
+        "uv run scripts/recipe_curves.py"
+    )

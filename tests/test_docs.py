@@ -1,4 +1,5 @@
-"""Every command and every TOML in README, CONTRIBUTING and docs/ is understood by what it is for, up to where it would begin to work."""
+"""Every command and every TOML in README, CONTRIBUTING and docs/ is understood by what it is
+for, up to where it would begin to work."""
 
 import __future__
 
@@ -19,7 +20,14 @@ import pytest
 
 from rl.commands import homes, replay
 from rl.commands.policy_spec import named_run
-from rl.config.command_line import SHORT_FLAGS, SWITCHES, build, load_config_or_exit, parse_args, to_toml
+from rl.config.command_line import (
+    SHORT_FLAGS,
+    SWITCHES,
+    build,
+    load_config_or_exit,
+    parse_args,
+    to_toml,
+)
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
 from rl.config.options import take
@@ -29,9 +37,27 @@ from rl.launch.children import Children
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PROGRAMS = ("uv", "pip", "prime", "rl", "python", "pytest", "torchrun", "trainer", "orchestrator", "inference")
-"""First words of what is a command; a block that begins with another one is a picture, or what something printed."""
-ANY_FLAG = {"--help", "--resume", "--version", *SWITCHES, *(f"--{name}" for name in (*SHORT_FLAGS, *ALIASES))}
+PROGRAMS = (
+    "uv",
+    "pip",
+    "prime",
+    "rl",
+    "python",
+    "pytest",
+    "torchrun",
+    "trainer",
+    "orchestrator",
+    "inference",
+)
+"""First words of what is a command; a block that begins with another one is a picture, or what
+something printed."""
+ANY_FLAG = {
+    "--help",
+    "--resume",
+    "--version",
+    *SWITCHES,
+    *(f"--{name}" for name in (*SHORT_FLAGS, *ALIASES)),
+}
 
 
 class UnderstoodError(Exception):
@@ -42,11 +68,16 @@ class UnderstoodError(Exception):
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The fenced blocks of a page in one of the languages, and, of commands, those that are indented."""
-    every = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)  # all of them: the end of one looks like a beginning
+    """The fenced blocks of a page in one of the languages, and, of commands, those that are
+    indented."""
+    # all of them: the end of one looks like a beginning
+    every = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     fenced = [block for name, block in every if re.fullmatch(language, name)]
     outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    indented = [re.sub(r"(?m)^    ", "", block) for block in re.findall(r"(?:(?<=\n\n)(?:    .*\n)+)", outside)]
+    indented = [
+        re.sub(r"(?m)^    ", "", block)
+        for block in re.findall(r"(?:(?<=\n\n)(?:    .*\n)+)", outside)
+    ]
     return fenced + (indented if "bash" in language else [])
 
 
@@ -55,7 +86,11 @@ def commands_in(block: str) -> Iterator[str]:
     for line in re.sub(r"\\\n *", "", block).splitlines():
         with contextlib.suppress(ValueError):  # a picture with quotes
             for part in re.split(r" && | > ", line):
-                words = [word for word in shlex.split(part, comments=True) if not re.match(r"RL_[A-Z_]+=", word)]
+                words = [
+                    word
+                    for word in shlex.split(part, comments=True)
+                    if not re.match(r"RL_[A-Z_]+=", word)
+                ]
                 if words:
                     yield shlex.join(words)
 
@@ -76,7 +111,8 @@ def spans(page: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Iterator[Path]:
-    """A directory that has what the pages take for granted: a clone, files of the user's own, a run."""
+    """A directory that has what the pages take for granted: a clone, files of the user's own, a
+    run."""
     folder = tmp_path_factory.mktemp("clone")
     for name in ("configs", "environments", "scripts", "tests", "docs"):
         (folder / name).symlink_to(ROOT / name)
@@ -86,19 +122,42 @@ def place(tmp_path_factory) -> Iterator[Path]:
     (folder / "rollouts.jsonl").write_text('{"reward": 1.0, "turns": []}\n')
     (folder / "rewards.py").write_text(next(block for block in python if "def exact(" in block))
     (folder / "my_loss.py").write_text(next(block for block in python if "def topr(" in block))
-    (folder / "run.toml").write_text('[orchestrator.environment]\nid = "e"\n[[orchestrator.eval]]\ninterval = 5\n')
+    (folder / "run.toml").write_text(
+        '[orchestrator.environment]\nid = "e"\n[[orchestrator.eval]]\ninterval = 5\n'
+    )
     (folder / "t.toml").write_text("learning_rate = 1e-6\n")
     (folder / "o.toml").write_text('[environment]\nid = "e"\n')
     (folder / "i.toml").write_text("port = 8000\n")
     (folder / "held_out.jsonl").write_text((folder / "tasks.jsonl").read_text())
     (folder / "first.toml").write_text(
-        next(block for page in PAGES for block in blocks(page.read_text(), "toml") if 'name = "first"' in block)
+        next(
+            block
+            for page in PAGES
+            for block in blocks(page.read_text(), "toml")
+            if 'name = "first"' in block
+        )
     )
     (folder / "my_run.toml").write_text(
-        next(block for page in PAGES for block in blocks(page.read_text(), "toml") if "./environments/my_env" in block)
+        next(
+            block
+            for page in PAGES
+            for block in blocks(page.read_text(), "toml")
+            if "./environments/my_env" in block
+        )
     )
     for name in ("x", "first", "learning_rate", "my_env-SmolLM2-135M-Instruct"):
-        config = build(parse_args(["@", str(folder / "run.toml"), "--output_dir", str(folder / "outputs"), "--name", name]))
+        config = build(
+            parse_args(
+                [
+                    "@",
+                    str(folder / "run.toml"),
+                    "--output_dir",
+                    str(folder / "outputs"),
+                    "--name",
+                    name,
+                ]
+            )
+        )
         (folder / "outputs" / name / "checkpoints" / "000040").mkdir(parents=True)
         (folder / "outputs" / name / "config.toml").write_text(to_toml(config))
     before = os.getcwd()
@@ -135,7 +194,11 @@ def program(words: list[str], command: str) -> None:
         dry_run(args[args.index("@") :], "trainer")
     elif name == "pytest":
         assert all(Path(word).exists() for word in args if "/" in word), command
-        assert [word for word in args if "/" not in word] in ([], ["-m", "proof"], ["-m", "cluster"]), command
+        assert [word for word in args if "/" not in word] in (
+            [],
+            ["-m", "proof"],
+            ["-m", "cluster"],
+        ), command
     elif name.startswith("scripts/"):
         script(Path(name), args)
     elif name == "-m":
@@ -149,7 +212,10 @@ def program(words: list[str], command: str) -> None:
 def dry_run(args: list[str], name: str) -> None:
     """What `load_config_or_exit` makes of the arguments: the end of a dry run."""
     args = [
-        "run.toml" if word in ("/shared/run.toml", "~/ourcluster.toml", str(Path("~/ourcluster.toml").expanduser())) else word
+        "run.toml"
+        if word
+        in ("/shared/run.toml", "~/ourcluster.toml", str(Path("~/ourcluster.toml").expanduser()))
+        else word
         for word in args
     ]
     with pytest.raises(SystemExit) as end:
@@ -175,7 +241,9 @@ def rl(args: list[str]) -> None:
         assert all(place.startswith("outputs/") for place in places)
     elif command in ("watch", "stop", "logs"):
         _, places = take(
-            f"rl {command}", [{"-f": "--follow", "-n": "--lines"}.get(word, word) for word in rest], getattr(module, "OPTIONS", ())
+            f"rl {command}",
+            [{"-f": "--follow", "-n": "--lines"}.get(word, word) for word in rest],
+            getattr(module, "OPTIONS", ()),
         )
         assert places[0].startswith("outputs/") and len(places) <= 1 + (command == "logs")
     elif command == "recipe":
@@ -199,7 +267,9 @@ def script(path: Path, args: list[str]) -> None:
     """What the script's own parser makes of the arguments; what it leaves is for `rl`."""
     parse = argparse.ArgumentParser.parse_known_args
 
-    def parse_and_stop(parser: argparse.ArgumentParser, given: list[str] | None = None, namespace: object = None) -> object:
+    def parse_and_stop(
+        parser: argparse.ArgumentParser, given: list[str] | None = None, namespace: object = None
+    ) -> object:
         if given is not None and given != args:  # a subcommand's own parser, below the script's
             return parse(parser, given, namespace)
         raise UnderstoodError(parse(parser, given, namespace)[1])
@@ -216,36 +286,59 @@ def script(path: Path, args: list[str]) -> None:
             run_parts(path)
     if isinstance(stopped.value, UnderstoodError) and stopped.value.rest:
         dry_run(stopped.value.rest, "rl")
-    assert isinstance(stopped.value, UnderstoodError) or not args, stopped.value  # without arguments it may say what there is
+    # without arguments it may say what there is
+    assert isinstance(stopped.value, UnderstoodError) or not args, stopped.value
 
 
 def run_parts(path: Path) -> None:
-    """Runs a script without what needs packages beyond Python's own and those of ours that are light: torch alone takes seconds."""
+    """Runs a script without what needs packages beyond Python's own and those of ours that are
+    light: torch alone takes seconds."""
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(ROOT / path), "__doc__": None}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            if not all(name.split(".")[0] in sys.stdlib_module_names or name.startswith("rl.config") for name in modules):
+            modules = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+            )
+            if not all(
+                name.split(".")[0] in sys.stdlib_module_names or name.startswith("rl.config")
+                for name in modules
+            ):
                 continue
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             names["__doc__"] = names["__doc__"] or node.value.value
         else:
-            code = compile(ast.Module([node], []), str(path), "exec", flags=__future__.annotations.compiler_flag)
+            code = compile(
+                ast.Module([node], []),
+                str(path),
+                "exec",
+                flags=__future__.annotations.compiler_flag,
+            )
             try:
                 exec(code, names)
             except NameError:  # of a package that was left out
-                names |= {target.id: {} for target in getattr(node, "targets", []) if isinstance(target, ast.Name)}
+                names |= {
+                    target.id: {}
+                    for target in getattr(node, "targets", [])
+                    if isinstance(target, ast.Name)
+                }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_is_understood(page, place, monkeypatch, capsys):
     monkeypatch.setattr("rl.launch.children.Children.stop_on_signals", lambda self: None)
-    for command in [*block_commands(page), *(span for span in spans(page) if re.match(r"(uv run|uv pip|pip|python) [^=]", span))]:
+    for command in [
+        *block_commands(page),
+        *(span for span in spans(page) if re.match(r"(uv run|uv pip|pip|python) [^=]", span)),
+    ]:
         for part in command.split(" && "):
             try:
                 understood(part)
             except (Exception, SystemExit) as error:
-                raise AssertionError(f"{page.name}: {command}\n{capsys.readouterr().err}") from error
+                raise AssertionError(
+                    f"{page.name}: {command}\n{capsys.readouterr().err}"
+                ) from error
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -257,10 +350,16 @@ def test_commands_and_flags_that_a_text_names_are_there(page):
             continue
         command = words[0] if words else ""
         assert command in COMMANDS or not command.isalpha(), f"{page.name}: `{span}`"
-        options = getattr(importlib.import_module(COMMANDS[command][0]), "OPTIONS", ()) if command in COMMANDS else ()
+        options = (
+            getattr(importlib.import_module(COMMANDS[command][0]), "OPTIONS", ())
+            if command in COMMANDS
+            else ()
+        )
         known = ANY_FLAG | keys | {f"--{option.name}" for option in options}
         for flag in (word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)):
-            assert flag in known or re.match(r"--(args|inference\.vllm)\.", flag), f"{page.name}: `{span}`: {flag}"
+            assert flag in known or re.match(r"--(args|inference\.vllm)\.", flag), (
+                f"{page.name}: `{span}`: {flag}"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -268,11 +367,17 @@ def test_every_configuration_is_one(page, place):
     for number, text in enumerate(blocks(page.read_text(), "toml")):
         path = place / f"{page.stem}-{number}.toml"
         path.write_text(text)
-        environment = [] if re.search(r"environment\]|\[sft", text) else ["--orchestrator.environment.id", "e"]
+        environment = (
+            []
+            if re.search(r"environment\]|\[sft", text)
+            else ["--orchestrator.environment.id", "e"]
+        )
         build(parse_args(["@", str(path), *environment]))
 
 
 def test_pages_have_commands_and_all_are_in_the_index():
     assert sum(len(block_commands(page)) for page in PAGES) >= 65
     index = (ROOT / "docs" / "README.md").read_text()
-    assert {page.name for page in PAGES if page.parent.name == "docs"} - {"README.md"} <= set(re.findall(r"\]\((\w+\.md)\)", index))
+    assert {page.name for page in PAGES if page.parent.name == "docs"} - {"README.md"} <= set(
+        re.findall(r"\]\((\w+\.md)\)", index)
+    )

@@ -1,6 +1,8 @@
-"""A new user's first hour: from a clone to an environment, functions, a resume, a branch and a model of their own, with real processes.
+"""A new user's first hour: from a clone to an environment, functions, a resume, a branch and a
+model of their own, with real processes.
 
-What is typed and what is written into files stands in README and docs of the clone; only the names that a page leaves open are put in.
+What is typed and what is written into files stands in README and docs of the clone; only the names
+that a page leaves open are put in.
 """
 
 import fcntl
@@ -37,7 +39,11 @@ class User:
 
     def __init__(self, clone: Path):
         self.clone = clone
-        self.env = {key: value for key, value in os.environ.items() if not key.startswith(("PY", "VIRTUAL_ENV", "RL_"))}
+        self.env = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("PY", "VIRTUAL_ENV", "RL_"))
+        }
         self.env |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
 
     def page(self, name: str) -> Path:
@@ -45,8 +51,13 @@ class User:
 
     def shown(self, page: str, beginning: str, names: dict[str, str] | None = None) -> str:
         """The first command of a page that begins so; `names` are for what it leaves open."""
-        texts = [*block_commands(self.page(page)), *(span.removeprefix("uv run ") for span in spans(self.page(page)))]
-        found = next((text for text in texts if text.removeprefix("uv run ").startswith(beginning)), None)
+        texts = [
+            *block_commands(self.page(page)),
+            *(span.removeprefix("uv run ") for span in spans(self.page(page))),
+        ]
+        found = next(
+            (text for text in texts if text.removeprefix("uv run ").startswith(beginning)), None
+        )
         assert found, f"{page} shows no command `{beginning}`"
         for placeholder, name in (names or {}).items():
             assert placeholder in found, found
@@ -66,7 +77,9 @@ class User:
         """Puts the block of the page in which `part` stands into the file that the page names."""
         text = self.page(page).read_text()
         assert Path(path).name in text, f"{page} does not say what to call {path}"
-        (self.clone / path).write_text(next(block for block in blocks(text, language) if part in block))
+        (self.clone / path).write_text(
+            next(block for block in blocks(text, language) if part in block)
+        )
 
     def types(self, command: str, code: int = 0) -> str:
         """What a command prints, which ends with this exit code."""
@@ -111,7 +124,10 @@ class User:
         code = process.wait(60)
         os.close(screen)
         text = printed.decode(errors="replace").replace("\r", "")
-        assert pressed and code == 130, f"{command}: pressed {pressed}, exit code {code}, and last on the screen\n{text[-3000:]}"
+        assert pressed and code == 130, (
+            f"{command}: pressed {pressed}, exit code {code}, and last on the "
+            f"screen\n{text[-3000:]}"
+        )
         return text
 
 
@@ -137,14 +153,22 @@ def weights(folder: Path) -> dict[str, Any]:
 
 
 def trained_steps(run: Path) -> list[int]:
-    return sorted(step for step, source in read_metrics(run / "metrics.jsonl") if source == "trainer")
+    return sorted(
+        step for step, source in read_metrics(run / "metrics.jsonl") if source == "trainer"
+    )
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(2400)  # a CPU without bfloat16 takes a quarter of an hour
 def test_first_hour(tmp_path):
     clone = tmp_path / "rl"
-    shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".git", *(ROOT / ".gitignore").read_text().replace("/", "").split()))
+    shutil.copytree(
+        ROOT,
+        clone,
+        ignore=shutil.ignore_patterns(
+            ".git", *(ROOT / ".gitignore").read_text().replace("/", "").split()
+        ),
+    )
     user = User(clone)
     run = an_environment_of_its_own(user)
     functions_of_its_own(user)
@@ -159,15 +183,23 @@ def an_environment_of_its_own(user: User) -> Path:
     user.write("environments.md", "python", "def load_environment", "environments/my_env/my_env.py")
     user.write("environments.md", "toml", "./environments/my_env", "my_run.toml")
     described = user.types(user.shown("environments.md", "rl env ./environments/my_env"))
-    assert "tasks: train 80, eval 20" in described and "exact" in described and "Which number comes after 0?" in described
+    assert (
+        "tasks: train 80, eval 20" in described
+        and "exact" in described
+        and "Which number comes after 0?" in described
+    )
     run = user.clone / "outputs" / "my_env-SmolLM2-135M-Instruct-quick"
-    quick = user.shown("environments.md", "rl @ my_run.toml --quick") + user.flag("resume.md", " --trainer.checkpoint.interval 1")
+    quick = user.shown("environments.md", "rl @ my_run.toml --quick") + user.flag(
+        "resume.md", " --trainer.checkpoint.interval 1"
+    )
     printed = user.interrupts(quick, (run / "batches" / "000001.batch").exists)
     (again,) = re.findall(r"^resume with: (rl .*)$", printed, re.MULTILINE)
     batch = (run / "batches" / "000001.batch").read_bytes()
     assert ours(user.clone) == [] and not (run / "weights" / "000002").exists()
     printed = user.types(f"uv run {again}")
-    assert re.search(r"^verdict   trained 2 steps; my_env: .*rewards", printed, re.MULTILINE), printed
+    assert re.search(r"^verdict   trained 2 steps; my_env: .*rewards", printed, re.MULTILINE), (
+        printed
+    )
     assert trained_steps(run) == [1, 2] and (run / "batches" / "000001.batch").read_bytes() == batch
     evaluations = {step for step, source in read_metrics(run / "metrics.jsonl") if source == "eval"}
     assert evaluations == {0, 2}
@@ -175,8 +207,11 @@ def an_environment_of_its_own(user: User) -> Path:
 
 
 def functions_of_its_own(user: User) -> None:
-    """Reward, loss, credit, filter and metrics of docs/functions.md in one run; what they did stands in its rollouts."""
-    for file in re.findall(r"^# (my_\w+\.py)$", user.page("functions.md").read_text(), re.MULTILINE):
+    """Reward, loss, credit, filter and metrics of docs/functions.md in one run; what they did
+    stands in its rollouts."""
+    for file in re.findall(
+        r"^# (my_\w+\.py)$", user.page("functions.md").read_text(), re.MULTILINE
+    ):
         user.write("functions.md", "python", f"# {file}\n", file)
     user.write("functions.md", "toml", "my_credit.py:advantages", "run.toml")
     user.write("environments.md", "json", '"prompt"', "tasks.jsonl")
@@ -184,38 +219,66 @@ def functions_of_its_own(user: User) -> None:
     run = user.clone / "outputs" / "tasks-SmolLM2-135M-Instruct"
     assert trained_steps(run) == [1, 2]
     groups = defaultdict(list)
-    for rollout in [*lines(run / "rollouts" / "000001.jsonl"), *lines(run / "rollouts" / "000002.jsonl")]:
+    for rollout in [
+        *lines(run / "rollouts" / "000001.jsonl"),
+        *lines(run / "rollouts" / "000002.jsonl"),
+    ]:
         groups[rollout["group_id"]].append(rollout)
         text = rollout["messages"][-1]["content"].strip()
         assert rollout["reward"] == (1.0 if text == "12" else 0.5 if "12" in text else 0.0)
-        assert (rollout["metrics"]["characters"], rollout["metrics"]["number"]) == (len(text), text.isdigit())
+        assert (rollout["metrics"]["characters"], rollout["metrics"]["number"]) == (
+            len(text),
+            text.isdigit(),
+        )
     for group in groups.values():
         rewards = [rollout["reward"] for rollout in group]
         gaps = [reward - statistics.median(rewards) for reward in rewards]
-        assert [rollout["advantage"] for rollout in group] == [gap if gap > 0 else 0.5 * gap for gap in gaps]
+        assert [rollout["advantage"] for rollout in group] == [
+            gap if gap > 0 else 0.5 * gap for gap in gaps
+        ]
         answers = [rollout["messages"][-1]["content"] for rollout in group]
-        assert not any(rollout["trained"] for i, rollout in enumerate(group) if answers[i] in answers[:i])  # the filter's rule
+        # the filter's rule
+        assert not any(
+            rollout["trained"] for i, rollout in enumerate(group) if answers[i] in answers[:i]
+        )
     metrics = read_metrics(run / "metrics.jsonl")
     assert any(metrics[step, "trainer"].get("optim/grad_norm", 0) > 0 for step in (1, 2))
-    assert "EQUAL: versions 1-2," in user.types(user.shown("commands.md", "rl replay", {"outputs/x": user.name(run)}))
+    assert "EQUAL: versions 1-2," in user.types(
+        user.shown("commands.md", "rl replay", {"outputs/x": user.name(run)})
+    )
 
 
 def what_a_run_left(user: User, run: Path) -> None:
     """The run that was interrupted: its rollouts, its state, its weights."""
     shown = user.types(user.shown("environments.md", "rl show", {"RUN": user.name(run)}))
     assert shown.count("Which number comes after") >= 16 and "reward" in shown
-    state = user.types(user.shown("commands.md", "rl doctor outputs/x", {"outputs/x": user.name(run)}))
+    state = user.types(
+        user.shown("commands.md", "rl doctor outputs/x", {"outputs/x": user.name(run)})
+    )
     assert "ok    the run ended well: 2 steps done" in state
-    assert "the model of step 2" in user.types(user.shown("lora.md", "rl export", {"outputs/x": user.name(run)}))
-    exported, published = (weights(folder) for folder in (user.clone / "model", run / "weights" / "000002"))
-    assert exported.keys() == published.keys() and all((exported[name] == published[name]).all() for name in published)
+    assert "the model of step 2" in user.types(
+        user.shown("lora.md", "rl export", {"outputs/x": user.name(run)})
+    )
+    exported, published = (
+        weights(folder) for folder in (user.clone / "model", run / "weights" / "000002")
+    )
+    assert exported.keys() == published.keys() and all(
+        (exported[name] == published[name]).all() for name in published
+    )
 
 
 def a_branch(user: User, run: Path) -> None:
     """From the first step on with another learning rate."""
     user.types(user.shown("resume.md", "rl branch", {"outputs/x@40": f"{user.name(run)}@1"}))
     branch = user.clone / "outputs" / "y"
-    assert trained_steps(branch) == [2] and read_metrics(branch / "metrics.jsonl")[2, "trainer"]["optim/lr"] == 1e-6
+    assert (
+        trained_steps(branch) == [2]
+        and read_metrics(branch / "metrics.jsonl")[2, "trainer"]["optim/lr"] == 1e-6
+    )
     both = {"outputs/x": user.name(run)}
-    assert re.search(r"trainer.optim.lr +2e-05 +1e-06", user.types(user.shown("commands.md", "rl compare", both)))
-    assert f"branch of {run} at step 1; trainer.optim.lr: 2e-05 -> 1e-06" in user.types(user.shown("resume.md", "rl doctor outputs/y"))
+    assert re.search(
+        r"trainer.optim.lr +2e-05 +1e-06", user.types(user.shown("commands.md", "rl compare", both))
+    )
+    assert f"branch of {run} at step 1; trainer.optim.lr: 2e-05 -> 1e-06" in user.types(
+        user.shown("resume.md", "rl doctor outputs/y")
+    )

@@ -1,4 +1,5 @@
-"""Whatever arrives on the wire or lies on the disk, only the foreseen errors come: what the fuzzer kept, and a few thousand new inputs."""
+"""Whatever arrives on the wire or lies on the disk, only the foreseen errors come: what the
+fuzzer kept, and a few thousand new inputs."""
 
 import random
 
@@ -20,13 +21,26 @@ def test_what_was_kept_is_taken_or_refused(name, tmp_path):
     for data in [*target.examples, *kept]:
         _, fault = fuzz.outcome(target, data, tmp_path)
         assert fault is None, (data, fault)
-    assert any(fuzz.outcome(target, data, tmp_path)[0] == "fine" for data in target.examples) or name in ("state", "manifest")
+    assert any(
+        fuzz.outcome(target, data, tmp_path)[0] == "fine" for data in target.examples
+    ) or name in ("state", "manifest")
 
 
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_mutations_of_it_too(name, tmp_path):
-    on_disk = name in ("pending", "status", "events", "metrics", "manifest", "digests", "safetensors", "config")
-    count, faults = fuzz.fuzz(name, tmp_path, random.Random(0), lambda done: done < (60 if on_disk else 600))
+    on_disk = name in (
+        "pending",
+        "status",
+        "events",
+        "metrics",
+        "manifest",
+        "digests",
+        "safetensors",
+        "config",
+    )
+    count, faults = fuzz.fuzz(
+        name, tmp_path, random.Random(0), lambda done: done < (60 if on_disk else 600)
+    )
     assert count >= 60 and not faults, faults
 
 
@@ -41,5 +55,11 @@ def test_the_fuzzer_finds_what_is_not_foreseen(tmp_path):
     target = fuzz.Target(take, (UnicodeDecodeError,), [b"hello", b"world"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fuzz.TARGETS, "of_the_test", target)
-        count, faults = fuzz.fuzz("of_the_test", tmp_path, random.Random(0), lambda done: done < 2000)
-    assert count == 2000 and len(faults) == 1 and faults[0].startswith("of_the_test: KeyError at test_fuzz.py:")
+        count, faults = fuzz.fuzz(
+            "of_the_test", tmp_path, random.Random(0), lambda done: done < 2000
+        )
+    assert (
+        count == 2000
+        and len(faults) == 1
+        and faults[0].startswith("of_the_test: KeyError at test_fuzz.py:")
+    )

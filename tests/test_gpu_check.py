@@ -28,7 +28,18 @@ sys.meta_path.insert(0, Refuse())
 look = importlib.util.find_spec  # with which others ask whether a package is there
 importlib.util.find_spec = lambda name, package=None: None if name.partition(".")[0] in {names} else look(name, package)
 """
-MISSING = {"vllm", "verifiers", "openai", "renderers", "matplotlib", "mcp", "wandb", "aiohttp", "datasets", "gguf"}
+MISSING = {
+    "vllm",
+    "verifiers",
+    "openai",
+    "renderers",
+    "matplotlib",
+    "mcp",
+    "wandb",
+    "aiohttp",
+    "datasets",
+    "gguf",
+}
 """Packages of this project that the trainer does without."""
 
 
@@ -36,31 +47,65 @@ def check(tmp_path, *flags):
     """Exit code, the results by part, and what was printed."""
     (tmp_path / "sitecustomize.py").write_text(BLOCK.format(names=MISSING))
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, str(SCRIPT), "--tiny", "--output", str(tmp_path / "out.json"), *flags]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--tiny",
+        "--output",
+        str(tmp_path / "out.json"),
+        *flags,
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    return done.returncode, json.loads((tmp_path / "out.json").read_text()), done.stdout + done.stderr
+    return (
+        done.returncode,
+        json.loads((tmp_path / "out.json").read_text()),
+        done.stdout + done.stderr,
+    )
 
 
 @pytest.mark.proof
 def test_all_parts_run_with_the_trainers_packages_alone(tmp_path):
     code, results, printed = check(tmp_path)
     assert code == 0 and {result["state"] for result in results.values()} == {"done"}, printed
-    cases = {(part, case["case"]): case for part, result in results.items() for case in result["cases"]}
+    cases = {
+        (part, case["case"]): case for part, result in results.items() for case in result["cases"]
+    }
     assert len(results) == 15 and cases["replay", "compile False"]["equal"]
-    assert all({"softmax of the head", "idle"} <= case.keys() for (part, _), case in cases.items() if part == "profile")
-    assert cases["gradients", "attention blocks"]["gradient"] <= 1e-5 and cases["attention", "flex 768"]["output"] < 1e-6
+    assert all(
+        {"softmax of the head", "idle"} <= case.keys()
+        for (part, _), case in cases.items()
+        if part == "profile"
+    )
+    assert (
+        cases["gradients", "attention blocks"]["gradient"] <= 1e-5
+        and cases["attention", "flex 768"]["output"] < 1e-6
+    )
     for special in ("window", "cap", "sinks", "all"):
         blocks = cases["attention", f"blocks 384 {special}"]
-        errors = [blocks[name] for name in ("output", "d_query", "d_key", "d_value", *(["d_sinks"] if special in ("sinks", "all") else []))]
+        errors = [
+            blocks[name]
+            for name in (
+                "output",
+                "d_query",
+                "d_key",
+                "d_value",
+                *(["d_sinks"] if special in ("sinks", "all") else []),
+            )
+        ]
         assert max(*errors, cases["attention", f"flex 384 {special}"]["output"]) < 1e-6, special
-    assert "passed" in cases["tests", "model/test_logprobs"]["result"] and cases["train_0.6B", "256"]["tokens_per_s"] > 0
+    assert (
+        "passed" in cases["tests", "model/test_logprobs"]["result"]
+        and cases["train_0.6B", "256"]["tokens_per_s"] > 0
+    )
     assert "[aim: mfu >= 0.45" in printed and "alone over shared" in printed
 
 
 def test_what_does_not_fit_is_told_and_what_was_found_before_is_kept(tmp_path, monkeypatch, capsys):
     def in_fork(function, log, limit_s):
         raised = '{"case": "b", "raised": "InductorError: no"}\n' if function.func == "bare" else ""
-        Path(f"{log}.out").write_text('{"case": "a", "ms": 1.5, "aim": "ms <= 2"}\n' + raised + "x::y PASSED\nx::z ")
+        Path(f"{log}.out").write_text(
+            '{"case": "a", "ms": 1.5, "aim": "ms <= 2"}\n' + raised + "x::y PASSED\nx::z "
+        )
         Path(f"{log}.err").write_text("it broke")
         ends = {"head": None, "tree": 1}  # at its limit, with an error
         limits.append(limit_s)
@@ -69,49 +114,102 @@ def test_what_does_not_fit_is_told_and_what_was_found_before_is_kept(tmp_path, m
 
     limits, clock = [], gpu_check.STARTED
     monkeypatch.setattr("time.monotonic", lambda: clock)
-    bench = SimpleNamespace(Bench=lambda *_: None, in_fork=in_fork, told=gpu_bench.told, last_said=gpu_bench.last_said)
+    bench = SimpleNamespace(
+        Bench=lambda *_: None, in_fork=in_fork, told=gpu_bench.told, last_said=gpu_bench.last_said
+    )
     monkeypatch.setitem(sys.modules, "benchmarks.gpu_bench", bench)
-    monkeypatch.setitem(sys.modules, "benchmarks.gpu_parts", SimpleNamespace(PARTS={name: name for name in gpu_check.LIMITS}))
+    monkeypatch.setitem(
+        sys.modules,
+        "benchmarks.gpu_parts",
+        SimpleNamespace(PARTS={name: name for name in gpu_check.LIMITS}),
+    )
     monkeypatch.setattr(gpu_check, "partial", lambda part, _: SimpleNamespace(func=part))
-    parts = [flag for name in ("storage", "head", "bare", "memory", "tree") for flag in ("--only", name)]
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--budget", "150", "--output", str(tmp_path / "out.json"), *parts])
+    parts = [
+        flag for name in ("storage", "head", "bare", "memory", "tree") for flag in ("--only", name)
+    ]
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "gpu_check.py",
+            "--tiny",
+            "--budget",
+            "150",
+            "--output",
+            str(tmp_path / "out.json"),
+            *parts,
+        ],
+    )
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert gpu_check.main() == 1 and limits == [gpu_check.LIMITS[name] for name in ("storage", "head", "bare", "tree")]
+    assert gpu_check.main() == 1 and limits == [
+        gpu_check.LIMITS[name] for name in ("storage", "head", "bare", "tree")
+    ]
     results = json.loads((tmp_path / "out.json").read_text())
     found = {part: result["state"] for part, result in results.items()}
-    no_time = "skipped: no time"  # 60 of 150 s are left after three parts: one of 90 s is not begun, one of 60 s is
-    expected = {"storage": "done", "head": "ended after its 40 s, having said: x::z ", "bare": "raised errors: b", "memory": no_time}
+    # 60 of 150 s are left after three parts: one of 90 s is not begun, one of 60 s is
+    no_time = "skipped: no time"
+    expected = {
+        "storage": "done",
+        "head": "ended after its 40 s, having said: x::z ",
+        "bare": "raised errors: b",
+        "memory": no_time,
+    }
     assert found == expected | {"tree": "failed with exit code 1: it broke"}
     assert results["head"]["cases"] == [{"case": "a", "ms": 1.5, "aim": "ms <= 2"}]
     said = capsys.readouterr().out
-    assert "ms 1.5   [aim: ms <= 2]" in said and said.endswith("The rest: python scripts/gpu_check.py --only memory\n")
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--output", str(tmp_path / "out.json"), "--only", "memory"])
+    assert "ms 1.5   [aim: ms <= 2]" in said and said.endswith(
+        "The rest: python scripts/gpu_check.py --only memory\n"
+    )
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["gpu_check.py", "--tiny", "--output", str(tmp_path / "out.json"), "--only", "memory"],
+    )
     assert gpu_check.main() == 1
     later = json.loads((tmp_path / "out.json").read_text())
     assert later["memory"]["state"] == "done" and later["storage"] == results["storage"]
 
 
 def test_the_calls_are_all_parts_and_each_fits_into_its_budget():
-    calls = [re.findall(r"--only (\S+)", line) for line in gpu_check.__doc__.splitlines() if line.startswith("  python")]
-    assert sorted(part for call in calls for part in call) == sorted(gpu_check.LIMITS) and len(calls) == 5
-    assert all(sum(gpu_check.LIMITS[part] for part in call) <= 540 - 20 for call in calls)  # the rest for imports
+    calls = [
+        re.findall(r"--only (\S+)", line)
+        for line in gpu_check.__doc__.splitlines()
+        if line.startswith("  python")
+    ]
+    assert (
+        sorted(part for call in calls for part in call) == sorted(gpu_check.LIMITS)
+        and len(calls) == 5
+    )
+    # the rest for imports
+    assert all(sum(gpu_check.LIMITS[part] for part in call) <= 540 - 20 for call in calls)
 
 
 def test_what_a_case_raises_is_said_and_the_next_one_runs(capsys):
-    """The first that did not compile ended its part, and those that need no compilation were lost."""
+    """The first that did not compile ended its part, and those that need no compilation were
+    lost."""
     for name in ("compiled", "eager"):
         with gpu_bench.case(name):
             if name == "compiled":
                 raise NotImplementedError("no such kernel")
             gpu_bench.say(name, ms=1.0)
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert said == [{"case": "compiled", "raised": "NotImplementedError: no such kernel"}, {"case": "eager", "ms": 1.0}]
+    assert said == [
+        {"case": "compiled", "raised": "NotImplementedError: no such kernel"},
+        {"case": "eager", "ms": 1.0},
+    ]
 
 
 def test_what_a_command_prints_is_there_before_it_ends(tmp_path):
     """Of tests that were cut at their limit nothing came back."""
-    command = [sys.executable, "-c", "import time; print('x::y PASSED'); print('x::z ', end='', flush=True); time.sleep(60)"]
+    command = [
+        sys.executable,
+        "-c",
+        "import time; print('x::y PASSED'); print('x::z ', end='', flush=True); time.sleep(60)",
+    ]
     log = tmp_path / "part"
     began = time.monotonic()
-    assert gpu_bench.in_fork(partial(gpu_bench.passed_on, command), log, 3.0) is None and time.monotonic() - began < 30
+    assert (
+        gpu_bench.in_fork(partial(gpu_bench.passed_on, command), log, 3.0) is None
+        and time.monotonic() - began < 30
+    )
     assert gpu_bench.last_said(log) == "x::z "

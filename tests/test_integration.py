@@ -1,4 +1,5 @@
-"""The real `rl` command: real vLLM, real environments, real trainer, on a model that the test makes."""
+"""The real `rl` command: real vLLM, real environments, real trainer, on a model that the test
+makes."""
 
 import os
 import signal
@@ -46,15 +47,28 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def environment():
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parent / "environments"), "HF_HUB_OFFLINE": "1"}
+    return os.environ | {
+        "PYTHONPATH": str(Path(__file__).parent / "environments"),
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def start_rl(folder, *flags):
     """`rl` from three files and flags, as a user types it."""
-    typed = "--trainer @ t.toml --orchestrator @o.toml --inference @ i.toml --model.name model --model.dtype float32 "
+    typed = (
+        "--trainer @ t.toml --orchestrator @o.toml --inference @ i.toml --model.name model "
+        "--model.dtype float32 "
+    )
     typed += f"--model.max_model_len 128 --name run --max_lag 1 --trainer.steps {STEPS}"
     command = [RL, *typed.split(), *flags]
-    return subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def finish(process, timeout_s=300):
@@ -71,7 +85,9 @@ def ours(folder):
     """Processes of this test that are alive."""
     found = []
     for process in psutil.process_iter(["cmdline", "cwd"]):
-        if str(folder) in " ".join(process.info["cmdline"] or []) or process.info["cwd"] == str(folder):
+        if str(folder) in " ".join(process.info["cmdline"] or []) or process.info["cwd"] == str(
+            folder
+        ):
             found.append(process)
     return found
 
@@ -84,7 +100,11 @@ def test_reward_rises_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
     process = start_rl(tmp_path)
     deadline = time.monotonic() + 240
-    while 8 not in numbered(run / "weights") and process.poll() is None and time.monotonic() < deadline:
+    while (
+        8 not in numbered(run / "weights")
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
@@ -103,17 +123,35 @@ def test_reward_rises_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     metrics = read_metrics(run / "metrics.jsonl")
     rewards = [metrics[step, "orchestrator"]["reward/mean"] for step in range(1, STEPS + 1)]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
-    assert metrics[STEPS, "eval"]["eval/first-half/reward_mean"] > metrics[0, "eval"]["eval/first-half/reward_mean"] + 0.15
     assert (
-        max(metrics[step, "trainer"]["mismatch_kl/mean"] for step in range(1, STEPS + 1) if metrics[step, "orchestrator"]["lag/max"] == 0)
+        metrics[STEPS, "eval"]["eval/first-half/reward_mean"]
+        > metrics[0, "eval"]["eval/first-half/reward_mean"] + 0.15
+    )
+    assert (
+        max(
+            metrics[step, "trainer"]["mismatch_kl/mean"]
+            for step in range(1, STEPS + 1)
+            if metrics[step, "orchestrator"]["lag/max"] == 0
+        )
         < 1e-3
     )
     named = {name for line in metrics.values() for name in line} - {"step", "time", "source"}
     assert len(named) > 60 and not [name for name in named if not in_the_table(name)]
     lags = [metrics[step, "orchestrator"]["lag/mean"] for step in range(1, STEPS + 1)]
-    # Groups that newer ones overtake lag more than max_lag, all of them after a hiccup: what holds always is max_off_policy_steps.
+    # Groups that newer ones overtake lag more than max_lag, all of them after a hiccup: what holds
+    # always is max_off_policy_steps.
     assert statistics.median(lags) <= 2 and max(lags) <= OrchestratorConfig().max_off_policy_steps
     assert (run / "curves.png").stat().st_size > 10_000
 
-    done = subprocess.run([RL, "replay", str(run)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and f"EQUAL: versions 1-{STEPS}, retrained from the base model" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run(
+        [RL, "replay", str(run)],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (
+        done.returncode == 0
+        and f"EQUAL: versions 1-{STEPS}, retrained from the base model" in done.stdout
+    ), done.stdout + done.stderr

@@ -1,5 +1,6 @@
-"""A real run on three machines that run nothing but `rl node`, two to train and one to serve, on one machine (tests/machines.py). Then one
-rank on this host trains the same batches, and what both made is compared. Needs root.
+"""A real run on three machines that run nothing but `rl node`, two to train and one to serve, on
+one machine (tests/machines.py). Then one rank on this host trains the same batches, and what both
+made is compared. Needs root.
 """
 
 import contextlib
@@ -28,7 +29,11 @@ STEPS, DEADLINE_S = 3, 200.0
 def environment() -> dict[str, str]:
     """One thread a process: two ranks, the server and the orchestrator share the cores."""
     unset = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
-    more = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parent / "environments")}
+    more = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(Path(__file__).parent / "environments"),
+    }
     return {key: value for key, value in os.environ.items() if key not in unset} | more
 
 
@@ -38,16 +43,30 @@ def wait_for(children: Sequence[Child]) -> None:
     while running := [child for child in children if child.exit_code != 0]:
         child = next((child for child in running if child.exit_code), running[0])
         late = time.monotonic() >= deadline
-        assert child.exit_code is None and not late, f"{child.name} {child.ending()}:\n" + "\n".join(last_lines(child.log))
+        assert child.exit_code is None and not late, (
+            f"{child.name} {child.ending()}:\n" + "\n".join(last_lines(child.log))
+        )
         time.sleep(0.1)
 
 
 def make_config(root: Path, name: str, model: Path) -> RLConfig:
-    trainer = {"optim": {"lr": 1e-3}, "micro_batch_tokens": 128, "checkpoint": {"interval": 100}, "weights": {"keep_last": 10}, "gpus": 0}
-    orchestrator = {"environment": [{"id": "first-half"}], "batch_size": 16, "sampling": {"max_tokens": 16}}
+    trainer = {
+        "optim": {"lr": 1e-3},
+        "micro_batch_tokens": 128,
+        "checkpoint": {"interval": 100},
+        "weights": {"keep_last": 10},
+        "gpus": 0,
+    }
+    orchestrator = {
+        "environment": [{"id": "first-half"}],
+        "batch_size": 16,
+        "sampling": {"max_tokens": 16},
+    }
     tables = {"trainer": trainer, "orchestrator": orchestrator, "inference": {"gpus": 0}}
     place = {"name": name, "output_dir": str(root), "max_steps": STEPS}
-    config = RLConfig.model_validate(tables | place | {"model": {"name": str(model), "dtype": "float32", "max_model_len": 128}})
+    config = RLConfig.model_validate(
+        tables | place | {"model": {"name": str(model), "dtype": "float32", "max_model_len": 128}}
+    )
     write_config(config.run_dir.config, config)
     return config
 
@@ -57,7 +76,14 @@ def make_config(root: Path, name: str, model: Path) -> RLConfig:
 @pytest.mark.usefixtures("classic_home")
 def test_three_machines_equal_one_rank(children, tmp_path, model):
     near = make_config(tmp_path, "near", model)
-    far = near.model_copy(update={"name": "far", "cluster": RLConfig.model_validate({"cluster": {"nodes": 3, "trainer_nodes": 2}}).cluster})
+    far = near.model_copy(
+        update={
+            "name": "far",
+            "cluster": RLConfig.model_validate(
+                {"cluster": {"nodes": 3, "trainer_nodes": 2}}
+            ).cluster,
+        }
+    )
     write_config(tmp_path / "run.toml", far)
     with contextlib.ExitStack() as stack:
         try:
@@ -65,12 +91,28 @@ def test_three_machines_equal_one_rank(children, tmp_path, model):
         except OSError as error:
             pytest.skip(f"machines cannot be made here: {error}")
         stack.callback(children.stop)
-        commands = [machines.inside(index, node_command(tmp_path / "run.toml", index)) for index in range(3)]
-        wait_for([children.start(f"node-{index}", command, environment(), tmp_path) for index, command in enumerate(commands)])
+        commands = [
+            machines.inside(index, node_command(tmp_path / "run.toml", index)) for index in range(3)
+        ]
+        wait_for(
+            [
+                children.start(f"node-{index}", command, environment(), tmp_path)
+                for index, command in enumerate(commands)
+            ]
+        )
         until(lambda: not any(map(machines.processes, range(3))))
-    batches = [decode_batch(path.read_bytes(), path.name).batch for path in numbered(far.run_dir.batches, ".batch").values()]
+    batches = [
+        decode_batch(path.read_bytes(), path.name).batch
+        for path in numbered(far.run_dir.batches, ".batch").values()
+    ]
     with StubOrchestrator(near.run_dir, batches):
-        command = [node_command(near.run_dir.config, 0)[0], "-m", "rl.trainer.main", "@", str(near.run_dir.config)]
+        command = [
+            node_command(near.run_dir.config, 0)[0],
+            "-m",
+            "rl.trainer.main",
+            "@",
+            str(near.run_dir.config),
+        ]
         wait_for([children.start("trainer", command, environment(), near.run_dir.logs)])
     ours, theirs = (read_metrics(config.run_dir.metrics, "trainer") for config in (far, near))
     assert ours.keys() == theirs.keys() and len(ours) == STEPS
@@ -78,5 +120,9 @@ def test_three_machines_equal_one_rank(children, tmp_path, model):
         assert ours[key]["optim/grad_norm"] == pytest.approx(line["optim/grad_norm"], rel=1e-4)
         # Terms of size 1 cancel, each rounded to 6e-8 in float32.
         assert ours[key]["loss/mean"] == pytest.approx(line["loss/mean"], rel=1e-5, abs=1e-6)
-    a, b = (load_file(config.run_dir.weights(STEPS) / "model.safetensors") for config in (far, near))
-    assert a.keys() == b.keys() and all((a[name] - b[name]).norm() <= 1e-5 * b[name].norm() for name in b)
+    a, b = (
+        load_file(config.run_dir.weights(STEPS) / "model.safetensors") for config in (far, near)
+    )
+    assert a.keys() == b.keys() and all(
+        (a[name] - b[name]).norm() <= 1e-5 * b[name].norm() for name in b
+    )

@@ -1,4 +1,5 @@
-"""docs/models.md: what it says of a family of each kind is measured again, and none of its families is trained wrong in silence."""
+"""docs/models.md: what it says of a family of each kind is measured again, and none of its
+families is trained wrong in silence."""
 
 import time
 
@@ -9,7 +10,13 @@ from models import APART, PAGE, Found, measure, page
 
 @pytest.mark.parametrize(
     ("family", "way"),
-    [("qwen2", "blocks"), ("codegen", "eager"), ("falcon_h1", "unpacked"), ("falcon_mamba", "unpacked"), ("cpmant", "refused")],
+    [
+        ("qwen2", "blocks"),
+        ("codegen", "eager"),
+        ("falcon_h1", "unpacked"),
+        ("falcon_mamba", "unpacked"),
+        ("cpmant", "refused"),
+    ],
 )
 def test_a_family_of_each_kind(family, way, world, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -23,7 +30,9 @@ def test_a_family_of_each_kind(family, way, world, monkeypatch, tmp_path):
 def test_the_page_is_that_of_what_was_found():
     found = Found()
     assert page(found) == PAGE.read_text() and not found.wrong
-    compared = [row for row in (*found.rows.values(), *found.ropes.values()) if row.vllm is not None]
+    compared = [
+        row for row in (*found.rows.values(), *found.ropes.values()) if row.vllm is not None
+    ]
     assert len(compared) >= 40 and {row.mode for row in compared} == {"blocks", "eager", "unpacked"}
     same = [row for row in compared if not row.is_apart]
     assert {row.family for row in compared if row.is_apart} == APART.keys() and len(same) >= 60
@@ -51,7 +60,9 @@ def test_a_model_that_ends_or_stops_vllm_costs_no_other(tmp_path, monkeypatch):
     for name in names:
         (tmp_path / name).mkdir()
     since = time.monotonic()
-    found = {folder.name: fault for folder, fault in sample_all([tmp_path / name for name in names], 256)}
+    found = {
+        folder.name: fault for folder, fault in sample_all([tmp_path / name for name in names], 256)
+    }
     assert list(found) == names and time.monotonic() - since < 30
     assert found == dict.fromkeys(names, "") | {
         "raises": "ValueError: no such layer",

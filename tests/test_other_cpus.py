@@ -1,4 +1,5 @@
-"""The numbers on other CPUs: the arithmetic of training without AVX-512 and AMX, without torch's vector instructions, in four threads."""
+"""The numbers on other CPUs: the arithmetic of training without AVX-512 and AMX, without torch's
+vector instructions, in four threads."""
 
 import os
 import subprocess
@@ -24,5 +25,7 @@ OTHER = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "default", "OMP_NU
 @pytest.mark.timeout(900)
 def test_the_numbers_hold_on_another_cpu():
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--timeout", "600", *NUMERICAL]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | OTHER, capture_output=True, text=True, timeout=850)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | OTHER, capture_output=True, text=True, timeout=850
+    )
     assert done.returncode == 0, done.stdout[-4000:]

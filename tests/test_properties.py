@@ -1,4 +1,5 @@
-"""What holds for any messages, any configuration and any damage: hypothesis looks for the exception."""
+"""What holds for any messages, any configuration and any damage: hypothesis looks for the
+exception."""
 
 import math
 import tempfile
@@ -35,7 +36,7 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
 
 
-# Messages -----------------------------------------------------------------------------------------------------------------
+# Messages -----------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -52,7 +53,10 @@ def samples(draw: st.DrawFn) -> TrainingSample:
         loss_mask=mask,
         logprobs=floats(),
         advantages=floats(),
-        policy_versions=[VersionSpan(draw(st.integers(0, 9)), cut), VersionSpan(9, sum(mask) - cut)],
+        policy_versions=[
+            VersionSpan(draw(st.integers(0, 9)), cut),
+            VersionSpan(9, sum(mask) - cut),
+        ],
         env=draw(TEXT),
         group_id=draw(INT64),
         rollout_id=draw(st.integers(0, 99)),
@@ -68,7 +72,9 @@ REQUESTS = st.one_of(
     st.builds(messages.Published, VERSION),
     st.builds(messages.GetProbe, st.integers(0, 10**6)),
 )
-STATUSES = st.builds(status.RoleStatus, phase=st.sampled_from(status.Phase), step=INT64, detail=TEXT)
+STATUSES = st.builds(
+    status.RoleStatus, phase=st.sampled_from(status.Phase), step=INT64, detail=TEXT
+)
 REPLIES = st.one_of(
     st.builds(messages.BatchReady, st.integers(0, 2**40), st.binary(min_size=16, max_size=16)),
     st.builds(messages.NotReady, STATUSES),
@@ -85,7 +91,7 @@ def test_messages_arrive_as_they_were_sent(request, reply):
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=messages.Reply) == reply
 
 
-# Files --------------------------------------------------------------------------------------------------------------------
+# Files --------------------------------------------------------------------------------------------
 
 
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
@@ -128,8 +134,16 @@ def test_records_end_where_they_should(payloads, tail):
 
 
 def group(number: int, text: str) -> Group:
-    turn = Turn(prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -2.0], policy_versions=[VersionSpan(0, 2)], finish_reason="stop")
-    return Group(group_id=number, env="e", task=0, rollouts=[Rollout(turns=[turn], text=[{"content": text}])])
+    turn = Turn(
+        prompt_ids=[1],
+        completion_ids=[2, 3],
+        logprobs=[-1.0, -2.0],
+        policy_versions=[VersionSpan(0, 2)],
+        finish_reason="stop",
+    )
+    return Group(
+        group_id=number, env="e", task=0, rollouts=[Rollout(turns=[turn], text=[{"content": text}])]
+    )
 
 
 @FEW
@@ -143,21 +157,30 @@ def test_a_damaged_pending_log_gives_whole_groups_and_says_what_it_lost(texts, d
         size = path.stat().st_size
         log = PendingLog(path)
         remarks = log.load(set(), 1 << 62)
-        ends = {sum(len(encode_record(ENCODER.encode(one))) for one in groups[:n]) for n in range(len(groups))}
+        ends = {
+            sum(len(encode_record(ENCODER.encode(one))) for one in groups[:n])
+            for n in range(len(groups))
+        }
         assert all(one in groups for one in log.groups) and len(log.groups) < len(groups)
-        assert remarks or size in ends  # cut between two groups it looks as if the others had never come
+        # cut between two groups it looks as if the others had never come
+        assert remarks or size in ends
         again = PendingLog(path)
         assert again.load(set(), 1 << 62) == [] and again.groups == log.groups
 
 
 @FEW
-@given(st.lists(st.tuples(st.integers(1, 9), FINITE), max_size=5), st.integers(0, 60), st.binary(max_size=10))
+@given(
+    st.lists(st.tuples(st.integers(1, 9), FINITE), max_size=5),
+    st.integers(0, 60),
+    st.binary(max_size=10),
+)
 def test_metrics_behind_a_torn_line_are_not_lost(written, cut, tail):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"
         log = MetricsLog(path, "a")
         for i, (step, value) in enumerate(written):
-            log.write(step, {"x": value, "i": i})  # no two lines are the same: those of a run bear their milliseconds
+            # no two lines are the same: those of a run bear their milliseconds
+            log.write(step, {"x": value, "i": i})
         torn = log.path.read_bytes()[: max(0, log.path.stat().st_size - cut)]
         log.path.write_bytes(torn + tail.replace(b"\n", b"") * bool(cut))
         path.write_bytes(torn[: len(torn) // 2])  # by a merger that was killed, too
@@ -167,13 +190,22 @@ def test_metrics_behind_a_torn_line_are_not_lost(written, cut, tail):
         assert lines == [*written[: torn.count(b"\n")], (10, 0.0)]
 
 
-# Configuration ------------------------------------------------------------------------------------------------------------
+# Configuration ------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, tuple[st.SearchStrategy[Any], list[str]]] = {
-    "max_steps": (st.integers(1, 999_999), ["max_steps", "steps", "trainer.max_steps", "orchestrator.max_steps"]),
+    "max_steps": (
+        st.integers(1, 999_999),
+        ["max_steps", "steps", "trainer.max_steps", "orchestrator.max_steps"],
+    ),
     "seed": (st.integers(0, 2**32 - 1), ["seed", "trainer.seed", "inference.seed"]),
-    "trainer.optim.lr": (st.floats(1e-9, 1.0), ["trainer.optim.lr", "learning_rate", "trainer.learning_rate"]),
-    "model.dtype": (st.sampled_from(["bfloat16", "float32"]), ["model.dtype", "trainer.model.dtype", "inference.model.dtype"]),
+    "trainer.optim.lr": (
+        st.floats(1e-9, 1.0),
+        ["trainer.optim.lr", "learning_rate", "trainer.learning_rate"],
+    ),
+    "model.dtype": (
+        st.sampled_from(["bfloat16", "float32"]),
+        ["model.dtype", "trainer.model.dtype", "inference.model.dtype"],
+    ),
     "orchestrator.group_size": (st.integers(2, 8), ["orchestrator.group_size"]),
     "trainer.loss.truncate": (st.floats(1.5, math.inf), ["trainer.loss.truncate"]),
     "supervisor.silence_s": (st.floats(1, 1e6), ["supervisor.silence_s"]),
@@ -215,9 +247,15 @@ def test_files_merge_left_to_right_and_flags_win_however_they_are_spelled(data):
         if data.draw(st.booleans()):
             expected[key] = data.draw(values)
             flag = data.draw(st.sampled_from(spellings))
-            text = str(expected[key]).lower() if isinstance(expected[key], bool) else str(expected[key])
+            text = (
+                str(expected[key]).lower()
+                if isinstance(expected[key], bool)
+                else str(expected[key])
+            )
             place = data.draw(st.integers(0, len(flags)))
-            flags.insert(place, f"--{data.draw(st.sampled_from([flag, flag.replace('_', '-')]))}={text}")
+            flags.insert(
+                place, f"--{data.draw(st.sampled_from([flag, flag.replace('_', '-')]))}={text}"
+            )
     with tempfile.TemporaryDirectory() as folder:
         words = []
         for number, file in enumerate(files):
@@ -225,7 +263,9 @@ def test_files_merge_left_to_right_and_flags_win_however_they_are_spelled(data):
             words.append(f"@{folder}/{number}.toml")
         place = data.draw(st.integers(0, 2))
         config = build(parse_args([*ENV, *words[:place], *flags, *words[place:]]))
-    assert {key: at(config, key) for key in SETTINGS} == {key: expected.get(key, at(DEFAULTS, key)) for key in SETTINGS}
+    assert {key: at(config, key) for key in SETTINGS} == {
+        key: expected.get(key, at(DEFAULTS, key)) for key in SETTINGS
+    }
 
 
 VALUES = st.recursive(
@@ -249,7 +289,21 @@ def test_a_stored_configuration_is_the_one_that_was_resolved(args, engine, promp
         assert to_toml(from_toml(path)) == to_toml(config)
 
 
-WORDS = ["@", "--", "--seed", "--resume", "--trainer", "1", "=", "--name=", "--x.0.y", "[", "--wandb", "--model.name", "{a=1}"]
+WORDS = [
+    "@",
+    "--",
+    "--seed",
+    "--resume",
+    "--trainer",
+    "1",
+    "=",
+    "--name=",
+    "--x.0.y",
+    "[",
+    "--wandb",
+    "--model.name",
+    "{a=1}",
+]
 
 
 @settings(FEW, max_examples=200)

@@ -8,8 +8,9 @@ import psutil
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """The condition's value, as soon as it is true, for one that stays true. By default it has the half of a minute for which processes of
-    tests sleep: a machine with other work may need seconds for what takes none."""
+    """The condition's value, as soon as it is true, for one that stays true. By default it has
+    the half of a minute for which processes of tests sleep: a machine with other work may need
+    seconds for what takes none."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {timeout_s} s in vain"

@@ -1,6 +1,8 @@
-"""Warm processes that fork: what costs seconds to import is imported once, and a process of ours starts in hundredths of one.
+"""Warm processes that fork: what costs seconds to import is imported once, and a process of ours
+starts in hundredths of one.
 
-Each has one thread, and torch is told so by variables, or a fork would copy locks that nobody opens any more.
+Each has one thread, and torch is told so by variables, or a fork would copy locks that nobody opens
+any more.
 """
 
 import contextlib
@@ -41,7 +43,8 @@ def readable(fd: int, timeout: float | None) -> bool:
 
 
 class Forked:
-    """A process that a zygote forked, with the part of Popen's interface that tests use. What it prints is in the file `log`."""
+    """A process that a zygote forked, with the part of Popen's interface that tests use. What it
+    prints is in the file `log`."""
 
     def __init__(self, pid: int, answers: int, log: Path):
         self.pid, self.answers, self.log = pid, answers, log
@@ -79,15 +82,25 @@ class Zygote:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         command = [sys.executable, "-m", "tests.zygote", *modules]
         env = os.environ | threads | environment
-        self.process = subprocess.Popen(command, cwd=Path(__file__).parent.parent, env=env, stdin=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=Path(__file__).parent.parent, env=env, stdin=subprocess.PIPE, text=True
+        )
         self.environment = threads | environment
         self.fifos = tempfile.TemporaryDirectory(prefix="zygote-")
         self.num_forked = 0
 
     def fork(
-        self, role: str, *arguments: str, log: Path, env: Mapping[str, str] = os.environ, setup: str = "", fault: str = "", trace: str = ""
+        self,
+        role: str,
+        *arguments: str,
+        log: Path,
+        env: Mapping[str, str] = os.environ,
+        setup: str = "",
+        fault: str = "",
+        trace: str = "",
     ) -> Forked:
-        """Runs `python -m rl.ROLE.main ARGUMENTS` in a fork, in a session of its own; before that it calls `setup`, "module:function".
+        """Runs `python -m rl.ROLE.main ARGUMENTS` in a fork, in a session of its own; before that
+        it calls `setup`, "module:function".
 
         A role with a dot is a module whose `main` is called.
         """
@@ -96,8 +109,16 @@ class Zygote:
         fifo = f"{self.fifos.name}/{self.num_forked}"
         os.mkfifo(fifo)
         answers = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-        order = {"role": role, "argv": [role, *arguments], "log": str(log), "env": self.environment | dict(env), "setup": setup}
-        self.process.stdin.write(json.dumps(order | {"fifo": fifo, "fault": fault, "trace": trace}) + "\n")
+        order = {
+            "role": role,
+            "argv": [role, *arguments],
+            "log": str(log),
+            "env": self.environment | dict(env),
+            "setup": setup,
+        }
+        self.process.stdin.write(
+            json.dumps(order | {"fifo": fifo, "fault": fault, "trace": trace}) + "\n"
+        )
         self.process.stdin.flush()
         if not readable(answers, 240):
             raise TimeoutError(f"the zygote of {role} did not fork within 240 s")
@@ -187,7 +208,8 @@ def live(order: dict) -> None:
 
 
 def keep(order: dict) -> None:
-    """In the first fork: the parent of the process, which tells its pid and how it ended. Never returns."""
+    """In the first fork: the parent of the process, which tells its pid and how it ended. Never
+    returns."""
     answers = os.open(order["fifo"], os.O_WRONLY)
     if (pid := os.fork()) == 0:
         os.close(answers)
@@ -202,7 +224,9 @@ def keep(order: dict) -> None:
 def main() -> None:
     with without_collection():
         preload(sys.argv[1:])
-    gc.freeze()  # a million objects, through which each fork would look for garbage again and again, and so write to all pages
+    # a million objects, through which each fork would look for garbage again and again, and so
+    # write to all pages
+    gc.freeze()
     for line in sys.stdin:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -1,4 +1,5 @@
-"""Arithmetic with one tool: the model calls `calculate`, reads the result, and answers. Graded, so that a small model gets a foothold."""
+"""Arithmetic with one tool: the model calls `calculate`, reads the result, and answers. Graded,
+so that a small model gets a foothold."""
 
 import ast
 import json
@@ -30,7 +31,8 @@ To call it, write:
 
 
 def evaluate(node: ast.AST) -> int | float:
-    """The value of a parsed expression of numbers and + - * / // %. Raises ValueError for anything else."""
+    """The value of a parsed expression of numbers and + - * / // %. Raises ValueError for
+    anything else."""
     if isinstance(node, ast.Expression):
         return evaluate(node.body)
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -43,7 +45,8 @@ def evaluate(node: ast.AST) -> int | float:
 
 
 def value_of(expression: str) -> int | float:
-    """The value of an expression; a whole number as an int. Raises ValueError for what is not arithmetic."""
+    """The value of an expression; a whole number as an int. Raises ValueError for what is not
+    arithmetic."""
     if len(expression) > MAX_EXPRESSION:
         raise ValueError(f"longer than {MAX_EXPRESSION} characters")
     try:
@@ -84,13 +87,24 @@ def valid_call(completion: list) -> float:
 
 def right_expression(completion: list, answer: str) -> float:
     """1.0 if a call was about the question: it has an operator and its value is the answer."""
-    return float(any(re.search(r"\d\s*[-+*/%]", called) and str(value_of(called)) == answer for called in expressions_called(completion)))
+    return float(
+        any(
+            re.search(r"\d\s*[-+*/%]", called) and str(value_of(called)) == answer
+            for called in expressions_called(completion)
+        )
+    )
 
 
 def right_answer(completion: list, answer: str) -> float:
-    """1.0 if the tool was used and the last number of the last reply, one without a call, is the answer."""
+    """1.0 if the tool was used and the last number of the last reply, one without a call, is the
+    answer."""
     last = completion[-1] if completion else None
-    if last is None or last["role"] != "assistant" or last.get("tool_calls") or not expressions_called(completion):
+    if (
+        last is None
+        or last["role"] != "assistant"
+        or last.get("tool_calls")
+        or not expressions_called(completion)
+    ):
         return 0.0
     numbers = re.findall(r"-?\d+(?:\.\d+)?", last["content"] or "")
     return float(bool(numbers) and numbers[-1] == answer)
@@ -112,7 +126,9 @@ def solved(expression: str, call_id: str) -> list[dict]:
     ]
 
 
-def random_expression(operators: str, min_operand: int, max_operand: int, terms: int, rng: random.Random) -> str:
+def random_expression(
+    operators: str, min_operand: int, max_operand: int, terms: int, rng: random.Random
+) -> str:
     expression = str(rng.randint(min_operand, max_operand))
     for _ in range(terms - 1):
         expression += f" {rng.choice(operators)} {rng.randint(min_operand, max_operand)}"
@@ -126,7 +142,10 @@ def distinct_expressions(number: int, draw: Callable[[], str]) -> list[str]:
         found[draw()] = None
         if len(found) == number:
             return list(found)
-    raise ValueError(f"only {len(found)} of {number} different questions were found; lower count or eval_count, or raise max_operand")
+    raise ValueError(
+        f"only {len(found)} of {number} different questions were found; lower count or "
+        "eval_count, or raise max_operand"
+    )
 
 
 def load_environment(
@@ -139,9 +158,11 @@ def load_environment(
     eval_count: int = 40,
     seed: int = 0,
 ) -> vf.Environment:
-    """Arithmetic with the tool `calculate`; reward = 0.2 valid_call + 0.3 right_expression + 0.5 right_answer.
+    """Arithmetic with the tool `calculate`; reward = 0.2 valid_call + 0.3 right_expression + 0.5
+    right_answer.
 
-    Easiest for a small model: operators="+", max_operand=20, examples=4. Harder: larger numbers, more terms, fewer examples.
+    Easiest for a small model: operators="+", max_operand=20, examples=4. Harder: larger numbers,
+    more terms, fewer examples.
 
     Args:
         operators: the operators that occur, of + - *.
@@ -156,15 +177,27 @@ def load_environment(
     if not operators or set(operators) - set("+-*"):
         raise ValueError(f"operators = {operators!r}; use some of + - *")
     rng = random.Random(seed)
-    drawn = distinct_expressions(examples + eval_count + count, lambda: random_expression(operators, min_operand, max_operand, terms, rng))
-    shown = [message for i, expression in enumerate(drawn[:examples]) for message in solved(expression, f"example_{i}")]
-    tasks = [{"question": question(expression), "answer": str(value_of(expression))} for expression in drawn[examples:]]
+    drawn = distinct_expressions(
+        examples + eval_count + count,
+        lambda: random_expression(operators, min_operand, max_operand, terms, rng),
+    )
+    shown = [
+        message
+        for i, expression in enumerate(drawn[:examples])
+        for message in solved(expression, f"example_{i}")
+    ]
+    tasks = [
+        {"question": question(expression), "answer": str(value_of(expression))}
+        for expression in drawn[examples:]
+    ]
     return vf.ToolEnv(
         tools=[calculate],
         max_turns=3,
         dataset=Dataset.from_list(tasks[eval_count:]),
         eval_dataset=Dataset.from_list(tasks[:eval_count]),
-        rubric=vf.Rubric(funcs=[valid_call, right_expression, right_answer], weights=[0.2, 0.3, 0.5]),
+        rubric=vf.Rubric(
+            funcs=[valid_call, right_expression, right_answer], weights=[0.2, 0.3, 0.5]
+        ),
         system_prompt=SYSTEM_PROMPT,
         few_shot=shown or None,
     )

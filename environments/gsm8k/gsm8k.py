@@ -1,4 +1,5 @@
-"""Grade-school problems in words (https://arxiv.org/abs/2110.14168). One turn; the reward is 1.0 for the right number in \\boxed{}."""
+"""Grade-school problems in words (https://arxiv.org/abs/2110.14168). One turn; the reward is 1.0
+for the right number in \\boxed{}."""
 
 import json
 import random
@@ -49,23 +50,31 @@ def read(dataset: str, split: str) -> Iterable[dict[str, Any]]:
             return [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"dataset = {dataset!r}, {split}: {error}. Check the name and the network; without a network give a folder with train.jsonl "
-            "and test.jsonl, such as grade_school_math/data of https://github.com/openai/grade-school-math"
+            f"dataset = {dataset!r}, {split}: {error}. Check the name and the network; "
+            "without a network give a folder with train.jsonl "
+            "and test.jsonl, such as grade_school_math/data of "
+            "https://github.com/openai/grade-school-math"
         ) from error
 
 
 def problems(dataset: str, split: str) -> list[dict[str, str]]:
-    """The problems of a split, each with the number behind #### as its answer. Raises ValueError."""
+    """The problems of a split, each with the number behind #### as its answer. Raises
+    ValueError."""
     rows = []
     for row in read(dataset, split):
         _, mark, answer = str(row.get("answer")).rpartition("####")
         if not mark or number(answer) is None or not row.get("question"):
-            raise ValueError(f"dataset = {dataset!r}, {split}: needs a `question`, and an `answer` with its number behind ####, not {row}")
+            raise ValueError(
+                f"dataset = {dataset!r}, {split}: needs a `question`, and an `answer` with "
+                f"its number behind ####, not {row}"
+            )
         rows.append({"question": row["question"], "answer": answer.strip()})
     return rows
 
 
-def load_environment(dataset: str = "openai/gsm8k", eval_count: int = 200, seed: int = 0) -> vf.Environment:
+def load_environment(
+    dataset: str = "openai/gsm8k", eval_count: int = 200, seed: int = 0
+) -> vf.Environment:
     """Solve a problem in words; reward `correct` (0 or 1), metric `has_answer`.
 
     Args:
@@ -75,7 +84,9 @@ def load_environment(dataset: str = "openai/gsm8k", eval_count: int = 200, seed:
     """
     test = problems(dataset, "test")
     if eval_count > len(test):
-        raise ValueError(f"eval_count = {eval_count}; the test split of {dataset} has {len(test)} problems")
+        raise ValueError(
+            f"eval_count = {eval_count}; the test split of {dataset} has {len(test)} problems"
+        )
     rubric = vf.Rubric(funcs=[correct])
     rubric.add_metric(has_answer)
     return vf.SingleTurnEnv(

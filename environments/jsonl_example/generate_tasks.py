@@ -1,4 +1,5 @@
-"""Writes tasks.jsonl beside this file: which of two numbers is larger. Run it again for the same file."""
+"""Writes tasks.jsonl beside this file: which of two numbers is larger. Run it again for the same
+file."""
 
 import json
 import random
@@ -15,7 +16,10 @@ def tasks(seed: int = 0) -> list[dict[str, str]]:
         first, second = rng.sample(range(10, 100), 2)
         pairs[first, second] = None
     return [
-        {"prompt": f"Which is larger, {first} or {second}? Answer with just the number.", "answer": str(max(first, second))}
+        {
+            "prompt": f"Which is larger, {first} or {second}? Answer with just the number.",
+            "answer": str(max(first, second)),
+        }
         for first, second in pairs
     ]
 

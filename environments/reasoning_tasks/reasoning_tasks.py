@@ -1,4 +1,5 @@
-"""Any task of reasoning-gym (https://github.com/open-thought/reasoning-gym): generated, and scored by its own verifier."""
+"""Any task of reasoning-gym (https://github.com/open-thought/reasoning-gym): generated, and
+scored by its own verifier."""
 
 import re
 from typing import Any
@@ -23,12 +24,13 @@ def load_environment(
 ) -> vf.Environment:
     """A single-turn environment of one reasoning-gym task.
 
-    task: its name, such as chain_sum, spell_backward, letter_counting. count, eval_count: tasks to train on and held out. shots: worked
-    examples, as turns before the question. seed: of the generator. any_order: whether questions with the same words in another order are
-    the same, so that the divisor of 8 and 12 is not asked again as that of 12 and 8. config: the task's own settings, as
-    min_terms = 2.
-    Reward `score`: reasoning-gym's score of the whole answer, 0 to 1. Raises ValueError for an unknown task or setting, and if the task has
-    too few different questions.
+    task: its name, such as chain_sum, spell_backward, letter_counting. count, eval_count: tasks to
+    train on and held out. shots: worked examples, as turns before the question. seed: of the
+    generator. any_order: whether questions with the same words in another order are the same, so
+    that the divisor of 8 and 12 is not asked again as that of 12 and 8. config: the task's own
+    settings, as min_terms = 2. Reward `score`: reasoning-gym's score of the whole answer, 0 to 1.
+    Raises ValueError for an unknown task or setting, and if the task has too few different
+    questions.
     """
     needed = shots + eval_count + count
     try:
@@ -37,12 +39,20 @@ def load_environment(
         raise ValueError(f"reasoning-gym's task {task} does not take {config}: {error}") from None
     entries = different(data, needed, any_order)
     if len(entries) < needed:
-        found = f"{task} with {config} has {len(entries)} different questions, and {needed} are needed"
-        raise ValueError(f"{found} (shots + eval_count + count): lower count, or allow larger questions")
+        found = (
+            f"{task} with {config} has {len(entries)} different questions, and {needed} are needed"
+        )
+        raise ValueError(
+            f"{found} (shots + eval_count + count): lower count, or allow larger questions"
+        )
     examples = [message for entry in entries[:shots] for message in turns(entry)]
 
     def score(completion: list[dict[str, Any]], info: dict[str, Any]) -> float:
-        return float(data.score_answer(answer=completion[-1]["content"].strip(), entry=entries[info["entry"]]))
+        return float(
+            data.score_answer(
+                answer=completion[-1]["content"].strip(), entry=entries[info["entry"]]
+            )
+        )
 
     def exact(completion: list[dict[str, Any]], answer: str) -> float:
         return float(completion[-1]["content"].strip() == answer)
@@ -64,11 +74,14 @@ def load_environment(
 
 
 def different(data: Any, most: int, any_order: bool) -> list[dict[str, Any]]:
-    """The first questions that differ, at most so many. `any_order`: questions with the same words in another order do not."""
+    """The first questions that differ, at most so many. `any_order`: questions with the same
+    words in another order do not."""
     found = dict[str | tuple[str, ...], dict[str, Any]]()
     for entry in data:
         question = entry["question"]
-        found.setdefault(tuple(sorted(re.findall(r"\w+", question))) if any_order else question, entry)
+        found.setdefault(
+            tuple(sorted(re.findall(r"\w+", question))) if any_order else question, entry
+        )
         if len(found) == most:
             break
     return list(found.values())
@@ -76,4 +89,7 @@ def different(data: Any, most: int, any_order: bool) -> list[dict[str, Any]]:
 
 def turns(entry: dict[str, Any]) -> list[dict[str, str]]:
     """Question and answer."""
-    return [{"role": "user", "content": entry["question"]}, {"role": "assistant", "content": str(entry["answer"])}]
+    return [
+        {"role": "user", "content": entry["question"]},
+        {"role": "assistant", "content": str(entry["answer"])},
+    ]

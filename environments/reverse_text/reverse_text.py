@@ -1,4 +1,5 @@
-"""Write a short text backwards. One turn; the reward grows smoothly with the likeness of the reply to the reversed text."""
+"""Write a short text backwards. One turn; the reward grows smoothly with the likeness of the
+reply to the reversed text."""
 
 import random
 from pathlib import Path
@@ -7,14 +8,17 @@ import verifiers as vf
 from datasets import Dataset
 
 WORD_LIST = """
-air ant arm art bag bat bed bee big box boy bus cat cow cup day dog ear egg eye fan fig fly fox fun gas hat hen hot ice ink jam jar key
-kid leg lip log man map net nut oak oil owl pan pen pet pie pig pot rat red sea sky sun tea toe top toy van war web win zoo baby ball
-bank bear bird blue boat book cake card city coat cold corn desk door duck farm fire fish food frog game gate girl goat gold hair hand
-home hope horn king kite lake lamp leaf lion luck milk moon nest nose park pear rain ring road rock roof rose salt sand seed shoe snow
-song star swim tail time tree wall wind wolf wood apple beach bread chair cloud dance dream earth flame glass grape green heart horse
-house juice lemon light money mouse night ocean paper plant queen river sheep smile spoon stone storm sugar table tiger train water
-whale white basket bridge butter candle castle cheese circle coffee copper dragon flower forest garden hammer island jacket kitten
-ladder market mirror monkey orange pencil planet rabbit rocket school shadow silver spider spring summer turtle valley window winter
+air ant arm art bag bat bed bee big box boy bus cat cow cup day dog ear egg eye fan fig fly fox fun
+gas hat hen hot ice ink jam jar key kid leg lip log man map net nut oak oil owl pan pen pet pie pig
+pot rat red sea sky sun tea toe top toy van war web win zoo baby ball bank bear bird blue boat book
+cake card city coat cold corn desk door duck farm fire fish food frog game gate girl goat gold hair
+hand home hope horn king kite lake lamp leaf lion luck milk moon nest nose park pear rain ring road
+rock roof rose salt sand seed shoe snow song star swim tail time tree wall wind wolf wood apple
+beach bread chair cloud dance dream earth flame glass grape green heart horse house juice lemon
+light money mouse night ocean paper plant queen river sheep smile spoon stone storm sugar table
+tiger train water whale white basket bridge butter candle castle cheese circle coffee copper dragon
+flower forest garden hammer island jacket kitten ladder market mirror monkey orange pencil planet
+rabbit rocket school shadow silver spider spring summer turtle valley window winter
 """
 WORDS = WORD_LIST.split()
 MORE_WORDS = Path(__file__).with_name("more_words.txt")
@@ -30,8 +34,11 @@ def random_text(rng: random.Random, words: list[str], min_length: int) -> str:
     return text
 
 
-def distinct_texts(words: list[str], number: int, min_length: int, max_length: int, seed: int) -> list[str]:
-    """So many different texts of these words. Raises ValueError when the lengths do not allow as many."""
+def distinct_texts(
+    words: list[str], number: int, min_length: int, max_length: int, seed: int
+) -> list[str]:
+    """So many different texts of these words. Raises ValueError when the lengths do not allow as
+    many."""
     rng = random.Random(seed)
     texts: dict[str, None] = {}
     for _ in range(number * ATTEMPTS_PER_TEXT):
@@ -41,7 +48,8 @@ def distinct_texts(words: list[str], number: int, min_length: int, max_length: i
         if len(texts) == number:
             return list(texts)
     raise ValueError(
-        f"only {len(texts)} of {number} different texts of {min_length} to {max_length} characters were found; "
+        f"only {len(texts)} of {number} different texts of {min_length} to {max_length} "
+        "characters were found; "
         "lower count or eval_count, or raise max_length"
     )
 
@@ -77,7 +85,8 @@ def reply_text(completion: list) -> str:
 
 
 def likeness(completion: list, answer: str) -> float:
-    """1.0 for the answer itself, 0.0 for a reply that shares no character with it; text around the answer costs."""
+    """1.0 for the answer itself, 0.0 for a reply that shares no character with it; text around
+    the answer costs."""
     reply = reply_text(completion)
     return 2 * common_length(answer, reply) / (len(answer) + len(reply))
 

@@ -9,7 +9,8 @@ HELD_OUT_EVERY = 5
 
 
 def rows(held_out: bool) -> list[dict[str, str]]:
-    """The pairs a + b with 7a + b divisible by five are held out: each digit then occurs in training on both sides."""
+    """The pairs a + b with 7a + b divisible by five are held out: each digit then occurs in
+    training on both sides."""
     return [
         {"question": f"What is {a} + {b}? Answer with just the number.", "answer": str(a + b)}
         for a in range(10)

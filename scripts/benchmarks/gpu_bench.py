@@ -1,4 +1,5 @@
-"""What the parts of scripts/gpu_check.py share: random models, measuring, and processes of their own."""
+"""What the parts of scripts/gpu_check.py share: random models, measuring, and processes of their
+own."""
 
 import gc
 import json
@@ -26,8 +27,18 @@ from rl.trainer.measure.performance import peak_memory_gib
 from rl.trainer.parallel.world import World, start_world
 
 SHAPES = {
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "4B": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
     "30B-A3B": {
         "hidden_size": 2048,
         "moe_intermediate_size": 768,
@@ -35,15 +46,38 @@ SHAPES = {
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
     },
-    "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "small experts": {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "small": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "small experts": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
 }
-"""Shapes of Qwen3, of four layers of the one with experts, and of two with which a CPU computes in float32."""
-COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 1 << 17}
+"""Shapes of Qwen3, of four layers of the one with experts, and of two with which a CPU computes
+in float32."""
+COMMON = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 1 << 17,
+}
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 LITTLE = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
 FEW = {"num_experts": 16, "num_experts_per_tok": 4}
-TINY = LITTLE | {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY = LITTLE | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -87,13 +121,20 @@ class Bench:
         """The folder of a random model of this shape, made once, on the device."""
         path = self.folder / name
         if not path.exists():
-            is_small, has_experts = name.startswith("small"), "moe_intermediate_size" in SHAPES[name]
-            shape = COMMON | SHAPES[name] | (LITTLE if is_small else {}) | (TINY if self.tiny else {})
+            is_small, has_experts = (
+                name.startswith("small"),
+                "moe_intermediate_size" in SHAPES[name],
+            )
+            shape = (
+                COMMON | SHAPES[name] | (LITTLE if is_small else {}) | (TINY if self.tiny else {})
+            )
             experts = EXPERTS | (FEW if is_small or self.tiny else {})
             config = Qwen3MoeConfig(**shape | experts) if has_experts else Qwen3Config(**shape)
             torch.manual_seed(0)
             with self.device:
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if is_small else torch.bfloat16)
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32 if is_small else torch.bfloat16
+                )
             model.save_pretrained(path.with_suffix(".tmp"))
             path.with_suffix(".tmp").rename(path)
         return path
@@ -132,7 +173,9 @@ def compilations() -> int:
 
 def apart(found: Tensor, expected: Tensor) -> float:
     """Norm of the difference, of that of what is expected."""
-    return float(f"{float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)):.2g}")
+    return float(
+        f"{float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)):.2g}"
+    )
 
 
 def in_process(bench: Bench, function: Callable[[], None], name: str) -> dict[str, Any]:
@@ -156,29 +199,42 @@ def last_said(log: Path) -> str:
     """The end of what a process printed behind its last result, without tests that passed."""
     lines = Path(f"{log}.out").read_text().splitlines()
     results = [place for place, text in enumerate(lines) if text.startswith('{"case"')]
-    rest = [text for text in lines[results[-1] + 1 if results else 0 :] if " PASSED" not in text and " SKIPPED" not in text]
+    rest = [
+        text
+        for text in lines[results[-1] + 1 if results else 0 :]
+        if " PASSED" not in text and " SKIPPED" not in text
+    ]
     return "\n".join(rest)[-1500:]
 
 
 def passed_on(command: list[str], **settings: Any) -> tuple[int, str]:
-    """Exit code and output of a command, which is printed as it comes: who ends this process knows how far it was."""
+    """Exit code and output of a command, which is printed as it comes: who ends this process
+    knows how far it was."""
     found = b""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings
+    ) as process:
         while process.stdout and (part := process.stdout.read1()):  # type: ignore[attr-defined]
             os.write(sys.stdout.fileno(), part)
             found += part
     return process.returncode, found.decode(errors="replace")
 
 
-def in_fork(function: Callable[[], None], log: Path, limit_s: float | None, session: bool = True) -> int | None:
-    """Runs a function in a fork of this process, which has imported what takes long and has touched no GPU; what it prints is in `log`.out
-    and `log`.err. Returns its exit code; None if it was ended at the limit, with all processes of its `session`."""
+def in_fork(
+    function: Callable[[], None], log: Path, limit_s: float | None, session: bool = True
+) -> int | None:
+    """Runs a function in a fork of this process, which has imported what takes long and has
+    touched no GPU; what it prints is in `log`.out and `log`.err. Returns its exit code; None if
+    it was ended at the limit, with all processes of its `session`."""
 
     def live() -> None:
         if session:
             os.setsid()
         for stream, suffix in ((sys.stdout, ".out"), (sys.stderr, ".err")):
-            os.dup2(os.open(f"{log}{suffix}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream.fileno())
+            os.dup2(
+                os.open(f"{log}{suffix}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
+                stream.fileno(),
+            )
         function()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

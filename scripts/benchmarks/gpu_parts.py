@@ -1,7 +1,7 @@
 """The parts of scripts/gpu_check.py, each run in a process of its own.
 
-Each prints one JSON object a line, as soon as it knows it: `case`, what was measured, and `aim` where there is one. Only the trainer is
-imported, and what it needs.
+Each prints one JSON object a line, as soon as it knows it: `case`, what was measured, and `aim`
+where there is one. Only the trainer is imported, and what it needs.
 """
 
 import hashlib
@@ -51,20 +51,37 @@ SAMPLE = 4096
 """Tokens of a sample where rows are measured: a prompt of a quarter, and an answer."""
 
 
-def ready(bench: Bench, name: str, world: World, dtype: str = "bfloat16", **trainer: Any) -> tuple[RLConfig, TrainContext]:
+def ready(
+    bench: Bench, name: str, world: World, dtype: str = "bfloat16", **trainer: Any
+) -> tuple[RLConfig, TrainContext]:
     """A model that can be trained, and its configuration."""
-    model = {"name": str(bench.model(name)), "dtype": dtype, "max_model_len": 257 if bench.tiny else SAMPLE + 1}
+    model = {
+        "name": str(bench.model(name)),
+        "dtype": dtype,
+        "max_model_len": 257 if bench.tiny else SAMPLE + 1,
+    }
     config = RLConfig.model_validate({"model": model, "trainer": trainer})
     policy = load_policy(str(bench.model(name)), config.model, config.trainer, world)
-    return config, TrainContext(policy, make_optimizer(policy, config.trainer.optim), config.trainer, world)
+    return config, TrainContext(
+        policy, make_optimizer(policy, config.trainer.optim), config.trainer, world
+    )
 
 
-def batch_for(config: RLConfig, context: TrainContext, data: FakeDataConfig, step: int = 1, alone: bool = False) -> Packed:
+def batch_for(
+    config: RLConfig,
+    context: TrainContext,
+    data: FakeDataConfig,
+    step: int = 1,
+    alone: bool = False,
+) -> Packed:
     """Random samples in rows; `alone`: none shares its prompt with another."""
     text = context.model.config.get_text_config()
     batch = FakeBatches(data, text.vocab_size, seed=0).receive(step)
     if alone:
-        batch.samples = [msgspec.structs.replace(sample, group_id=place) for place, sample in enumerate(batch.samples)]
+        batch.samples = [
+            msgspec.structs.replace(sample, group_id=place)
+            for place, sample in enumerate(batch.samples)
+        ]
     return prepare(batch, config, context.world, text.hidden_size)
 
 
@@ -85,26 +102,44 @@ def gradients(bench: Bench) -> None:
 
 
 def compare_with_cpu(bench: Bench, title: str, name: str = "small", **settings: Any) -> None:
-    # Each in a process of its own: a fork of one that has computed hangs in its first parallel operation on the CPU.
+    # Each in a process of its own: a fork of one that has computed hangs in its first parallel
+    # operation on the CPU.
     places = (bench, replace(bench, place="cpu"))
-    found, expected = (in_process(bench, partial(gradients_once, place, name, **settings), "gradients") for place in places)
-    say(title, **in_process(bench, partial(compare_gradients, found, expected), "compare"), aim="loss and gradient <= 1e-5")
+    found, expected = (
+        in_process(bench, partial(gradients_once, place, name, **settings), "gradients")
+        for place in places
+    )
+    say(
+        title,
+        **in_process(bench, partial(compare_gradients, found, expected), "compare"),
+        aim="loss and gradient <= 1e-5",
+    )
 
 
 def compare_gradients(found: dict[str, Any], expected: dict[str, Any]) -> None:
     tensors, there = load_file(found["file"]), load_file(expected["file"])
     worst = max((apart(tensor, there[name]), name) for name, tensor in tensors.items())
     loss = abs(found["loss"] - expected["loss"]) / abs(expected["loss"])
-    whole = apart(*(torch.cat([x[name].flatten() for name in sorted(there)]) for x in (tensors, there)))
+    whole = apart(
+        *(torch.cat([x[name].flatten() for name in sorted(there)]) for x in (tensors, there))
+    )
     print(json.dumps({"loss": float(f"{loss:.1e}"), "gradient": whole, "worst": worst}), flush=True)
 
 
 def gradients_once(bench: Bench, name: str, **settings: Any) -> None:
     config, context = ready(bench, name, bench.world(), "float32", **settings)
-    packed = batch_for(config, context, FakeDataConfig(samples=8, group_size=4, prompt_tokens=100, completion_tokens=60))
+    packed = batch_for(
+        config,
+        context,
+        FakeDataConfig(samples=8, group_size=4, prompt_tokens=100, completion_tokens=60),
+    )
     kept: dict[str, Tensor] = {}
     context.optimizer.step = lambda *_: kept.update(  # type: ignore[method-assign]
-        {name: p.grad.full_tensor().cpu() for name, p in context.model.named_parameters() if p.requires_grad}
+        {
+            name: p.grad.full_tensor().cpu()
+            for name, p in context.model.named_parameters()
+            if p.requires_grad
+        }
     )
     context.settings.optim.max_grad_norm = float("inf")
     metrics = train_step(context, packed, 0.0, Timer())
@@ -114,8 +149,12 @@ def gradients_once(bench: Bench, name: str, **settings: Any) -> None:
 
 
 def experts(bench: Bench) -> None:
-    """A mixture of experts: gradients in float32 against the CPU's, with adapters on its experts too, and steps of two rows."""
-    for title, settings in {"gradients": {}, "gradients of adapters": {"lora": {"rank": 8, "targets": "all-linear,experts"}}}.items():
+    """A mixture of experts: gradients in float32 against the CPU's, with adapters on its experts
+    too, and steps of two rows."""
+    for title, settings in {
+        "gradients": {},
+        "gradients of adapters": {"lora": {"rank": 8, "targets": "all-linear,experts"}},
+    }.items():
         with case(title):
             compare_with_cpu(bench, title, "small experts", **settings)
     training(bench, "30B-A3B")
@@ -123,18 +162,35 @@ def experts(bench: Bench) -> None:
 
 def two_rows(tokens: int, sample: int) -> FakeDataConfig:
     """Samples of so many tokens, a quarter of them the prompt, that fill two rows."""
-    return FakeDataConfig(samples=2 * tokens // sample, group_size=1, prompt_tokens=sample // 4, completion_tokens=sample - sample // 4)
+    return FakeDataConfig(
+        samples=2 * tokens // sample,
+        group_size=1,
+        prompt_tokens=sample // 4,
+        completion_tokens=sample - sample // 4,
+    )
 
 
 def training(bench: Bench, name: str) -> None:
     """Steps of two rows of samples of 4,096 tokens."""
-    aim = {"0.6B": "mfu >= 0.45 and state_gib <= 12.5 at 16k", "4B": "mfu >= 0.5", "30B-A3B": "mfu >= 0.3"}[name]
+    aim = {
+        "0.6B": "mfu >= 0.45 and state_gib <= 12.5 at 16k",
+        "4B": "mfu >= 0.5",
+        "30B-A3B": "mfu >= 0.3",
+    }[name]
     full = {"activation_checkpointing": "full"}
-    cases = [(16384, full, True), (65536, full | {"optim": {"offload": True}}, True), (16384, full, False)]
+    cases = [
+        (16384, full, True),
+        (65536, full | {"optim": {"offload": True}}, True),
+        (16384, full, False),
+    ]
     if name == "0.6B":
         cases = [(16384, {}, True), (65536, full, True), (16384, {}, False)]
     if name == "30B-A3B":
-        cases = [(16384, full, True), (16384, full | {"lora": {"rank": 32, "targets": "all-linear,experts"}}, True), (16384, full, False)]
+        cases = [
+            (16384, full, True),
+            (16384, full | {"lora": {"rank": 32, "targets": "all-linear,experts"}}, True),
+            (16384, full, False),
+        ]
     sample = 64 if bench.tiny else SAMPLE
     world = bench.world()
     for tokens, settings, compile_layers in [(256, cases[0][1], False)] if bench.tiny else cases:
@@ -142,28 +198,56 @@ def training(bench: Bench, name: str) -> None:
         title = " ".join([size, *map(str, settings.values())] + ["compiled"] * compile_layers)
         data = two_rows(tokens, sample)
         with case(title):
-            figures = train_rows(bench, name, world, data, micro_batch_tokens=tokens, compile=compile_layers, **settings)
+            figures = train_rows(
+                bench,
+                name,
+                world,
+                data,
+                micro_batch_tokens=tokens,
+                compile=compile_layers,
+                **settings,
+            )
             say(title, **figures, aim=aim)
         bench.clear()
 
 
-def train_rows(bench: Bench, name: str, world: World, data: FakeDataConfig, **settings: Any) -> dict[str, Any]:
+def train_rows(
+    bench: Bench, name: str, world: World, data: FakeDataConfig, **settings: Any
+) -> dict[str, Any]:
     """What a step on such samples takes, after one to warm up."""
     since = time.monotonic()
     config, context = ready(bench, name, world, **settings)
     packed = batch_for(config, context, data)
     train(bench, context, packed)
-    warm, state = time.monotonic() - since, round(torch.cuda.memory_allocated() / 2**30, 2) if bench.on_gpu else None
+    warm, state = (
+        time.monotonic() - since,
+        round(torch.cuda.memory_allocated() / 2**30, 2) if bench.on_gpu else None,
+    )
     bench.peak_gib(reset=True)
     seconds = median(train(bench, context, packed) for _ in range(3))
-    work, peak = work_of(context.model), peak_flops(torch.cuda.get_device_name()) if bench.on_gpu else None
-    done, real = sum(map(work.of, packed.micro_batches)), sum(sample.num_tokens for sample in packed.batch.samples)
-    figures = {"tokens_per_s": round(real / seconds), "mfu": round(done / seconds / peak, 3) if peak else None, "state_gib": state}
-    return figures | {"peak_gib": bench.peak_gib(), "start_s": round(warm, 1), "compilations": compilations()}
+    work, peak = (
+        work_of(context.model),
+        peak_flops(torch.cuda.get_device_name()) if bench.on_gpu else None,
+    )
+    done, real = (
+        sum(map(work.of, packed.micro_batches)),
+        sum(sample.num_tokens for sample in packed.batch.samples),
+    )
+    figures = {
+        "tokens_per_s": round(real / seconds),
+        "mfu": round(done / seconds / peak, 3) if peak else None,
+        "state_gib": state,
+    }
+    return figures | {
+        "peak_gib": bench.peak_gib(),
+        "start_s": round(warm, 1),
+        "compilations": compilations(),
+    }
 
 
 def tree(bench: Bench) -> None:
-    """16 samples behind one prompt of 4,096 tokens: shared, and each with a prompt of its own, which is padded rows without padding."""
+    """16 samples behind one prompt of 4,096 tokens: shared, and each with a prompt of its own,
+    which is padded rows without padding."""
     prompt, answer = (64, 8) if bench.tiny else (4096, 512)
     rows = {"micro_batch_tokens": 4 * (prompt + answer)}
     config, context = ready(bench, "0.6B", bench.world(), compile=bench.on_gpu, **rows)
@@ -174,12 +258,15 @@ def tree(bench: Bench) -> None:
         train(bench, context, packed)
         seconds[alone] = median(train(bench, context, packed) for _ in range(3))
         tokens = sum(len(row.input_ids) for row in packed.micro_batches)
-        say("alone" if alone else "shared", computed_tokens=tokens, seconds=round(seconds[alone], 4))
+        say(
+            "alone" if alone else "shared", computed_tokens=tokens, seconds=round(seconds[alone], 4)
+        )
     say("alone over shared", ratio=round(seconds[True] / seconds[False], 2), aim="ratio >= 3")
 
 
 def bare(bench: Bench) -> None:
-    """Our step over a bare one with the same attention, and over plain Hugging Face with torch's attention."""
+    """Our step over a bare one with the same attention, and over plain Hugging Face with torch's
+    attention."""
     prompt, answer = (16, 16) if bench.tiny else (1024, 3072)
     data = FakeDataConfig(samples=8, group_size=1, prompt_tokens=prompt, completion_tokens=answer)
     settings = {"micro_batch_tokens": 4 * (prompt + answer), "compile": bench.on_gpu}
@@ -187,7 +274,13 @@ def bare(bench: Bench) -> None:
     ours: dict[str, Any] = {}
     with case("bare PyTorch"):
         ours = measure(folder, data, 3, bench.on_gpu, **settings)
-        say("bare PyTorch", ratio=ours["ratio"], ours_s=ours["ours"]["step"], bare_s=ours["bare"]["step"], aim="ratio <= 1.03")
+        say(
+            "bare PyTorch",
+            ratio=ours["ratio"],
+            ours_s=ours["ours"]["step"],
+            bare_s=ours["bare"]["step"],
+            aim="ratio <= 1.03",
+        )
     bench.clear()
     with case("Hugging Face"):
         theirs = hugging_face_seconds(bench, folder, data)
@@ -199,26 +292,45 @@ def profile(bench: Bench) -> None:
     """What the GPU does during our step, and during the bare one, on the rows of `train_0.6B`."""
     sample, tokens = (64, 256) if bench.tiny else (SAMPLE, 16384)
     data = two_rows(tokens, sample)
-    config, context = ready(bench, "0.6B", bench.world(), micro_batch_tokens=tokens, compile=bench.on_gpu)
+    config, context = ready(
+        bench, "0.6B", bench.world(), micro_batch_tokens=tokens, compile=bench.on_gpu
+    )
     packed = batch_for(config, context, data)
     bare = bare_step(str(bench.model("0.6B")), config, context.world)
-    for title, step in {"ours": partial(train, bench, context, packed), "bare": partial(bare, packed)}.items():
+    for title, step in {
+        "ours": partial(train, bench, context, packed),
+        "bare": partial(bare, packed),
+    }.items():
         seconds = bench.seconds(step)
         profile_step(bench, f"{title}: {seconds:.3f} s a step", step)
 
 
 def hugging_face_seconds(bench: Bench, folder: str, data: FakeDataConfig) -> float:
     """A step of AdamW on bfloat16 weights, two samples a pass, all logits in memory."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").to(bench.device).train()
+    model = (
+        AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+        .to(bench.device)
+        .train()
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     samples = FakeBatches(data, model.config.vocab_size, seed=0).receive(1).samples
-    rows = torch.tensor(np.stack([sample.token_ids for sample in samples]), device=bench.device).long().split(2)
+    rows = (
+        torch.tensor(np.stack([sample.token_ids for sample in samples]), device=bench.device)
+        .long()
+        .split(2)
+    )
     bench.peak_gib(reset=True)
 
     def step() -> None:
         for ids in rows:
-            logits = model(input_ids=ids, use_cache=False, logits_to_keep=data.completion_tokens + 1).logits[:, :-1]
-            cross_entropy(logits.flatten(0, 1).float(), ids[:, data.prompt_tokens :].flatten()).backward()
+            logits = model(
+                input_ids=ids, use_cache=False, logits_to_keep=data.completion_tokens + 1
+            ).logits[:, :-1]
+            cross_entropy(
+                logits.flatten(0, 1).float(), ids[:, data.prompt_tokens :].flatten()
+            ).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -230,8 +342,14 @@ def head(bench: Bench) -> None:
     """Log-probabilities of 16,384 tokens over a vocabulary of 151,936, forward and backward."""
     places, width, vocab = (64, 32, 1000) if bench.tiny else (16384, 1024, 151936)
     torch.manual_seed(0)
-    hidden, weight = (torch.randn(n, width, device=bench.device, dtype=torch.bfloat16) / scale for n, scale in ((places, 1), (vocab, 16)))
-    temperatures, rows = torch.ones(places, device=bench.device), torch.arange(places, device=bench.device)
+    hidden, weight = (
+        torch.randn(n, width, device=bench.device, dtype=torch.bfloat16) / scale
+        for n, scale in ((places, 1), (vocab, 16))
+    )
+    temperatures, rows = (
+        torch.ones(places, device=bench.device),
+        torch.arange(places, device=bench.device),
+    )
     targets = torch.randint(vocab, (places,), device=bench.device)
 
     def run() -> tuple[Tensor, Tensor]:
@@ -240,7 +358,11 @@ def head(bench: Bench) -> None:
         found.sum().backward()
         return found.detach(), inputs[0].grad
 
-    expected = [torch.log_softmax((hidden[:64] @ weight.t()).float(), -1).gather(1, targets[:64, None])[:, 0]]
+    expected = [
+        torch.log_softmax((hidden[:64] @ weight.t()).float(), -1).gather(1, targets[:64, None])[
+            :, 0
+        ]
+    ]
     compiled_on = logprobs.FUSED_ON
     for name in ("compiled", "eager"):
         logprobs.FUSED_ON = compiled_on if name == "compiled" else ()
@@ -249,7 +371,13 @@ def head(bench: Bench) -> None:
             bench.peak_gib(reset=True)
             seconds = bench.seconds(run)
             tflops = round(6 * places * width * vocab / seconds / 1e12, 1)
-            say(name, ms=round(1e3 * seconds, 2), tflops=tflops, peak_gib=bench.peak_gib(), error=error)
+            say(
+                name,
+                ms=round(1e3 * seconds, 2),
+                tflops=tflops,
+                peak_gib=bench.peak_gib(),
+                error=error,
+            )
 
 
 def memory(bench: Bench) -> None:
@@ -263,7 +391,9 @@ def memory(bench: Bench) -> None:
 
 def try_row(bench: Bench, tokens: int, world: World) -> None:
     config, context = ready(bench, "0.6B", world, micro_batch_tokens=tokens)
-    whole = partial(prepare, config=config, world=world, hidden_size=context.model.config.hidden_size)
+    whole = partial(
+        prepare, config=config, world=world, hidden_size=context.model.config.hidden_size
+    )
     bench.peak_gib(reset=True)
     since = time.monotonic()
     try:
@@ -275,15 +405,24 @@ def try_row(bench: Bench, tokens: int, world: World) -> None:
 
 
 def offload(bench: Bench) -> None:
-    """The optimizer's step with its moments on the GPU and in the host's memory: seconds, memory, and whether the bits are the same."""
+    """The optimizer's step with its moments on the GPU and in the host's memory: seconds,
+    memory, and whether the bits are the same."""
     if not bench.on_gpu:
         return say("offload", note="needs a GPU")
     found, world = {}, bench.world()
     for kind in (False, True):
-        settings = {"optim": {"offload": kind, "lr": 1e-3}, "deterministic": True, "micro_batch_tokens": 8192}
+        settings = {
+            "optim": {"offload": kind, "lr": 1e-3},
+            "deterministic": True,
+            "micro_batch_tokens": 8192,
+        }
         determinism.apply(RLConfig.model_validate({"trainer": settings}).trainer, bench.device)
         config, context = ready(bench, "0.6B", world, **settings)
-        packed = batch_for(config, context, FakeDataConfig(samples=4, group_size=2, prompt_tokens=512, completion_tokens=512))
+        packed = batch_for(
+            config,
+            context,
+            FakeDataConfig(samples=4, group_size=2, prompt_tokens=512, completion_tokens=512),
+        )
         seconds = []
         for _ in range(3):
             timer = Timer(device=bench.device)
@@ -301,12 +440,20 @@ def digest(context: TrainContext) -> str:
     """Of all weights."""
     found = hashlib.blake2b()
     for parameter in context.model.parameters():
-        found.update(checkpoint.local(parameter.detach()).cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(
+            checkpoint.local(parameter.detach())
+            .cpu()
+            .contiguous()
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
     return found.hexdigest()
 
 
 def storage(bench: Bench) -> None:
-    """Publishing and saving 0.6B: the copy that holds up the training, and what its threads do after it, in GB a second."""
+    """Publishing and saving 0.6B: the copy that holds up the training, and what its threads do
+    after it, in GB a second."""
     world = bench.world()
     config, context = ready(bench, "0.6B", world)
     made: dict[str, Any] = {}
@@ -316,53 +463,111 @@ def storage(bench: Bench) -> None:
         since = time.monotonic()
         made[case] = function()
         seconds = time.monotonic() - since
-        say(case, gb_per_s=round(size / 1e9 / seconds, 2), seconds=round(seconds, 3), gb=round(size / 1e9, 2))
+        say(
+            case,
+            gb_per_s=round(size / 1e9 / seconds, 2),
+            seconds=round(seconds, 3),
+            gb=round(size / 1e9, 2),
+        )
 
     base, dtype = bench.model("0.6B"), DTYPES[config.model.dtype]
     size = sum(p.numel() for p in context.model.parameters())
     timed("publish: copy", 2 * size, lambda: versions.snapshot(context.model, base, dtype, {}))
-    timed("publish: copy again", 2 * size, lambda: versions.snapshot(context.model, base, dtype, {}, before=made["publish: copy"]))
+    timed(
+        "publish: copy again",
+        2 * size,
+        lambda: versions.snapshot(context.model, base, dtype, {}, before=made["publish: copy"]),
+    )
     timed("publish: digests", 2 * size, lambda: made["publish: copy"].digests)
-    timed("publish: write", 2 * size, lambda: made["publish: copy"].write(bench.folder / "weights" / "000001"))
+    timed(
+        "publish: write",
+        2 * size,
+        lambda: made["publish: copy"].write(bench.folder / "weights" / "000001"),
+    )
     stager = checkpoint.make_stager(world)
     for name in ("checkpoint: copy", "checkpoint: copy again"):
-        timed(name, 12 * size, lambda: checkpoint.snapshot(context.model, context.optimizer, world, stager))
+        timed(
+            name,
+            12 * size,
+            lambda: checkpoint.snapshot(context.model, context.optimizer, world, stager),
+        )
     path, name = bench.folder / "checkpoints" / "000001", checkpoint.fingerprint(context.model)
-    timed("checkpoint: write", 12 * size, lambda: checkpoint.write(path, 1, made["checkpoint: copy"], name, world))
+    timed(
+        "checkpoint: write",
+        12 * size,
+        lambda: checkpoint.write(path, 1, made["checkpoint: copy"], name, world),
+    )
     manifest = checkpoint.read_manifest(path)
-    timed("checkpoint: load", 12 * size, lambda: checkpoint.load(path, manifest, context.model, context.optimizer, world))
+    timed(
+        "checkpoint: load",
+        12 * size,
+        lambda: checkpoint.load(path, manifest, context.model, context.optimizer, world),
+    )
 
 
 def replay(bench: Bench) -> None:
     """Two steps of a deterministic run in each of two processes."""
     for compiled in (False, True) if bench.on_gpu else (False,):
         with case(f"compile {compiled}"):
-            first, second = (in_process(bench, partial(replay_once, bench, compiled), "replay") for _ in range(2))
+            first, second = (
+                in_process(bench, partial(replay_once, bench, compiled), "replay") for _ in range(2)
+            )
             say(f"compile {compiled}", equal=first == second, aim="true")
 
 
 def replay_once(bench: Bench, compiled: bool) -> None:
     tokens = 128 if bench.tiny else 8192
-    settings = {"deterministic": True, "micro_batch_tokens": tokens, "compile": compiled, "optim": {"lr": 1e-3}}
+    settings = {
+        "deterministic": True,
+        "micro_batch_tokens": tokens,
+        "compile": compiled,
+        "optim": {"lr": 1e-3},
+    }
     world = bench.world()
     determinism.apply(RLConfig.model_validate({"trainer": settings}).trainer, bench.device)
     config, context = ready(bench, "0.6B", world, **settings)
     for step in (1, 2):
-        data = FakeDataConfig(samples=8, group_size=4, prompt_tokens=tokens // 8, completion_tokens=tokens // 8)
+        data = FakeDataConfig(
+            samples=8, group_size=4, prompt_tokens=tokens // 8, completion_tokens=tokens // 8
+        )
         train(bench, context, batch_for(config, context, data, step))
     print(json.dumps({"weights": digest(context)}), flush=True)
 
 
 def tests(bench: Bench) -> None:
-    """The tests of the trainer that need one rank alone, on the device. Raises RunError if one fails."""
+    """The tests of the trainer that need one rank alone, on the device. Raises RunError if one
+    fails."""
     wrong = []
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     environment |= {"RL_TEST_DEVICE": bench.device.type, "PYTHONPATH": path}
-    names = ["model/test_logprobs", "model/test_attention", "model/test_flex", "model/test_policy", "test_start"]
+    names = [
+        "model/test_logprobs",
+        "model/test_attention",
+        "model/test_flex",
+        "model/test_policy",
+        "test_start",
+    ]
     for name in names[:1] if bench.tiny else names:
-        command = [sys.executable, "-m", "pytest", f"tests/trainer/{name}.py", "-v", "-o", "addopts=", "-m", "not proof", "--tb=line"]
-        command += ["-p", "no:cacheprovider", "--timeout", "60", *(["-k", "dense"] if bench.tiny else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            f"tests/trainer/{name}.py",
+            "-v",
+            "-o",
+            "addopts=",
+            "-m",
+            "not proof",
+            "--tb=line",
+        ]
+        command += [
+            "-p",
+            "no:cacheprovider",
+            "--timeout",
+            "60",
+            *(["-k", "dense"] if bench.tiny else []),
+        ]
         code, said = passed_on(command, cwd=ROOT, env=environment)
         lines = said.strip().splitlines() or [""]
         failed = [text[:200] for text in lines if text.startswith(("FAILED", "ERROR"))]

@@ -1,4 +1,5 @@
-"""Measures what our own code costs, beside stubs for the model and the trainer. `uv run scripts/bench.py orchestrator` prints JSON."""
+"""Measures what our own code costs, beside stubs for the model and the trainer. `uv run
+scripts/bench.py orchestrator` prints JSON."""
 
 import argparse
 import asyncio
@@ -57,13 +58,22 @@ async def stub_server(status: Path, num_tokens: int, delay_s: float) -> None:
     from rl.run_dir.status import RoleStatus, write_status
     from rl.wire.inference_client import PROTOCOL
 
-    state = {"policy_version": 0, "max_model_len": 1 << 30, "served_model": ModelConfig().name, "protocol": PROTOCOL}
+    state = {
+        "policy_version": 0,
+        "max_model_len": 1 << 30,
+        "served_model": ModelConfig().name,
+        "protocol": PROTOCOL,
+    }
 
     async def generate(request: web.Request) -> web.Response:
         await request.read()
         await asyncio.sleep(delay_s)
         ids = [random.randrange(200) for _ in range(num_tokens)]
-        answer = {"token_ids": ids, "logprobs": [-1.0] * num_tokens, "policy_versions": [[state["policy_version"], num_tokens]]}
+        answer = {
+            "token_ids": ids,
+            "logprobs": [-1.0] * num_tokens,
+            "policy_versions": [[state["policy_version"], num_tokens]],
+        }
         return web.json_response(answer | {"finish_reason": "stop"})
 
     async def load(request: web.Request) -> web.Response:
@@ -74,7 +84,13 @@ async def stub_server(status: Path, num_tokens: int, delay_s: float) -> None:
         return web.json_response(state)
 
     app = web.Application()
-    app.add_routes([web.post("/generate", generate), web.post("/load_weights", load), web.get("/status", get_status)])
+    app.add_routes(
+        [
+            web.post("/generate", generate),
+            web.post("/load_weights", load),
+            web.get("/status", get_status),
+        ]
+    )
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
@@ -98,7 +114,8 @@ def stub_trainer(run_dir: Path, steps: int) -> None:
 
 
 class Probe:
-    """Samples event-loop lag, and CPU time at each committed batch, of this process and of its workers."""
+    """Samples event-loop lag, and CPU time at each committed batch, of this process and of its
+    workers."""
 
     def __init__(self, run_dir: Path):
         self.batches = run_dir / "batches"
@@ -109,7 +126,11 @@ class Probe:
         """Highest seen, of us and the workers, bytes."""
 
     def workers(self) -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if "rl.envs.worker" in " ".join(child.cmdline())]
+        return [
+            child
+            for child in psutil.Process().children()
+            if "rl.envs.worker" in " ".join(child.cmdline())
+        ]
 
     def look(self) -> tuple[float, float, float]:
         times = psutil.Process().cpu_times()
@@ -133,8 +154,11 @@ class Probe:
         return sum(process.memory_info().rss for process in [psutil.Process(), *self.workers()])
 
 
-async def measure(args: argparse.Namespace, in_flight: int, steps: int, workers: int, folder: Path, model: Path) -> dict[str, Any]:
-    """One run of the real orchestrator with the real workers, and what it cost from the first batch to the last."""
+async def measure(
+    args: argparse.Namespace, in_flight: int, steps: int, workers: int, folder: Path, model: Path
+) -> dict[str, Any]:
+    """One run of the real orchestrator with the real workers, and what it cost from the first
+    batch to the last."""
     from rl.config.command_line import build, parse_args
     from rl.homes.resolve import homes_of
     from rl.orchestrator.main import run
@@ -144,16 +168,42 @@ async def measure(args: argparse.Namespace, in_flight: int, steps: int, workers:
     num_tokens, delay_s = args.tokens, args.delay
     (folder / "bench_env.py").write_text(V1_ENVIRONMENT if args.v1 else ENVIRONMENT)
     os.environ["PYTHONPATH"] = str(folder)
-    flags = ["--name", "bench", "--output_dir", str(folder), "--orchestrator.environment.id", "bench-env", "--max_steps", str(steps)]
-    flags += ["--orchestrator.batch_size", str(in_flight // 2), "--orchestrator.sampling.max_tokens", str(num_tokens), "--max_lag", "1"]
+    flags = [
+        "--name",
+        "bench",
+        "--output_dir",
+        str(folder),
+        "--orchestrator.environment.id",
+        "bench-env",
+        "--max_steps",
+        str(steps),
+    ]
+    flags += [
+        "--orchestrator.batch_size",
+        str(in_flight // 2),
+        "--orchestrator.sampling.max_tokens",
+        str(num_tokens),
+        "--max_lag",
+        "1",
+    ]
     config = build(parse_args([*flags, "--orchestrator.environment.workers", str(workers)]))
     os.chdir(folder)  # where a module is looked for
     status_path = config.run_dir.status("inference")
     status_path.parent.mkdir(parents=True)
-    stub = [sys.executable, __file__, "stub-server", str(status_path), str(num_tokens), str(delay_s)]
+    stub = [
+        sys.executable,
+        __file__,
+        "stub-server",
+        str(status_path),
+        str(num_tokens),
+        str(delay_s),
+    ]
     trainer = [sys.executable, __file__, "stub-trainer", str(config.run_dir.root), str(steps)]
     children = [subprocess.Popen(stub), subprocess.Popen(trainer)]
-    probe, status = Probe(config.run_dir.root), Status(config.run_dir.status("orchestrator"), "orchestrator")
+    probe, status = (
+        Probe(config.run_dir.root),
+        Status(config.run_dir.status("orchestrator"), "orchestrator"),
+    )
     empty = probe.used()
     task = asyncio.create_task(probe.run())
     gc.freeze()  # as the orchestrator's own process does
@@ -166,7 +216,9 @@ async def measure(args: argparse.Namespace, in_flight: int, steps: int, workers:
             child.kill()
             child.wait()
     metrics = read_metrics(config.run_dir.metrics)
-    rollouts = sum(metrics[step, "orchestrator"]["rollouts/finished"] for step in range(2, steps + 1))
+    rollouts = sum(
+        metrics[step, "orchestrator"]["rollouts/finished"] for step in range(2, steps + 1)
+    )
     (wall0, cpu0, theirs0), (wall, cpu, theirs) = probe.at_batch[0], probe.at_batch[-1]
     late = sorted(probe.late)
     return {
@@ -199,8 +251,21 @@ def orchestrator(args: argparse.Namespace) -> None:
     growth = {}
     if len(args.in_flight) > 1:
         added = last["in_flight"] - first["in_flight"]
-        growth["kib_per_rollout_in_flight"] = round((last["peak_mib"] - first["peak_mib"]) * 1024 / added, 1)
-    print(json.dumps({"cores": os.cpu_count(), "tokens": args.tokens, "delay_s": args.delay, "runs": results, **growth}, indent=2))
+        growth["kib_per_rollout_in_flight"] = round(
+            (last["peak_mib"] - first["peak_mib"]) * 1024 / added, 1
+        )
+    print(
+        json.dumps(
+            {
+                "cores": os.cpu_count(),
+                "tokens": args.tokens,
+                "delay_s": args.delay,
+                "runs": results,
+                **growth,
+            },
+            indent=2,
+        )
+    )
 
 
 def main() -> None:
@@ -210,7 +275,9 @@ def main() -> None:
         return stub_trainer(Path(sys.argv[2]), int(sys.argv[3]))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 1000, 10000])
-    parser.add_argument("--rollouts", type=int, default=20000, help="at least, for each number in flight")
+    parser.add_argument(
+        "--rollouts", type=int, default=20000, help="at least, for each number in flight"
+    )
     parser.add_argument("--workers", nargs="+", type=int, default=[1], help="numbers of them")
     parser.add_argument("--v1", action="store_true", help="an environment of the v1 API")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")

@@ -1,7 +1,9 @@
-"""What passes between the command and the first trained step, and between an optimizer step and the next sampled token.
+"""What passes between the command and the first trained step, and between an optimizer step and the
+next sampled token.
 
-`uv run scripts/bench.py start` runs the quickstart for a few steps, on a machine that does nothing else, and prints seconds as JSON. Flags
-behind it are those of `rl`. The first run on a machine also converts the model and makes the environment's home: count the second.
+`uv run scripts/bench.py start` runs the quickstart for a few steps, on a machine that does nothing
+else, and prints seconds as JSON. Flags behind it are those of `rl`. The first run on a machine also
+converts the model and makes the environment's home: count the second.
 """
 
 import argparse
@@ -38,10 +40,28 @@ PARTS = {
 
 
 def run(folder: Path, flags: list[str]) -> tuple[float, list[Done]]:
-    """Runs the quickstart. Returns when it was started, seconds since the epoch, and the spans of all its processes."""
-    own = ["--output_dir", str(folder), "--name", "run", "--max_steps", str(STEPS), "--orchestrator.show_rollout_every", "0"]
+    """Runs the quickstart. Returns when it was started, seconds since the epoch, and the spans
+    of all its processes."""
+    own = [
+        "--output_dir",
+        str(folder),
+        "--name",
+        "run",
+        "--max_steps",
+        str(STEPS),
+        "--orchestrator.show_rollout_every",
+        "0",
+    ]
     began = time.time()
-    command = [sys.executable, "-m", "rl.main", "@", str(ROOT / "configs" / "quickstart.toml"), *own, *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "rl.main",
+        "@",
+        str(ROOT / "configs" / "quickstart.toml"),
+        *own,
+        *flags,
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT, timeout=PATIENCE_S)
     recording = Recording(folder / "run" / "spans")
     recording.refresh()
@@ -57,21 +77,39 @@ def gaps(spans: list[Done]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     _, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         began, spans = run(Path(folder), flags)
     marks = {}
     for mark, (process, name, step) in MARKS.items():
-        first = min(span.begin for span in spans if (span.process, span.name, span.step) == (process, name, step))
+        first = min(
+            span.begin
+            for span in spans
+            if (span.process, span.name, span.step) == (process, name, step)
+        )
         marks[mark] = round(first - began, 2)
-    parts = {part: [span.end - span.begin for span in spans if (span.process, span.name) == where] for part, where in PARTS.items()}
-    training = [span.end - span.begin for span in spans if (span.process, span.name) == ("trainer", "training") and span.step != 1]
+    parts = {
+        part: [span.end - span.begin for span in spans if (span.process, span.name) == where]
+        for part, where in PARTS.items()
+    }
+    training = [
+        span.end - span.begin
+        for span in spans
+        if (span.process, span.name) == ("trainer", "training") and span.step != 1
+    ]
     between = {"optimizer to next sampled request": gaps(spans), **parts}
     medians = {what: round(median(seconds), 2) for what, seconds in between.items() if seconds}
     print(
         json.dumps(
-            {"seconds from the command": marks, "between steps, median": medians, "training, median": round(median(training), 2)}, indent=1
+            {
+                "seconds from the command": marks,
+                "between steps, median": medians,
+                "training, median": round(median(training), 2),
+            },
+            indent=1,
         )
     )
 

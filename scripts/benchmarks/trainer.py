@@ -1,10 +1,12 @@
-"""Measures what our training step costs over a bare one in PyTorch. `uv run scripts/bench.py trainer --model FOLDER` prints JSON.
+"""Measures what our training step costs over a bare one in PyTorch. `uv run scripts/bench.py
+trainer --model FOLDER` prints JSON.
 
-Both train the same micro batches with the same attention, log-probabilities and arithmetic: bfloat16 weights to compute with, float32
-masters, gradients and moments, clipping, fused AdamW. The bare one has no sharding, no ranks and no statistics. They take turns in one
-process, so that whatever else the machine does meets both. With --token-log the bare one is ours without a token log instead, and the
-ratio is that log's cost, writing included; `log_cpu_share` is what its functions took of the processor
-time, which no noise blurs.
+Both train the same micro batches with the same attention, log-probabilities and arithmetic:
+bfloat16 weights to compute with, float32 masters, gradients and moments, clipping, fused AdamW. The
+bare one has no sharding, no ranks and no statistics. They take turns in one process, so that
+whatever else the machine does meets both. With --token-log the bare one is ours without a token log
+instead, and the ratio is that log's cost, writing included; `log_cpu_share` is what its functions
+took of the processor time, which no noise blurs.
 """
 
 import argparse
@@ -47,7 +49,9 @@ Step = Callable[[Packed], dict[str, float]]
 def our_step(folder: str, config: RLConfig, world: World, log: Path | None = None) -> Step:
     """The trainer's own. log: a run directory for its token log; None: it keeps none."""
     model = load_policy(folder, config.model, config.trainer, world)
-    context = TrainContext(model, make_optimizer(model, config.trainer.optim), config.trainer, world)
+    context = TrainContext(
+        model, make_optimizer(model, config.trainer.optim), config.trainer, world
+    )
     if log:
         context.token_files = TokenFiles(RunDir(log, log / "weights"), TokenLogConfig())
         context.token_files._write = counted(context.token_files._write)
@@ -84,12 +88,16 @@ def load_whole(folder: str, world: World, **arguments: Any) -> PreTrainedModel:
 
 def bare_step(folder: str, config: RLConfig, world: World) -> Step:
     """As one would write it by hand for one process."""
-    with patch.multiple("rl.trainer.model.policy", load_rows=load_whole, shard_model=lambda *_: None):
+    with patch.multiple(
+        "rl.trainer.model.policy", load_rows=load_whole, shard_model=lambda *_: None
+    ):
         model = load_policy(folder, config.model, config.trainer, world).to(world.device)
     masters = [parameter.detach().clone() for parameter in model.parameters()]
     model.to(torch.bfloat16)
     weights = list(model.parameters())
-    optimizer = torch.optim.AdamW(masters, lr=1e-6, betas=config.trainer.optim.betas, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        masters, lr=1e-6, betas=config.trainer.optim.betas, weight_decay=0.0, fused=True
+    )
 
     def step(packed: Packed) -> dict[str, float]:
         timer = Timer(device=world.device)
@@ -112,13 +120,24 @@ def bare_step(folder: str, config: RLConfig, world: World) -> Step:
 
 
 def measure(
-    folder: str, data: FakeDataConfig, rounds: int, use_gpus: bool, log: Path | None = None, **trainer: object
+    folder: str,
+    data: FakeDataConfig,
+    rounds: int,
+    use_gpus: bool,
+    log: Path | None = None,
+    **trainer: object,
 ) -> dict[str, object]:
-    """Medians of `rounds` steps of each, after one to warm up, and the median ratio of neighbours: of their seconds, and, for a machine
-    that others use too, of the processor time that they took."""
-    config = RLConfig(model=ModelConfig(name=folder), trainer={"micro_batch_tokens": 1 << 16, **trainer})
+    """Medians of `rounds` steps of each, after one to warm up, and the median ratio of
+    neighbours: of their seconds, and, for a machine that others use too, of the processor time
+    that they took."""
+    config = RLConfig(
+        model=ModelConfig(name=folder), trainer={"micro_batch_tokens": 1 << 16, **trainer}
+    )
     world = start_world(use_gpus, 600.0)
-    steps = {"ours": our_step(folder, config, world, log), "bare": (our_step if log else bare_step)(folder, config, world)}
+    steps = {
+        "ours": our_step(folder, config, world, log),
+        "bare": (our_step if log else bare_step)(folder, config, world),
+    }
     times: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
     shape = AutoConfig.from_pretrained(folder).get_text_config()
     batches = FakeBatches(data, shape.vocab_size, seed=0)
@@ -133,14 +152,24 @@ def measure(
             began = time.process_time()
             times[name].append({**steps[name](packed), "cpu": time.process_time() - began})
     torch.distributed.destroy_process_group()
-    medians = {name: {part: round(median(t[part] for t in values[1:]), 4) for part in values[0]} for name, values in times.items()}
-    ratios = {part: [a[part] / b[part] for a, b in zip(times["ours"][1:], times["bare"][1:], strict=True)] for part in ("step", "cpu")}
+    medians = {
+        name: {part: round(median(t[part] for t in values[1:]), 4) for part in values[0]}
+        for name, values in times.items()
+    }
+    ratios = {
+        part: [a[part] / b[part] for a, b in zip(times["ours"][1:], times["bare"][1:], strict=True)]
+        for part in ("step", "cpu")
+    }
     return {
         "computed_tokens": tokens,
         "rounds": rounds,
         "ratio": round(median(ratios["step"]), 4),
         "ratio_of_cpu_time": round(median(ratios["cpu"]), 4),
-        **({"log_cpu_share": round(sum(log_cpu) / sum(t["cpu"] for t in times["ours"][1:]), 5)} if log else {}),
+        **(
+            {"log_cpu_share": round(sum(log_cpu) / sum(t["cpu"] for t in times["ours"][1:]), 5)}
+            if log
+            else {}
+        ),
         **medians,
         "peak_memory_gib": round(peak_memory_gib(world.device), 2),
     }
@@ -148,24 +177,49 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="folder; `python -m rl.models.folder` prints that of the default model")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="folder; `python -m rl.models.folder` prints that of the default model",
+    )
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--completion-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--token-log", action="store_true", help="ours with a token log over ours without one")
+    parser.add_argument(
+        "--token-log", action="store_true", help="ours with a token log over ours without one"
+    )
     args = parser.parse_args()
-    if not args.gpu and not (MALLOC | SPIN).keys() <= os.environ.keys():  # as `rl` starts the trainer; read when a process begins
+    # as `rl` starts the trainer; read when a process begins
+    if not args.gpu and not (MALLOC | SPIN).keys() <= os.environ.keys():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC | SPIN)
     data = FakeDataConfig(
-        samples=args.samples, group_size=args.group_size, prompt_tokens=args.prompt_tokens, completion_tokens=args.completion_tokens
+        samples=args.samples,
+        group_size=args.group_size,
+        prompt_tokens=args.prompt_tokens,
+        completion_tokens=args.completion_tokens,
     )
     with tempfile.TemporaryDirectory() as folder:
-        TokenColumns.add, TokenColumns.columns = counted(TokenColumns.add), counted(TokenColumns.columns)  # type: ignore[method-assign]
-        result = measure(args.model, data, args.rounds, args.gpu, Path(folder) if args.token_log else None)
-    print(json.dumps({"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0], **result}, indent=2))
+        TokenColumns.add, TokenColumns.columns = (
+            counted(TokenColumns.add),
+            counted(TokenColumns.columns),
+        )  # type: ignore[method-assign]
+        result = measure(
+            args.model, data, args.rounds, args.gpu, Path(folder) if args.token_log else None
+        )
+    print(
+        json.dumps(
+            {
+                "cores": os.cpu_count(),
+                "threads": torch.get_num_threads(),
+                "load": os.getloadavg()[0],
+                **result,
+            },
+            indent=2,
+        )
+    )
 
 
 if __name__ == "__main__":

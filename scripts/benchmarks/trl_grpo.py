@@ -3,10 +3,12 @@
     uv run --no-project --python 3.11 --with "trl==1.16.0" --with "torch==2.13.0" \\
         scripts/benchmarks/trl_grpo.py MODEL TASKS.jsonl --reward last_number --steps 20
 
-MODEL is the folder that `python -m rl.models.folder` prints; TASKS is what `rl env ID --export` writes. The same model, prompts, batch
-(groups x group size), number of new tokens, optimizer, learning rate and loss as configs/quickstart.toml; generation by transformers with
-its cache, because TRL's vLLM mode needs a GPU. Weights are float32 and products bfloat16, as ours; with `--weights bfloat16` the
-optimizer rounds to bfloat16, too, and with `--products float32` nothing does. Tasks are asked in the order of the file.
+MODEL is the folder that `python -m rl.models.folder` prints; TASKS is what `rl env ID --export`
+writes. The same model, prompts, batch (groups x group size), number of new tokens, optimizer,
+learning rate and loss as configs/quickstart.toml; generation by transformers with its cache,
+because TRL's vLLM mode needs a GPU. Weights are float32 and products bfloat16, as ours; with
+`--weights bfloat16` the optimizer rounds to bfloat16, too, and with `--products float32` nothing
+does. Tasks are asked in the order of the file.
 """
 
 import argparse
@@ -45,13 +47,21 @@ class Lines(TrainerCallback):
         if logs and "reward" in logs:
             now = time.monotonic()
             done = state.global_step
-            line = {"step": done, "samples": done * self.samples, "reward": logs["reward"], "seconds": now - self.last, "time": time.time()}
+            line = {
+                "step": done,
+                "samples": done * self.samples,
+                "reward": logs["reward"],
+                "seconds": now - self.last,
+                "time": time.time(),
+            }
             self.last = now
             print(json.dumps(line), flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("tasks")
     parser.add_argument("--reward", choices=REWARDS, default="last_number")
@@ -62,13 +72,20 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--weights", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--products", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--micro-batch", type=int, default=64, help="sequences of one forward and backward pass")
+    parser.add_argument(
+        "--micro-batch", type=int, default=64, help="sequences of one forward and backward pass"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.groups * args.group_size % args.micro_batch:
-        parser.error(f"--micro-batch {args.micro_batch} does not divide a batch of {args.groups * args.group_size}, which would be smaller")
+        parser.error(
+            f"--micro-batch {args.micro_batch} does not divide a batch of "
+            f"{args.groups * args.group_size}, which would be smaller"
+        )
     if (args.weights, args.products) == ("bfloat16", "float32"):
-        parser.error("--products float32 needs --weights float32: products of bfloat16 weights are bfloat16")
+        parser.error(
+            "--products float32 needs --weights float32: products of bfloat16 weights are bfloat16"
+        )
     with open(args.tasks) as file:
         rows = [json.loads(line) for line in file]
     data = Dataset.from_list([{"prompt": row["prompt"], "answer": row["answer"]} for row in rows])
@@ -99,7 +116,8 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.weights)),
         reward_funcs=lambda completions, answer, **_: [
-            float(right(completion[0]["content"], one)) for completion, one in zip(completions, answer, strict=True)
+            float(right(completion[0]["content"], one))
+            for completion, one in zip(completions, answer, strict=True)
         ],
         args=config,
         train_dataset=data,

@@ -1,4 +1,5 @@
-"""Reinforcement learning for language models: `rl.open`, `rl.train`, `rl.evaluate`, `rl.record` (docs/python.md).
+"""Reinforcement learning for language models: `rl.open`, `rl.train`, `rl.evaluate`, `rl.record`
+(docs/python.md).
 
 Runs on Linux alone, which every command says before an import fails elsewhere.
 """
@@ -8,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if sys.platform != "linux":
     where = (
-        "on Windows, install WSL2 (`wsl --install` as administrator) and install and run rl in its Linux"
+        "on Windows, install WSL2 (`wsl --install` as administrator) and install and run rl "
+        "in its Linux"
         if sys.platform == "win32"
         else f"this is {sys.platform}: use a Linux machine, or a Linux container (Docker, Podman)"
     )

@@ -1,6 +1,8 @@
-"""The command `rl`: loads the configuration and launches the run, or passes its arguments to a subcommand.
+"""The command `rl`: loads the configuration and launches the run, or passes its arguments to a
+subcommand.
 
-rl -> launch -> Supervisor -> Keeper -> Children.start -> [torchrun ->] rl.trainer.main, rl.orchestrator.main, rl.inference.main
+rl -> launch -> Supervisor -> Keeper -> Children.start -> [torchrun ->] rl.trainer.main,
+rl.orchestrator.main, rl.inference.main
 """
 
 import difflib
@@ -26,13 +28,24 @@ from rl.system.terminal import discard_output
 
 
 def subcommand(word: str, args: list[str], children: Children) -> int:
-    """Runs a subcommand and returns its exit code, 1 for a RunError. Exits with 2 if `word` is not a command, or for a ConfigError."""
+    """Runs a subcommand and returns its exit code, 1 for a RunError. Exits with 2 if `word` is
+    not a command, or for a ConfigError."""
     if word not in COMMANDS:
         close = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.6)
         setting = f"rl --{word.replace('=', ' ', 1)}" if "=" in word else ""
-        meant = f"rl @ {word}" if word.endswith(".toml") else setting or (f"rl {close[0]}" if close else "")
-        others = f"a file is given as `@ FILE`, the commands are {', '.join(COMMANDS)}; see rl --help"
-        fail("rl", f"{word}: no such command; " + (f"did you mean `{meant}`? ({others})" if meant else others))
+        meant = (
+            f"rl @ {word}"
+            if word.endswith(".toml")
+            else setting or (f"rl {close[0]}" if close else "")
+        )
+        others = (
+            f"a file is given as `@ FILE`, the commands are {', '.join(COMMANDS)}; see rl --help"
+        )
+        fail(
+            "rl",
+            f"{word}: no such command; "
+            + (f"did you mean `{meant}`? ({others})" if meant else others),
+        )
     program = f"rl {word}"
     try:
         return importlib.import_module(COMMANDS[word][0]).main(args, children)
@@ -44,14 +57,17 @@ def subcommand(word: str, args: list[str], children: Children) -> int:
 
 
 def commit() -> str:
-    """Returns ` (commit 1a2b3c4)` in a clone, with `-dirty` appended to the hash if files have changed; empty elsewhere, or if
-    git does not answer."""
+    """Returns ` (commit 1a2b3c4)` in a clone, with `-dirty` appended to the hash if files have
+    changed; empty elsewhere, or if git does not answer."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists() or not (git := shutil.which("git")):
         return ""
     try:
         said = subprocess.run(
-            [git, "-C", root, "describe", "--always", "--dirty", "--exclude", "*"], capture_output=True, text=True, timeout=10
+            [git, "-C", root, "describe", "--always", "--dirty", "--exclude", "*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
         )
     except subprocess.TimeoutExpired:
         return ""
@@ -80,7 +96,8 @@ def main() -> int:
         print(f"rl: {error}", file=sys.stderr)
     except BrokenPipeError:
         return discard_output()
-    except OSError as error:  # a full or read-only disk, or missing permission: the user can fix these
+    # a full or read-only disk, or missing permission: the user can fix these
+    except OSError as error:
         print(f"rl: {system_error(error)}", file=sys.stderr)
     except Stopped as stop:
         children.stop_caught()

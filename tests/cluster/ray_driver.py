@@ -1,4 +1,5 @@
-"""A process that runs a run on Ray, with stand-ins for `rl node`: `python -m tests.cluster.ray_driver CONFIG`."""
+"""A process that runs a run on Ray, with stand-ins for `rl node`: `python -m
+tests.cluster.ray_driver CONFIG`."""
 
 import sys
 from pathlib import Path

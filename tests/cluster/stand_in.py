@@ -20,7 +20,12 @@ root, index = Path(sys.argv[2]).parent, sys.argv[sys.argv.index("--cluster.index
 mine, ending = root / "stand-ins" / f"{index}-{os.getpid()}", root / f"exit-{index}"
 mine.parent.mkdir(exist_ok=True)
 signal.signal(signal.SIGTERM, leave)
-mine.write_text(" ".join(str(os.environ.get(name)) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_TOKEN", "RL_NODE_ADDRESS")))
+mine.write_text(
+    " ".join(
+        str(os.environ.get(name))
+        for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_TOKEN", "RL_NODE_ADDRESS")
+    )
+)
 deadline = time.monotonic() + 300
 while not (root / "over").exists() and time.monotonic() < deadline:
     if ending.exists():

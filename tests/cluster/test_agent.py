@@ -48,18 +48,36 @@ def make(tmp_path, children, monkeypatch):
 
     def make_agent(ranks: int) -> tuple[Agent, Path]:
         cluster = {"nodes": 3, "trainer_nodes": 2, "grace_s": 7}
-        tables = {"name": "x", "output_dir": str(tmp_path), "cluster": cluster, "orchestrator": {"environment": [{"id": "first-half"}]}}
+        tables = {
+            "name": "x",
+            "output_dir": str(tmp_path),
+            "cluster": cluster,
+            "orchestrator": {"environment": [{"id": "first-half"}]},
+        }
         share = Share([], sorted(os.sched_getaffinity(0)), {"SHARE": "1"})
         note = tmp_path / "note"
         environment = {"NODE": "1", "NOTE": str(note)}
-        return Agent(RLConfig.model_validate(tables), 1, 5, Split(share, share, ranks, {}), children, environment), note
+        return Agent(
+            RLConfig.model_validate(tables),
+            1,
+            5,
+            Split(share, share, ranks, {}),
+            children,
+            environment,
+        ), note
 
     return make_agent
 
 
 def world(generation: int, nodes: tuple[int, ...] = (0, 1), stop: str = "") -> World:
     return World(
-        generation=generation, nodes=list(nodes), leases=[5] * len(nodes), ranks=[1] * len(nodes), address="10.0.0.1", port=77, stop=stop
+        generation=generation,
+        nodes=list(nodes),
+        leases=[5] * len(nodes),
+        ranks=[1] * len(nodes),
+        address="10.0.0.1",
+        port=77,
+        stop=stop,
     )
 
 
@@ -83,11 +101,17 @@ def test_one_rank_needs_no_agent_of_torchrun(make):
         "SHARE": "1",
         "NODE": "1",
     }
-    assert found.items() >= expected.items() and found["arguments"][:3] == ["-P", "-m", "rl.trainer.main"]
+    assert found.items() >= expected.items() and found["arguments"][:3] == [
+        "-P",
+        "-m",
+        "rl.trainer.main",
+    ]
     assert (agent.state, agent.generation) == ("running", 3)
     note.with_name("note.end").write_text("4")
     until(lambda: agent.poll(world(3)) or agent.state == "ended")
-    assert (agent.exit_code, agent.generation) == (4, 3) and agent.log.endswith("trainer-node1-1.log")
+    assert (agent.exit_code, agent.generation) == (4, 3) and agent.log.endswith(
+        "trainer-node1-1.log"
+    )
     agent.poll(world(3))
     assert agent.state == "ended", "a world is started once"
 
@@ -95,14 +119,19 @@ def test_one_rank_needs_no_agent_of_torchrun(make):
 def test_ranks_start_from_a_copy_of_their_predecessor_but_not_twice_without_progress(make):
     agent, note = make(1)
     cold = []
-    for generation, (nodes, progress) in enumerate([((0, 1), 0), ((1, 0), 7), ((0, 1), 0), ((0, 1), 0), ((0, 1), 0)], 1):
+    for generation, (nodes, progress) in enumerate(
+        [((0, 1), 0), ((1, 0), 7), ((0, 1), 0), ((0, 1), 0), ((0, 1), 0)], 1
+    ):
         agent.poll(world(generation, nodes))
         found = read(note)
         assert (found["RANK"], found["pid"]) == (str(nodes.index(1)), agent.child.pid)
         cold.append("imported" in agent.child.log.read_text())
         until(agent.children.waiting)
         name = "trainer-1" if nodes.index(1) else "trainer"
-        write_status(agent.run_dir.status(name), RoleStatus(process=name, pid=found["pid"], progress=progress))
+        write_status(
+            agent.run_dir.status(name),
+            RoleStatus(process=name, pid=found["pid"], progress=progress),
+        )
         agent.kill()
     assert cold == [True, False, False, False, True]
 
@@ -112,7 +141,8 @@ def test_several_ranks_have_torchruns_agent(make):
     agent.poll(world(1))
     words = " ".join(read(note)["arguments"])
     assert (
-        words.startswith("-P -m torch.distributed.run --no-python ") and f"/python -P -m rl.trainer.main @ {agent.run_dir.config}" in words
+        words.startswith("-P -m torch.distributed.run --no-python ")
+        and f"/python -P -m rl.trainer.main @ {agent.run_dir.config}" in words
     )
     for part in (
         "--nnodes 2",

@@ -27,7 +27,11 @@ def test_the_flag_comes_first():
 
 @pytest.mark.parametrize(
     ("variables", "words"),
-    [({}, "give --cluster.index"), ({"SLURM_NODEID": "4"}, "cluster.nodes = 4: raise it"), ({"SLURM_NODEID": "x"}, "must be numbers")],
+    [
+        ({}, "give --cluster.index"),
+        ({"SLURM_NODEID": "4"}, "cluster.nodes = 4: raise it"),
+        ({"SLURM_NODEID": "x"}, "must be numbers"),
+    ],
 )
 def test_a_wrong_one_is_refused(variables, words):
     with pytest.raises(ConfigError, match=words):

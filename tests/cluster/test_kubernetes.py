@@ -1,4 +1,5 @@
-"""The JobSet of a run: what a real cluster would accept of it, by published schemas, and what kubectl is told. No cluster is reached."""
+"""The JobSet of a run: what a real cluster would accept of it, by published schemas, and what
+kubectl is told. No cluster is reached."""
 
 import copy
 import json
@@ -23,11 +24,14 @@ from rl.config.run import RLConfig
 from rl.system.errors import RunError
 
 VERSION = "1.37"
-"""Of Kubernetes, whose schemas `kubernetes-validate` has. That of JobSets is made from the models of Kubeflow's trainer, which are
-generated from JobSet's own API; they know neither its enumerations nor the rules of its webhook: `admitted` asserts those that matter."""
+"""Of Kubernetes, whose schemas `kubernetes-validate` has. That of JobSets is made from the
+models of Kubeflow's trainer, which are generated from JobSet's own API; they know neither its
+enumerations nor the rules of its webhook: `admitted` asserts those that matter."""
 SPOT = {
     "node_selector": {"cloud.google.com/gke-spot": "true"},
-    "tolerations": [{"key": "spot", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}],
+    "tolerations": [
+        {"key": "spot", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+    ],
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "one pod": {"nodes": 1},
@@ -44,8 +48,14 @@ PODS = {"one pod": (1, 0), "many": (4, 8), "no servers": (4, 0), "queue": (1, 2)
 
 
 def run_config(cluster: dict[str, Any], **settings: Any) -> RLConfig:
-    given = {"image": "registry.example/rl:1", "volume_claim": "runs"} | cluster.get("kubernetes", {})
-    tables = {"cluster": cluster | {"engine": "kubernetes", "kubernetes": given}, "output_dir": "/outputs", "name": "Qwen3_Maths.v2"}
+    given = {"image": "registry.example/rl:1", "volume_claim": "runs"} | cluster.get(
+        "kubernetes", {}
+    )
+    tables = {
+        "cluster": cluster | {"engine": "kubernetes", "kubernetes": given},
+        "output_dir": "/outputs",
+        "name": "Qwen3_Maths.v2",
+    }
     tables["orchestrator"] = {"environment": [{"id": "primeintellect/gsm8k"}]}
     return RLConfig.model_validate(tables | settings)
 
@@ -66,7 +76,8 @@ def strict(schema: Any) -> Any:
 
 
 SCHEMA = strict(JobsetV1alpha2JobSet.model_json_schema())
-SCHEMA["$defs"]["IoK8sApimachineryPkgApiResourceQuantity"] = {"type": ["string", "number"]}  # the generator takes it for a table
+# the generator takes it for a table
+SCHEMA["$defs"]["IoK8sApimachineryPkgApiResourceQuantity"] = {"type": ["string", "number"]}
 JOB_SET = jsonschema.Draft202012Validator(SCHEMA)
 
 
@@ -83,7 +94,10 @@ def complaints(*manifests: dict[str, Any]) -> Iterator[str]:
     """What the schemas have against ConfigMap, JobSet, and the Jobs that would be made from it."""
     config_map, job_set = manifests
     yield from (error.message for error in JOB_SET.iter_errors(job_set))
-    jobs = [{"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec} for name, spec in jobs_of(job_set).items()]
+    jobs = [
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec}
+        for name, spec in jobs_of(job_set).items()
+    ]
     for manifest in (config_map, *jobs):
         try:
             kubernetes_validate.validate(manifest, VERSION, strict=True)
@@ -92,17 +106,29 @@ def complaints(*manifests: dict[str, Any]) -> Iterator[str]:
 
 
 def admitted(job_set: dict[str, Any]) -> bool:
-    """Whether the rules hold that no schema tells: the API server's and JobSet's for Jobs like ours."""
+    """Whether the rules hold that no schema tells: the API server's and JobSet's for Jobs like
+    ours."""
     name, jobs = job_set["metadata"]["name"], jobs_of(job_set)
-    assert job_set["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["trainer"]}
+    assert job_set["spec"]["successPolicy"] == {
+        "operator": "All",
+        "targetReplicatedJobs": ["trainer"],
+    }
     for role, job in jobs.items():
         longest = f"{name}-{role}-0-{job['completions'] - 1}-abcde"
         assert len(longest) <= 63 and longest.islower() and longest.replace("-", "").isalnum()
-        # A policy for failures, and a limit of failures an index, are for Indexed Jobs whose pods are not restarted in place.
+        # A policy for failures, and a limit of failures an index, are for Indexed Jobs whose pods
+        # are not restarted in place.
         assert job["completionMode"] == "Indexed" and pod_of(job)["restartPolicy"] == "Never"
-        assert [rule["action"] for rule in job["podFailurePolicy"]["rules"]] == ["FailJob", "Ignore"]
+        assert [rule["action"] for rule in job["podFailurePolicy"]["rules"]] == [
+            "FailJob",
+            "Ignore",
+        ]
         names = {volume["name"] for volume in pod_of(job)["volumes"]}
-        assert {mount["name"] for container in pod_of(job)["containers"] for mount in container["volumeMounts"]} == names
+        assert {
+            mount["name"]
+            for container in pod_of(job)["containers"]
+            for mount in container["volumeMounts"]
+        } == names
     return True
 
 
@@ -111,8 +137,14 @@ def test_a_cluster_would_accept_it(variant):
     config_map, job_set = rendered(VARIANTS[variant])
     assert not [*complaints(config_map, job_set)] and admitted(job_set)
     trainers, servers = PODS.get(variant, (1, 1))
-    counts = {name: (job["completions"], job["parallelism"]) for name, job in jobs_of(job_set).items()}
-    assert counts == {name: (count, count) for name, count in (("trainer", trainers), ("inference", servers)) if count}
+    counts = {
+        name: (job["completions"], job["parallelism"]) for name, job in jobs_of(job_set).items()
+    }
+    assert counts == {
+        name: (count, count)
+        for name, count in (("trainer", trainers), ("inference", servers))
+        if count
+    }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -124,7 +156,10 @@ def test_each_pod_knows_its_index(variant):
     for job in jobs_of(rendered(VARIANTS[variant])[1]).values():
         (container,) = pod_of(job)["containers"]
         variables = {entry["name"]: entry["value"] for entry in container["env"]}
-        indices += [index_of(cluster, variables | {"JOB_COMPLETION_INDEX": str(i)}) for i in range(job["completions"])]
+        indices += [
+            index_of(cluster, variables | {"JOB_COMPLETION_INDEX": str(i)})
+            for i in range(job["completions"])
+        ]
     assert indices == [*range(cluster.nodes)]
 
 
@@ -132,19 +167,34 @@ def test_what_the_settings_become(tmp_path):
     config_map, job_set = rendered(VARIANTS["many"])
     pod = pod_of(jobs_of(job_set)["inference"])
     (container,) = pod["containers"]
-    assert container["command"] == ["rl", "node", "@", "/etc/rl/config.toml"] and pod["terminationGracePeriodSeconds"] == 91 + 30
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}, "requests": {"cpu": "2", "memory": "8Gi"}}
+    assert (
+        container["command"] == ["rl", "node", "@", "/etc/rl/config.toml"]
+        and pod["terminationGracePeriodSeconds"] == 91 + 30
+    )
+    assert container["resources"] == {
+        "limits": {"nvidia.com/gpu": "8"},
+        "requests": {"cpu": "2", "memory": "8Gi"},
+    }
     assert jobs_of(job_set)["trainer"]["backoffLimitPerIndex"] == 100
-    mounts = {mount["mountPath"]: next(v for v in pod["volumes"] if v["name"] == mount["name"]) for mount in container["volumeMounts"]}
+    mounts = {
+        mount["mountPath"]: next(v for v in pod["volumes"] if v["name"] == mount["name"])
+        for mount in container["volumeMounts"]
+    }
     assert mounts["/outputs"]["persistentVolumeClaim"] == {"claimName": "runs"}
     assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
     assert mounts["/etc/rl"]["configMap"] == {"name": config_map["metadata"]["name"]}
     (path := tmp_path / "config.toml").write_text(config_map["data"]["config.toml"])
-    assert from_toml(path) == run_config(VARIANTS["many"])  # and not the run in the folder of that file
+    # and not the run in the folder of that file
+    assert from_toml(path) == run_config(VARIANTS["many"])
     pod = pod_of(jobs_of(rendered(VARIANTS["spot"])[1])["trainer"])
-    assert pod["nodeSelector"] == SPOT["node_selector"] and pod["tolerations"] == SPOT["tolerations"]
+    assert (
+        pod["nodeSelector"] == SPOT["node_selector"] and pod["tolerations"] == SPOT["tolerations"]
+    )
     (container,) = pod_of(jobs_of(rendered(VARIANTS["secrets"])[1])["trainer"])["containers"]
-    assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}, {"secretRef": {"name": "hub"}}]
+    assert container["envFrom"] == [
+        {"secretRef": {"name": "wandb"}},
+        {"secretRef": {"name": "hub"}},
+    ]
     (container,) = pod_of(jobs_of(rendered(VARIANTS["no GPUs"])[1])["trainer"])["containers"]
     assert [*container["resources"]] == ["requests"]
     queued = rendered(VARIANTS["queue"])
@@ -155,8 +205,15 @@ def test_what_the_settings_become(tmp_path):
 def test_a_run_elsewhere_has_another_name():
     """Two runs of one name in different directories, and names that Kubernetes does not allow."""
     here, there = run_config({"nodes": 2}), run_config({"nodes": 2}, output_dir="/outputs/b")
-    names = [kubernetes.job_name(config.run_dir) for config in (here, there, run_config({"nodes": 2}, name="é" * 50 + "x" * 50))]
-    assert len({*names}) == 3 and names[0].startswith("rl-qwen3-maths-v2-") and max(map(len, names)) <= 40
+    names = [
+        kubernetes.job_name(config.run_dir)
+        for config in (here, there, run_config({"nodes": 2}, name="é" * 50 + "x" * 50))
+    ]
+    assert (
+        len({*names}) == 3
+        and names[0].startswith("rl-qwen3-maths-v2-")
+        and max(map(len, names)) <= 40
+    )
 
 
 def spoil_pod(job_set: dict[str, Any]) -> None:
@@ -172,7 +229,9 @@ def spoil_replicas(job_set: dict[str, Any]) -> None:
 
 
 def spoil_success(job_set: dict[str, Any]) -> None:
-    job_set["spec"]["successPolicy"]["targetJobs"] = job_set["spec"]["successPolicy"].pop("targetReplicatedJobs")
+    job_set["spec"]["successPolicy"]["targetJobs"] = job_set["spec"]["successPolicy"].pop(
+        "targetReplicatedJobs"
+    )
 
 
 def spoil_grace(job_set: dict[str, Any]) -> None:
@@ -194,7 +253,7 @@ def test_planted_errors_are_found(spoil: Callable[[dict[str, Any]], None]):
     assert [*complaints(config_map, spoiled)] and not [*complaints(config_map, job_set)]
 
 
-# kubectl ----------------------------------------------------------------------------------------------------------------
+# kubectl ------------------------------------------------------------------------------------------
 
 KUBECTL = f"""#!{sys.executable}
 import json, os, pathlib, sys, time
@@ -220,14 +279,23 @@ class Kubectl:
         self.folder = folder
         (folder / "kubectl").write_text(KUBECTL)
         (folder / "kubectl").chmod(stat.S_IRWXU)
-        self.answers: dict[str, tuple[int, str, str, float]] = {"get pvc": (0, '["ReadWriteMany"]', "", 0.0)}
+        self.answers: dict[str, tuple[int, str, str, float]] = {
+            "get pvc": (0, '["ReadWriteMany"]', "", 0.0)
+        }
 
-    def answer(self, words: str, code: int = 0, out: str = "", err: str = "", wait_s: float = 0.0) -> None:
+    def answer(
+        self, words: str, code: int = 0, out: str = "", err: str = "", wait_s: float = 0.0
+    ) -> None:
         self.answers[words] = (code, out, err, wait_s)
         (self.folder / "answers.json").write_text(json.dumps(self.answers))
 
     def calls(self) -> list[tuple[list[str], str]]:
-        return [(words, text) for words, text in map(json.loads, (self.folder / "calls.jsonl").read_text().splitlines())]
+        return [
+            (words, text)
+            for words, text in map(
+                json.loads, (self.folder / "calls.jsonl").read_text().splitlines()
+            )
+        ]
 
 
 @pytest.fixture
@@ -248,35 +316,76 @@ def test_what_is_applied_and_deleted(kubectl):
     jobs, name = submit("queue"), kubernetes.job_name(config.run_dir)
     assert jobs == [f"jobset/{name}", f"configmap/{name}"]
     looks, (words, text) = kubectl.calls()[:3], kubectl.calls()[3]
-    assert [look[0][2:5] for look in looks] == [["get", "pvc", "runs"], ["get", "jobset", name], ["delete", *jobs]]
+    assert [look[0][2:5] for look in looks] == [
+        ["get", "pvc", "runs"],
+        ["get", "jobset", name],
+        ["delete", *jobs],
+    ]
     assert words == ["--namespace", "research", "apply", "-f", "-"]
     start = re.compile(r"start-\w+")
     assert start.sub("", text) == start.sub("", kubernetes.render(config, config.run_dir))
-    assert len({*start.findall(text)}) == 1 != len({*start.findall(text + kubernetes.render(config, config.run_dir))})
+    assert (
+        len({*start.findall(text)})
+        == 1
+        != len({*start.findall(text + kubernetes.render(config, config.run_dir))})
+    )
     kubernetes.cancel(jobs, config)
-    assert kubectl.calls()[4][0][2:5] == ["delete", *jobs] and "--timeout=90s" in kubectl.calls()[4][0]
+    assert (
+        kubectl.calls()[4][0][2:5] == ["delete", *jobs] and "--timeout=90s" in kubectl.calls()[4][0]
+    )
 
 
 def test_a_run_that_has_ended_is_replaced_and_one_that_has_not_is_left_alone(kubectl):
     kubectl.answer("get jobset", out="rl-x=")
-    with pytest.raises(RunError, match=r"has not ended: stop it first, with `rl stop /outputs/Qwen3_Maths\.v2`"):
+    with pytest.raises(
+        RunError, match=r"has not ended: stop it first, with `rl stop /outputs/Qwen3_Maths\.v2`"
+    ):
         submit()
     assert [call[0][0] for call in kubectl.calls()] == ["get", "get"]
-    assert kubernetes.active(["jobset/rl-x", "configmap/rl-x"], run_config(VARIANTS["many"])) == ["jobset/rl-x"]
+    assert kubernetes.active(["jobset/rl-x", "configmap/rl-x"], run_config(VARIANTS["many"])) == [
+        "jobset/rl-x"
+    ]
     kubectl.answer("get jobset", out="rl-x=Completed")
     assert not kubernetes.active(["jobset/rl-x", "configmap/rl-x"], run_config(VARIANTS["many"]))
     submit()
     assert [call[0][0] for call in kubectl.calls()[4:]] == ["get", "get", "delete", "apply"]
 
 
-NO_JOB_SETS = 'error: resource mapping not found: no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"'
+NO_JOB_SETS = (
+    'error: resource mapping not found: no matches for kind "JobSet" in version '
+    '"jobset.x-k8s.io/v1alpha2"'
+)
 ANSWERS = {
-    "no claim": ("get pvc", 1, "", 'Error from server (NotFound): persistentvolumeclaims "runs" not found', "create the claim"),
+    "no claim": (
+        "get pvc",
+        1,
+        "",
+        'Error from server (NotFound): persistentvolumeclaims "runs" not found',
+        "create the claim",
+    ),
     "one machine's claim": ("get pvc", 0, '["ReadWriteOnce"]', "", "must be ReadWriteMany"),
-    "no JobSets": ("get jobset", 1, "", 'error: the server doesn\'t have a resource type "jobset"', "controller of https://jobset.sigs"),
+    "no JobSets": (
+        "get jobset",
+        1,
+        "",
+        'error: the server doesn\'t have a resource type "jobset"',
+        "controller of https://jobset.sigs",
+    ),
     "no JobSets yet": ("apply", 1, "", NO_JOB_SETS, "controller of https://jobset.sigs"),
-    "no right": ("apply", 1, "", 'Error from server (Forbidden): jobsets is forbidden: User "x" cannot', "ask for the right"),
-    "no cluster": ("get pvc", 1, "", "dial tcp 127.0.0.1:8080: connection refused", "kubectl cluster-info"),
+    "no right": (
+        "apply",
+        1,
+        "",
+        'Error from server (Forbidden): jobsets is forbidden: User "x" cannot',
+        "ask for the right",
+    ),
+    "no cluster": (
+        "get pvc",
+        1,
+        "",
+        "dial tcp 127.0.0.1:8080: connection refused",
+        "kubectl cluster-info",
+    ),
 }
 
 
@@ -292,19 +401,33 @@ def test_what_kubectl_complains_of_is_told_with_the_remedy(kubectl, case):
 def test_a_kubectl_that_hangs(kubectl, monkeypatch):
     kubectl.answer("get pvc", wait_s=60.0)
     monkeypatch.setattr(kubernetes.kubectl, "__kwdefaults__", {"text": "", "timeout_s": 0.5})
-    with pytest.raises(RunError, match="has not ended within 0 s: see whether `kubectl cluster-info` reaches"):
+    with pytest.raises(
+        RunError, match="has not ended within 0 s: see whether `kubectl cluster-info` reaches"
+    ):
         submit()
 
 
 def test_faults_that_need_no_cluster(kubectl, monkeypatch):
     assert not [*kubernetes.faults(run_config(VARIANTS["many"]))]
-    bare = run_config({"nodes": 2, "kubernetes": {"image": "", "volume_claim": "", "gpus": 4}}, output_dir="/home/me/outputs")
+    bare = run_config(
+        {"nodes": 2, "kubernetes": {"image": "", "volume_claim": "", "gpus": 4}},
+        output_dir="/home/me/outputs",
+    )
     bare.inference.vllm = {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}
     monkeypatch.setenv("PATH", "/nowhere")
     found = {key: remedy for key, _, remedy in kubernetes.faults(bare)}
     section = "cluster.kubernetes"
-    assert [*found] == ["cluster.engine", f"{section}.image", f"{section}.volume_claim", "output_dir", "inference.vllm"]
-    assert "needs 8 GPUs for one server, but a pod has cluster.kubernetes.gpus = 4" in found["inference.vllm"]
+    assert [*found] == [
+        "cluster.engine",
+        f"{section}.image",
+        f"{section}.volume_claim",
+        "output_dir",
+        "inference.vllm",
+    ]
+    assert (
+        "needs 8 GPUs for one server, but a pod has cluster.kubernetes.gpus = 4"
+        in found["inference.vllm"]
+    )
     assert found["output_dir"].endswith("give /outputs or a folder in it")
     with pytest.raises(RunError, match="`kubectl` is not on the PATH"):
         submit()

@@ -16,8 +16,15 @@ from tests.waiting import until
 
 
 def make_config(tmp_path, **tables) -> RLConfig:
-    place = {"name": "x", "output_dir": str(tmp_path), "cluster": {"nodes": 3}, "orchestrator": {"environment": [{"id": "first-half"}]}}
-    return RLConfig.model_validate(place | {"supervisor": {"backoff_s": 0, "max_restarts": 2}} | tables)
+    place = {
+        "name": "x",
+        "output_dir": str(tmp_path),
+        "cluster": {"nodes": 3},
+        "orchestrator": {"environment": [{"id": "first-half"}]},
+    }
+    return RLConfig.model_validate(
+        place | {"supervisor": {"backoff_s": 0, "max_restarts": 2}} | tables
+    )
 
 
 @pytest.fixture
@@ -26,13 +33,20 @@ def leader(tmp_path, children, monkeypatch):
     leader = Leader(make_config(tmp_path), 0, children, {})
 
     def ends_as(statement: str) -> Leader:
-        leader.command = [sys.executable, "-c", f"import os, sys, signal; print('the last words', flush=True); {statement}"]
+        leader.command = [
+            sys.executable,
+            "-c",
+            f"import os, sys, signal; print('the last words', flush=True); {statement}",
+        ]
         return leader
 
     return ends_as
 
 
-@pytest.mark.parametrize(("code", "text"), [(0, ""), (1, "the last words"), (2, "the last words"), (130, "the last words")])
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [(0, ""), (1, "the last words"), (2, "the last words"), (130, "the last words")],
+)
 def test_its_end_is_the_end_of_the_run(leader, code, text):
     assert until(leader(f"sys.exit({code})").poll) == (code, text)
 
@@ -47,14 +61,20 @@ def test_one_whose_machine_is_unfit_leaves_the_role_to_others(leader):
 
 def test_a_fault_is_the_machines_until_the_run_is_touched(tmp_path, children, monkeypatch, capsys):
     config, line = (
-        make_config(tmp_path, orchestrator={"environment": [{"id": "first-half"}], "inference_urls": ["http://a"]}),
+        make_config(
+            tmp_path,
+            orchestrator={"environment": [{"id": "first-half"}], "inference_urls": ["http://a"]},
+        ),
         CommandLine(),
     )
     monkeypatch.setattr("rl.launch.run.homes_of", lambda *_, **__: {})
     with monkeypatch.context() as patch:
         patch.setattr("rl.launch.run.shared_memory_fault", lambda: "/dev/shm does not exist")
         assert run_leader(config, line, children) == UNFIT
-    assert capsys.readouterr().err == "rl: /dev/shm does not exist\n" and not config.run_dir.root.exists()
+    assert (
+        capsys.readouterr().err == "rl: /dev/shm does not exist\n"
+        and not config.run_dir.root.exists()
+    )
     (config.run_dir.root / "mine").mkdir(parents=True)
     with pytest.raises(RunError, match="is not a run directory"):
         run_leader(config, line, children)
@@ -92,9 +112,14 @@ def test_one_whose_machine_is_cut_off_leaves_the_role_to_others(leader):
 
 def test_one_that_takes_over_ends_the_ranks_of_the_world_before(leader):
     one = leader("sys.exit(0)")
-    one.nodes.write(one.nodes.world_path, World(generation=3, nodes=[0, 1], leases=[1] * len([0, 1]), ranks=[1, 1]))
+    one.nodes.write(
+        one.nodes.world_path,
+        World(generation=3, nodes=[0, 1], leases=[1] * len([0, 1]), ranks=[1, 1]),
+    )
     until(lambda: one.poll() or one.child)
-    assert one.nodes.world() == World(generation=3, nodes=[0, 1], leases=[1] * len([0, 1]), ranks=[1, 1], stop="kill")
+    assert one.nodes.world() == World(
+        generation=3, nodes=[0, 1], leases=[1] * len([0, 1]), ranks=[1, 1], stop="kill"
+    )
 
 
 def test_an_end_after_the_role_was_lost_is_not_the_end_of_the_run(leader):

@@ -26,30 +26,48 @@ from tests.waiting import until
 
 def make_config(tmp_path, **cluster) -> RLConfig:
     cluster = {"nodes": 2, "trainer_nodes": 1, "join_timeout_s": 0.2} | cluster
-    about = {"name": "x", "output_dir": str(tmp_path), "cluster": cluster, "orchestrator": {"environment": [{"id": "first-half"}]}}
+    about = {
+        "name": "x",
+        "output_dir": str(tmp_path),
+        "cluster": cluster,
+        "orchestrator": {"environment": [{"id": "first-half"}]},
+    }
     return RLConfig.model_validate(about)
 
 
 def test_one_that_waits_for_a_leader_in_vain_is_to_be_started_again(tmp_path, children, capsys):
     write_config(tmp_path / "run.toml", make_config(tmp_path))
-    assert main(["@", str(tmp_path / "run.toml"), "--cluster.index", "1"], children) == START_AGAIN == 75
+    assert (
+        main(["@", str(tmp_path / "run.toml"), "--cluster.index", "1"], children)
+        == START_AGAIN
+        == 75
+    )
     assert "nobody has led the run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("engine", ["none", "kubernetes", "slurm"])
 @pytest.mark.parametrize(("ended", "code"), [(130, 0), (0, 0), (1, 3)])
-def test_one_that_starts_after_the_end_of_the_run_ends_at_once(tmp_path, children, capfd, engine, ended, code):
-    """As a replacement does that comes right after `rl stop`: the end counts until `rl` starts the run again."""
+def test_one_that_starts_after_the_end_of_the_run_ends_at_once(
+    tmp_path, children, capfd, engine, ended, code
+):
+    """As a replacement does that comes right after `rl stop`: the end counts until `rl` starts
+    the run again."""
     config = make_config(tmp_path)
     config.cluster.engine = engine
     nodes = Nodes(config.run_dir)
     nodes.end(RunOver(exit_code=ended, text="as it was", time=1.0))
     write_config(tmp_path / "run.toml", config)
     assert main(["@", str(tmp_path / "run.toml"), "--cluster.index", "0"], children) == code
-    assert "as it was" in capfd.readouterr().out and not [*config.run_dir.logs.glob("rl-*")] and not nodes.statuses()
+    assert (
+        "as it was" in capfd.readouterr().out
+        and not [*config.run_dir.logs.glob("rl-*")]
+        and not nodes.statuses()
+    )
 
 
-def test_the_end_of_an_earlier_submission_does_not_concern_the_pods_of_another(tmp_path, children, monkeypatch):
+def test_the_end_of_an_earlier_submission_does_not_concern_the_pods_of_another(
+    tmp_path, children, monkeypatch
+):
     config = make_config(tmp_path)
     nodes = Nodes(config.run_dir)
     nodes.end(RunOver(exit_code=130, text="stopped", time=1.0, start="first"))
@@ -62,14 +80,19 @@ def test_the_end_of_an_earlier_submission_does_not_concern_the_pods_of_another(t
     node.finish(0)
 
 
-def test_one_that_cannot_take_part_is_named_and_ends_the_run_only_with_all_of_its_kind(tmp_path, children, monkeypatch):
+def test_one_that_cannot_take_part_is_named_and_ends_the_run_only_with_all_of_its_kind(
+    tmp_path, children, monkeypatch
+):
     monkeypatch.setattr(module, "shared_memory_fault", lambda: "/dev/shm does not exist")
     config = make_config(tmp_path, nodes=3, trainer_nodes=2)
     nodes = Nodes(config.run_dir)
     for index, code in ((0, RESTART), (2, GIVE_UP)):  # the second one is the only server
         with pytest.raises(RunError, match="/dev/shm does not exist") as raised:
             Node(config, index, children)
-        assert raised.value.exit_code == code and nodes.statuses()[index].fault == "/dev/shm does not exist"
+        assert (
+            raised.value.exit_code == code
+            and nodes.statuses()[index].fault == "/dev/shm does not exist"
+        )
         assert (nodes.over() is not None) == (code == GIVE_UP)
     assert "machine 2 (" in nodes.over().text
     nodes.over_path.unlink()
@@ -83,9 +106,17 @@ def test_one_that_cannot_take_part_is_named_and_ends_the_run_only_with_all_of_it
 def test_one_that_cannot_lead_trains_and_leaves_that_to_others_unless_none_can(tmp_path, children):
     config = make_config(tmp_path, nodes=3, trainer_nodes=2, join_timeout_s=60)
     node = Node(config, 0, children)
-    node.leader.command = [sys.executable, "-c", "import sys; print('no bubblewrap here'); sys.exit(77)"]
+    node.leader.command = [
+        sys.executable,
+        "-c",
+        "import sys; print('no bubblewrap here'); sys.exit(77)",
+    ]
     until(lambda: node.poll() or node.nodes.statuses()[0].fault)
-    assert node.nodes.statuses()[0].fault == "no bubblewrap here" and node.poll() is None and node.nodes.over() is None
+    assert (
+        node.nodes.statuses()[0].fault == "no bubblewrap here"
+        and node.poll() is None
+        and node.nodes.over() is None
+    )
     other = msgspec.structs.replace(node.status, index=1, host="b", fault="no bubblewrap there")
     node.nodes.write(node.nodes.status_path(1), other)
     over = node.poll()
@@ -105,8 +136,13 @@ def test_its_heart_beats_on_when_the_clock_jumps(tmp_path, children, monkeypatch
     node.finish(0)
 
 
-def test_a_disk_that_does_not_answer_for_a_moment_ends_nothing(tmp_path, children, monkeypatch, capfd):
-    node, polls = Node(make_config(tmp_path), 1, children), iter([OSError(28, "No space left on device", "x"), None, "over"])
+def test_a_disk_that_does_not_answer_for_a_moment_ends_nothing(
+    tmp_path, children, monkeypatch, capfd
+):
+    node, polls = (
+        Node(make_config(tmp_path), 1, children),
+        iter([OSError(28, "No space left on device", "x"), None, "over"]),
+    )
 
     def poll() -> RunOver | None:
         found = next(polls)
@@ -135,12 +171,16 @@ def test_a_server_that_cannot_go_on_ends_the_run_unless_another_serves(tmp_path,
     write_config(config.run_dir.config, config)
     node = Node(config, 1, children)
     other = config.run_dir.status("inference-node2")
-    wrong = dataclasses.replace(node.server_role(), command=[sys.executable, "-c", "import sys; sys.exit('no such device')"])
+    wrong = dataclasses.replace(
+        node.server_role(), command=[sys.executable, "-c", "import sys; sys.exit('no such device')"]
+    )
     node.server_role = lambda: wrong
     write_status(other, RoleStatus(process="inference-node2", pid=1, address="http://b:1"))
     with pytest.raises(RunError, match=r"never came up[\s\S]*no such device") as raised:
         until(lambda: node.serve_or_end())
-    assert node.nodes.over() is None and raised.value.exit_code == RESTART, "3 would end the job of a Kubernetes cluster"
+    assert node.nodes.over() is None and raised.value.exit_code == RESTART, (
+        "3 would end the job of a Kubernetes cluster"
+    )
     other.unlink()
     node.server.begin([wrong])
     with pytest.raises(RunError, match="no such device"):
@@ -163,7 +203,10 @@ def test_a_server_waits_until_the_directory_is_prepared_for_this_start(tmp_path,
 
 @pytest.mark.parametrize(
     ("cluster", "trainer", "inference"),
-    [({"nodes": 4}, [0, 1, 2, 3], [0, 1, 2, 3]), ({"nodes": 4, "trainer_nodes": 2}, [0], [1, 2, 3])],
+    [
+        ({"nodes": 4}, [0, 1, 2, 3], [0, 1, 2, 3]),
+        ({"nodes": 4, "trainer_nodes": 2}, [0], [1, 2, 3]),
+    ],
 )
 def test_gpus_of_a_machine(cluster, trainer, inference):
     """Counts that only divide the machines leave each all of its GPUs."""
@@ -173,7 +216,11 @@ def test_gpus_of_a_machine(cluster, trainer, inference):
     assert own_share(config, ["trainer"], box).trainer.gpus == trainer
     assert own_share(config, ["inference"], box).inference.gpus == inference
     with pytest.raises(ConfigError, match="the installed vLLM is the one for CPUs"):
-        own_share(config, ["inference"], Machine(gpus=["0", "1", "2", "3"], cores=[0], gpu_inference=False))
+        own_share(
+            config,
+            ["inference"],
+            Machine(gpus=["0", "1", "2", "3"], cores=[0], gpu_inference=False),
+        )
 
 
 SAVES = """
@@ -189,11 +236,18 @@ time.sleep(60)
 
 @pytest.mark.usefixtures("classic_home")
 def test_a_single_machine_that_is_taken_away_has_all_of_its_grace(tmp_path, children, monkeypatch):
-    """Regression: its trainer was killed 20 s after SIGTERM. As in a step of Slurm, leader and `rl node` are told, one a bit later."""
+    """Regression: its trainer was killed 20 s after SIGTERM. As in a step of Slurm, leader and
+    `rl node` are told, one a bit later."""
     monkeypatch.setattr(Children.stop, "__defaults__", (0.5,))
     monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
-    about = {"name": "x", "output_dir": str(tmp_path), "orchestrator": {"environment": [{"id": "say-digit"}]}}
-    config = RLConfig.model_validate(about | {"cluster": {"engine": "slurm", "nodes": 1, "grace_s": 8}})
+    about = {
+        "name": "x",
+        "output_dir": str(tmp_path),
+        "orchestrator": {"environment": [{"id": "say-digit"}]},
+    }
+    config = RLConfig.model_validate(
+        about | {"cluster": {"engine": "slurm", "nodes": 1, "grace_s": 8}}
+    )
     node = Node(config, 0, children)
     scripts = SCRIPTS | {"orchestrator": FOREVER, "trainer": SAVES}
     shorter = "from rl.launch.children import Children\nChildren.stop.__defaults__ = (0.5,)\n"

@@ -1,4 +1,5 @@
-"""A run on a real Ray cluster of four machines, which are processes here, with stand-ins for `rl node` (stand_in.py)."""
+"""A run on a real Ray cluster of four machines, which are processes here, with stand-ins for `rl
+node` (stand_in.py)."""
 
 import contextlib
 import os
@@ -25,12 +26,20 @@ from tests.waiting import alive, until
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
-ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[1] / "environments"), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+ENVIRONMENT = {
+    "PYTHONPATH": str(Path(__file__).parents[1] / "environments"),
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 SECRET = "hf_of-this-user"
 USER = {"HF_TOKEN": SECRET, "CUDA_VISIBLE_DEVICES": "5", "RL_NODE_ADDRESS": "host"}
 START_S = 60.0
 """Longest that four actors take to start on two busy cores."""
-PROMPT = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0}
+PROMPT = {
+    "health_check_period_ms": 1000,
+    "health_check_failure_threshold": 3,
+    "health_check_initial_delay_ms": 0,
+}
 
 
 class RayCluster:
@@ -40,7 +49,10 @@ class RayCluster:
         from ray.cluster_utils import Cluster
 
         self.before = {*psutil.Process().children(recursive=True)}
-        self.cluster = Cluster(True, head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": PROMPT})
+        self.cluster = Cluster(
+            True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": PROMPT},
+        )
         for _ in range(machines):
             self.add()
         self.cluster.wait_for_nodes()
@@ -52,26 +64,36 @@ class RayCluster:
     def kill_machine_of(self, pid: int) -> None:
         """Cuts the power of the machine on which a process runs."""
         above = {parent.pid for parent in psutil.Process(pid).parents()}
-        (node,) = [node for node in self.cluster.worker_nodes if node.all_processes["raylet"][0].process.pid in above]
+        (node,) = [
+            node
+            for node in self.cluster.worker_nodes
+            if node.all_processes["raylet"][0].process.pid in above
+        ]
         raylet = node.all_processes["raylet"][0].process.pid
         os.kill(raylet, signal.SIGSTOP)
 
         def below() -> process_table.Table:
             found = process_table.table()
-            return {one: found[one] for one in process_table.trees(found, [raylet]) - {raylet} if found[one].state != "Z"}
+            return {
+                one: found[one]
+                for one in process_table.trees(found, [raylet]) - {raylet}
+                if found[one].state != "Z"
+            }
 
         process_table.kill(below, 0.02)
         self.cluster.remove_node(node, allow_graceful=False)
 
     def kill_head(self) -> None:
-        """Ends the head, and remembers the processes of all machines: some of them outlive their cluster then."""
+        """Ends the head, and remembers the processes of all machines: some of them outlive their
+        cluster then."""
         self.others = [*{*psutil.Process().children(recursive=True)} - self.before]
         self.cluster.remove_node(self.cluster.head_node, allow_graceful=False)
 
     def shutdown(self) -> None:
         self.cluster.shutdown()
         for process in self.others:
-            with contextlib.suppress(psutil.NoSuchProcess):  # psutil knows a pid that is another process by now
+            # psutil knows a pid that is another process by now
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
 
@@ -89,7 +111,12 @@ class Run:
     """A driver and its stand-ins."""
 
     def __init__(self, root: Path, address: str, **settings: Any):
-        cluster = {"engine": "ray", "nodes": 4, "grace_s": 5, "ray": {"address": address}} | settings
+        cluster = {
+            "engine": "ray",
+            "nodes": 4,
+            "grace_s": 5,
+            "ray": {"address": address},
+        } | settings
         tables = {"cluster": cluster, "orchestrator": {"environment": [{"id": "owner/name"}]}}
         self.config = RLConfig.model_validate(tables | {"name": "x", "output_dir": str(root)})
         self.root = self.config.run_dir.root
@@ -98,13 +125,15 @@ class Run:
         self.driver = subprocess.Popen(
             [sys.executable, "-m", "tests.cluster.ray_driver", str(self.config.run_dir.config)],
             cwd=Path(__file__).parents[2],
-            env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | USER,
+            env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+            | USER,
             stderr=subprocess.PIPE,
             text=True,
         )
 
     def stand_ins(self, state: str = "") -> list[tuple[int, int]]:
-        """Index and pid of those in a state: `.left`, `.ended` or `.over`; without one, of those that run."""
+        """Index and pid of those in a state: `.left`, `.ended` or `.over`; without one, of those
+        that run."""
         paths = [path for path in (self.root / "stand-ins").glob("*") if path.suffix == state]
         found = [path.stem.split("-") for path in paths]
         return sorted((int(index), int(pid)) for index, pid in found)
@@ -143,8 +172,12 @@ def start(tmp_path, cluster) -> Iterator[Any]:
 def test_a_lost_machine_is_replaced_with_its_index(start, cluster):
     here = start()
     pids = here.all_run()
-    variables = {(here.root / "stand-ins" / f"{index}-{pid}").read_text() for index, pid in pids.items()}
-    assert variables == {f"0,1 None {SECRET} None"}, "GPUs and address of its machine, all threads, and the user's variables"
+    variables = {
+        (here.root / "stand-ins" / f"{index}-{pid}").read_text() for index, pid in pids.items()
+    }
+    assert variables == {f"0,1 None {SECRET} None"}, (
+        "GPUs and address of its machine, all threads, and the user's variables"
+    )
     cluster.kill_machine_of(pids[2])
     until(lambda: not alive(pids[2]), 5.0)
     assert here.driver.poll() is None
@@ -153,15 +186,38 @@ def test_a_lost_machine_is_replaced_with_its_index(start, cluster):
     replaced = here.all_run()
     assert {index for index in pids if pids[index] != replaced[index]} == {2}
     (here.root / "exit-1").write_text("75")  # as after SIGTERM by its engine
-    again = until(lambda: dict(here.stand_ins()) if here.indices(".ended") == [1] and len(here.stand_ins()) == 4 else None)
+    again = until(
+        lambda: (
+            dict(here.stand_ins())
+            if here.indices(".ended") == [1] and len(here.stand_ins()) == 4
+            else None
+        )
+    )
     assert {index for index in pids if replaced[index] != again[index]} == {1}
     (here.root / "over").touch()
-    assert here.end() == (0, "") and here.indices(".over") == [0, 1, 2, 3] and not any(map(alive, again.values()))
+    assert (
+        here.end() == (0, "")
+        and here.indices(".over") == [0, 1, 2, 3]
+        and not any(map(alive, again.values()))
+    )
     assert [path.name for path in sorted(here.config.run_dir.logs.iterdir())] == [
-        *("node-0-1.log", "node-1-1.log", "node-1-2.log", "node-2-1.log", "node-2-2.log", "node-3-1.log")
+        *(
+            "node-0-1.log",
+            "node-1-1.log",
+            "node-1-2.log",
+            "node-2-1.log",
+            "node-2-2.log",
+            "node-3-1.log",
+        )
     ]
-    files = [path for path in Path(cluster.cluster.head_node.get_session_dir_path()).rglob("*") if path.is_file()]
-    assert len(files) > 10 and not [path for path in files if SECRET.encode() in path.read_bytes()], "Ray has stored a secret"
+    files = [
+        path
+        for path in Path(cluster.cluster.head_node.get_session_dir_path()).rglob("*")
+        if path.is_file()
+    ]
+    assert len(files) > 10 and not [
+        path for path in files if SECRET.encode() in path.read_bytes()
+    ], "Ray has stored a secret"
 
 
 def test_never_again_ends_all(start):
@@ -169,7 +225,11 @@ def test_never_again_ends_all(start):
     pids = here.all_run()
     (here.root / "exit-3").write_text("2")
     code, text = here.end()
-    assert code == 2 and "machine 3 ended with exit code 2" in text and "stand-in 3 was told to end with 2" in text
+    assert (
+        code == 2
+        and "machine 3 ended with exit code 2" in text
+        and "stand-in 3 was told to end with 2" in text
+    )
     assert here.indices(".left") == [0, 1, 2] and not any(map(alive, pids.values()))
 
 
@@ -180,7 +240,11 @@ def test_too_many_starts(start):
         (here.root / "exit-0").write_text("1")
         until(lambda: not (here.root / "exit-0").exists())
     code, text = here.end()
-    assert code == 1 and "started 2 times, as cluster.max_requeues allows" in text and f"rl @ {here.root}/config.toml --resume" in text
+    assert (
+        code == 1
+        and "started 2 times, as cluster.max_requeues allows" in text
+        and f"rl @ {here.root}/config.toml --resume" in text
+    )
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -196,7 +260,11 @@ def test_nothing_outlives_the_driver(start, signum):
 
 def test_machines_that_ray_does_not_have(start):
     code, text = start(nodes=7, join_timeout_s=2).end(60.0)
-    assert code == 3 and "7 machines with CPU: 1" in text and "it has 5, with 2, 2, 2, 2, 0 GPUs" in text
+    assert (
+        code == 3
+        and "7 machines with CPU: 1" in text
+        and "it has 5, with 2, 2, 2, 2, 0 GPUs" in text
+    )
 
 
 def test_the_end_of_the_head(tmp_path):
@@ -205,46 +273,88 @@ def test_the_end_of_the_head(tmp_path):
     pids = here.all_run()
     own.kill_head()
     code, text = here.end(60.0)
-    assert code == 1 and "has not answered for 20 s" in text and f"resume with: rl @ {here.root}/config.toml --resume" in text
+    assert (
+        code == 1
+        and "has not answered for 20 s" in text
+        and f"resume with: rl @ {here.root}/config.toml --resume" in text
+    )
     until(lambda: here.indices(".left") == [0, 1, 2, 3] and not any(map(alive, pids.values())))
     own.shutdown()
 
 
 def test_no_ray(tmp_path, monkeypatch):
-    config = RLConfig.model_validate({"cluster": {"engine": "ray", "ray": {"address": "ray://x:1"}}})
+    config = RLConfig.model_validate(
+        {"cluster": {"engine": "ray", "ray": {"address": "ray://x:1"}}}
+    )
     assert [key for key, _, _ in faults(config)] == ["cluster.ray.address"]
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(RunError, match=r"needs Ray, which is not installed: install the extra \(`pip install 'rl-triad\[ray\]'`\)"):
+    with pytest.raises(
+        RunError,
+        match=r"needs Ray, which is not installed: install the extra \(`pip install "
+        r"'rl-triad\[ray\]'`\)",
+    ):
         run(config, config.run_dir, Children())
 
 
-# The real `rl` ----------------------------------------------------------------------------------------------------------
+# The real `rl` ------------------------------------------------------------------------------------
 
 
 class RealRun:
     """A run of the tiny model: two machines train, one serves."""
 
     def __init__(self, folder: Path, model: Path):
-        trainer = {"optim": {"lr": 1e-5}, "micro_batch_tokens": 128, "checkpoint": {"interval": 20}, "gpus": 0, "ranks": 1}
-        orchestrator = {"environment": [{"id": "first-half"}], "batch_size": 16, "sampling": {"max_tokens": 16}}
-        place = {"name": "run", "output_dir": str(folder), "max_steps": 100_000, "inference": {"gpus": 0}}
+        trainer = {
+            "optim": {"lr": 1e-5},
+            "micro_batch_tokens": 128,
+            "checkpoint": {"interval": 20},
+            "gpus": 0,
+            "ranks": 1,
+        }
+        orchestrator = {
+            "environment": [{"id": "first-half"}],
+            "batch_size": 16,
+            "sampling": {"max_tokens": 16},
+        }
+        place = {
+            "name": "run",
+            "output_dir": str(folder),
+            "max_steps": 100_000,
+            "inference": {"gpus": 0},
+        }
         sizes = {"name": str(model), "dtype": "float32", "max_model_len": 128}
-        engine = {"engine": "ray", "nodes": 3, "trainer_nodes": 2, "grace_s": 20, "ray": {"gpus": 0}}
-        config = RLConfig.model_validate({"trainer": trainer, "orchestrator": orchestrator, "model": sizes, "cluster": engine} | place)
+        engine = {
+            "engine": "ray",
+            "nodes": 3,
+            "trainer_nodes": 2,
+            "grace_s": 20,
+            "ray": {"gpus": 0},
+        }
+        config = RLConfig.model_validate(
+            {"trainer": trainer, "orchestrator": orchestrator, "model": sizes, "cluster": engine}
+            | place
+        )
         self.file, self.run_dir, self.said = folder / "run.toml", config.run_dir, folder / "said"
         write_config(self.file, config)
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         with self.said.open("ab") as file:
             command = [sys.executable, "-m", "rl.main", *words]
-            return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=file)
+            return subprocess.Popen(
+                command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=file
+            )
 
     def submit(self, cluster: RayCluster, *words: str) -> subprocess.Popen[bytes]:
-        return self.start("@", str(self.file), "--cluster.ray.address", cluster.cluster.address, *words)
+        return self.start(
+            "@", str(self.file), "--cluster.ray.address", cluster.cluster.address, *words
+        )
 
     def steps(self) -> int:
         path = self.run_dir.metrics
-        return max((step for step, _ in read_metrics(path, "trainer")), default=0) if path.exists() else 0
+        return (
+            max((step for step, _ in read_metrics(path, "trainer")), default=0)
+            if path.exists()
+            else 0
+        )
 
     def wait_for_steps(self, process: subprocess.Popen[bytes], more: int = 5) -> None:
         wanted = self.steps() + more
@@ -255,7 +365,8 @@ class RealRun:
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("classic_home")
 def test_a_run_outlives_machines_and_the_head(tmp_path, model, monkeypatch):
-    """A machine that trains loses its power and is replaced; the head's death ends the run; it continues on another cluster."""
+    """A machine that trains loses its power and is replaced; the head's death ends the run; it
+    continues on another cluster."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     run, first = RealRun(tmp_path, model), RayCluster(4)
@@ -264,19 +375,31 @@ def test_a_run_outlives_machines_and_the_head(tmp_path, model, monkeypatch):
     status = Nodes(run.run_dir).statuses()[1]
     first.kill_machine_of(status.pid)
     first.add()
-    until(lambda: (now := Nodes(run.run_dir).statuses().get(1)) and now.lease > status.lease, START_S)
+    until(
+        lambda: (now := Nodes(run.run_dir).statuses().get(1)) and now.lease > status.lease, START_S
+    )
     run.wait_for_steps(process)
     first.kill_head()
-    assert process.wait(90) == 1 and "has not answered for 20 s, and the machines end" in run.said.read_text()
+    assert (
+        process.wait(90) == 1
+        and "has not answered for 20 s, and the machines end" in run.said.read_text()
+    )
     until(lambda: not processes_of(run.run_dir), 60.0)
     first.shutdown()
     second, last = RayCluster(4), run.steps() + 5
-    assert run.submit(second, "--resume", "--max_steps", str(last)).wait(200) == 0, run.said.read_text()[-3000:]
+    assert run.submit(second, "--resume", "--max_steps", str(last)).wait(200) == 0, (
+        run.said.read_text()[-3000:]
+    )
     assert not processes_of(run.run_dir)
     second.shutdown()
     for source in ("trainer", "orchestrator"):
-        assert sorted(step for step, _ in read_metrics(run.run_dir.metrics, source)) == [*range(1, last + 1)]
-    assert run.start("replay", str(run.run_dir.root)).wait(200) == 0 and "EQUAL" in run.said.read_text()
+        assert sorted(step for step, _ in read_metrics(run.run_dir.metrics, source)) == [
+            *range(1, last + 1)
+        ]
+    assert (
+        run.start("replay", str(run.run_dir.root)).wait(200) == 0
+        and "EQUAL" in run.said.read_text()
+    )
 
 
 def processes_of(run_dir: RunDir) -> list[int]:

@@ -29,7 +29,13 @@ class Other:
             "config": "",
             "lease": 1,
         }
-        about |= {"pid": 1, "place": "", "started": time.time(), "heartbeat": 0.0, "door": self.door.getsockname()[1]}
+        about |= {
+            "pid": 1,
+            "place": "",
+            "started": time.time(),
+            "heartbeat": 0.0,
+            "door": self.door.getsockname()[1],
+        }
         self.status = msgspec.convert({"index": index, **about}, NodeStatus)
         if not is_open:
             self.cut()
@@ -110,7 +116,8 @@ def test_one_that_reaches_no_other_is_alone_unless_there_is_only_one_or_they_are
         other.cut()
     until(lambda: cut_off(reach, others) == [1, 2])
     assert reach.is_alone()
-    until(lambda: cut_off(reach, others[:1]) == [1])  # 2 beats no more: it is dead, not out of reach
+    # 2 beats no more: it is dead, not out of reach
+    until(lambda: cut_off(reach, others[:1]) == [1])
     assert not reach.is_alone()
 
 

@@ -1,4 +1,5 @@
-"""The batch scripts, and what a real Slurm makes of them (scripts/slurm_here.py). There a stand-in takes the place of `rl node`."""
+"""The batch scripts, and what a real Slurm makes of them (scripts/slurm_here.py). There a
+stand-in takes the place of `rl node`."""
 
 import os
 import signal
@@ -39,8 +40,13 @@ HERE_S = 150.0
 
 
 def make_config(folder: Path, cluster: dict[str, object], **settings: object) -> RLConfig:
-    sections = {"orchestrator": {"environment": [{"id": "first-half"}]}, "cluster": {"engine": "slurm", "nodes": 3, "grace_s": 5} | cluster}
-    config = RLConfig.model_validate({"name": "run", "output_dir": str(folder)} | sections | settings)
+    sections = {
+        "orchestrator": {"environment": [{"id": "first-half"}]},
+        "cluster": {"engine": "slurm", "nodes": 3, "grace_s": 5} | cluster,
+    }
+    config = RLConfig.model_validate(
+        {"name": "run", "output_dir": str(folder)} | sections | settings
+    )
     config.run_dir.status_dir.mkdir(parents=True)
     return config
 
@@ -60,11 +66,12 @@ def programs(folder: Path, **bodies: str) -> None:
         (folder / name).chmod(0o755)
 
 
-# Scripts ----------------------------------------------------------------------------------------------------------------
+# Scripts ------------------------------------------------------------------------------------------
 
 
 def test_scripts(tmp_path, monkeypatch):
-    """Each job asks for whole machines and for what the user passes through, and its shell is understood by bash."""
+    """Each job asks for whole machines and for what the user passes through, and its shell is
+    understood by bash."""
     place = tmp_path / "wörk's #1"
     place.mkdir()
     monkeypatch.chdir(place)
@@ -76,36 +83,88 @@ def test_scripts(tmp_path, monkeypatch):
         "gres": "gpu:8",
         "extra": ["--exclude=n7", "--comment=a b"],
     }
-    cluster = {"nodes": 5, "trainer_nodes": 2, "max_requeues": 7, "slurm": passed | {"setup": "module load cuda\nexport A='1 2'"}}
+    cluster = {
+        "nodes": 5,
+        "trainer_nodes": 2,
+        "max_requeues": 7,
+        "slurm": passed | {"setup": "module load cuda\nexport A='1 2'"},
+    }
     config = make_config(tmp_path / "100% ü", cluster)
     trainer, inference = slurm.scripts(config).values()
     assert render(config) == f"{trainer}\n{inference}"
     root = f"{tmp_path}/100% ü/run"
-    given = ["--partition=gpu", "--account=a", "--qos=q", "--time=4:00:00", "--gres=gpu:8", "--exclude=n7", '"--comment=a b"']
-    own = ["--ntasks-per-node=1", "--exclusive", "--mem=0", "--requeue", "--export=ALL", "--signal=TERM@35", "--open-mode=append"]
-    for script, size, log in ((trainer, ["--nodes=2"], "%j"), (inference, ["--nodes=1", "--array=0-2"], "%A_%a")):
-        options = ["--job-name=run", *size, *own, f'"--output={root.replace("%", "%%")}/logs/slurm-{log}.log"', *given]
+    given = [
+        "--partition=gpu",
+        "--account=a",
+        "--qos=q",
+        "--time=4:00:00",
+        "--gres=gpu:8",
+        "--exclude=n7",
+        '"--comment=a b"',
+    ]
+    own = [
+        "--ntasks-per-node=1",
+        "--exclusive",
+        "--mem=0",
+        "--requeue",
+        "--export=ALL",
+        "--signal=TERM@35",
+        "--open-mode=append",
+    ]
+    for script, size, log in (
+        (trainer, ["--nodes=2"], "%j"),
+        (inference, ["--nodes=1", "--array=0-2"], "%A_%a"),
+    ):
+        options = [
+            "--job-name=run",
+            *size,
+            *own,
+            f'"--output={root.replace("%", "%%")}/logs/slurm-{log}.log"',
+            *given,
+        ]
         lines = script.splitlines()
         assert lines[0] == "#!/bin/bash"
         assert lines[1 : len(options) + 1] == [f"#SBATCH {option}" for option in options]
-        assert lines[len(options) + 1 :][:3] == ["module load cuda", "export A='1 2'", f"cd '{tmp_path}/wörk'\"'\"'s #1' || exit 3"]
+        assert lines[len(options) + 1 :][:3] == [
+            "module load cuda",
+            "export A='1 2'",
+            f"cd '{tmp_path}/wörk'\"'\"'s #1' || exit 3",
+        ]
         assert f"over='{root}/status/nodes/over.json' most=7 job=" in script
-        assert f"exit 75' rl {sys.executable} -P -m rl.main node @ '{root}/config.toml' &\n" in script
+        assert (
+            f"exit 75' rl {sys.executable} -P -m rl.main node @ '{root}/config.toml' &\n" in script
+        )
         assert "srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none bash -c 'tries=0" in script
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    assert 'RL_NODE_INDEX="$SLURM_ARRAY_TASK_ID" RL_INDEX_OFFSET=2\n' in inference and "RL_INDEX_OFFSET" not in trainer
+    assert (
+        'RL_NODE_INDEX="$SLURM_ARRAY_TASK_ID" RL_INDEX_OFFSET=2\n' in inference
+        and "RL_INDEX_OFFSET" not in trainer
+    )
     assert "scancel" in trainer and "scancel --" not in inference
 
 
 def test_scripts_of_other_shapes(tmp_path):
-    """A trainer that may shrink outlives a machine; options that share a machine replace ours; an image has its own `rl`."""
-    shrinks = slurm.scripts(make_config(tmp_path / "a", {"nodes": 4, "trainer_nodes": 3, "min_trainer_nodes": 2}))
-    assert "#SBATCH --no-kill\n" in shrinks["trainer"] and "\nsrun --no-kill --kill" in shrinks["trainer"]
+    """A trainer that may shrink outlives a machine; options that share a machine replace ours;
+    an image has its own `rl`."""
+    shrinks = slurm.scripts(
+        make_config(tmp_path / "a", {"nodes": 4, "trainer_nodes": 3, "min_trainer_nodes": 2})
+    )
+    assert (
+        "#SBATCH --no-kill\n" in shrinks["trainer"]
+        and "\nsrun --no-kill --kill" in shrinks["trainer"]
+    )
     assert "no-kill" not in shrinks["inference"]
     shared = render(make_config(tmp_path / "b", {"slurm": {"extra": ["--cpus-per-task=8"]}}))
-    assert "--exclusive" not in shared and "--mem=0" not in shared and "#SBATCH --cpus-per-task=8\n" in shared
+    assert (
+        "--exclusive" not in shared
+        and "--mem=0" not in shared
+        and "#SBATCH --cpus-per-task=8\n" in shared
+    )
     image = render(make_config(tmp_path / "c", {"slurm": {"container_image": "/images/rl.sqsh"}}))
-    assert f"--container-image=/images/rl.sqsh --container-mounts={tmp_path}/c:{tmp_path}/c,{os.getcwd()}:{os.getcwd()} " in image
+    assert (
+        "--container-image=/images/rl.sqsh "
+        f"--container-mounts={tmp_path}/c:{tmp_path}/c,{os.getcwd()}:{os.getcwd()} " in image
+    )
     assert " rl rl node @ " in image
     alone = slurm.scripts(make_config(tmp_path / "d", {"nodes": 1}))
     assert [*alone] == ["trainer"] and "#SBATCH --nodes=1\n" in alone["trainer"]
@@ -113,24 +172,34 @@ def test_scripts_of_other_shapes(tmp_path):
 
 def test_partitions():
     said = "main* 2 n/a infinite\nmain* 1 n/a infinite\nhigh 3 10:00 1:00:00"
-    assert slurm.partitions(said) == {"main*": (3, "infinite"), "high": (3, "10:00")} and not slurm.partitions("")
+    assert slurm.partitions(said) == {
+        "main*": (3, "infinite"),
+        "high": (3, "10:00"),
+    } and not slurm.partitions("")
 
 
 def test_a_partition_whose_limit_leaves_no_time_is_refused(tmp_path, monkeypatch):
-    """Jobs that name no limit have that of their partition: they would save, start again, and train nothing."""
+    """Jobs that name no limit have that of their partition: they would save, start again, and
+    train nothing."""
     programs(tmp_path, sinfo='echo "main* 4 10:00 infinite"', sbatch="exit 0")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     [(key, _, told)] = slurm.faults(make_config(tmp_path / "a", {"grace_s": 600}))
-    assert key == "cluster.slurm.time" and told.startswith("means the limit of partition main, 10:00, which leaves no time to train: a job")
+    assert key == "cluster.slurm.time" and told.startswith(
+        "means the limit of partition main, 10:00, which leaves no time to train: a job"
+    )
     assert not list(slurm.faults(make_config(tmp_path / "b", {"grace_s": 500})))
-    assert not list(slurm.faults(make_config(tmp_path / "c", {"grace_s": 600, "slurm": {"time": "1:00:00"}})))
+    assert not list(
+        slurm.faults(make_config(tmp_path / "c", {"grace_s": 600, "slurm": {"time": "1:00:00"}}))
+    )
 
 
 def test_without_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     config = make_config(tmp_path, {})
     assert [(key, value) for key, value, _ in slurm.faults(config)] == [("cluster.engine", "slurm")]
-    with pytest.raises(RunError, match="there is no `sbatch` on the PATH: run this on a login node"):
+    with pytest.raises(
+        RunError, match="there is no `sbatch` on the PATH: run this on a login node"
+    ):
         submit(config)
 
 
@@ -143,18 +212,31 @@ def test_a_job_of_which_one_half_is_refused_is_removed(tmp_path, monkeypatch):
         scancel=f'echo "$@" >> {tmp_path}/calls',
     )
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(RunError, match="job of the machines for trainer, so nothing is queued: no more"):
+    with pytest.raises(
+        RunError, match="job of the machines for trainer, so nothing is queued: no more"
+    ):
         submit(make_config(tmp_path, {}))
-    assert (tmp_path / "calls").read_text().splitlines() == ["--parsable []", "--parsable [12]", "--quiet 12"]
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        "--parsable []",
+        "--parsable [12]",
+        "--quiet 12",
+    ]
 
 
 def test_defaults_for_the_users_own_jobs_do_not_override_a_run(tmp_path, monkeypatch, capsys):
-    """Regression: SBATCH_PARTITION and SBATCH_ARRAY_INX came before the scripts' own lines, and SBATCH_WAIT for ever. What is not set and
-    says who pays and where still counts."""
+    """Regression: SBATCH_PARTITION and SBATCH_ARRAY_INX came before the scripts' own lines, and
+    SBATCH_WAIT for ever. What is not set and says who pays and where still counts."""
     body = f'(cat; env | grep -E "^S[A-Z]+_") >> {tmp_path}/calls; echo 12'
     programs(tmp_path, sbatch=body, squeue=f'{body}; echo "12 12"')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name in ("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_TIMELIMIT", "SRUN_CPUS_PER_TASK", "SQUEUE_STATES", "SLURM_JOB_ID"):
+    for name in (
+        "SBATCH_ARRAY_INX",
+        "SBATCH_WAIT",
+        "SBATCH_TIMELIMIT",
+        "SRUN_CPUS_PER_TASK",
+        "SQUEUE_STATES",
+        "SLURM_JOB_ID",
+    ):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("SBATCH_PARTITION", "small")
     monkeypatch.setenv("SBATCH_ACCOUNT", "ours")
@@ -162,12 +244,23 @@ def test_defaults_for_the_users_own_jobs_do_not_override_a_run(tmp_path, monkeyp
     config = make_config(tmp_path, {"nodes": 1, "slurm": {"partition": "large", "time": "4:00:00"}})
     assert slurm.active(submit(config), config) == ["12"]
     calls = (tmp_path / "calls").read_text().splitlines()
-    asked = [line for line in calls if line.startswith(("#SBATCH --partition", "#SBATCH --account", "#SBATCH --time"))]
-    assert asked == ["#SBATCH --partition=large", "#SBATCH --account=ours", "#SBATCH --time=4:00:00"]
+    asked = [
+        line
+        for line in calls
+        if line.startswith(("#SBATCH --partition", "#SBATCH --account", "#SBATCH --time"))
+    ]
+    assert asked == [
+        "#SBATCH --partition=large",
+        "#SBATCH --account=ours",
+        "#SBATCH --time=4:00:00",
+    ]
     got = [line for line in calls if line.startswith(("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_"))]
     assert got == ["SLURM_CONF=/slurm.conf"] * 2
     names = "SBATCH_ARRAY_INX, SBATCH_TIMELIMIT, SBATCH_WAIT, SQUEUE_STATES, SRUN_CPUS_PER_TASK"
-    assert capsys.readouterr().err == f"rl: its processes do not inherit variables that are meant for others: {names}\n"
+    assert (
+        capsys.readouterr().err
+        == f"rl: its processes do not inherit variables that are meant for others: {names}\n"
+    )
 
 
 @pytest.mark.parametrize("error", [subprocess.TimeoutExpired("sbatch", 60), Stopped(signal.SIGINT)])
@@ -182,32 +275,51 @@ def test_a_job_whose_other_half_gets_no_answer_is_removed(tmp_path, monkeypatch,
         return subprocess.CompletedProcess(command, 0, "12;here\n", "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(RunError if isinstance(error, subprocess.TimeoutExpired) else Stopped) as raised:
+    with pytest.raises(
+        RunError if isinstance(error, subprocess.TimeoutExpired) else Stopped
+    ) as raised:
         submit(make_config(tmp_path, {}))
-    assert "a job may be queued all the same: `squeue --name=run` shows it" in str(raised.value) + capsys.readouterr().err
+    assert (
+        "a job may be queued all the same: `squeue --name=run` shows it"
+        in str(raised.value) + capsys.readouterr().err
+    )
     assert ran == [["sbatch", "--parsable"]] * 2 + [["scancel", "--quiet", "12"]]
 
 
-@pytest.mark.parametrize(("job", "number", "inside"), [("1", "3", True), ("1", "2", False), (None, "3", False), ("1", None, False)])
+@pytest.mark.parametrize(
+    ("job", "number", "inside"),
+    [("1", "3", True), ("1", "2", False), (None, "3", False), ("1", None, False)],
+)
 def test_stays(tmp_path, job, number, inside):
-    variables = {key: value for key, value in {"SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": number}.items() if value}
+    variables = {
+        key: value
+        for key, value in {"SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": number}.items()
+        if value
+    }
     assert slurm.stays(make_config(tmp_path, {}), variables) == inside
 
 
-# A real Slurm -----------------------------------------------------------------------------------------------------------
+# A real Slurm -------------------------------------------------------------------------------------
 
-real = [pytest.mark.timeout(400), pytest.mark.skipif(bool(slurm_here.unable()), reason=slurm_here.unable())]
+real = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(bool(slurm_here.unable()), reason=slurm_here.unable()),
+]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_here.SlurmHere]:
-    with slurm_here.SlurmHere(tmp_path_factory.mktemp("slurm")) as here, pytest.MonkeyPatch.context() as patch:
+    with (
+        slurm_here.SlurmHere(tmp_path_factory.mktemp("slurm")) as here,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("SLURM_CONF", str(here.conf))
         yield here
 
 
 class Run:
-    """A run whose machines are stand-ins: they end with `code`, when the run is over, or when they were told to and have saved."""
+    """A run whose machines are stand-ins: they end with `code`, when the run is over, or when
+    they were told to and have saved."""
 
     def __init__(
         self,
@@ -222,7 +334,15 @@ class Run:
         self.config = make_config(folder / "rün 1", {"trainer_nodes": 2} | cluster)
         self.root = self.config.run_dir.root
         self.nodes = Nodes(self.config.run_dir)
-        program = [sys.executable, "-c", STAND_IN, str(self.root), str(self.nodes.over_path), str(code), str(save_s)]
+        program = [
+            sys.executable,
+            "-c",
+            STAND_IN,
+            str(self.root),
+            str(self.nodes.over_path),
+            str(code),
+            str(save_s),
+        ]
         monkeypatch.setattr(slurm, "command", lambda _: program)
         assert not list(slurm.faults(self.config))
         self.jobs = [] if slurm.stays(self.config) else submit(self.config)
@@ -235,13 +355,22 @@ class Run:
     def wait(self, what: str, condition: Callable[[], object], timeout_s: float = HERE_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, f"waited for {what}\n{self.starts()}\n{self.here.ask('squeue', '-l')}\n{self.logs()}"
+            assert time.monotonic() < deadline, (
+                "waited for "
+                f"{what}\n{self.starts()}\n{self.here.ask('squeue', '-l')}\n{self.logs()}"
+            )
             time.sleep(0.2)
 
     def wait_for_starts(self, *expected: tuple[int, int]) -> None:
         """Until machines were started exactly so often: pairs of index and restarts of the job."""
         wanted = sorted(expected)
-        self.wait(f"{wanted}", lambda: sorted((int(index), int(restarts)) for index, restarts, *_ in self.starts()) == wanted)
+        self.wait(
+            f"{wanted}",
+            lambda: (
+                sorted((int(index), int(restarts)) for index, restarts, *_ in self.starts())
+                == wanted
+            ),
+        )
 
     def wait_for_end(self) -> None:
         self.wait("an empty queue", lambda: not self.here.ask("squeue", "-h"))
@@ -258,10 +387,27 @@ class Run:
 @pytest.mark.parametrize(
     ("settings", "key", "remedy"),
     [
-        ({"slurm": {"partition": "no"}}, "cluster.slurm.partition", "is not a partition of this cluster; choose one of main, high"),
-        ({"nodes": 5}, "cluster.nodes", "is more than the 4 machines of partition main: lower it, or set cluster.slurm.partition"),
-        ({"slurm": {"gres": "gpu:3"}}, "cluster.slurm", "sbatch refuses the job: allocation failure: Requested node configuration is not"),
-        ({"slurm": {"time": "soon"}}, "cluster.slurm", "sbatch refuses the job: Invalid --time specification"),
+        (
+            {"slurm": {"partition": "no"}},
+            "cluster.slurm.partition",
+            "is not a partition of this cluster; choose one of main, high",
+        ),
+        (
+            {"nodes": 5},
+            "cluster.nodes",
+            "is more than the 4 machines of partition main: lower it, or set "
+            "cluster.slurm.partition",
+        ),
+        (
+            {"slurm": {"gres": "gpu:3"}},
+            "cluster.slurm",
+            "sbatch refuses the job: allocation failure: Requested node configuration is not",
+        ),
+        (
+            {"slurm": {"time": "soon"}},
+            "cluster.slurm",
+            "sbatch refuses the job: Invalid --time specification",
+        ),
     ],
 )
 class TestFaults:
@@ -276,24 +422,39 @@ class TestShort:
     pytestmark = [pytest.mark.proof, *real]
 
     def test_cancel_leaves_nothing(self, cluster, tmp_path, monkeypatch):
-        """Nothing comes back, although each machine asks to be started again. Cancelled jobs can be cancelled."""
+        """Nothing comes back, although each machine asks to be started again. Cancelled jobs can
+        be cancelled."""
         run = Run(cluster, tmp_path, monkeypatch)
         run.wait_for_starts((0, 0), (1, 0), (2, 0))
         slurm.cancel(run.jobs, run.config)
         run.wait_for_end()
         slurm.cancel(run.jobs, run.config)
-        assert [run.state(job) for job in run.jobs] == ["CANCELLED", "CANCELLED"] and len(run.starts()) == 3
+        assert [run.state(job) for job in run.jobs] == ["CANCELLED", "CANCELLED"] and len(
+            run.starts()
+        ) == 3
 
 
 class TestSlurm:
     pytestmark = [pytest.mark.cluster, *real]
 
     def test_preempted_and_lost_machines_come_back(self, cluster, tmp_path, monkeypatch):
-        """A preempted trainer is queued again, a lost server starts on another machine, each with its index; others stay."""
+        """A preempted trainer is queued again, a lost server starts on another machine, each
+        with its index; others stay."""
         run = Run(cluster, tmp_path, monkeypatch)
         run.wait_for_starts((0, 0), (1, 0), (2, 0))
         where = {index: node for index, _, node, _ in run.starts()}
-        cluster.ask("sbatch", "-p", "high", "-w", where["1"], "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2")
+        cluster.ask(
+            "sbatch",
+            "-p",
+            "high",
+            "-w",
+            where["1"],
+            "--exclusive",
+            "-o",
+            "/dev/null",
+            "--wrap",
+            "sleep 2",
+        )
         run.wait_for_starts((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
         run.wait("the job of high priority", lambda: not cluster.ask("squeue", "-h", "-p", "high"))
         cluster.kill(where["2"])
@@ -312,14 +473,21 @@ class TestSlurm:
         run.wait_for_starts((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
         cluster.ask("scancel", "--signal=TERM", run.jobs[0])
         run.wait_for_end()
-        assert "queued again cluster.max_requeues = 1 times: continue the run with --resume" in run.logs()
-        assert [run.state(job) for job in run.jobs] == ["FAILED", "CANCELLED"] and len(run.starts()) == 5
+        assert (
+            "queued again cluster.max_requeues = 1 times: continue the run with --resume"
+            in run.logs()
+        )
+        assert [run.state(job) for job in run.jobs] == ["FAILED", "CANCELLED"] and len(
+            run.starts()
+        ) == 5
 
     def test_never_again(self, cluster, tmp_path, monkeypatch):
         """Exit code 3 of the machines ends everything."""
         run = Run(cluster, tmp_path, monkeypatch, code=3)
         run.wait_for_end()
-        assert run.state(run.jobs[0]) == "FAILED" and {restarts for _, restarts, *_ in run.starts()} == {"0"}
+        assert run.state(run.jobs[0]) == "FAILED" and {
+            restarts for _, restarts, *_ in run.starts()
+        } == {"0"}
 
     def test_killed_alone(self, cluster, tmp_path, monkeypatch):
         """A machine whose process is killed starts it again by itself, while the others stay."""
@@ -331,7 +499,8 @@ class TestSlurm:
         run.wait_for_end()
 
     def test_lost_trainer(self, cluster, tmp_path, monkeypatch):
-        """If all machines that train are needed, the loss of one starts them all again; those that serve stay."""
+        """If all machines that train are needed, the loss of one starts them all again; those
+        that serve stay."""
         run = Run(cluster, tmp_path, monkeypatch)
         run.wait_for_starts((0, 0), (1, 0), (2, 0))
         lost = next(node for index, _, node, _ in run.starts() if index == "1")
@@ -342,12 +511,16 @@ class TestSlurm:
         run.wait_for_end()
 
     def test_fewer_trainers(self, cluster, tmp_path, monkeypatch):
-        """With min_trainer_nodes the job outlives the loss of a machine, and has all of them when it is queued again."""
+        """With min_trainer_nodes the job outlives the loss of a machine, and has all of them
+        when it is queued again."""
         run = Run(cluster, tmp_path, monkeypatch, min_trainer_nodes=1)
         run.wait_for_starts((0, 0), (1, 0), (2, 0))
         lost = next(node for index, _, node, _ in run.starts() if index == "1")
         cluster.kill(lost)
-        run.wait("a smaller job", lambda: cluster.ask("squeue", "-h", "-j", run.jobs[0], "-o", "%D %t") == "1 R")
+        run.wait(
+            "a smaller job",
+            lambda: cluster.ask("squeue", "-h", "-j", run.jobs[0], "-o", "%D %t") == "1 R",
+        )
         cluster.start(lost)
         cluster.ask("scancel", "--signal=TERM", run.jobs[0])
         run.wait_for_starts((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
@@ -367,7 +540,10 @@ class TestSlurm:
             run.wait_for_starts((0, 0), (1, 0), (2, 0))
             os.kill(os.getpid(), signal.SIGTERM)
 
-        before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
+        before = {
+            signum: signal.getsignal(signum)
+            for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+        }
         children.stop_on_signals()
         thread = threading.Thread(target=stop)
         thread.start()
@@ -380,7 +556,15 @@ class TestSlurm:
 
     def test_time_limit(self, cluster, tmp_path, monkeypatch):
         """A job that reaches its time limit is queued again even if it cannot save in time."""
-        run = Run(cluster, tmp_path, monkeypatch, save_s=100.0, nodes=2, trainer_nodes=2, slurm={"time": "1"})
+        run = Run(
+            cluster,
+            tmp_path,
+            monkeypatch,
+            save_s=100.0,
+            nodes=2,
+            trainer_nodes=2,
+            slurm={"time": "1"},
+        )
         run.wait_for_starts((0, 0), (1, 0), (0, 1), (1, 1))
         slurm.cancel(run.jobs, run.config)
         run.wait_for_end()

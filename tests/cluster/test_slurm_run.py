@@ -1,4 +1,5 @@
-"""Whole runs on a real Slurm, by the commands that a user types, while machines are taken away and jobs are ended in every way."""
+"""Whole runs on a real Slurm, by the commands that a user types, while machines are taken away
+and jobs are ended in every way."""
 
 import os
 import signal
@@ -21,14 +22,33 @@ pytestmark = [
     pytest.mark.skipif(bool(slurm_here.unable()), reason=slurm_here.unable()),
 ]
 RL = Path(sys.executable).parent / "rl"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[1] / "environments")}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(Path(__file__).parents[1] / "environments"),
+}
 
 
 def make_config(folder: Path, model: Path) -> RLConfig:
-    trainer = {"optim": {"lr": 1e-5}, "micro_batch_tokens": 128, "checkpoint": {"interval": 20}, "gpus": 0, "ranks": 1}
-    orchestrator = {"environment": [{"id": "first-half"}], "batch_size": 16, "sampling": {"max_tokens": 16}}
+    trainer = {
+        "optim": {"lr": 1e-5},
+        "micro_batch_tokens": 128,
+        "checkpoint": {"interval": 20},
+        "gpus": 0,
+        "ranks": 1,
+    }
+    orchestrator = {
+        "environment": [{"id": "first-half"}],
+        "batch_size": 16,
+        "sampling": {"max_tokens": 16},
+    }
     cluster = {"engine": "slurm", "nodes": 3, "trainer_nodes": 2, "grace_s": 20}
-    tables = {"trainer": trainer, "orchestrator": orchestrator, "inference": {"gpus": 0}, "cluster": cluster}
+    tables = {
+        "trainer": trainer,
+        "orchestrator": orchestrator,
+        "inference": {"gpus": 0},
+        "cluster": cluster,
+    }
     place = {"name": "rün", "output_dir": str(folder / "out puts"), "max_steps": 100_000}
     sizes = {"name": str(model), "dtype": "float32", "max_model_len": 128}
     return RLConfig.model_validate(tables | place | {"model": sizes})
@@ -39,7 +59,11 @@ class Run:
 
     def __init__(self, here: slurm_here.SlurmHere, folder: Path, model: Path):
         self.here, self.file, config = here, folder / "run.toml", make_config(folder, model)
-        self.run_dir, self.root, self.said = config.run_dir, str(config.run_dir.root), folder / "said"
+        self.run_dir, self.root, self.said = (
+            config.run_dir,
+            str(config.run_dir.root),
+            folder / "said",
+        )
         self.processes: list[subprocess.Popen[bytes]] = []
         self.trainer = self.servers = ""
         write_config(self.file, config)
@@ -47,7 +71,12 @@ class Run:
     def start(self, *words: str, before: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
         """Types a command of `rl`."""
         with self.said.open("ab") as file:
-            process = subprocess.Popen([*before, RL, *words], env=os.environ | self.here.env | ENVIRONMENT, stdout=file, stderr=file)
+            process = subprocess.Popen(
+                [*before, RL, *words],
+                env=os.environ | self.here.env | ENVIRONMENT,
+                stdout=file,
+                stderr=file,
+            )
         self.processes.append(process)
         return process
 
@@ -56,7 +85,9 @@ class Run:
         before = self.text().count("submitted ")
         process = self.start("@", str(self.file), *words)
         self.wait("jobs", lambda: self.text().count("submitted ") > before)
-        self.trainer, self.servers = self.text().rpartition("submitted ")[2].split("\n")[0].split(", ")
+        self.trainer, self.servers = (
+            self.text().rpartition("submitted ")[2].split("\n")[0].split(", ")
+        )
         self.wait_for_steps(5)
         return process
 
@@ -65,12 +96,18 @@ class Run:
 
     def steps(self) -> int:
         path = self.run_dir.metrics
-        return max((step for step, _ in read_metrics(path, "trainer")), default=0) if path.exists() else 0
+        return (
+            max((step for step, _ in read_metrics(path, "trainer")), default=0)
+            if path.exists()
+            else 0
+        )
 
     def wait(self, what: str, condition: Callable[[], object], timeout_s: float = 200.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, f"waited for {what}\n{self.here.ask('squeue', '-l')}\n{self.text()[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"waited for {what}\n{self.here.ask('squeue', '-l')}\n{self.text()[-3000:]}"
+            )
             time.sleep(0.5)
 
     def wait_for_steps(self, more: int) -> None:
@@ -78,7 +115,10 @@ class Run:
         self.wait(f"step {wanted}", lambda: self.steps() >= wanted)
 
     def wait_for_requeue(self, number: int) -> None:
-        self.wait(f"requeue {number}", lambda: f"Restarts={number} " in self.here.ask("scontrol", "show", "job", self.trainer))
+        self.wait(
+            f"requeue {number}",
+            lambda: f"Restarts={number} " in self.here.ask("scontrol", "show", "job", self.trainer),
+        )
         self.wait_for_steps(5)
 
     def machine(self, job: str) -> str:
@@ -95,18 +135,34 @@ class Run:
         self.wait_for_steps(5)
 
     def finish(self, *before: str) -> None:
-        """Trains a few more steps, to the end: then every step was trained once, and a replay makes the same weights."""
+        """Trains a few more steps, to the end: then every step was trained once, and a replay
+        makes the same weights."""
         last = self.steps() + 5
-        assert self.start("@", str(self.file), "--resume", "--max_steps", str(last), before=before).wait(300) == 0
+        assert (
+            self.start(
+                "@", str(self.file), "--resume", "--max_steps", str(last), before=before
+            ).wait(300)
+            == 0
+        )
         self.wait_for_nothing()
         for source in ("trainer", "orchestrator"):
-            assert sorted(step for step, _ in read_metrics(self.run_dir.metrics, source)) == [*range(1, last + 1)]
+            assert sorted(step for step, _ in read_metrics(self.run_dir.metrics, source)) == [
+                *range(1, last + 1)
+            ]
         assert self.start("replay", self.root).wait(300) == 0 and "EQUAL" in self.text()
 
     def wait_for_nothing(self) -> None:
         """Until the queue is empty: then no process is left."""
         self.wait("an empty queue", lambda: not self.here.ask("squeue", "-h"))
-        self.wait("no process", lambda: not [pid for pid in process_table.table() if self.root.encode() in command_line(pid)], 5.0)
+        self.wait(
+            "no process",
+            lambda: (
+                not [
+                    pid for pid in process_table.table() if self.root.encode() in command_line(pid)
+                ]
+            ),
+            5.0,
+        )
 
 
 def command_line(pid: int) -> bytes:
@@ -129,7 +185,18 @@ def run(tmp_path, model) -> Iterator[Run]:
 def test_machines_that_are_taken_away_and_lost(run):
     """Preemption, the loss of a server and that of a trainer, `rl stop`."""
     process = run.submit()
-    run.here.ask("sbatch", "-p", "high", "-w", run.machine(run.trainer), "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2")
+    run.here.ask(
+        "sbatch",
+        "-p",
+        "high",
+        "-w",
+        run.machine(run.trainer),
+        "--exclusive",
+        "-o",
+        "/dev/null",
+        "--wrap",
+        "sleep 2",
+    )
     run.wait_for_requeue(1)
     run.lose(run.servers)
     run.lose(run.trainer)
@@ -139,7 +206,8 @@ def test_machines_that_are_taken_away_and_lost(run):
 
 
 def test_jobs_that_end(run):
-    """Its time limit, a requeue by the administrator, a Ctrl-C that ends only the console, `scancel`, and a resume inside an allocation."""
+    """Its time limit, a requeue by the administrator, a Ctrl-C that ends only the console,
+    `scancel`, and a resume inside an allocation."""
     process = run.submit("--cluster.slurm.time", "3")
     run.wait_for_requeue(1)
     run.here.ask("scontrol", "requeue", run.trainer)

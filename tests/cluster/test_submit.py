@@ -15,7 +15,11 @@ from rl.system.errors import ConfigError, RunError
 
 
 def make(tmp_path, **cluster: object) -> RLConfig:
-    place = {"name": "x", "output_dir": str(tmp_path), "orchestrator": {"environment": [{"id": "first-half"}]}}
+    place = {
+        "name": "x",
+        "output_dir": str(tmp_path),
+        "orchestrator": {"environment": [{"id": "first-half"}]},
+    }
     return RLConfig.model_validate(place | {"cluster": {"nodes": 3} | cluster})
 
 
@@ -23,7 +27,9 @@ def make(tmp_path, **cluster: object) -> RLConfig:
 def engine(monkeypatch) -> SimpleNamespace:
     found = SimpleNamespace(told=[], wrong=[])
     found.faults = lambda config: iter(found.wrong)
-    found.render = lambda config, run_dir: f"script of {run_dir.root.name}, {config.orchestrator.host}"
+    found.render = lambda config, run_dir: (
+        f"script of {run_dir.root.name}, {config.orchestrator.host}"
+    )
     found.stays = lambda config: False
     found.submit = lambda config, run_dir: ["12", "13"]
     found.active = lambda jobs, config: found.queued
@@ -42,7 +48,9 @@ def test_a_run_is_submitted_recorded_and_followed(engine, tmp_path, capsys):
     assert start(config, CommandLine(), None, "again") == 7
     assert "submitted 12, 13" in capsys.readouterr().out
     assert json.loads(nodes.jobs_path.read_bytes()) == {"engine": "slurm", "jobs": ["12", "13"]}
-    assert config.run_dir.config.exists() and not nodes.over_path.exists(), "the end of an earlier start"
+    assert config.run_dir.config.exists() and not nodes.over_path.exists(), (
+        "the end of an earlier start"
+    )
     assert not list(config.run_dir.status_dir.glob("rl.*.lease")) or all(
         not path.read_bytes() for path in config.run_dir.status_dir.glob("rl.*.lease")
     )
@@ -51,11 +59,17 @@ def test_a_run_is_submitted_recorded_and_followed(engine, tmp_path, capsys):
 
 
 def test_what_is_known_to_fail_is_said_before_anything_is_made(engine, tmp_path):
-    engine.wrong = [("cluster.slurm.partition", "no", "is not a partition"), ("cluster.nodes", 9, "is too many")]
+    engine.wrong = [
+        ("cluster.slurm.partition", "no", "is not a partition"),
+        ("cluster.nodes", 9, "is too many"),
+    ]
     config = make(tmp_path, engine="slurm")
     with pytest.raises(ConfigError, match="2 faults") as error:
         submit(config, CommandLine(), None)
-    assert "cluster.slurm.partition = 'no'\n    is not a partition" in str(error.value) and not config.run_dir.root.exists()
+    assert (
+        "cluster.slurm.partition = 'no'\n    is not a partition" in str(error.value)
+        and not config.run_dir.root.exists()
+    )
 
 
 def test_jobs_that_cannot_be_recorded_are_removed(engine, monkeypatch, tmp_path):
@@ -71,7 +85,9 @@ def test_jobs_that_cannot_be_recorded_are_removed(engine, monkeypatch, tmp_path)
 def test_a_run_that_exists_is_not_submitted_twice(engine, tmp_path):
     config = make(tmp_path, engine="slurm", index=2)
     submit(config, CommandLine(), None)
-    assert "index = 2" not in config.run_dir.config.read_text(), "all machines would have this index"
+    assert "index = 2" not in config.run_dir.config.read_text(), (
+        "all machines would have this index"
+    )
     engine.queued = ["13"]
     with pytest.raises(RunError, match=r"jobs 13 of .*x are queued or running: `rl watch"):
         submit(config, CommandLine(), None)
@@ -90,11 +106,25 @@ def test_a_machine_without_the_volume_only_submits(engine, tmp_path, capsys):
         submit(config, CommandLine(resume=3), None)
 
 
-@pytest.mark.parametrize(("here", "model", "said"), [(False, {}, 1), (False, {"dtype": "float32"}, 0), (True, {}, 0)])
-def test_a_default_of_the_machine_that_submits_is_not_passed_on_in_silence(engine, monkeypatch, tmp_path, capsys, here, model, said):
+@pytest.mark.parametrize(
+    ("here", "model", "said"), [(False, {}, 1), (False, {"dtype": "float32"}, 0), (True, {}, 0)]
+)
+def test_a_default_of_the_machine_that_submits_is_not_passed_on_in_silence(
+    engine, monkeypatch, tmp_path, capsys, here, model, said
+):
     monkeypatch.setattr("rl.config.run.multiplies_bfloat16", lambda: here)
-    place = {"name": "x", "output_dir": str(tmp_path), "orchestrator": {"environment": [{"id": "first-half"}]}}
-    submit(RLConfig.model_validate(place | {"model": model, "cluster": {"nodes": 3, "engine": "slurm"}}), CommandLine(), None)
+    place = {
+        "name": "x",
+        "output_dir": str(tmp_path),
+        "orchestrator": {"environment": [{"id": "first-half"}]},
+    }
+    submit(
+        RLConfig.model_validate(
+            place | {"model": model, "cluster": {"nodes": 3, "engine": "slurm"}}
+        ),
+        CommandLine(),
+        None,
+    )
     assert capsys.readouterr().out.count("set bfloat16 if the run's machines do") == said
 
 
@@ -105,7 +135,11 @@ def test_without_an_engine_it_says_what_to_start(engine, monkeypatch, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("./nope", "no such folder; give an existing one"), ("owner/nope", "not on the hub; check the spelling")]
+    ("name", "said"),
+    [
+        ("./nope", "no such folder; give an existing one"),
+        ("owner/nope", "not on the hub; check the spelling"),
+    ],
 )
 def test_a_dry_run_says_that_the_model_is_not_to_be_found(monkeypatch, capsys, name, said):
     """It was found only by the start. Nothing of the weights is loaded for it."""
@@ -118,7 +152,9 @@ def test_a_dry_run_says_that_the_model_is_not_to_be_found(monkeypatch, capsys, n
     monkeypatch.setattr("rl.models.folder.from_hub", from_hub)
     config = RLConfig.model_validate({"model": {"name": name}})
     assert dry_run(config) == to_toml(config)
-    assert f"rl: model.name = '{name}': {said}" in capsys.readouterr().err and asked == [False] * (name == "owner/nope")
+    assert f"rl: model.name = '{name}': {said}" in capsys.readouterr().err and asked == [False] * (
+        name == "owner/nope"
+    )
     dry_run(make(Path("o"), engine="none"))
     assert capsys.readouterr().err == "", "its machines have other folders"
 

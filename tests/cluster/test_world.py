@@ -25,15 +25,31 @@ from tests.waiting import until
 
 
 class Machine:
-    """A machine that beats, and whose agent does as the world says until `status` is changed by the test."""
+    """A machine that beats, and whose agent does as the world says until `status` is changed by
+    the test."""
 
     all: ClassVar[list["Machine"]] = []
 
     def __init__(self, nodes: Nodes, index: int):
         self.nodes, self.dead, self.changing, self.beats = nodes, False, threading.Lock(), 0
         self.all.append(self)
-        about = {"host": f"host{index}", "address": f"10.0.0.{index}", "port": 1000 + index, "roles": ["trainer"], "ranks": 2, "gpus": 2}
-        about |= {"software": "rl 1", "config": "abc", "lease": 1, "pid": 1, "place": "", "started": time.time(), "heartbeat": 0.0}
+        about = {
+            "host": f"host{index}",
+            "address": f"10.0.0.{index}",
+            "port": 1000 + index,
+            "roles": ["trainer"],
+            "ranks": 2,
+            "gpus": 2,
+        }
+        about |= {
+            "software": "rl 1",
+            "config": "abc",
+            "lease": 1,
+            "pid": 1,
+            "place": "",
+            "started": time.time(),
+            "heartbeat": 0.0,
+        }
         self.status = msgspec.convert({"index": index, **about}, NodeStatus)
         lease_path(nodes.lock(index), 1).write_bytes(b"held")
         self.exit_code: int | None = None
@@ -56,7 +72,9 @@ class Machine:
                 elif world.stop and self.slow:
                     self.slow -= 1
                 elif self.status.agent == "running" and (world.stop or self.exit_code is not None):
-                    self.set(agent="ended", exit_code=143 if self.exit_code is None else self.exit_code)
+                    self.set(
+                        agent="ended", exit_code=143 if self.exit_code is None else self.exit_code
+                    )
                     self.exit_code = None
             self.set(heartbeat=time.monotonic())
             self.nodes.write(self.nodes.status_path(self.status.index), self.status)
@@ -76,7 +94,8 @@ class Machine:
 
 
 class Clock:
-    """Goes on by what a launcher sleeps if all machines that live have beaten meanwhile: none seems lost because its thread was not let."""
+    """Goes on by what a launcher sleeps if all machines that live have beaten meanwhile: none
+    seems lost because its thread was not let."""
 
     def __init__(self) -> None:
         self.now, self.seen = 0.0, dict[Machine, int]()
@@ -91,14 +110,24 @@ class Clock:
 
 @pytest.fixture
 def config(tmp_path, monkeypatch) -> RLConfig:
-    for name, seconds in {"POLL_S": 0.01, "LEASE_S": 0.5, "LATE_S": 0.2, "SHORT_WAIT_S": 0.3, "SETTLE_S": 0.2}.items():
+    for name, seconds in {
+        "POLL_S": 0.01,
+        "LEASE_S": 0.5,
+        "LATE_S": 0.2,
+        "SHORT_WAIT_S": 0.3,
+        "SETTLE_S": 0.2,
+    }.items():
         monkeypatch.setattr(module, name, seconds)
     clock = Clock()
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=clock.sleep))
+    monkeypatch.setattr(
+        module, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=clock.sleep)
+    )
     monkeypatch.setattr(Staleness.__init__, "__defaults__", (lambda: clock.now,))
     cluster = {"nodes": 4, "trainer_nodes": 3, "min_trainer_nodes": 2, "join_timeout_s": 2.0}
     environment = {"environment": [{"id": "first-half"}]}
-    return RLConfig.model_validate({"name": "x", "output_dir": str(tmp_path), "cluster": cluster, "orchestrator": environment})
+    return RLConfig.model_validate(
+        {"name": "x", "output_dir": str(tmp_path), "cluster": cluster, "orchestrator": environment}
+    )
 
 
 @contextmanager
@@ -125,7 +154,9 @@ class Running:
             self.code = self.launcher.run()
         except RunError as error:
             self.error = error
-        self.left = [index for index, status in self.nodes.statuses().items() if status.agent == "running"]
+        self.left = [
+            index for index, status in self.nodes.statuses().items() if status.agent == "running"
+        ]
         self.launcher.status.close()
 
     def world(self, generation: int) -> World:
@@ -134,7 +165,11 @@ class Running:
         def ready() -> World | None:
             world, statuses = self.nodes.world(), self.nodes.statuses()
             there = world and world.generation == generation and not world.stop
-            return world if there and all(statuses[index].generation == generation for index in world.nodes) else None
+            return (
+                world
+                if there and all(statuses[index].generation == generation for index in world.nodes)
+                else None
+            )
 
         return until(ready)
 
@@ -147,7 +182,14 @@ class Running:
 def test_all_machines_train_and_end_well(config):
     with cluster_of(config, 3) as machines:
         running = Running(config)
-        assert running.world(1) == World(generation=1, nodes=[0, 1, 2], leases=[1, 1, 1], ranks=[2, 2, 2], address="10.0.0.0", port=1000)
+        assert running.world(1) == World(
+            generation=1,
+            nodes=[0, 1, 2],
+            leases=[1, 1, 1],
+            ranks=[2, 2, 2],
+            address="10.0.0.0",
+            port=1000,
+        )
         for machine in machines:
             machine.exit_code = 0
         assert running.result() == 0
@@ -188,7 +230,8 @@ def test_a_machine_that_the_leaders_does_not_reach_is_lost_although_it_lives(con
 
 
 def test_one_that_starts_again_is_lost_to_the_world_of_its_former_self(config):
-    """Whether or not its ranks' end is noticed: those of the others may wait for them, for a quarter of an hour at the start."""
+    """Whether or not its ranks' end is noticed: those of the others may wait for them, for a
+    quarter of an hour at the start."""
     with cluster_of(config, 3) as machines:
         running = Running(config)
         running.world(1)
@@ -239,7 +282,9 @@ def test_a_launcher_that_was_stopped_does_not_end_its_successors_world(config):
     with cluster_of(config, 3) as machines:
         running = Running(config)
         running.world(1)
-        successors = World(generation=2, nodes=[0, 1, 2], leases=[1] * len([0, 1, 2]), ranks=[2, 2, 2])
+        successors = World(
+            generation=2, nodes=[0, 1, 2], leases=[1] * len([0, 1, 2]), ranks=[2, 2, 2]
+        )
         running.nodes.write(running.nodes.world_path, successors)
         until(lambda: all(machine.status.generation == 2 for machine in machines))
         machines[2].die()  # which the first one would take for a death in its world
@@ -256,14 +301,19 @@ def test_a_machine_that_leaves_is_left_out_after_a_checkpoint(config):
         write_status(of_a_killed_rank, RoleStatus(process="trainer-5", pid=1))
         machines[0].set(leaving=True)
         world = running.world(2)
-        assert not of_a_killed_rank.exists(), "nobody takes the launcher for dead because of its heartbeat"
+        assert not of_a_killed_rank.exists(), (
+            "nobody takes the launcher for dead because of its heartbeat"
+        )
         assert (world.nodes, world.address) == ([1, 2], "10.0.0.1")
 
 
 def test_agents_of_a_killed_launcher_end_before_the_next_world(config):
     with cluster_of(config, 3) as machines:
         nodes = Nodes(config.run_dir)
-        nodes.write(nodes.world_path, World(generation=7, nodes=[0, 1, 2], leases=[1, 1, 1], ranks=[2, 2, 2]))
+        nodes.write(
+            nodes.world_path,
+            World(generation=7, nodes=[0, 1, 2], leases=[1, 1, 1], ranks=[2, 2, 2]),
+        )
         until(lambda: all(machine.status.agent == "running" for machine in machines))
         running = Running(config)
         assert running.world(8).nodes == [0, 1, 2]
@@ -271,7 +321,8 @@ def test_agents_of_a_killed_launcher_end_before_the_next_world(config):
 
 @pytest.mark.parametrize("told_by", ["agent", "rank"])
 def test_damage_is_told_when_no_rank_runs_any_more(config, told_by):
-    """Regression: the leader moved files away while ranks of other machines trained and wrote. torchrun's agent always ends with 1."""
+    """Regression: the leader moved files away while ranks of other machines trained and wrote.
+    torchrun's agent always ends with 1."""
     with cluster_of(config, 3) as machines:
         running = Running(config)
         running.world(1)
@@ -285,7 +336,10 @@ def test_damage_is_told_when_no_rank_runs_any_more(config, told_by):
 def test_a_launcher_that_is_stopped_while_agents_end_waits_for_them(config, monkeypatch):
     with cluster_of(config, 3) as machines:
         nodes, launcher = Nodes(config.run_dir), Launcher(config)
-        nodes.write(nodes.world_path, World(generation=7, nodes=[0, 1, 2], leases=[1, 1, 1], ranks=[2, 2, 2]))
+        nodes.write(
+            nodes.world_path,
+            World(generation=7, nodes=[0, 1, 2], leases=[1, 1, 1], ranks=[2, 2, 2]),
+        )
         until(lambda: all(machine.status.agent == "running" for machine in machines))
         launcher.world, machines[0].slow, told, tell = nodes.world(), 20, [], launcher.tell
 
@@ -298,7 +352,9 @@ def test_a_launcher_that_is_stopped_while_agents_end_waits_for_them(config, monk
         monkeypatch.setattr(launcher, "tell", stopped)
         with pytest.raises(Stopped):
             launcher.run()
-        assert told == ["kill", "kill"] and all(status.agent == "ended" for status in nodes.statuses().values())
+        assert told == ["kill", "kill"] and all(
+            status.agent == "ended" for status in nodes.statuses().values()
+        )
         launcher.status.close()
 
 
@@ -321,14 +377,23 @@ def test_what_is_wrong_with_a_machine_that_is_missing_is_said(config):
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [("software", "rl 2", "software"), ("config", "xyz", "configuration"), ("gpus", 0, "number of GPUs"), ("ranks", 1, "number of ranks")],
+    [
+        ("software", "rl 2", "software"),
+        ("config", "xyz", "configuration"),
+        ("gpus", 0, "number of GPUs"),
+        ("ranks", 1, "number of ranks"),
+    ],
 )
 def test_machines_that_differ_are_refused(config, field, value, words):
     with cluster_of(config, 3) as machines:
         machines[1].set(**{field: value})
         running = Running(config)
         running.result()
-        assert words in str(running.error) and "host0" in str(running.error) and "host1" in str(running.error)
+        assert (
+            words in str(running.error)
+            and "host0" in str(running.error)
+            and "host1" in str(running.error)
+        )
 
 
 def test_one_that_differs_is_not_taken_into_a_world_that_trains(config):
@@ -344,7 +409,8 @@ def test_one_that_differs_is_not_taken_into_a_world_that_trains(config):
 
 
 def test_a_machine_whose_ranks_the_engine_has_told_to_end_is_no_death(config):
-    """Slurm sends SIGTERM to all processes of a step: ranks may have saved and ended before the launcher sees that their machine leaves."""
+    """Slurm sends SIGTERM to all processes of a step: ranks may have saved and ended before the
+    launcher sees that their machine leaves."""
     with cluster_of(config, 3) as machines:
         running = Running(config)
         running.world(1)
@@ -366,10 +432,16 @@ def test_ranks_that_were_killed_are_told_from_ranks_that_failed(config, tmp_path
         assert running.result() == KILLED
     replace, log = msgspec.structs.replace, tmp_path / "agent.log"
     log.write_text(REPORT)
-    one, other = (replace(machine.status, agent="ended", exit_code=RESTART) for machine in machines[:2])
+    one, other = (
+        replace(machine.status, agent="ended", exit_code=RESTART) for machine in machines[:2]
+    )
     assert failure([one, other], is_late=False) == RESTART
-    assert failure([one, replace(other, exit_code=-signal.SIGKILL)], is_late=False) == KILLED, "one fails because of the other"
-    assert failure([one, replace(other, log=str(log))], is_late=False) == KILLED, "torchrun's agent ends with 1 whatever its ranks do"
+    assert failure([one, replace(other, exit_code=-signal.SIGKILL)], is_late=False) == KILLED, (
+        "one fails because of the other"
+    )
+    assert failure([one, replace(other, log=str(log))], is_late=False) == KILLED, (
+        "torchrun's agent ends with 1 whatever its ranks do"
+    )
     assert failure([replace(one, exit_code=GIVE_UP)], is_late=True) == GIVE_UP
     assert failure([replace(one, exit_code=-signal.SIGSEGV)], is_late=True) == RESTART
 

@@ -27,7 +27,12 @@ def with_server(script: str) -> str:
 def start(directory: Path, *args: str, code: str = CODE, **env: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS), "COLUMNS": "200", **env}
     return subprocess.Popen(
-        [sys.executable, "-c", code, *args], cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *args],
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 

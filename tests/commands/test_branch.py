@@ -1,4 +1,5 @@
-"""`rl branch`: what it links, keeps, records and refuses; tests/trainer/test_replay.py trains one."""
+"""`rl branch`: what it links, keeps, records and refuses; tests/trainer/test_replay.py trains
+one."""
 
 import json
 import os
@@ -26,7 +27,9 @@ from rl.wire.batch_file import decode_batch, write_batch
 from rl.wire.messages import TrainBatch
 
 STATE = OrchestratorState(
-    tasks=TaskState(next_group=9, issued={"e": 8}, in_flight=[TaskRef(8, "e", 3)]), settled=[1], pending=[TaskRef(7, "e", 2)]
+    tasks=TaskState(next_group=9, issued={"e": 8}, in_flight=[TaskRef(8, "e", 3)]),
+    settled=[1],
+    pending=[TaskRef(7, "e", 2)],
 )
 
 
@@ -40,7 +43,10 @@ def weights(step: int) -> bytes:
 def run(tmp_path, monkeypatch):
     """A run of four steps with the checkpoints 2 and 4, of whose versions the last two are kept."""
     monkeypatch.chdir(tmp_path)
-    flags = "--orchestrator.environment.id e --model.name owner/m --name x --max_steps 4 --learning_rate 1e-5 --model.dtype bfloat16"
+    flags = (
+        "--orchestrator.environment.id e --model.name owner/m --name x --max_steps 4 "
+        "--learning_rate 1e-5 --model.dtype bfloat16"
+    )
     config = build(parse_args(flags.split())).with_absolute_paths()
     run_dir = config.run_dir
     write_file(run_dir.config, to_toml(config).encode())
@@ -60,7 +66,11 @@ def run(tmp_path, monkeypatch):
 def launched(monkeypatch):
     """What would be started: configuration and resume of each."""
     found = []
-    monkeypatch.setattr(rl.commands.branch, "start", lambda config, line, children, again: found.append((config, line.resume, again)) or 0)
+    monkeypatch.setattr(
+        rl.commands.branch,
+        "start",
+        lambda config, line, children, again: found.append((config, line.resume, again)) or 0,
+    )
     return found
 
 
@@ -80,35 +90,64 @@ def test_a_branch_has_the_state_of_its_step_as_links_and_is_resumed(run, launche
     branch(f"{run.root}@2", "--name", "y", "--trainer.optim.lr", "3e-6")
     ((config, resume, again),) = launched
     new = config.run_dir
-    assert new.root == run.root.with_name("y") and resume == -1 and again == f"rl @ {new.config} --resume"
+    assert (
+        new.root == run.root.with_name("y")
+        and resume == -1
+        and again == f"rl @ {new.config} --resume"
+    )
     for kind in ("checkpoint", "weights"):
         for file in getattr(run, kind)(2).iterdir():
             assert (getattr(new, kind)(2) / file.name).samefile(file)
     assert new.batch(2).samefile(run.batch(2)) and new.digests(2).samefile(run.digests(2))
-    assert list(numbered(new.batches, ".batch")) == list(numbered(new.checkpoints)) == list(numbered(new.weights_dir)) == [2]
-    assert from_toml(new.config) == config and config.trainer.optim.lr == 3e-6 and config.max_steps == 4
+    assert (
+        list(numbered(new.batches, ".batch"))
+        == list(numbered(new.checkpoints))
+        == list(numbered(new.weights_dir))
+        == [2]
+    )
+    assert (
+        from_toml(new.config) == config
+        and config.trainer.optim.lr == 3e-6
+        and config.max_steps == 4
+    )
     origin = read_origin(new)
-    assert (origin.run, origin.step) == (str(run.root), 2) and origin.changes == [Change("trainer.optim.lr", "1e-05", "3e-06")]
+    assert (origin.run, origin.step) == (str(run.root), 2) and origin.changes == [
+        Change("trainer.optim.lr", "1e-05", "3e-06")
+    ]
     said = f"{new.root}: branch of {run.root} at step 2\n  trainer.optim.lr: 1e-05 -> 3e-06\n"
     assert said in capsys.readouterr().out
     prepared = prepare(config, resume=-1, clean=False)  # as the launcher does
     prepared.lease.close()
     assert prepared.notes == [f"resuming {new.root}: checkpoint 2, newest batch 2"]
-    with pytest.raises(RunError, match=rf"--resume 1: {new.root} begins at step 2, as a branch of {run.root} at step 2; give at least"):
+    with pytest.raises(
+        RunError,
+        match=rf"--resume 1: {new.root} begins at step 2, as a branch of {run.root} at step 2; "
+        r"give at least",
+    ):
         prepare(config, resume=1, clean=False)
     doctor([str(new.root)], Children())
-    assert f"  branch of {run.root} at step 2; trainer.optim.lr: 1e-05 -> 3e-06\n" in capsys.readouterr().out
+    assert (
+        f"  branch of {run.root} at step 2; trainer.optim.lr: 1e-05 -> 3e-06\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_branch_says_what_becomes_of_the_learning_rate(run, launched, capsys):
     branch(f"{run.root}@2", "--name", "y", "--trainer.optim.schedule", "cosine", "--max_steps", "8")
-    assert "  learning rate of step 2: 1e-05 before, 9.62e-06 with these settings, which go on from there\n" in capsys.readouterr().out
+    assert (
+        "  learning rate of step 2: 1e-05 before, 9.62e-06 with these settings, which go on "
+        "from there\n" in capsys.readouterr().out
+    )
 
 
 def test_a_branch_ends_what_a_resume_refuses_and_says(run, launched):
     config = build(parse_args(["@", str(run.config), "--trainer.optim.lr", "3e-6"]))
     (run.root / "status").mkdir(exist_ok=True)
-    with pytest.raises(RunError, match=f"1e-05 -> 3e-06\n  continue with them in a new run: rl branch {run.root} --name NEW and the same"):
+    with pytest.raises(
+        RunError,
+        match=f"1e-05 -> 3e-06\n  continue with them in a new run: rl branch {run.root} --name NEW "
+        "and the same",
+    ):
         prepare(config, resume=-1, clean=False)
 
 
@@ -116,7 +155,12 @@ def test_a_branch_on_a_cluster_is_not_divided_as_this_machine_would_be(run, laun
     """Regression: it ran on this machine alone."""
     branch(f"{run.root}@2", "--name", "y", "--cluster.nodes", "3", "--cluster.engine", "slurm")
     ((config, resume, _),) = launched
-    assert (config.cluster.nodes, config.trainer.ranks, config.trainer.gpus, resume) == (3, None, None, -1)
+    assert (config.cluster.nodes, config.trainer.ranks, config.trainer.gpus, resume) == (
+        3,
+        None,
+        None,
+        -1,
+    )
 
 
 def test_a_branch_of_a_run_that_was_moved_lies_beside_it(run, launched, tmp_path, capsys):
@@ -126,17 +170,25 @@ def test_a_branch_of_a_run_that_was_moved_lies_beside_it(run, launched, tmp_path
     assert "m is the run itself; name the new run" in fault(capsys, f"{moved}@2", code=2)
     branch(f"{moved}@2", "--name", "y")
     (tmp_path / "link").symlink_to(moved.parent)
-    assert "m is the run itself" in fault(capsys, f"{moved}@2", "--output_dir", tmp_path / "link", "--clean", code=2)
-    assert launched[0][0].run_dir.root == moved.parent / "y" and read_origin(launched[0][0].run_dir).run == str(moved)
+    assert "m is the run itself" in fault(
+        capsys, f"{moved}@2", "--output_dir", tmp_path / "link", "--clean", code=2
+    )
+    assert launched[0][0].run_dir.root == moved.parent / "y" and read_origin(
+        launched[0][0].run_dir
+    ).run == str(moved)
     doctor([str(moved.parent / "y")], Children())
     assert "  step 2 of 4, batch 2, version 2, checkpoint 2\n" in capsys.readouterr().out
 
 
 def test_a_branch_of_a_recorded_run_reads_its_file_anew(run, launched, tmp_path):
-    """Regression: the checksums of the parent's file were taken along, and any other file was refused."""
+    """Regression: the checksums of the parent's file were taken along, and any other file was
+    refused."""
     (tmp_path / "a.jsonl").write_text("first\n")
     (tmp_path / "b.jsonl").write_text("second\n")
-    config = build(parse_args(["@", str(run.config), "--recorded.rollouts", str(tmp_path / "a.jsonl")]), ("orchestrator.environment",))
+    config = build(
+        parse_args(["@", str(run.config), "--recorded.rollouts", str(tmp_path / "a.jsonl")]),
+        ("orchestrator.environment",),
+    )
     write_file(run.config, to_toml(config).encode())
     write_file(run.data / "recorded.json", json.dumps(check_same(config)).encode())
     branch(f"{run.root}@2", "--name", "y", "--recorded.rollouts", tmp_path / "b.jsonl")
@@ -155,7 +207,9 @@ def test_tasks_go_on_unless_what_is_played_changes(run, launched):
     assert same.batch(4).samefile(run.batch(4))
     content = decode_batch(other.batch(4).read_bytes(), "")
     state = decode_state(content.state)
-    assert content.batch.step == 4 and state.tasks == TaskState(next_group=9, issued={}, in_flight=[])
+    assert content.batch.step == 4 and state.tasks == TaskState(
+        next_group=9, issued={}, in_flight=[]
+    )
     assert (state.settled, state.pending) == ([1], [])
 
 
@@ -168,22 +222,38 @@ def test_tasks_go_on_unless_what_is_played_changes(run, launched):
         (("x@2", "--name", "y", "--bogus", "1"), "in the configuration\n  bogus = 1 (--bogus)\n"),
         (
             ("x@3", "--name", "y"),
-            "x@3: there is no checkpoint of step 3, only of 2, 4. Which ones a run keeps is set by trainer.checkpoint",
+            "x@3: there is no checkpoint of step 3, only of 2, 4. Which ones a run keeps is "
+            "set by trainer.checkpoint",
         ),
         (("x@0", "--name", "y"), "x@0: is the base model; start a new run there instead: rl @ "),
         (("x@best", "--name", "y"), "x@best: the run has no finished evaluation"),
         (
             ("x", "--name", "y"),
-            "a branch at step 4 cannot have these settings:\n  max_steps = 4\n    is already reached at step 4; raise it",
+            "a branch at step 4 cannot have these settings:\n  max_steps = 4\n    is already "
+            "reached at step 4; raise it",
         ),
-        (("x@2", "--name", "y", "--model.name", "z/m"), "  model.name: 'owner/m' -> 'z/m'\n    the checkpoint holds the weights of that"),
-        (("x@2", "--name", "y", "--model.dtype", "float32"), "    version 2 was published in that dtype and would be another policy"),
-        (("x@2", "--name", "y", "--trainer.lora"), "trainer.lora.rank: None -> 16\n    the checkpoint holds the whole model"),
-        (("x@2", "--name", "y", "--sft.dataset", "d", "--trainer.loss.type", "cross_entropy"), "learning -> supervised fine-tuning"),
+        (
+            ("x@2", "--name", "y", "--model.name", "z/m"),
+            "  model.name: 'owner/m' -> 'z/m'\n    the checkpoint holds the weights of that",
+        ),
+        (
+            ("x@2", "--name", "y", "--model.dtype", "float32"),
+            "    version 2 was published in that dtype and would be another policy",
+        ),
+        (
+            ("x@2", "--name", "y", "--trainer.lora"),
+            "trainer.lora.rank: None -> 16\n    the checkpoint holds the whole model",
+        ),
+        (
+            ("x@2", "--name", "y", "--sft.dataset", "d", "--trainer.loss.type", "cross_entropy"),
+            "learning -> supervised fine-tuning",
+        ),
         (("z@2", "--name", "y"), "contains the runs x"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_written(run, launched, capsys, monkeypatch, args, said):
+def test_what_cannot_be_is_said_before_anything_is_written(
+    run, launched, capsys, monkeypatch, args, said
+):
     monkeypatch.chdir(run.root.parent)
     assert said in fault(capsys, *([f"./{args[0]}"] if args else []), *args[1:])
     assert not launched and [path.name for path in run.root.parent.iterdir()] == ["x"]
@@ -198,13 +268,30 @@ def test_damage_is_found_before_anything_is_written(run, launched, capsys):
 def test_another_loss_drops_the_keys_of_the_one_before(run, launched):
     text = run.config.read_text()
     run.config.write_text(text.replace("kl_coefficient = 0.0", "kl_coefficient = 0.5"))
-    branch(f"{run.root}@2", "--name", "y", "--trainer.loss.type", "clip", "--orchestrator.credit.type", "grpo")
+    branch(
+        f"{run.root}@2",
+        "--name",
+        "y",
+        "--trainer.loss.type",
+        "clip",
+        "--orchestrator.credit.type",
+        "grpo",
+    )
     assert run.config.read_text() != text and launched[0][0].trainer.loss.kl_coefficient == 0.5
     loss = launched[0][0].trainer.loss
     assert (loss.type, loss.clip_high) == ("clip", type(loss)().clip_high)
-    changes = {change.key: (change.old, change.new) for change in read_origin(launched[0][0].run_dir).changes}
-    assert changes["trainer.loss.type"] == ("'policy_gradient'", "'clip'") and changes["trainer.loss.importance"][1] == "None"
-    assert changes["trainer.loss.token_mask"][1] == "[0.0, inf]" and "trainer.loss.kl_coefficient" not in changes
+    changes = {
+        change.key: (change.old, change.new)
+        for change in read_origin(launched[0][0].run_dir).changes
+    }
+    assert (
+        changes["trainer.loss.type"] == ("'policy_gradient'", "'clip'")
+        and changes["trainer.loss.importance"][1] == "None"
+    )
+    assert (
+        changes["trainer.loss.token_mask"][1] == "[0.0, inf]"
+        and "trainer.loss.kl_coefficient" not in changes
+    )
 
 
 def test_a_dry_run_writes_nothing(run, launched, capsys):
@@ -212,12 +299,19 @@ def test_a_dry_run_writes_nothing(run, launched, capsys):
         branch(f"{run.root}@2", "--name", "y", "--dry-run")
     assert end.value.code == 0
     (run.root.parent / "dry.toml").write_text(capsys.readouterr().out)
-    assert from_toml(run.root.parent / "dry.toml").run_dir.root == run.root.with_name("y") and not launched
-    assert "there is no checkpoint of step 3" in fault(capsys, f"{run.root}@3", "--name", "y", "--dry-run")
+    assert (
+        from_toml(run.root.parent / "dry.toml").run_dir.root == run.root.with_name("y")
+        and not launched
+    )
+    assert "there is no checkpoint of step 3" in fault(
+        capsys, f"{run.root}@3", "--name", "y", "--dry-run"
+    )
     assert not run.root.with_name("y").exists()
 
 
-def test_a_branch_that_has_trained_nothing_is_replaced_and_any_other_only_if_told_so(run, launched, capsys):
+def test_a_branch_that_has_trained_nothing_is_replaced_and_any_other_only_if_told_so(
+    run, launched, capsys
+):
     for lr in ("3e-6", "4e-6"):
         branch(f"{run.root}@2", "--name", "y", "--trainer.optim.lr", lr)
     new = launched[-1][0].run_dir
@@ -225,7 +319,9 @@ def test_a_branch_that_has_trained_nothing_is_replaced_and_any_other_only_if_tol
     with pytest.raises(RunError, match=f"{new.root} exists: continue that run with --resume"):
         prepare(launched[-1][0], resume=None, clean=False)
     write_batch(new.batch(3), TrainBatch(step=3, samples=[]), STATE)
-    assert f"{new.root} exists: continue that run with --resume" in fault(capsys, f"{run.root}@2", "--name", "y")
+    assert f"{new.root} exists: continue that run with --resume" in fault(
+        capsys, f"{run.root}@2", "--name", "y"
+    )
     branch(f"{run.root}@4", "--name", "y", "--max_steps", "9", "--clean")
     assert list(numbered(new.batches, ".batch")) == [4]
     (run.root.parent / "mine").mkdir()
@@ -233,19 +329,35 @@ def test_a_branch_that_has_trained_nothing_is_replaced_and_any_other_only_if_tol
         (run.root.parent / "mine" / name).touch()
         for clean in ((), ("--clean",)):
             said = fault(capsys, f"{run.root}@2", "--name", "mine", *clean)
-            assert "mine is not a run directory, and has " in said and (run.root.parent / "mine" / name).exists()
+            assert (
+                "mine is not a run directory, and has " in said
+                and (run.root.parent / "mine" / name).exists()
+            )
 
 
 def test_versions_elsewhere_are_copied_there(run, launched, capsys, tmp_path, monkeypatch):
     link = os.link
-    monkeypatch.setattr(os, "link", lambda *a: (_ for _ in ()).throw(OSError(18, "cross-device")) if "memory" in str(a[1]) else link(*a))
+    monkeypatch.setattr(
+        os,
+        "link",
+        lambda *a: (
+            (_ for _ in ()).throw(OSError(18, "cross-device"))
+            if "memory" in str(a[1])
+            else link(*a)
+        ),
+    )
     branch(f"{run.root}@2", "--name", "y", "--trainer.weights.dir", tmp_path / "memory")
     new = launched[0][0].run_dir
-    assert new.weights(2) == tmp_path / "memory" / "y" / "000002" and not (new.root / "weights").exists()
+    assert (
+        new.weights(2) == tmp_path / "memory" / "y" / "000002"
+        and not (new.root / "weights").exists()
+    )
     assert (new.weights(2) / "model.safetensors").read_bytes() == weights(2)
     shutil.rmtree(new.root)
     expected = "memory/y holds versions 2 of another run; choose another --name"
-    assert expected in fault(capsys, f"{run.root}@2", "--name", "y", "--trainer.weights.dir", tmp_path / "memory")
+    assert expected in fault(
+        capsys, f"{run.root}@2", "--name", "y", "--trainer.weights.dir", tmp_path / "memory"
+    )
 
 
 def test_what_a_branch_begins_with_is_where_replay_begins_and_old_batches_go(run, launched):
@@ -257,7 +369,9 @@ def test_what_a_branch_begins_with_is_where_replay_begins_and_old_batches_go(run
     for step in (3, 4):
         write_batch(new.batch(step), TrainBatch(step=step, samples=[]), STATE)
         write_file(new.digests(step), b'{"hash": "blake3", "tensors": {}}')
-    assert plan(new, config, 0, None)[0].start == 2 and first_step(new) == 2 and first_step(run) == 0
+    assert (
+        plan(new, config, 0, None)[0].start == 2 and first_step(new) == 2 and first_step(run) == 0
+    )
     with pytest.raises(RunError, match=f"--from 1: {new.root} is a branch and begins at step 2"):
         plan(new, config, 1, None)
     shutil.copytree(run.checkpoint(4), new.checkpoint(4))
@@ -268,7 +382,9 @@ def test_what_a_branch_begins_with_is_where_replay_begins_and_old_batches_go(run
     (new.checkpoint(2) / MANIFEST).unlink()
     from rl.launch.repair import repair
 
-    with pytest.raises(RunError, match=f"begins with it: make it again by `rl branch {run.root}@2 --name"):
+    with pytest.raises(
+        RunError, match=f"begins with it: make it again by `rl branch {run.root}@2 --name"
+    ):
         repair(new)
     new.origin.write_bytes(b"{")
     with pytest.raises(RunError, match=r"origin\.json: damaged"):
@@ -276,14 +392,38 @@ def test_what_a_branch_begins_with_is_where_replay_begins_and_old_batches_go(run
 
 
 def test_a_branch_of_fine_tuning_keeps_its_examples_and_their_order(run, launched, capsys):
-    flags = ["--model.name", "owner/m", "--name", "x", "--max_steps", "4", "--sft.dataset", "d.jsonl", "--model.dtype", "bfloat16"]
+    flags = [
+        "--model.name",
+        "owner/m",
+        "--name",
+        "x",
+        "--max_steps",
+        "4",
+        "--sft.dataset",
+        "d.jsonl",
+        "--model.dtype",
+        "bfloat16",
+    ]
     write_file(run.config, to_toml(build(parse_args(flags)).with_absolute_paths()).encode())
-    for change in (("--sft.batch_size", "128"), ("--seed", "7"), ("--sft.dataset", "e.jsonl"), ("--model.max_model_len", "64")):
+    for change in (
+        ("--sft.batch_size", "128"),
+        ("--seed", "7"),
+        ("--sft.dataset", "e.jsonl"),
+        ("--model.max_model_len", "64"),
+    ):
         said = fault(capsys, f"{run.root}@2", "--name", "y", *change)
-        assert f"  {change[0][2:]}: " in said and "decides the examples, their order or their batches, 2 of which are trained" in said
+        assert (
+            f"  {change[0][2:]}: " in said
+            and "decides the examples, their order or their batches, 2 of which are trained" in said
+        )
     run.data.mkdir()
-    branch(f"{run.root}@2", "--name", "y", "--sft.validation_interval", "7", "--learning_rate", "1e-4")
+    branch(
+        f"{run.root}@2", "--name", "y", "--sft.validation_interval", "7", "--learning_rate", "1e-4"
+    )
     branch(f"{run.root}@2", "--name", "z", "--sft.validation", "other.jsonl")
     same, other = (found[0] for found in launched)
     assert (same.sft.validation_interval, same.run_dir.data.is_dir()) == (7, True)
-    assert (other.sft.validation, other.run_dir.data.is_dir()) == (str(run.root.parent.parent / "other.jsonl"), False)
+    assert (other.sft.validation, other.run_dir.data.is_dir()) == (
+        str(run.root.parent.parent / "other.jsonl"),
+        False,
+    )

@@ -25,17 +25,31 @@ def line(env="e", task=0, sample=0, agents=1):
 
 def test_tasks_come_from_the_environments_in_turn():
     assert list(task_order({"a": 3, "b": 1})) == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]
-    assert list(islice(task_order({"a": None, "b": 1}), 4)) == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]
+    assert list(islice(task_order({"a": None, "b": 1}), 4)) == [
+        ("a", 0),
+        ("b", 0),
+        ("a", 1),
+        ("a", 2),
+    ]
     assert list(task_order({"a": 0})) == []
 
 
 def test_only_what_is_missing_is_played():
     present = {("a", 0): {0, 1}, ("a", 1): {1}}
-    assert list(missing(iter([("a", 0), ("a", 1), ("b", 0)]), present, 2)) == [("a", 1, 1), ("b", 0, 2)]
+    assert list(missing(iter([("a", 0), ("a", 1), ("b", 0)]), present, 2)) == [
+        ("a", 1, 1),
+        ("b", 0, 2),
+    ]
 
 
 def test_max_samples_bounds_an_environment():
-    assert [task_count(*pair) for pair in ((-1, 7), (3, 7), (9, 7), (3, None), (-1, None))] == [7, 3, 7, 3, None]
+    assert [task_count(*pair) for pair in ((-1, 7), (3, 7), (9, 7), (3, None), (-1, None))] == [
+        7,
+        3,
+        7,
+        3,
+        None,
+    ]
 
 
 def test_a_line_that_was_not_finished_is_cut_with_its_episode(tmp_path):
@@ -67,11 +81,19 @@ def test_a_file_has_one_writer(tmp_path):
     path = tmp_path / "r.jsonl"
     with only_writer(path, new=True):
         path.write_text(line())
-        with pytest.raises(RunError, match=r"another `rl collect` or rl.record writes it; wait for its end"), only_writer(path):
+        with (
+            pytest.raises(
+                RunError, match=r"another `rl collect` or rl.record writes it; wait for its end"
+            ),
+            only_writer(path),
+        ):
             pass
     with only_writer(path):
         pass
-    with pytest.raises(RunError, match="another process has written it since the start"), only_writer(path, new=True):
+    with (
+        pytest.raises(RunError, match="another process has written it since the start"),
+        only_writer(path, new=True),
+    ):
         pass
     with only_writer(tmp_path / "new.jsonl", new=True):
         pass
@@ -83,46 +105,114 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
     flags = ("--orchestrator.environment.id", "say-digit", "--output", str(path), "--samples", "2")
     with serving(Endpoint("good")) as server:
         code, out, err = rl(tmp_path, "collect", *flags, "--policy", server.url, "--limit", "1")
-        assert code == 0 and f"rollouts written to {path}: 2 finished; mean reward 1.000" in out, err
+        assert code == 0 and f"rollouts written to {path}: 2 finished; mean reward 1.000" in out, (
+            err
+        )
         path.write_text(path.read_text() + '{"env": "say-di')
         code, out, err = rl(tmp_path, "collect", *flags, "--policy", server.url, "--limit", "3")
         assert code == 0 and len(server.asked) == 6, err
-    flags = (*flags, "--model.name", str(model), "--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8")
-    code, out, err = rl(tmp_path, "collect", *flags, "--limit", "3", code=with_server("import sys; sys.exit('no server')"))
-    assert code == 0 and f"all 6 rollouts are in {path}; nothing is left to play" in out, err  # and no server was waited for
+    flags = (
+        *flags,
+        "--model.name",
+        str(model),
+        "--model.max_model_len",
+        "256",
+        "--orchestrator.sampling.max_tokens",
+        "8",
+    )
+    code, out, err = rl(
+        tmp_path,
+        "collect",
+        *flags,
+        "--limit",
+        "3",
+        code=with_server("import sys; sys.exit('no server')"),
+    )
+    # and no server was waited for
+    assert code == 0 and f"all 6 rollouts are in {path}; nothing is left to play" in out, err
     assert not list(tmp_path.glob("outputs/*/server"))
     folders = {path.name for path in (tmp_path / "outputs").iterdir()}  # named by what was played
     assert folders == {"collect-say-digit-good", f"collect-say-digit-{model.name}"}
     lines = [json.loads(text) for text in path.read_bytes().splitlines()]
-    assert sorted((one["task"], one["sample"]) for one in lines) == [(task, sample) for task in (0, 1, 2) for sample in (0, 1)]
-    assert {"env", "task", "sample", "policy", "agent", "messages", "reward", "metrics", "outcome", "stop"} <= set(lines[0])
-    assert (lines[0]["policy"], lines[0]["reward"], lines[0]["outcome"]) == ("good", 1.0, "finished") and "turns" not in lines[0]
+    assert sorted((one["task"], one["sample"]) for one in lines) == [
+        (task, sample) for task in (0, 1, 2) for sample in (0, 1)
+    ]
+    assert {
+        "env",
+        "task",
+        "sample",
+        "policy",
+        "agent",
+        "messages",
+        "reward",
+        "metrics",
+        "outcome",
+        "stop",
+    } <= set(lines[0])
+    assert (lines[0]["policy"], lines[0]["reward"], lines[0]["outcome"]) == (
+        "good",
+        1.0,
+        "finished",
+    ) and "turns" not in lines[0]
 
 
 def test_lines_say_which_agents_are_not_trained(tmp_path):
     path = tmp_path / "r.jsonl"
-    told = Collection(build(parse_args(["--orchestrator.environment.id", "e"])), "p", {}, path, tokens=False)
+    told = Collection(
+        build(parse_args(["--orchestrator.environment.id", "e"])), "p", {}, path, tokens=False
+    )
     told.write("e", 0, [Rollout(agent="solver"), Rollout(agent="judge", trainable=False)], 1.0)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["agent"], line.get("why")) for line in lines] == [("solver", None), ("judge", "not_trainable")]
-    assert [why_unused({**line, "outcome": "finished"}, "r.jsonl:1", SftConfig(dataset="d")) for line in lines] == [
+    assert [(line["agent"], line.get("why")) for line in lines] == [
+        ("solver", None),
+        ("judge", "not_trainable"),
+    ]
+    assert [
+        why_unused({**line, "outcome": "finished"}, "r.jsonl:1", SftConfig(dataset="d"))
+        for line in lines
+    ] == [
         None,
         "rollouts of agents that are not trained",
     ]
 
 
 def test_faults(tmp_path):
-    code, _, err = rl(tmp_path, "collect", "--orchestrator.environment.id", "nope", "--output", "x.jsonl")
+    code, _, err = rl(
+        tmp_path, "collect", "--orchestrator.environment.id", "nope", "--output", "x.jsonl"
+    )
     assert code == 1 and "`rl env install owner/nope`" in err, err
-    environment = ("--orchestrator.environment.id", "say-digit", "--model.name", str(tmp_path / "nowhere"))
-    code, _, err = rl(tmp_path, "collect", *environment, "--output", str(tmp_path / "new" / "x.jsonl"))
+    environment = (
+        "--orchestrator.environment.id",
+        "say-digit",
+        "--model.name",
+        str(tmp_path / "nowhere"),
+    )
+    code, _, err = rl(
+        tmp_path, "collect", *environment, "--output", str(tmp_path / "new" / "x.jsonl")
+    )
     assert code == 1 and "nowhere" in err and not (tmp_path / "new").exists()
 
 
 def test_what_is_collected_with_tokens_can_be_trained(tmp_path):
     path = tmp_path / "r.jsonl"
-    told = Collection(build(parse_args(["--orchestrator.environment.id", "e"])), "p", {}, path, tokens=True)
-    told.write("e", 3, [Rollout(turns=[turn((1, 2), (3,))], reward=1.0), Rollout(error="broken", episode=1)], 0.7)
+    told = Collection(
+        build(parse_args(["--orchestrator.environment.id", "e"])), "p", {}, path, tokens=True
+    )
+    told.write(
+        "e",
+        3,
+        [Rollout(turns=[turn((1, 2), (3,))], reward=1.0), Rollout(error="broken", episode=1)],
+        0.7,
+    )
     first, failed = (parse(json.loads(text), "line") for text in path.read_text().splitlines())
-    assert (first.task, first.reward, first.temperature, first.turns[0].completion_ids) == (3, 1.0, 0.7, [3])
-    assert first.turns[0].policy_versions[0].num_tokens == 1 and failed.error == "broken" and failed.reward is None
+    assert (first.task, first.reward, first.temperature, first.turns[0].completion_ids) == (
+        3,
+        1.0,
+        0.7,
+        [3],
+    )
+    assert (
+        first.turns[0].policy_versions[0].num_tokens == 1
+        and failed.error == "broken"
+        and failed.reward is None
+    )

@@ -20,20 +20,48 @@ def runs(tmp_path, monkeypatch):
     """Runs x and y of four and of two steps, with other learning rates."""
     monkeypatch.chdir(tmp_path)
     for name, lr, steps in (("x", "1e-6", 4), ("y", "2e-6", 2)):
-        flags = ["--orchestrator.environment.id", "e", "--name", name, "--max_steps", "4", "--trainer.optim.lr", lr]
-        config = build(parse_args([*flags, *(["--trainer.lora", "--trainer.gpus", "0"] if name == "y" else [])]))
+        flags = [
+            "--orchestrator.environment.id",
+            "e",
+            "--name",
+            name,
+            "--max_steps",
+            "4",
+            "--trainer.optim.lr",
+            lr,
+        ]
+        config = build(
+            parse_args(
+                [*flags, *(["--trainer.lora", "--trainer.gpus", "0"] if name == "y" else [])]
+            )
+        )
         config.run_dir.root.mkdir(parents=True)
         config.run_dir.config.write_text(to_toml(config))
-        logs = {source: MetricsLog(config.run_dir.metrics, source) for source in ("orchestrator", "trainer", "eval")}
+        logs = {
+            source: MetricsLog(config.run_dir.metrics, source)
+            for source in ("orchestrator", "trainer", "eval")
+        }
         for step in range(1, steps + 1):
             logs["orchestrator"].write(step, {"reward/mean": step / 4, "rollouts/errored": 0.0})
-            logs["trainer"].write(step, {"loss/mean": 0.1, "entropy/mean": 2.0 if name == "x" else float("nan"), "time/step": 2.0})
+            logs["trainer"].write(
+                step,
+                {
+                    "loss/mean": 0.1,
+                    "entropy/mean": 2.0 if name == "x" else float("nan"),
+                    "time/step": 2.0,
+                },
+            )
         for version in (0, steps):
-            logs["eval"].write(version, {"eval/e/reward_mean": 0.25 + version / 10, "eval/e/reward_mean_stderr": 0.03})
+            logs["eval"].write(
+                version,
+                {"eval/e/reward_mean": 0.25 + version / 10, "eval/e/reward_mean_stderr": 0.03},
+            )
 
 
 def test_settings_curves_and_evaluations_side_by_side(runs, capsys):
-    assert called(capsys, "compare", "x", "outputs/y") == (0, """\
+    assert called(capsys, "compare", "x", "outputs/y") == (
+        0,
+        """\
 A  outputs/x: 4 of 4 steps
 B  outputs/y: 2 of 4 steps
 
@@ -59,16 +87,23 @@ e                 0  0.250 ± 0.030  0.250 ± 0.030  +0.000
                   2              -  0.450 ± 0.030
                   4  0.650 ± 0.030              -
 
-""", "")  # fmt: skip
+""",
+        "",
+    )
 
 
 @pytest.mark.parametrize("width", [50, 80, 110])
 def test_nothing_is_wider_than_the_terminal(runs, capsys, monkeypatch, width):
     """Of a run with steps enough for every stretch, a long value, and metrics with long names."""
     for name in ("x", "y"):
-        logs = {source: MetricsLog(Path("outputs", name, "metrics.jsonl"), source) for source in ("orchestrator", "trainer")}
+        logs = {
+            source: MetricsLog(Path("outputs", name, "metrics.jsonl"), source)
+            for source in ("orchestrator", "trainer")
+        }
         for step in range(1, 25):
-            logs["orchestrator"].write(step, {"reward/mean": step / 7, "rollouts/zero_advantage": 0.123456})
+            logs["orchestrator"].write(
+                step, {"reward/mean": step / 7, "rollouts/zero_advantage": 0.123456}
+            )
             logs["trainer"].write(step, {"time/step": 123.456})
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(width))
@@ -80,31 +115,62 @@ def test_nothing_is_wider_than_the_terminal(runs, capsys, monkeypatch, width):
 
 
 def test_a_run_with_itself_and_what_is_no_run(runs, capsys):
-    assert "\nno setting differs\nboth have seed 0: it decides the order of tasks" in called(capsys, "compare", "x", "x")[1]
+    assert (
+        "\nno setting differs\nboth have seed 0: it decides the order of tasks"
+        in called(capsys, "compare", "x", "x")[1]
+    )
     assert called(capsys, "compare", "x", "z")[::2] == (
-        2, "rl compare: outputs/z: no such run or model folder; outputs contains the runs x, y\n"
-    )  # fmt: skip
-    assert called(capsys, "compare", "x")[0] == called(capsys, "compare", "x", "y", "z")[0] == called(capsys, "compare", "x", "@y")[0] == 2
+        2,
+        "rl compare: outputs/z: no such run or model folder; outputs contains the runs x, y\n",
+    )
+    assert (
+        called(capsys, "compare", "x")[0]
+        == called(capsys, "compare", "x", "y", "z")[0]
+        == called(capsys, "compare", "x", "@y")[0]
+        == 2
+    )
 
 
 def test_steps_are_cut_into_stretches_of_nearly_equal_length():
     assert stretches(20, 6) == [(1, 3), (4, 7), (8, 10), (11, 13), (14, 17), (18, 20)]
     assert stretches(2, 6) == [(1, 1), (2, 2)] and stretches(1, 1) == [(1, 1)]
-    assert means((np.array([1, 2, 5]), np.array([1.0, 2.0, 4.0])), [(1, 2), (3, 4), (5, 9)]) == [1.5, None, 4.0]
+    assert means((np.array([1, 2, 5]), np.array([1.0, 2.0, 4.0])), [(1, 2), (3, 4), (5, 9)]) == [
+        1.5,
+        None,
+        4.0,
+    ]
 
 
 def test_a_computed_number_is_shown_without_its_rounding_errors_unless_they_differ():
     assert texts([9.999999999999999e-06, 3 * 1e-6, None]) == ["1e-05", "3e-06", None]
-    assert texts([1e-6, 9.999999e-07]) == ["1e-06", "9.999999e-07"] and texts([32.0, 0.1 + 0.2]) == ["32.0", "0.3"]
-    assert texts([True, ["a", 1e-7], "9.999999999999999e-06"]) == ["True", "['a', 1e-07]", "9.999999999999999e-06"]
+    assert texts([1e-6, 9.999999e-07]) == ["1e-06", "9.999999e-07"] and texts(
+        [32.0, 0.1 + 0.2]
+    ) == ["32.0", "0.3"]
+    assert texts([True, ["a", 1e-7], "9.999999999999999e-06"]) == [
+        "True",
+        "['a', 1e-07]",
+        "9.999999999999999e-06",
+    ]
 
 
 def test_the_parts_of_a_reward_follow_it(runs, capsys):
     for name in ("x", "y"):
         log = MetricsLog(Path("outputs", name, "metrics.jsonl"), "orchestrator")
-        log.write(1, {"reward/mean": 0.5, "reward/e/mean": 0.5, "reward/e/exact": 0.25, "reward/e/form": 0.75})
+        log.write(
+            1,
+            {
+                "reward/mean": 0.5,
+                "reward/e/mean": 0.5,
+                "reward/e/exact": 0.25,
+                "reward/e/form": 0.75,
+            },
+        )
     out = called(capsys, "compare", "x", "y")[1].splitlines()
-    assert [line.split()[0] for line in out if line.startswith("reward/")] == ["reward/mean", "reward/e/exact", "reward/e/form"]
+    assert [line.split()[0] for line in out if line.startswith("reward/")] == [
+        "reward/mean",
+        "reward/e/exact",
+        "reward/e/form",
+    ]
 
 
 def test_rewards_of_several_environments_are_not_mixed(runs, capsys):
@@ -112,17 +178,30 @@ def test_rewards_of_several_environments_are_not_mixed(runs, capsys):
         log = MetricsLog(Path("outputs", name, "metrics.jsonl"), "orchestrator")
         log.write(1, {"reward/mean": 0.9, "reward/e/mean": 1.0, "reward/f/mean": 0.5})
     out = called(capsys, "compare", "x", "y")[1].splitlines()
-    assert [line.split()[0] for line in out if line.startswith("reward/")] == ["reward/e/mean", "reward/f/mean"]
+    assert [line.split()[0] for line in out if line.startswith("reward/")] == [
+        "reward/e/mean",
+        "reward/f/mean",
+    ]
 
 
 def test_of_a_branch_it_says_where_it_began(runs, capsys):
-    Path("outputs", "y", "origin.json").write_bytes(msgspec.json.encode(Origin("outputs/x", 1, 0.0, [])))
-    assert called(capsys, "compare", "x", "y")[1].splitlines()[1] == "B  outputs/y: 2 of 4 steps, branch of outputs/x at step 1"
+    Path("outputs", "y", "origin.json").write_bytes(
+        msgspec.json.encode(Origin("outputs/x", 1, 0.0, []))
+    )
+    assert (
+        called(capsys, "compare", "x", "y")[1].splitlines()[1]
+        == "B  outputs/y: 2 of 4 steps, branch of outputs/x at step 1"
+    )
 
 
 def test_what_a_common_seed_says():
     def said(*kinds):
-        return seed_lines([SimpleNamespace(config=SimpleNamespace(seed=seed, sft=sft)) for seed, sft in kinds], None)
+        return seed_lines(
+            [SimpleNamespace(config=SimpleNamespace(seed=seed, sft=sft)) for seed, sft in kinds],
+            None,
+        )
 
-    assert "both have seed 3: it decides the order of the examples; " in said((3, True), (3, True))[0]
+    assert (
+        "both have seed 3: it decides the order of the examples; " in said((3, True), (3, True))[0]
+    )
     assert said((3, None), (4, None)) == said((3, True), (3, None)) == []

@@ -9,7 +9,13 @@ import time
 
 import pytest
 
-from rl.commands.environment import environment_given, messages_text, print_description, scratch, task_text
+from rl.commands.environment import (
+    environment_given,
+    messages_text,
+    print_description,
+    scratch,
+    task_text,
+)
 from rl.system.errors import RunError
 from rl.system.linux import pid_scope
 from rl.wire.worker_messages import Description
@@ -21,7 +27,14 @@ from tests.web import serving
 def test_what_failed_calls_have_left_goes_with_the_next_one(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     here = pid_scope()
-    others = [tmp_path / name for name in (f"rl-env-e-more-{here}-1-x", f"rl-env-other-{here}-99999999-a", "rl-env-e-elsewhere-99999999-a")]
+    others = [
+        tmp_path / name
+        for name in (
+            f"rl-env-e-more-{here}-1-x",
+            f"rl-env-other-{here}-99999999-a",
+            "rl-env-e-elsewhere-99999999-a",
+        )
+    ]
     for left in (*others, tmp_path / f"rl-env-e-{here}-99999999-a"):
         left.mkdir()
     with scratch("e") as first, scratch("e") as second:
@@ -41,11 +54,20 @@ def test_an_interrupt_ends_it_at_once_and_leaves_nothing(tmp_path, during):
     (tmp_path / "slow-uv").write_text("#!/bin/sh\nsleep 60\n")
     (tmp_path / "slow-uv").chmod(0o755)
     (tmp_path / "tmp").mkdir()
-    more = {} if made else {"RL_ENVIRONMENTS": str(tmp_path / "homes"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    more = (
+        {}
+        if made
+        else {
+            "RL_ENVIRONMENTS": str(tmp_path / "homes"),
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        }
+    )
     with serving(Endpoint("good", delay_s=60.0)) as server:
         flags = ("--rollouts", "1", "--policy", server.url, "--split", "train")
         code = CODE if made else SLOW_UV + CODE
-        process = start(tmp_path, "env", "say-digit", *flags, code=code, TMPDIR=str(tmp_path / "tmp"), **more)
+        process = start(
+            tmp_path, "env", "say-digit", *flags, code=code, TMPDIR=str(tmp_path / "tmp"), **more
+        )
         line = "" if made else process.stderr.readline()
         assert ("making its home" in line) is not made
         while made and not server.asked:
@@ -54,19 +76,37 @@ def test_an_interrupt_ends_it_at_once_and_leaves_nothing(tmp_path, during):
         began = time.monotonic()
         process.communicate(timeout=60)
     assert process.returncode == 130 and time.monotonic() - began < 50
-    assert list((tmp_path / "tmp").glob("rl-env-*")) == [] and not list(tmp_path.glob("homes/.home*"))
+    assert list((tmp_path / "tmp").glob("rl-env-*")) == [] and not list(
+        tmp_path.glob("homes/.home*")
+    )
 
 
 def test_the_environment_and_its_arguments(capsys):
     entry = {"id": "a/x", "args": {}}
-    assert environment_given(["a/x", "--split", "eval"]) == ({"orchestrator.environment": ([entry], "rl env")}, ["--split", "eval"])
+    assert environment_given(["a/x", "--split", "eval"]) == (
+        {"orchestrator.environment": ([entry], "rl env")},
+        ["--split", "eval"],
+    )
     given, rest = environment_given(["x", "--args", '{"a": {"b": null}, "c": 1}', "--seed", "1"])
-    assert given["orchestrator.environment"][0] == [{"id": "x", "args": {"a": {"b": None}, "c": 1}}] and rest == ["--seed", "1"]
-    assert environment_given(["x", '--args={"a": 1}'])[0]["orchestrator.environment"][0][0]["args"] == {"a": 1}
-    assert environment_given(["x", "--args.n", "3"])[1] == ["--orchestrator.environment.args.n", "3"]
+    assert given["orchestrator.environment"][0] == [
+        {"id": "x", "args": {"a": {"b": None}, "c": 1}}
+    ] and rest == ["--seed", "1"]
+    assert environment_given(["x", '--args={"a": 1}'])[0]["orchestrator.environment"][0][0][
+        "args"
+    ] == {"a": 1}
+    assert environment_given(["x", "--args.n", "3"])[1] == [
+        "--orchestrator.environment.args.n",
+        "3",
+    ]
     assert environment_given(["@", "run.toml", "--args", '{"n": 3}']) == (
-        {"orchestrator.environment.args.n": (3, "--args")}, ["@", "run.toml"])  # fmt: skip
-    for text, fault in ((" {n: 3}", ": not JSON"), (" [1]", ": give an object"), ("", " is empty: it needs a value")):
+        {"orchestrator.environment.args.n": (3, "--args")},
+        ["@", "run.toml"],
+    )
+    for text, fault in (
+        (" {n: 3}", ": not JSON"),
+        (" [1]", ": give an object"),
+        ("", " is empty: it needs a value"),
+    ):
         with pytest.raises(SystemExit):
             environment_given(["x", "--args", text.strip()])
         assert f"rl env: --args{text}{fault}" in capsys.readouterr().err
@@ -79,21 +119,48 @@ def test_a_conversation_in_words():
         {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "content": "2"},
     ]
-    assert messages_text(messages) == 'user: 1+1?\n    quick\nassistant: (thinks) hm\n    calls add({"a": 1})\ntool: 2'
-    assert task_text({"prompt": messages[:1], "answer": "2", "info": {}, "n": 0}) == "user: 1+1?\n    quick\nanswer: 2\nn: 0"
+    assert (
+        messages_text(messages)
+        == 'user: 1+1?\n    quick\nassistant: (thinks) hm\n    calls add({"a": 1})\ntool: 2'
+    )
+    assert (
+        task_text({"prompt": messages[:1], "answer": "2", "info": {}, "n": 0})
+        == "user: 1+1?\n    quick\nanswer: 2\nn: 0"
+    )
     assert task_text({"prompt": "x" * 3000}) == "x" * 2000 + "... (3000 characters)"
 
 
 def test_what_an_environment_says_does_not_act_on_the_terminal(capsys):
-    description = Description(about={"kind": "classic", "tools": {"add": "\x1b[2J"}}, tasks=[{"prompt": "\x1b", "answer": "\r"}])
+    description = Description(
+        about={"kind": "classic", "tools": {"add": "\x1b[2J"}},
+        tasks=[{"prompt": "\x1b", "answer": "\r"}],
+    )
     print_description("e", {"train": 1}, description, "train")
-    shown = ["environment e", "  kind: classic", "  tasks: train 1", "  tools:", "    add: \\x1b[2J"]
+    shown = [
+        "environment e",
+        "  kind: classic",
+        "  tasks: train 1",
+        "  tools:",
+        "    add: \\x1b[2J",
+    ]
     shown += ["  the first train task:", "    \\x1b", "    answer: \\r"]
     assert capsys.readouterr().out.splitlines() == shown
 
 
 def test_shown_without_any_model(tmp_path):
-    code, out, err = rl(tmp_path, "env", "say-digit", "--args.tasks", "3", "--export", "t.jsonl", "--limit", "2", "--split", "train")
+    code, out, err = rl(
+        tmp_path,
+        "env",
+        "say-digit",
+        "--args.tasks",
+        "3",
+        "--export",
+        "t.jsonl",
+        "--limit",
+        "2",
+        "--split",
+        "train",
+    )
     assert code == 0, err
     for text in (
         "kind: classic",
@@ -105,13 +172,28 @@ def test_shown_without_any_model(tmp_path):
     ):
         assert text in out
     lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
-    assert [(one["split"], one["task"], one["answer"]) for one in lines] == [("train", 0, "0"), ("train", 1, "1")]
+    assert [(one["split"], one["task"], one["answer"]) for one in lines] == [
+        ("train", 0, "0"),
+        ("train", 1, "1"),
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
 
 
 def test_rollouts_in_full(tmp_path):
     with serving(Endpoint("good")) as server:
-        code, out, err = rl(tmp_path, "env", "say-digit", "--rollouts", "2", "--split", "eval", "--policy", server.url, "--args.turns", "2")
+        code, out, err = rl(
+            tmp_path,
+            "env",
+            "say-digit",
+            "--rollouts",
+            "2",
+            "--split",
+            "eval",
+            "--policy",
+            server.url,
+            "--args.turns",
+            "2",
+        )
     assert code == 0, err
     assert re.search(r"--- eval task 1\n  reward 1\.000 \(.*\)\n  finished, 6 tokens\n", out)
     assert "user: and again" in out and out.count("assistant: ") == 4

@@ -30,32 +30,70 @@ SAY_DIGIT = ("--orchestrator.environment.id", "say-digit")
 
 def part(rewards, **fields):
     """A policy's part of a report from {task: [rewards]}."""
-    results = [(task, [Rollout(reward=one, episode=i, **fields) for i, one in enumerate(each)]) for task, each in rewards.items()]
+    results = [
+        (task, [Rollout(reward=one, episode=i, **fields) for i, one in enumerate(each)])
+        for task, each in rewards.items()
+    ]
     return eval_part(EvalConfig(id="e"), "eval", {"temperature": 1.0}, results)
 
 
 def policy(name, rewards, **fields):
-    return {"policy": name, "policy_version": None, "model": "", "files": name, "evals": {"e": part(rewards, **fields)}}
+    return {
+        "policy": name,
+        "policy_version": None,
+        "model": "",
+        "files": name,
+        "evals": {"e": part(rewards, **fields)},
+    }
 
 
 def test_what_is_evaluated():
-    config = build(parse_args(["--orchestrator.environment.id", "a/x", "--orchestrator.environment.args.n", "3"]))
+    config = build(
+        parse_args(
+            ["--orchestrator.environment.id", "a/x", "--orchestrator.environment.args.n", "3"]
+        )
+    )
     derived = evaluations_only(config, 5, 2, quick=False).orchestrator
-    assert derived.environment == [] and [(one.id, one.args, one.num_examples, one.samples) for one in derived.eval] == [
-        ("a/x", {"n": 3}, 5, 2)
-    ]
+    assert derived.environment == [] and [
+        (one.id, one.args, one.num_examples, one.samples) for one in derived.eval
+    ] == [("a/x", {"n": 3}, 5, 2)]
     quick = evaluations_only(config, None, None, quick=True)
-    assert (quick.orchestrator.eval[0].num_examples, quick.orchestrator.sampling.max_tokens, quick.name[-6:]) == (4, 32, "-quick")
-    config = build(parse_args(["--orchestrator.environment.id", "x", "--orchestrator.eval.id", "y", "--orchestrator.eval.samples", "4"]))
-    assert [(one.id, one.samples) for one in evaluations_only(config, None, None, quick=False).orchestrator.eval] == [("y", 4)]
+    assert (
+        quick.orchestrator.eval[0].num_examples,
+        quick.orchestrator.sampling.max_tokens,
+        quick.name[-6:],
+    ) == (4, 32, "-quick")
+    config = build(
+        parse_args(
+            [
+                "--orchestrator.environment.id",
+                "x",
+                "--orchestrator.eval.id",
+                "y",
+                "--orchestrator.eval.samples",
+                "4",
+            ]
+        )
+    )
+    assert [
+        (one.id, one.samples)
+        for one in evaluations_only(config, None, None, quick=False).orchestrator.eval
+    ] == [("y", 4)]
 
 
 def test_how_many_examples():
     assert num_examples(EvalConfig(id="e"), 7) == 7
-    assert num_examples(EvalConfig(id="e", num_examples=3), 7) == num_examples(EvalConfig(id="e", num_examples=3), None) == 3
+    assert (
+        num_examples(EvalConfig(id="e", num_examples=3), 7)
+        == num_examples(EvalConfig(id="e", num_examples=3), None)
+        == 3
+    )
     assert num_examples(EvalConfig(id="e", num_examples=9), 7) == 7
-    for entry, size, said in ((EvalConfig(id="e"), None, "endless"), (EvalConfig(id="e"), 0, "no examples"),
-                              (EvalConfig(id="e", num_examples=0), 7, "leaves nothing to play")):  # fmt: skip
+    for entry, size, said in (
+        (EvalConfig(id="e"), None, "endless"),
+        (EvalConfig(id="e"), 0, "no examples"),
+        (EvalConfig(id="e", num_examples=0), 7, "leaves nothing to play"),
+    ):
         with pytest.raises(RunError, match=said):
             num_examples(entry, size)
 
@@ -68,9 +106,14 @@ def test_two_policies_side_by_side(tmp_path, capsys):
     gap = report["comparison"]["e"]["reward_mean"]
     assert (gap["mean"], gap["low"], gap["high"], gap["num_examples"]) == (0.75, 0.5, 1.0, 2)
     assert report["comparison"]["e"]["pass@2"]["mean"] == 1.0
-    assert json.loads((tmp_path / "o" / "report.json").read_text()) == json.loads(json.dumps(report))
+    assert json.loads((tmp_path / "o" / "report.json").read_text()) == json.loads(
+        json.dumps(report)
+    )
     lines = (tmp_path / "o" / "report.md").read_text().splitlines()
-    assert "| e (3 x 2) | reward_mean | 0.833 ± 0.167 | 0.000 ± 0.000 | +0.750 | +0.500 to +1.000 |" in lines
+    assert (
+        "| e (3 x 2) | reward_mean | 0.833 ± 0.167 | 0.000 ± 0.000 | +0.750 | +0.500 to +1.000 |"
+        in lines
+    )
     assert "|  | m | 2.000 | - |  |  |" in lines
     assert "3 and 2 examples; the 2 common ones are compared" in capsys.readouterr().err
     assert finished_report(str(tmp_path / "o"))["policy"] == "new (o)"
@@ -80,7 +123,11 @@ def test_two_policies_side_by_side(tmp_path, capsys):
 
 def test_pass_at_k_is_compared_where_both_have_enough_samples():
     found = compare(part({0: [1.0, 0.0, 0.0, 0.0]}), part({0: [0.0, 1.0]}), 0)
-    assert {name: gap.mean for name, gap in found.items()} == {"reward_mean": -0.25, "pass@1": -0.25, "pass@2": -0.5}
+    assert {name: gap.mean for name, gap in found.items()} == {
+        "reward_mean": -0.25,
+        "pass@1": -0.25,
+        "pass@2": -0.5,
+    }
 
 
 def test_one_policy_alone():
@@ -98,19 +145,58 @@ def test_what_is_no_report(tmp_path):
 
 def test_two_models_of_an_endpoint(tmp_path):
     with serving(Endpoint("good", "bad")) as server:
-        flags = (*SAY_DIGIT, "--samples", "2", "--output", "o", "--orchestrator.eval.sampling.temperature", "0", "--seed", "1")
-        code, out, err = rl(tmp_path, "eval", *flags, "--policy", f"{server.url}#good", "--compare", f"{server.url}#bad")
+        flags = (
+            *SAY_DIGIT,
+            "--samples",
+            "2",
+            "--output",
+            "o",
+            "--orchestrator.eval.sampling.temperature",
+            "0",
+            "--seed",
+            "1",
+        )
+        code, out, err = rl(
+            tmp_path,
+            "eval",
+            *flags,
+            "--policy",
+            f"{server.url}#good",
+            "--compare",
+            f"{server.url}#bad",
+        )
         assert code == 0, err
-        assert {body["model"] for body in server.asked} == {"good", "bad"} and {body["temperature"] for body in server.asked} == {0}
+        assert {body["model"] for body in server.asked} == {"good", "bad"} and {
+            body["temperature"] for body in server.asked
+        } == {0}
         assert len(server.asked) == 2 * 2 * 2
     report = json.loads((tmp_path / "o" / "report.json").read_text())
-    assert [one["evals"]["say-digit"]["metrics"]["reward_mean"] for one in report["policies"]] == [1.0, 0.0]
-    assert report["comparison"]["say-digit"]["pass@2"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "num_examples": 2}
-    lines = [json.loads(line) for line in (tmp_path / "o" / "good" / "say-digit.jsonl").read_text().splitlines()]
+    assert [one["evals"]["say-digit"]["metrics"]["reward_mean"] for one in report["policies"]] == [
+        1.0,
+        0.0,
+    ]
+    assert report["comparison"]["say-digit"]["pass@2"] == {
+        "mean": 1.0,
+        "low": 1.0,
+        "high": 1.0,
+        "num_examples": 2,
+    }
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "o" / "good" / "say-digit.jsonl").read_text().splitlines()
+    ]
     assert [(line["task"], line["rollout"], line["reward"], line["outcome"]) for line in lines] == [
-        (0, 0, 1.0, "finished"), (0, 1, 1.0, "finished"), (1, 0, 1.0, "finished"), (1, 1, 1.0, "finished")]  # fmt: skip
+        (0, 0, 1.0, "finished"),
+        (0, 1, 1.0, "finished"),
+        (1, 0, 1.0, "finished"),
+        (1, 1, 1.0, "finished"),
+    ]
     assert lines[2]["messages"][-1] == {"role": "assistant", "content": "1"}
-    assert "+1.000 to +1.000" in out and "say-digit (2 x 2)" in out and "rollouts in good/, bad/" in out
+    assert (
+        "+1.000 to +1.000" in out
+        and "say-digit (2 x 2)" in out
+        and "rollouts in good/, bad/" in out
+    )
     assert not list(tmp_path.glob("o/server"))
 
 
@@ -121,14 +207,37 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model)
     (tmp_path / "e" / "report.json").write_text(json.dumps(earlier))
     with serving(StubInference(model, tmp_path / "status.json", skill=1.0)):
         address = json.loads((tmp_path / "status.json").read_text())["address"]
-        flags = ("--model.name", str(model), "--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8")
+        flags = (
+            "--model.name",
+            str(model),
+            "--model.max_model_len",
+            "256",
+            "--orchestrator.sampling.max_tokens",
+            "8",
+        )
         code, out, err = rl(
-            tmp_path, "eval", *SAY_DIGIT, *flags, "--orchestrator.inference_urls", f'["{address}"]', "--compare", "e/report.json"
+            tmp_path,
+            "eval",
+            *SAY_DIGIT,
+            *flags,
+            "--orchestrator.inference_urls",
+            f'["{address}"]',
+            "--compare",
+            "e/report.json",
         )
     assert code == 0, err
-    assert "old (e)" in out and "+1.000" in out and "warning: eval say-digit: the two policies differ in environment" in err
+    assert (
+        "old (e)" in out
+        and "+1.000" in out
+        and "warning: eval say-digit: the two policies differ in environment" in err
+    )
     (report,) = tmp_path.glob("outputs/eval-say-digit-*/*/report.json")
-    assert json.loads(report.read_text())["policies"][0]["evals"]["say-digit"]["metrics"]["length_mean"] == 2.0
+    assert (
+        json.loads(report.read_text())["policies"][0]["evals"]["say-digit"]["metrics"][
+            "length_mean"
+        ]
+        == 2.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,30 +278,57 @@ def test_without_held_out_examples_training_ones_are_played_and_that_is_said(tmp
     flags = (*SAY_DIGIT, "--orchestrator.environment.args.held_out", "0", "--limit", "3")
     with serving(Endpoint("good")) as server:
         code, out, err = rl(tmp_path, "eval", *flags, "--policy", server.url)
-    assert code == 0 and "warning: eval say-digit: its environment has no eval examples, so its training examples are played" in err, err
+    assert (
+        code == 0
+        and "warning: eval say-digit: its environment has no eval examples, so its training "
+        "examples are played"
+        in err
+    ), err
     assert "say-digit (3 x 1, training examples)" in out
     (report,) = tmp_path.glob("outputs/eval-say-digit-good/*/report.json")
     assert json.loads(report.read_text())["policies"][0]["evals"]["say-digit"]["split"] == "train"
 
 
-def test_rows_without_held_out_ones_are_played_greedily_and_compared_with_those_of_a_report(tmp_path):
-    """Regression: training rows counted as held out, temperature 0 was refused, and changed rows were compared without a word."""
-    (tmp_path / "rewards.py").write_text("def exact(completion, answer):\n    return float(completion[-1]['content'] == answer)\n")
-    flags = ("--orchestrator.environment.dataset", "rows.jsonl", "--orchestrator.environment.reward", "rewards.py:exact",
-             "--orchestrator.sampling.temperature", "0")  # fmt: skip
+def test_rows_without_held_out_ones_are_played_greedily_and_compared_with_those_of_a_report(
+    tmp_path,
+):
+    """Regression: training rows counted as held out, temperature 0 was refused, and changed rows
+    were compared without a word."""
+    (tmp_path / "rewards.py").write_text(
+        "def exact(completion, answer):\n    return float(completion[-1]['content'] == answer)\n"
+    )
+    flags = (
+        "--orchestrator.environment.dataset",
+        "rows.jsonl",
+        "--orchestrator.environment.reward",
+        "rewards.py:exact",
+        "--orchestrator.sampling.temperature",
+        "0",
+    )
     with serving(Endpoint("good")) as server:
         for digit, more in ((1, ()), (2, ("--compare", "1"))):
-            (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": f"say {digit}", "answer": str(digit)}))
-            code, out, err = rl(tmp_path, "eval", *flags, "--policy", server.url, "--output", str(digit), *more)
+            (tmp_path / "rows.jsonl").write_text(
+                json.dumps({"prompt": f"say {digit}", "answer": str(digit)})
+            )
+            code, out, err = rl(
+                tmp_path, "eval", *flags, "--policy", server.url, "--output", str(digit), *more
+            )
             assert code == 0 and "rows (1 x 1, training examples)" in out, err
-            assert "its environment has no eval examples, so its training examples are played" in err
+            assert (
+                "its environment has no eval examples, so its training examples are played" in err
+            )
     assert [body["temperature"] for body in server.asked] == [0.0, 0.0]
-    assert "warning: eval rows: the two policies differ in environment" in err and err.count("rows_crc32") == 2
+    assert (
+        "warning: eval rows: the two policies differ in environment" in err
+        and err.count("rows_crc32") == 2
+    )
 
 
 def test_evaluations_that_share_workers_are_kept_apart(monkeypatch, tmp_path):
     """Two of one environment, as different as their sampling."""
-    monkeypatch.setattr(evaluate, "eval_workers", lambda config: dict.fromkeys(("cool", "hot"), "shared"))
+    monkeypatch.setattr(
+        evaluate, "eval_workers", lambda config: dict.fromkeys(("cool", "hot"), "shared")
+    )
 
     class Place:
         ready = {"shared": Ready(4, 2)}
@@ -206,10 +342,18 @@ def test_evaluations_that_share_workers_are_kept_apart(monkeypatch, tmp_path):
         yield Place()
 
     monkeypatch.setattr(evaluate, "play_session", play_session)
-    evals = '[{id = "e", name = "cool", sampling = {temperature = 0.25}}, {id = "e", name = "hot", sampling = {temperature = 0.75}}]'
+    evals = (
+        '[{id = "e", name = "cool", sampling = {temperature = 0.25}}, {id = "e", name = "hot", '
+        "sampling = {temperature = 0.75}}]"
+    )
     config = build(parse_args(["--orchestrator.environment.id", "x", "--orchestrator.eval", evals]))
-    found = asyncio.run(evaluate.evaluate_policy(config, {}, Source("p"), tmp_path, "p", None, Children()))
-    assert {label: part["metrics"]["reward_mean"] for label, part in found["evals"].items()} == {"cool": 0.25, "hot": 0.75}
+    found = asyncio.run(
+        evaluate.evaluate_policy(config, {}, Source("p"), tmp_path, "p", None, Children())
+    )
+    assert {label: part["metrics"]["reward_mean"] for label, part in found["evals"].items()} == {
+        "cool": 0.25,
+        "hot": 0.75,
+    }
     assert [part["num_examples"] for part in found["evals"].values()] == [2, 2]
 
 
@@ -221,26 +365,62 @@ def test_two_evaluations_of_one_second_have_two_folders(tmp_path, monkeypatch):
 
 def test_rollouts_that_all_fail_end_it(tmp_path):
     with serving(Endpoint("good")) as server:
-        flags = (*SAY_DIGIT, "--orchestrator.environment.args.fail", "always", "--orchestrator.rollout_retries", "0")
+        flags = (
+            *SAY_DIGIT,
+            "--orchestrator.environment.args.fail",
+            "always",
+            "--orchestrator.rollout_retries",
+            "0",
+        )
         code, _, err = rl(tmp_path, "eval", *flags, "--policy", server.url)
-    assert code == 1 and "all of the first 2 rollouts failed" in err and "ZeroDivisionError: broken environment" in err
+    assert (
+        code == 1
+        and "all of the first 2 rollouts failed" in err
+        and "ZeroDivisionError: broken environment" in err
+    )
 
 
 def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
-    flags = (*SAY_DIGIT, "--model.name", str(model), "--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8")
-    code, _, err = rl(tmp_path, "eval", *flags, code=with_server("import sys; sys.exit('no memory')"))
-    assert code == 1 and "rl eval: inference ended with exit code 1. The end of its log:\n  | no memory" in err
+    flags = (
+        *SAY_DIGIT,
+        "--model.name",
+        str(model),
+        "--model.max_model_len",
+        "256",
+        "--orchestrator.sampling.max_tokens",
+        "8",
+    )
+    code, _, err = rl(
+        tmp_path, "eval", *flags, code=with_server("import sys; sys.exit('no memory')")
+    )
+    assert (
+        code == 1
+        and "rl eval: inference ended with exit code 1. The end of its log:\n  | no memory" in err
+    )
     slow = "import time; time.sleep(600)"
-    code, _, err = rl(tmp_path, "eval", *flags, "--inference.startup_timeout_s", "1", code=with_server(slow))
+    code, _, err = rl(
+        tmp_path, "eval", *flags, "--inference.startup_timeout_s", "1", code=with_server(slow)
+    )
     assert code == 1 and "inference is not ready after inference.startup_timeout_s = 1 s" in err
     assert not list(tmp_path.rglob("server-*"))
     (tmp_path / "empty").mkdir()
     code, _, err = rl(tmp_path, "eval", *SAY_DIGIT, "--policy", "empty")
-    assert code == 1 and f"{tmp_path}/empty is not a complete Hugging Face model, it lacks config.json" in err
+    assert (
+        code == 1
+        and f"{tmp_path}/empty is not a complete Hugging Face model, it lacks config.json" in err
+    )
 
 
 def test_ctrl_c_leaves_nobody(tmp_path, model):
-    flags = (*SAY_DIGIT, "--model.name", str(model), "--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8")
+    flags = (
+        *SAY_DIGIT,
+        "--model.name",
+        str(model),
+        "--model.max_model_len",
+        "256",
+        "--orchestrator.sampling.max_tokens",
+        "8",
+    )
     process = start(tmp_path, "eval", *flags, code=with_server("import time; time.sleep(600)"))
     logs = until(lambda: list(tmp_path.glob("outputs/*/*/logs/worker-*")), 60)
     below = psutil.Process(process.pid).children(recursive=True)

@@ -38,15 +38,25 @@ MODULES = (evaluate, collect, environment)
 
 
 def test_own_flags_are_split_off():
-    values, rest = take("rl eval", ["@", "x", "--limit=5", "--policy", "a@3", "--seed", "1", "--endpoint_model", "m"], evaluate.OPTIONS)
-    assert (values["limit"], values["policy"], values["endpoint_model"], values["compare"]) == (5, "a@3", "m", None)
+    values, rest = take(
+        "rl eval",
+        ["@", "x", "--limit=5", "--policy", "a@3", "--seed", "1", "--endpoint_model", "m"],
+        evaluate.OPTIONS,
+    )
+    assert (values["limit"], values["policy"], values["endpoint_model"], values["compare"]) == (
+        5,
+        "a@3",
+        "m",
+        None,
+    )
     assert rest == ["@", "x", "--seed", "1"]
     values, rest = take("rl collect", ["--tokens", "--seed", "1"], collect.OPTIONS)
     assert values["tokens"] is True and rest == ["--seed", "1"]
 
 
 def test_what_is_played_names_the_folder():
-    """The default name has the configuration's model, which --policy may not be; a name that is given holds."""
+    """The default name has the configuration's model, which --policy may not be; a name that is
+    given holds."""
     given = ["--orchestrator.environment.id", "owner/sums"]
     for args, policy, name in (
         (given, None, "sums-SmolLM2-135M-Instruct"),
@@ -81,10 +91,17 @@ def test_no_flag_has_the_name_of_a_setting():
 
 def test_a_run_that_is_played_lends_its_configuration(tmp_path):
     (tmp_path / "config.toml").write_text('seed = 7\n[orchestrator.environment]\nid = "e"\n')
-    config, _, _ = load("rl eval", ["--policy", f"{tmp_path}@3", "--max_lag", "4"], evaluate.OPTIONS, "")
+    config, _, _ = load(
+        "rl eval", ["--policy", f"{tmp_path}@3", "--max_lag", "4"], evaluate.OPTIONS, ""
+    )
     assert (config.seed, config.max_lag, config.orchestrator.environment[0].id) == (7, 4, "e")
     (tmp_path / "other.toml").write_text('[orchestrator.environment]\nid = "f"\n')
-    config, _, _ = load("rl eval", ["--policy", str(tmp_path), "@", str(tmp_path / "other.toml")], evaluate.OPTIONS, "")
+    config, _, _ = load(
+        "rl eval",
+        ["--policy", str(tmp_path), "@", str(tmp_path / "other.toml")],
+        evaluate.OPTIONS,
+        "",
+    )
     assert (config.seed, config.orchestrator.environment[0].id) == (0, "f")
 
 
@@ -96,11 +113,12 @@ def test_help_is_quick(tmp_path, command):
     assert (code, err) == (0, "") and f"usage: rl {command} " in out
     assert len(out.splitlines()) < 56 and max(map(len, out.splitlines())) <= 120
     assert ("trainer.optim" in out) == (command in ("sft", "train", "doctor"))
-    of_a_run = ("replay", "show", "compare", "branch", "view", "watch", "stop", "node", "recipe")  # which has its settings
+    # which has its settings
+    of_a_run = ("replay", "show", "compare", "branch", "view", "watch", "stop", "node", "recipe")
     assert ("orchestrator" in out) == (command not in ("sft", "serve", "export", *of_a_run))
-    assert ("--max_steps int" in out) == (command in ("sft", "train")) and ("--model.name" in out) == (
-        command not in ("doctor", "logs", *of_a_run)
-    )
+    assert ("--max_steps int" in out) == (command in ("sft", "train")) and (
+        "--model.name" in out
+    ) == (command not in ("doctor", "logs", *of_a_run))
     assert ("--policy SPEC" in out) == (command in ("eval", "collect", "env"))
     assert out.endswith("heavy: []\n")
     assert took_s < 7 * imports_s()  # 3.5 seen; torch alone would be 10 more
@@ -110,14 +128,19 @@ def test_dry_run_of_a_command(tmp_path):
     code, out, _ = rl(tmp_path, "env", "e", "--args", '{"n": [1, "ü"]}', "--dry-run", "--seed", "3")
     (tmp_path / "config.toml").write_text(out)
     config = from_toml(tmp_path / "config.toml")
-    assert code == 0 and (config.seed, config.orchestrator.environment[0].args) == (3, {"n": [1, "ü"]})
+    assert code == 0 and (config.seed, config.orchestrator.environment[0].args) == (
+        3,
+        {"n": [1, "ü"]},
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
 def test_version(tmp_path):
     code, said, complaints = rl(tmp_path, "@", "nowhere.toml", "--version")
     version = re.escape(metadata.version("rl-triad"))
-    assert (code, complaints) == (0, "") and re.fullmatch(rf"rl {version}( \(commit [0-9a-f]+(-dirty)?\))?\n", said), said
+    assert (code, complaints) == (0, "") and re.fullmatch(
+        rf"rl {version}( \(commit [0-9a-f]+(-dirty)?\))?\n", said
+    ), said
 
 
 QUICK = """
@@ -150,12 +173,38 @@ def test_quick_makes_any_run_tiny(tmp_path):
     path.write_text(QUICK)
     config = build(parse_args(["@", str(path), "--quick"]))
     settings = config.orchestrator
-    assert (config.name, config.max_steps, settings.group_size, settings.batch_size) == ("n-quick", 2, 4, 8)
-    assert [(env.group_size, env.sampling.max_tokens) for env in settings.environment] == [(4, 8), (3, 32)]
+    assert (config.name, config.max_steps, settings.group_size, settings.batch_size) == (
+        "n-quick",
+        2,
+        4,
+        8,
+    )
+    assert [(env.group_size, env.sampling.max_tokens) for env in settings.environment] == [
+        (4, 8),
+        (3, 32),
+    ]
     assert settings.sampling.max_tokens == 32
-    assert [(one.id, one.num_examples, one.samples) for one in settings.eval] == [("a", 4, 1), ("c", 2, 1)]
+    assert [(one.id, one.num_examples, one.samples) for one in settings.eval] == [
+        ("a", 4, 1),
+        ("c", 2, 1),
+    ]
     several = ["--trainer.minibatches", "4"]
     small = build(
-        parse_args(["--orchestrator.environment.id", "e", "--orchestrator.group_size", "2", "--max_steps", "1", "--quick", *several])
+        parse_args(
+            [
+                "--orchestrator.environment.id",
+                "e",
+                "--orchestrator.group_size",
+                "2",
+                "--max_steps",
+                "1",
+                "--quick",
+                *several,
+            ]
+        )
     )
-    assert (small.max_steps, small.orchestrator.group_size, small.orchestrator.batch_size) == (1, 2, 4) and small.trainer.minibatches == 2
+    assert (small.max_steps, small.orchestrator.group_size, small.orchestrator.batch_size) == (
+        1,
+        2,
+        4,
+    ) and small.trainer.minibatches == 2

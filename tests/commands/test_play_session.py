@@ -34,7 +34,10 @@ class Pool:
         finally:
             self.flying -= num_episodes
         error = self.error(task) if self.error else None
-        return [Rollout(reward=float(task), episode=i, error=error, overlong=self.overlong(task)) for i in range(num_episodes)]
+        return [
+            Rollout(reward=float(task), episode=i, error=error, overlong=self.overlong(task))
+            for i in range(num_episodes)
+        ]
 
 
 def play(jobs, concurrency=None, patience_s=60.0, break_pool=False, **options):
@@ -46,7 +49,9 @@ def play(jobs, concurrency=None, patience_s=60.0, break_pool=False, **options):
         play_session = PlaySession(pool, {}, config, None)
         play_session.patience_s = lambda: patience_s
         if break_pool:
-            asyncio.get_running_loop().call_later(0.05, pool.failed.set_exception, RunError("worker does not come back"))
+            asyncio.get_running_loop().call_later(
+                0.05, pool.failed.set_exception, RunError("worker does not come back")
+            )
         try:
             async with aclosing(play_session.play("test", jobs, concurrency)) as played:
                 async for job, rollouts in played:
@@ -82,7 +87,9 @@ def test_when_all_fail_from_the_start_the_rest_is_not_played():
 def test_prompts_that_are_all_too_long_are_no_result():
     """Regression: a reward of 0.000, and exit code 0."""
     with pytest.raises(
-        RunError, match=r"all of the first 40 rollouts failed; one of them:\nthe prompt leaves no room .* raise model.max_model_len"
+        RunError,
+        match=r"all of the first 40 rollouts failed; one of them:\nthe prompt leaves no room .* "
+        r"raise model.max_model_len",
     ):
         play(jobs(40), overlong=lambda task: True)
     given, _ = play(jobs(40), overlong=lambda task: task < 39)  # the longest first
@@ -100,12 +107,18 @@ def test_a_worker_that_cannot_be_brought_back():
 
 
 def test_a_server_alone_has_all_of_the_box(tmp_path):
-    flags = "--orchestrator.environment.id e --orchestrator.eval.id e --trainer-gpus 1 --trainer.weights.dir /dev/shm"
+    flags = (
+        "--orchestrator.environment.id e --orchestrator.eval.id e --trainer-gpus 1 "
+        "--trainer.weights.dir /dev/shm"
+    )
     config = server_config(build(parse_args(flags.split())), "owner/model", tmp_path / "work")
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     again = build(parse_args([f"@{path}"]))
-    assert again.run_dir.root == tmp_path / "work" / "server" and again.run_dir.newest_weights() is None
+    assert (
+        again.run_dir.root == tmp_path / "work" / "server"
+        and again.run_dir.newest_weights() is None
+    )
     division = split(again, Machine(gpus=["0", "1"], cores=[0, 1]))
     assert division.inference.gpus == [0, 1] and division.vllm == {"data_parallel_size": 2}
 

@@ -15,7 +15,9 @@ from tests.web import serving
 
 
 def config(*flags):
-    return build(parse_args(["--orchestrator.environment.id", "e", "--model.name", "owner/base", *flags]))
+    return build(
+        parse_args(["--orchestrator.environment.id", "e", "--model.name", "owner/base", *flags])
+    )
 
 
 def look(spec, *, model=None, key_var=None, evals=(), flags=()):
@@ -48,32 +50,51 @@ def test_models(tmp_path):
 
 
 def test_versions_of_a_run(run):
-    assert look(str(run)) == look(f"{run}@12") == Source("r@12", str(run / "weights" / "000012"), policy_version=12)
+    assert (
+        look(str(run))
+        == look(f"{run}@12")
+        == Source("r@12", str(run / "weights" / "000012"), policy_version=12)
+    )
     assert look(f"{run}@3").model.endswith("weights/000003")
     assert look(f"{run}@0") == Source("r@0", "owner/base", policy_version=0)
-    assert f"{run}@4: version 4 is not in {run}/weights; there are 3, 12 (and 0, the base model)" in fault(f"{run}@4")
+    assert (
+        f"{run}@4: version 4 is not in {run}/weights; there are 3, 12 (and 0, the base model)"
+        in fault(f"{run}@4")
+    )
     assert "give a version number, or best" in fault(f"{run}@x")
 
 
 def test_weights_that_lie_elsewhere(run, tmp_path):
-    (run / "config.toml").write_text(to_toml(config("--name", "r", "--trainer.weights.dir", str(tmp_path / "shm"))))
+    (run / "config.toml").write_text(
+        to_toml(config("--name", "r", "--trainer.weights.dir", str(tmp_path / "shm")))
+    )
     (tmp_path / "shm" / "r" / "000007").mkdir(parents=True)
     assert look(str(run)) == Source("r@7", str(tmp_path / "shm" / "r" / "000007"), policy_version=7)
 
 
 def test_the_best_version(run):
     assert f"{run}@best: the run has no finished evaluation" in fault(f"{run}@best")
-    best = {"a": {"policy_version": 3, "reward_mean": 0.5}, "b": {"policy_version": 12, "reward_mean": 0.9}}
+    best = {
+        "a": {"policy_version": 3, "reward_mean": 0.5},
+        "b": {"policy_version": 12, "reward_mean": 0.9},
+    }
     (run / "evals").mkdir()
     (run / "evals" / "best.json").write_text(json.dumps(best))
-    assert f"differs between evaluations; name one: {run}@best:a, {run}@best:b" in fault(f"{run}@best")
-    assert look(f"{run}@best:a").policy_version == 3 and look(f"{run}@best", evals=("c", "b")).policy_version == 12
+    assert f"differs between evaluations; name one: {run}@best:a, {run}@best:b" in fault(
+        f"{run}@best"
+    )
+    assert (
+        look(f"{run}@best:a").policy_version == 3
+        and look(f"{run}@best", evals=("c", "b")).policy_version == 12
+    )
     assert f"{run}@best:x: the run has no such evaluation; it has a, b" in fault(f"{run}@best:x")
 
 
 def test_a_run_that_is_not_there(run):
     near = run.parent / "rr"
-    assert fault(str(near)) == f"{near}: no such run or model folder; {run.parent} contains the runs r"
+    assert (
+        fault(str(near)) == f"{near}: no such run or model folder; {run.parent} contains the runs r"
+    )
     assert "contains the runs r" in fault(f"{near}@12")
     assert "give a model's folder, its id on the hub, or a run" in fault("/nowhere/at/all")
 
@@ -88,21 +109,35 @@ def test_an_endpoint(monkeypatch):
     monkeypatch.setenv("OTHER_KEY", KEY)
     with serving(Endpoint("good")) as one, serving(Endpoint("good", "bad", key=KEY)) as two:
         source = look(one.url + "/")
-        assert source.label == "good" and source.endpoint.base_url == one.url and source.endpoint.model == "good"
+        assert (
+            source.label == "good"
+            and source.endpoint.base_url == one.url
+            and source.endpoint.model == "good"
+        )
         assert "has no model goood; did you mean good?" in fault(one.url, model="goood")
-        assert f"{two.url}: answered 401; the key comes from $OPENAI_API_KEY, which is not set (see --api-key-var)" == fault(two.url)
+        assert (
+            f"{two.url}: answered 401; the key comes from $OPENAI_API_KEY, which is not set "
+            "(see --api-key-var)" == fault(two.url)
+        )
         monkeypatch.setenv("OPENAI_API_KEY", "wrong")
         assert "$OPENAI_API_KEY, which was refused" in fault(two.url)
         with monkeypatch.context() as patch:
             patch.setattr(policy_spec, "hides_keys", lambda _url: False)
-            assert "is not sent over plain http to another machine unless you name its variable" in fault(two.url)
+            assert (
+                "is not sent over plain http to another machine unless you name its variable"
+                in fault(two.url)
+            )
             assert look(f"{two.url}#bad", key_var="OTHER_KEY").endpoint.api_key_var == "OTHER_KEY"
             assert look(one.url).endpoint.api_key_var == ""
-        assert "has several models; choose one with --endpoint-model: good, bad" in fault(two.url, key_var="OTHER_KEY")
+        assert "has several models; choose one with --endpoint-model: good, bad" in fault(
+            two.url, key_var="OTHER_KEY"
+        )
         chosen = look(f"{two.url}#bad", key_var="OTHER_KEY").endpoint
         assert (chosen.base_url, chosen.model, chosen.api_key_var) == (two.url, "bad", "OTHER_KEY")
         unlisted = one.url.removesuffix("/v1")
-        assert "does not list its models (status 404) (most addresses end with /v1)" in fault(unlisted)
+        assert "does not list its models (status 404) (most addresses end with /v1)" in fault(
+            unlisted
+        )
         assert look(unlisted, model="m").endpoint.model == "m"
         url = one.url
     assert re.match(f"{url}: no answer .* is the server running", fault(url))
@@ -119,16 +154,26 @@ def test_inference_servers_that_run_already():
 
 
 def test_a_label_as_a_file_name():
-    assert [Source(label).slug for label in ("r@12", "a b/c:d", "...")] == ["r@12", "a-b-c-d", "policy"]
+    assert [Source(label).slug for label in ("r@12", "a b/c:d", "...")] == [
+        "r@12",
+        "a-b-c-d",
+        "policy",
+    ]
 
 
 def test_adapters_are_served_with_their_base(run, tmp_path):
     """A version of a run with the run's own base; a folder with the base that it names."""
     folder = run / "weights" / "000012"
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/gone", "r": 4, "lora_alpha": 8.0}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "/gone", "r": 4, "lora_alpha": 8.0})
+    )
     assert look(f"{run}@12") == Source("r@12", "owner/base", str(folder), 12)
     assert look(str(folder)) == Source("000012", "/gone", str(folder))
     served = server_config(config(), "owner/base", tmp_path / "work", str(folder))
-    assert (served.trainer.lora.rank, served.trainer.lora.alpha, served.model.name) == (4, 8.0, "owner/base")
+    assert (served.trainer.lora.rank, served.trainer.lora.alpha, served.model.name) == (
+        4,
+        8.0,
+        "owner/base",
+    )
     (folder / "adapter_config.json").write_text("{}")
     assert "do not name their base model" in fault(str(folder))

@@ -1,4 +1,5 @@
-"""`rl recipe`: the list, a copy, and what a check says of runs that are written here; the proof trains."""
+"""`rl recipe`: the list, a copy, and what a check says of runs that are written here; the proof
+trains."""
 
 import shlex
 import signal
@@ -25,7 +26,9 @@ def recipes(tmp_path, monkeypatch):
     folder = tmp_path / "recipes" / "sums"
     folder.mkdir(parents=True)
     (folder / "recipe.toml").write_text(RECIPE)
-    (folder / "run.toml").write_text('name = "last"\nmax_steps = 20\n[orchestrator.environment]\nid = "adding"\n')
+    (folder / "run.toml").write_text(
+        'name = "last"\nmax_steps = 20\n[orchestrator.environment]\nid = "adding"\n'
+    )
     (tmp_path / "environments" / "adding").mkdir(parents=True)
     monkeypatch.setattr(recipe_file, "RECIPES", tmp_path / "recipes")
     monkeypatch.setattr(recipe_file, "ENVIRONMENTS", tmp_path / "environments")
@@ -53,37 +56,61 @@ def test_the_list(recipes, capsys):
     other = recipes.with_name("longer-name")
     other.mkdir()
     (other / "recipe.toml").write_text(RECIPE.replace("1.5", "12").replace("Sums", "Other sums"))
-    assert called(capsys, "recipe") == (0, """\
+    assert called(capsys, "recipe") == (
+        0,
+        """\
 recipe       minutes  seeds  before -> after  task
 longer-name       12      2  0.15 -> 0.95     Other sums
 sums             1.5      2  0.15 -> 0.95     Sums
-""", "")  # fmt: skip
+""",
+        "",
+    )
 
 
 def test_a_recipe_that_was_never_run_says_so(recipes, stages, capsys):
     (recipes / "recipe.toml").write_text(NOT_RUN)
     assert called(capsys, "recipe")[1].endswith("sums       ~1.5      0  not run          Sums\n")
-    assert called(capsys, "recipe", "sums", "--to", "x")[1].startswith("x: Sums; never run; estimated 1.5 minutes on two cores. Train")
-    remedy = "add --short to see whether its stages work; docs/recipes.md says how a curve is recorded"
+    assert called(capsys, "recipe", "sums", "--to", "x")[1].startswith(
+        "x: Sums; never run; estimated 1.5 minutes on two cores. Train"
+    )
+    remedy = (
+        "add --short to see whether its stages work; docs/recipes.md says how a curve is recorded"
+    )
     said = f"rl recipe: sums was never run, so there is no curve to compare with: {remedy}\n"
-    assert called(capsys, "recipe", "sums", "--check") == (2, "", said) and not Path("outputs").exists()
+    assert (
+        called(capsys, "recipe", "sums", "--check") == (2, "", said)
+        and not Path("outputs").exists()
+    )
     code, out, err = called(capsys, "recipe", "sums", "--check", "--short")
-    assert (code, err) == (0, "") and out.endswith(f"sums: all stages work, and {MEASURE} is 0.950 at step 20\n")
+    assert (code, err) == (0, "") and out.endswith(
+        f"sums: all stages work, and {MEASURE} is 0.950 at step 20\n"
+    )
 
 
 def test_a_copy_and_how_it_is_trained(recipes, capsys, monkeypatch):
     monkeypatch.setattr(recipe_file, "IS_INSTALLED", True)
-    assert called(capsys, "recipe", "sums", "--to", "my sums") == (0, """\
+    assert called(capsys, "recipe", "sums", "--to", "my sums") == (
+        0,
+        """\
 my sums: Sums; about 1.5 minutes on two cores. Train it with:
 
 cd 'my sums'
 rl sft @ sft.toml
 rl export outputs/warm --to warm
 rl @ run.toml
-""", "")  # fmt: skip
-    assert Path("my sums/run.toml").read_text() == (recipes / "run.toml").read_text() and Path("my sums/environments/adding").is_dir()
+""",
+        "",
+    )
+    assert (
+        Path("my sums/run.toml").read_text() == (recipes / "run.toml").read_text()
+        and Path("my sums/environments/adding").is_dir()
+    )
     assert called(capsys, "recipe", "sums")[0] == 0 and Path("sums").is_dir()
-    assert called(capsys, "recipe", "sums") == (1, "", "rl recipe: sums exists already; name another folder, or move it away\n")
+    assert called(capsys, "recipe", "sums") == (
+        1,
+        "",
+        "rl recipe: sums exists already; name another folder, or move it away\n",
+    )
     code, _, said = called(capsys, "recipe", "sums", "--to", "/proc/x/y")
     assert code == 1 and said.startswith("rl recipe: /proc/x/y cannot be made: ")
 
@@ -106,15 +133,24 @@ def test_arguments_that_say_nothing(recipes, capsys, args):
 
 
 def test_an_unknown_name_and_a_damaged_file(recipes, capsys):
-    assert called(capsys, "recipe", "sumz") == (2, "", "rl recipe: sumz: no such recipe; did you mean sums?\n")
+    assert called(capsys, "recipe", "sumz") == (
+        2,
+        "",
+        "rl recipe: sumz: no such recipe; did you mean sums?\n",
+    )
     (recipes / "recipe.toml").write_text(RECIPE + "4 = []\n")
     for args in ([], ["sums"]):
-        said = f"rl recipe: {recipes}/recipe.toml: `curves.4` needs one finite number for each of the 3 steps\n"
+        said = (
+            f"rl recipe: {recipes}/recipe.toml: `curves.4` needs one finite number for each of "
+            "the 3 steps\n"
+        )
         assert called(capsys, "recipe", *args) == (2, "", said)
 
 
 def test_a_check_runs_the_stages_and_shows_the_curve_beside_the_recorded_ones(stages, capsys):
-    assert called(capsys, "recipe", "sums", "--check", "--seed", "7") == (0, """\
+    assert called(capsys, "recipe", "sums", "--check", "--seed", "7") == (
+        0,
+        """\
 outputs/recipes/sums-1: rl sft @ sft.toml --seed 7
 outputs/recipes/sums-1: rl export outputs/warm --to warm
 outputs/recipes/sums-1: rl @ run.toml --seed 7
@@ -123,26 +159,37 @@ outputs/recipes/sums-1: rl @ run.toml --seed 7
        10         -     0.800     0.600
        20     0.950     0.900     1.000
 sums: eval/adding/reward_mean ends at 0.950; recorded: 0.900 to 1.000; needed: 0.750: passed
-""", "")  # fmt: skip
+""",
+        "",
+    )
     assert stages[0] == [
-        ("sums-1", "sft @ sft.toml --seed 7"), ("sums-1", "export outputs/warm --to warm"), ("sums-1", "@ run.toml --seed 7")
-    ]  # fmt: skip
+        ("sums-1", "sft @ sft.toml --seed 7"),
+        ("sums-1", "export outputs/warm --to warm"),
+        ("sums-1", "@ run.toml --seed 7"),
+    ]
 
 
-@pytest.mark.parametrize(("last", "third", "code"), [(0.74, "", 1), (0.76, "", 0), (1.5, "", 0), (0.79, THIRD, 1), (0.81, THIRD, 0)])
+@pytest.mark.parametrize(
+    ("last", "third", "code"),
+    [(0.74, "", 1), (0.76, "", 0), (1.5, "", 0), (0.79, THIRD, 1), (0.81, THIRD, 0)],
+)
 def test_the_end_of_the_curve_decides(recipes, stages, capsys, last, third, code):
     """Seeds that differ by 0.1: three of them widen their band by as much, two by 0.15."""
     (recipes / "recipe.toml").write_text(RECIPE + third)
     stages[1].update({10: 0.0, 20: last})
     assert called(capsys, "recipe", "sums", "--check")[0] == code
     assert called(capsys, "recipe", "sums", "--check", "--output", "again")[0] == code
-    assert {folder for folder, _ in stages[0]} == {"sums-1", "again"}, "a check has a folder of its own"
+    assert {folder for folder, _ in stages[0]} == {"sums-1", "again"}, (
+        "a check has a folder of its own"
+    )
 
 
 def test_a_check_prints_its_curve_as_one_more_seed(stages, capsys):
     """A run that ends early has solved its task."""
     stages[1].update({10: 0.5555, 20: 0.9})
-    assert called(capsys, "recipe", "sums", "--check")[1].endswith("as a seed of recipe.toml: 0 = [0.25, 0.555, 0.9]\n")
+    assert called(capsys, "recipe", "sums", "--check")[1].endswith(
+        "as a seed of recipe.toml: 0 = [0.25, 0.555, 0.9]\n"
+    )
     stages[1].pop(20)
     stages[1].update({8: 0.9, 10: 0.95})
     for seed in ("7", "0"):
@@ -154,25 +201,40 @@ def test_a_short_check_wants_stages_that_work_and_the_measure(stages, capsys):
     stages[1].clear()
     code, out, err = called(capsys, "recipe", "sums", "--check", "--short")
     metrics = Path("outputs/recipes/sums-1/outputs/last/metrics.jsonl").absolute()
-    assert (code, err) == (1, f"rl recipe: {metrics} has no {MEASURE}, the recipe's measure; it has nothing\n")
+    assert (code, err) == (
+        1,
+        f"rl recipe: {metrics} has no {MEASURE}, the recipe's measure; it has nothing\n",
+    )
     stages[1].update({0: 0.0, 2: 0.125})
     code, out, err = called(capsys, "recipe", "sums", "--check", "--short")
-    assert (code, err) == (0, "") and out.endswith(f"sums: all stages work, and {MEASURE} is 0.125 at step 2\n")
+    assert (code, err) == (0, "") and out.endswith(
+        f"sums: all stages work, and {MEASURE} is 0.125 at step 2\n"
+    )
     assert stages[0][-3:] == [
-        ("sums-2", "sft @ sft.toml --max_steps 2"), ("sums-2", "export outputs/warm --to warm"), ("sums-2", "@ run.toml --max_steps 2")
-    ]  # fmt: skip
+        ("sums-2", "sft @ sft.toml --max_steps 2"),
+        ("sums-2", "export outputs/warm --to warm"),
+        ("sums-2", "@ run.toml --max_steps 2"),
+    ]
 
 
 def test_a_stage_that_fails_ends_the_check(recipes, capsys, monkeypatch):
     monkeypatch.setattr(command, "run_stage", lambda words: 3)
     code, out, err = called(capsys, "recipe", "sums", "--check")
     assert (code, len(out.splitlines())) == (1, 1)
-    assert err == "rl recipe: sums: `rl sft @ sft.toml` in outputs/recipes/sums-1 ended with exit code 3; it says why above\n"
+    assert (
+        err
+        == "rl recipe: sums: `rl sft @ sft.toml` in outputs/recipes/sums-1 ended with exit code "
+        "3; it says why above\n"
+    )
 
 
 def test_a_teacher_serves_while_the_last_stage_runs(recipes, capsys, monkeypatch):
     """A program that waits stands for the server."""
-    (recipes / "recipe.toml").write_text(RECIPE.replace("minutes", 'teacher = "@ outputs/warm/config.toml --inference.port 8917"\nminutes'))
+    (recipes / "recipe.toml").write_text(
+        RECIPE.replace(
+            "minutes", 'teacher = "@ outputs/warm/config.toml --inference.port 8917"\nminutes'
+        )
+    )
     monkeypatch.setenv("RL_TOKEN", "0123456789abcdef")
     monkeypatch.setattr(recipe_file, "IS_INSTALLED", True)
     lines = called(capsys, "recipe", "sums", "--to", "x")[1].splitlines()
@@ -197,7 +259,9 @@ def test_a_teacher_serves_while_the_last_stage_runs(recipes, capsys, monkeypatch
     monkeypatch.setattr(command, "run_stage", run)
     assert called(capsys, "recipe", "sums", "--check")[0] == 1, "it ends also when the stage fails"
     assert seen == [("sft", False), ("export", False), ("@", True)]
-    said = "0123456789abcdef -m rl.inference.main @ outputs/warm/config.toml --inference.port 8917\n"
+    said = (
+        "0123456789abcdef -m rl.inference.main @ outputs/warm/config.toml --inference.port 8917\n"
+    )
     assert Path("outputs/recipes/sums-1/teacher.log").read_text() == said
 
 
@@ -207,9 +271,12 @@ def test_a_stage_is_rl(capfd):
 
 
 def test_a_signal_ends_the_stage_first(recipes, tmp_path):
-    """A program that needs a moment to end stands for `rl`, which then has written how it is resumed."""
+    """A program that needs a moment to end stands for `rl`, which then has written how it is
+    resumed."""
     stage = tmp_path / "stage"
-    stage.write_text("#!/bin/sh\ntrap 'echo > ended; exit 143' TERM\necho > began\nwhile :; do sleep 0.1; done\n")
+    stage.write_text(
+        "#!/bin/sh\ntrap 'echo > ended; exit 143' TERM\necho > began\nwhile :; do sleep 0.1; done\n"
+    )
     stage.chmod(0o755)
     code = f"""
 import sys; from pathlib import Path; from rl.commands import recipe, recipe_file; from rl.main import main
@@ -229,8 +296,23 @@ sys.exit(main())
 @pytest.mark.timeout(1200)
 def test_a_recipe_works(tmp_path):
     """A real one of one stage, from its copy to the measure."""
-    process = start(tmp_path, "recipe", "sums", "--check", "--short", "--seed", "1", PYTHONPATH="", HF_HUB_OFFLINE="1")
+    process = start(
+        tmp_path,
+        "recipe",
+        "sums",
+        "--check",
+        "--short",
+        "--seed",
+        "1",
+        PYTHONPATH="",
+        HF_HUB_OFFLINE="1",
+    )
     out, err = process.communicate(timeout=1180)
     assert process.returncode == 0, out + err
-    assert "sums: all stages work, and eval/single-digit-addition/reward_mean is 0." in out.splitlines()[-1]
-    assert (tmp_path / "outputs" / "recipes" / "sums-1" / "outputs" / "sums" / "weights" / "000002").is_dir()
+    assert (
+        "sums: all stages work, and eval/single-digit-addition/reward_mean is 0."
+        in out.splitlines()[-1]
+    )
+    assert (
+        tmp_path / "outputs" / "recipes" / "sums-1" / "outputs" / "sums" / "weights" / "000002"
+    ).is_dir()

@@ -51,9 +51,16 @@ def test_a_recipe_that_was_never_run_has_an_aim_in_place_of_curves(recipes):
     assert (recipe.time, recipe.ends) == ("~1.5", "not run")
 
 
-@pytest.mark.parametrize(("lasts", "least"), [([0.9], 0.75), ([0.9, 0.92], 0.75), ([0.9, 0.92, 0.91], 0.85), ([0.9, 0.6, 0.8], 0.3)])
-def test_a_run_may_end_below_the_worst_seed_by_as_much_as_the_seeds_differ_and_by_a_least_distance(recipes, lasts, least):
-    text = SOUND.partition("1 = ")[0] + "".join(f"{seed} = [0, 0, {last}]\n" for seed, last in enumerate(lasts, 1))
+@pytest.mark.parametrize(
+    ("lasts", "least"),
+    [([0.9], 0.75), ([0.9, 0.92], 0.75), ([0.9, 0.92, 0.91], 0.85), ([0.9, 0.6, 0.8], 0.3)],
+)
+def test_a_run_may_end_below_the_worst_seed_by_as_much_as_the_seeds_differ_and_by_a_least_distance(
+    recipes, lasts, least
+):
+    text = SOUND.partition("1 = ")[0] + "".join(
+        f"{seed} = [0, 0, {last}]\n" for seed, last in enumerate(lasts, 1)
+    )
     (recipes / "sums" / "recipe.toml").write_text(text)
     assert read("sums").least == pytest.approx(least)
 
@@ -64,14 +71,27 @@ def test_a_run_may_end_below_the_worst_seed_by_as_much_as_the_seeds_differ_and_b
         ('title = "Sums"\n', "", "missing required field `title`"),
         ("minutes = 1.5", 'minutes = "two"', "Expected `float`, got `str` - at `$.minutes`"),
         ("minutes", "hours = 1\nminutes", "unknown field `hours`"),
-        ('"@ run.toml"', '"export outputs/x@best --to y"', "`stages` needs commands, the last with the file of a run"),
-        ("1 = [0.1, 0.8, 0.9]", "1 = [0.1, 0.8]", "`curves.1` needs one finite number for each of the 3 steps"),
+        (
+            '"@ run.toml"',
+            '"export outputs/x@best --to y"',
+            "`stages` needs commands, the last with the file of a run",
+        ),
+        (
+            "1 = [0.1, 0.8, 0.9]",
+            "1 = [0.1, 0.8]",
+            "`curves.1` needs one finite number for each of the 3 steps",
+        ),
         ("1 = [0.1, 0.8, 0.9]", "1 = [0.1, 0.8, nan]", "`curves.1` needs one finite number"),
         ("steps = [0, 10, 20]", "steps = [0, 10, inf]", "`curves.steps` needs one finite number"),
         ("1 = [0.1", "mean = [0.1", "`curves.mean` is neither `steps` nor the number of a seed"),
         ("steps = [0, 10, 20]", "", "`curves` needs `steps` and at least one seed"),
         ('title = "Sums"', "title = Sums", "not readable as TOML"),
-        (CURVES, "", "needs either [curves], the measure by step, or, if it was never run, `aim`, what others published"),
+        (
+            CURVES,
+            "",
+            "needs either [curves], the measure by step, or, if it was never run, `aim`, "
+            "what others published",
+        ),
         ("[curves]", 'aim = "0.7"\n[curves]', "needs either [curves]"),
     ],
 )
@@ -85,7 +105,10 @@ def test_a_damaged_file_is_named_with_its_fault(recipes, old, new, said):
 
 
 def test_an_unknown_name_is_answered_with_the_closest_or_with_all(recipes):
-    for name, said in (("sum", "sum: no such recipe; did you mean sums?"), ("x", "x: no such recipe; there are sums, words")):
+    for name, said in (
+        ("sum", "sum: no such recipe; did you mean sums?"),
+        ("x", "x: no such recipe; there are sums, words"),
+    ):
         with pytest.raises(ConfigError) as error:
             read(name)
         assert str(error.value) == said
@@ -95,20 +118,31 @@ def test_a_copy_has_the_recipe_and_its_environments_and_replaces_nothing(recipes
     target = tmp_path / "deep" / "mine"
     copy("sums", read("sums"), target)
     files = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
-    assert files == {"recipe.toml", "run.toml", "environments/adding/adding.py"} and not list(target.rglob("__pycache__"))
+    assert files == {"recipe.toml", "run.toml", "environments/adding/adding.py"} and not list(
+        target.rglob("__pycache__")
+    )
     with pytest.raises(RunError, match="mine exists already; name another folder, or move it away"):
         copy("sums", read("sums"), target)
 
 
 def test_a_copy_without_one_of_its_environments_leaves_nothing(recipes, tmp_path):
-    (recipes / "sums" / "recipe.toml").write_text(SOUND.replace('["adding"]', '["adding", "takes"]'))
-    with pytest.raises(RunError, match=r"sums/recipe.toml: environments: there is no .*/environments/takes; correct the name"):
+    (recipes / "sums" / "recipe.toml").write_text(
+        SOUND.replace('["adding"]', '["adding", "takes"]')
+    )
+    with pytest.raises(
+        RunError,
+        match=r"sums/recipe.toml: environments: there is no .*/environments/takes; correct the "
+        r"name",
+    ):
         copy("sums", read("sums"), tmp_path / "mine")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["environments", "recipes"]
 
 
 def test_rl_is_run_by_uv_in_a_clone_and_as_it_is_from_a_wheel(tmp_path, monkeypatch):
     assert (RECIPES, ENVIRONMENTS) == (CLONE / "configs" / "recipes", CLONE / "environments")
-    assert program(CLONE / "sums") == "uv run rl" and program(tmp_path / "sums") == f"uv run --project {CLONE} rl"
+    assert (
+        program(CLONE / "sums") == "uv run rl"
+        and program(tmp_path / "sums") == f"uv run --project {CLONE} rl"
+    )
     monkeypatch.setattr(recipe_file, "IS_INSTALLED", True)
     assert program(tmp_path / "sums") == "rl"

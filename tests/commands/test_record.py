@@ -1,4 +1,5 @@
-"""`rl.record`: OpenAI's own clients play the policy, and what they play is written so that it can be trained."""
+"""`rl.record`: OpenAI's own clients play the policy, and what they play is written so that it
+can be trained."""
 
 import asyncio
 import json
@@ -16,7 +17,10 @@ from tests.envs.stub_policy import StubPolicy, StubServers, call
 
 SAMPLING = {"max_tokens": 64, "temperature": 1.0}
 ASK = [{"role": "user", "content": "1 + 1?"}]
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 async def nothing(self):
@@ -26,7 +30,13 @@ async def nothing(self):
 @pytest.fixture
 def recorder(tmp_path, monkeypatch):
     monkeypatch.setattr(StubServers, "close", nothing, raising=False)
-    policy = StubPolicy(lambda prompt: call("add") if prompt.startswith("[add]") and "tool:" not in prompt else f"turn {prompt.count('?')}")
+    policy = StubPolicy(
+        lambda prompt: (
+            call("add")
+            if prompt.startswith("[add]") and "tool:" not in prompt
+            else f"turn {prompt.count('?')}"
+        )
+    )
     with Recorder(policy, SAMPLING, "stub", tmp_path / "sub" / "r.jsonl") as recorder:
         yield recorder
 
@@ -39,20 +49,48 @@ def test_a_conversation_is_one_chain_of_exactly_its_ids(recorder):
     episode = recorder.episode("sum", env="math")
     first = episode.client.chat.completions.create(model="any", messages=ASK)
     assert first.choices[0].message.content == "turn 1" and first.choices[0].finish_reason == "stop"
-    messages = [*ASK, first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "sure?"}]
+    messages = [
+        *ASK,
+        first.choices[0].message.model_dump(exclude_none=True),
+        {"role": "user", "content": "sure?"},
+    ]
     second = episode.client.chat.completions.create(model="any", messages=messages, max_tokens=3)
     assert second.choices[0].finish_reason == "length" and second.usage.completion_tokens == 3
     rollout = episode.finish(0.5, {"right": 1.0})
     assert len(rollout.turns) == 2 and len(rollout.turns.chains) == 1
     (one,) = written(recorder)
-    assert {key: one[key] for key in ("env", "task", "sample", "agents", "reward", "metrics", "outcome", "policy", "temperature")} == {
-        **{"env": "math", "task": "sum", "sample": 0, "agents": 1, "reward": 0.5, "metrics": {"right": 1.0}, "outcome": "truncated"},
+    assert {
+        key: one[key]
+        for key in (
+            "env",
+            "task",
+            "sample",
+            "agents",
+            "reward",
+            "metrics",
+            "outcome",
+            "policy",
+            "temperature",
+        )
+    } == {
+        **{
+            "env": "math",
+            "task": "sum",
+            "sample": 0,
+            "agents": 1,
+            "reward": 0.5,
+            "metrics": {"right": 1.0},
+            "outcome": "truncated",
+        },
         **{"policy": "stub", "temperature": 1.0},
     }
     asked = [one["token_ids"] for one in recorder.policy.servers.asked]
     assert [played["prompt_ids"] for played in one["turns"]] == asked
     assert asked[1][: len(asked[0])] == asked[0] and one["turns"][1]["policy_versions"] == [[7, 3]]
-    assert one["messages"][-1] == {"role": "assistant", "content": "tur"} and one["num_prompt_messages"] == 1
+    assert (
+        one["messages"][-1] == {"role": "assistant", "content": "tur"}
+        and one["num_prompt_messages"] == 1
+    )
     assert len(parse(one, "place").turns) == 2
     with pytest.raises(RunError, match="finished already"):
         episode.finish(1.0)
@@ -65,11 +103,25 @@ def test_tools_and_asyncio(recorder):
 
     async def play():
         async with episode.async_client as client:
-            answer = (await client.chat.completions.create(model="any", messages=ASK, tools=[TOOL])).choices[0]
-            assert answer.finish_reason == "tool_calls" and answer.message.tool_calls[0].function.name == "add"
-            result = {"role": "tool", "tool_call_id": answer.message.tool_calls[0].id, "content": "2"}
+            answer = (
+                await client.chat.completions.create(model="any", messages=ASK, tools=[TOOL])
+            ).choices[0]
+            assert (
+                answer.finish_reason == "tool_calls"
+                and answer.message.tool_calls[0].function.name == "add"
+            )
+            result = {
+                "role": "tool",
+                "tool_call_id": answer.message.tool_calls[0].id,
+                "content": "2",
+            }
             messages = [*ASK, answer.message.model_dump(exclude_none=True), result]
-            return await asyncio.gather(*(client.chat.completions.create(model="any", messages=messages, tools=[TOOL]) for _ in range(2)))
+            return await asyncio.gather(
+                *(
+                    client.chat.completions.create(model="any", messages=messages, tools=[TOOL])
+                    for _ in range(2)
+                )
+            )
 
     both = asyncio.run(play())
     assert [one.choices[0].message.content for one in both] == ["turn 1"] * 2
@@ -90,7 +142,12 @@ def test_samples_of_a_task_are_numbered_on_in_a_file_that_exists(recorder):
     episode.client.chat.completions.create(model="any", messages=ASK)
     episode.finish(0)
     again.close()
-    assert [(one["task"], one["sample"]) for one in written(recorder)] == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]
+    assert [(one["task"], one["sample"]) for one in written(recorder)] == [
+        ("a", 0),
+        ("b", 0),
+        ("a", 1),
+        ("a", 2),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +160,10 @@ def test_samples_of_a_task_are_numbered_on_in_a_file_that_exists(recorder):
         ({"response_format": {"type": "json_object"}}, "response_format: is not supported"),
         ({"tool_choice": "required"}, "tool_choice = 'required': the policy gives each call one"),
         ({"messages": []}, "messages: give a list"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text can be rendered"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "only text can be rendered",
+        ),
     ],
 )
 def test_what_would_not_be_done_is_refused(recorder, more, message):
@@ -112,25 +172,36 @@ def test_what_would_not_be_done_is_refused(recorder, more, message):
         episode.client.chat.completions.create(**{"model": "any", "messages": ASK} | more)
     with pytest.raises(RunError, match="has no call of the policy"):
         episode.finish(1)
-    episode.client.chat.completions.create(model="any", messages=ASK, temperature=1.0, n=1, user="me", tool_choice="none", tools=[TOOL])
+    episode.client.chat.completions.create(
+        model="any", messages=ASK, temperature=1.0, n=1, user="me", tool_choice="none", tools=[TOOL]
+    )
     assert len(episode.finish(1).turns) == 1 and len(written(recorder)) == 1
 
 
 def test_a_failed_call_fails_the_rollout_and_a_full_context_truncates_it(recorder):
-    recorder.policy.servers.reply = lambda prompt: InferenceLostError("gone") if "2?" in prompt else "x"
+    recorder.policy.servers.reply = lambda prompt: (
+        InferenceLostError("gone") if "2?" in prompt else "x"
+    )
     failed, long = recorder.episode(0), recorder.episode(1)
     for text in ("1?", "2?"):
         try:
-            failed.client.chat.completions.create(model="any", messages=[{"role": "user", "content": text}])
+            failed.client.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": text}]
+            )
         except openai.BadRequestError as error:  # as an agent that goes on
             assert "gone" in str(error)
     long.client.chat.completions.create(model="any", messages=ASK)
     with pytest.raises(openai.BadRequestError, match=r"fills model\.max_model_len"):
-        long.client.chat.completions.create(model="any", messages=[{"role": "user", "content": "x" * 5000}])
+        long.client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "x" * 5000}]
+        )
     failed.finish(1)
     long.finish(1)
     lines = written(recorder)
-    assert [(one["outcome"], one["reward"]) for one in lines] == [("failed", None), ("overlong", 1.0)] and "gone" in lines[0]["error"]
+    assert [(one["outcome"], one["reward"]) for one in lines] == [
+        ("failed", None),
+        ("overlong", 1.0),
+    ] and "gone" in lines[0]["error"]
 
 
 def test_a_reward_must_be_a_number(recorder):
@@ -157,7 +228,9 @@ def test_an_answer_that_nobody_waits_for_is_no_turn(recorder):
     episode = recorder.episode(0)
 
     async def play():
-        slow = episode.async_client.chat.completions.create(model="any", messages=[{"role": "user", "content": "slow"}])
+        slow = episode.async_client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "slow"}]
+        )
         task = asyncio.create_task(slow)
         while not arrived.is_set():
             await asyncio.sleep(0.01)
@@ -167,13 +240,19 @@ def test_an_answer_that_nobody_waits_for_is_no_turn(recorder):
     asyncio.run(play())
     while recorder.policy.servers.busy:
         asyncio.run(asyncio.sleep(0.01))
-    episode.client.chat.completions.create(model="any", messages=[{"role": "user", "content": "again"}])
-    assert [one["role"] for one in episode.finish(0).messages] == ["user", "assistant"] and len(episode.conversation.turns) == 1
+    episode.client.chat.completions.create(
+        model="any", messages=[{"role": "user", "content": "again"}]
+    )
+    assert [one["role"] for one in episode.finish(0).messages] == ["user", "assistant"] and len(
+        episode.conversation.turns
+    ) == 1
 
 
 def test_the_end_of_the_server_ends_a_call(recorder, tmp_path, monkeypatch):
     program = tmp_path / "server"
-    program.write_text(f"#!/bin/sh\necho {tmp_path / 'config.toml'}\nread line\necho out of memory\nexit 7\n")
+    program.write_text(
+        f"#!/bin/sh\necho {tmp_path / 'config.toml'}\nread line\necho out of memory\nexit 7\n"
+    )
     program.chmod(0o755)
     (tmp_path / "config.toml").write_text("")
     monkeypatch.setattr("rl.commands.record.PYTHON", (str(program),))
@@ -195,22 +274,54 @@ def test_a_policy_that_cannot_be_served(tmp_path):
 
 @pytest.mark.proof
 def test_what_an_agent_has_played_with_a_real_engine_is_trained(tmp_path, model):
-    """An agent of two turns, eight episodes at once: the trainer computes the recorded log-probabilities itself."""
-    settings = {"model__name": str(model), "model__dtype": "float32", "model__max_model_len": 512, "output_dir": str(tmp_path)}
+    """An agent of two turns, eight episodes at once: the trainer computes the recorded
+    log-probabilities itself."""
+    settings = {
+        "model__name": str(model),
+        "model__dtype": "float32",
+        "model__max_model_len": 512,
+        "output_dir": str(tmp_path),
+    }
 
     def play(recorder, number):
-        episode, messages = recorder.episode(number // 4, env="talk"), [{"role": "user", "content": f"Say {number // 4}"}]
+        episode, messages = (
+            recorder.episode(number // 4, env="talk"),
+            [{"role": "user", "content": f"Say {number // 4}"}],
+        )
         for again in ("Again", ""):
-            answer = episode.client.chat.completions.create(model="policy", messages=messages, max_tokens=8).choices[0].message
-            messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": again}]
+            answer = (
+                episode.client.chat.completions.create(
+                    model="policy", messages=messages, max_tokens=8
+                )
+                .choices[0]
+                .message
+            )
+            messages += [
+                {"role": "assistant", "content": answer.content},
+                {"role": "user", "content": again},
+            ]
         episode.finish(float(number % 2))
 
-    with rl.record(None, tmp_path / "r.jsonl", **settings) as recorder, ThreadPoolExecutor(8) as threads:
+    with (
+        rl.record(None, tmp_path / "r.jsonl", **settings) as recorder,
+        ThreadPoolExecutor(8) as threads,
+    ):
         list(threads.map(lambda number: play(recorder, number), range(8)))
-    lines = [parse(json.loads(text), "line") for text in (tmp_path / "r.jsonl").read_text().splitlines()]
-    assert len(lines) == 8 and all(len(one.turns) == 2 and one.turns[0].policy_versions[0].policy_version == 0 for one in lines)
-    more = {"recorded__rollouts": str(tmp_path / "r.jsonl"), "name": "r", "orchestrator__batch_size": 8, "learning_rate": 1e-3}
+    lines = [
+        parse(json.loads(text), "line") for text in (tmp_path / "r.jsonl").read_text().splitlines()
+    ]
+    assert len(lines) == 8 and all(
+        len(one.turns) == 2 and one.turns[0].policy_versions[0].policy_version == 0 for one in lines
+    )
+    more = {
+        "recorded__rollouts": str(tmp_path / "r.jsonl"),
+        "name": "r",
+        "orchestrator__batch_size": 8,
+        "learning_rate": 1e-3,
+    }
     run = rl.train(None, **settings, **more)
     (kl,) = run.curve("mismatch_kl/mean")[1]
     assert abs(kl) < 1e-8 and run.curve("rollouts/trained")[1].tolist() == [8]
-    assert all(len(sample.token_ids) > 30 and sample.loss_mask.sum() > 2 for sample in run.tokens(step=1))
+    assert all(
+        len(sample.token_ids) > 30 and sample.loss_mask.sum() > 2 for sample in run.tokens(step=1)
+    )

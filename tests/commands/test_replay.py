@@ -31,12 +31,24 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run of three steps on two ranks that divide the experts between them; only the last two versions are kept."""
+    """A run of three steps on two ranks that divide the experts between them; only the last two
+    versions are kept."""
     root = tmp_path_factory.mktemp("run")
     model = make_tiny_model(root / "model", CONFIGS["qwen3_moe"])
-    settings = {"name": "run", "output_dir": str(root), "max_steps": STEPS, "model": {"name": str(model), "dtype": "float32"}}
+    settings = {
+        "name": "run",
+        "output_dir": str(root),
+        "max_steps": STEPS,
+        "model": {"name": str(model), "dtype": "float32"},
+    }
     settings |= {"orchestrator": {"environment": [{"id": "test"}]}}
-    trainer = {"gpus": 0, "ranks": 2, "checkpoint": {"interval": 2}, "weights": {"keep_last": 2}, "optim": {"lr": 1e-3}}
+    trainer = {
+        "gpus": 0,
+        "ranks": 2,
+        "checkpoint": {"interval": 2},
+        "weights": {"keep_last": 2},
+        "optim": {"lr": 1e-3},
+    }
     trainer["expert_parallel"] = 2
     trainer["strict_parity"] = False  # the stub's log-probabilities are no model's
     config = RLConfig.model_validate(settings | {"trainer": trainer})
@@ -44,10 +56,23 @@ def run_dir(tmp_path_factory):
     batches = [make_batch(step) for step in range(1, STEPS + 1)]
     for batch in batches:
         write_batch(config.run_dir.batch(batch.step), batch, {})
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rl.trainer.main"]
+    ranks = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "rl.trainer.main",
+    ]
     with StubOrchestrator(config.run_dir, batches):
         command = [sys.executable, *ranks, f"@{config.run_dir.config}"]
-        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
     assert done.returncode == 0, done.stderr
     return config.run_dir
 
@@ -67,12 +92,26 @@ def test_two_ranks_are_replayed_as_two_ranks(run_dir):
         "version 3: equal to its digests and weights",
         "checkpoint 3: equal (float32 weights, optimizer, random numbers)",
     ]
-    last = r"EQUAL: versions 1-3, retrained from the base model in \d+ s \(.*\), equal those of the run, bit for bit; .* checkpoint 2-3"
+    last = (
+        r"EQUAL: versions 1-3, retrained from the base model in \d+ s \(.*\), equal those of the "
+        r"run, bit for bit; .* checkpoint 2-3"
+    )
     assert re.fullmatch(last, done.stdout.splitlines()[-1])
 
 
-EQUAL = {"kept": ["digests"], "tensor": None, "max_difference": None, "fault": None, "unlike": "", "deterministic": True}
-DIFFERENT = EQUAL | {"kept": ["digests", "weights"], "tensor": "model.norm.weight", "max_difference": 0.00123}
+EQUAL = {
+    "kept": ["digests"],
+    "tensor": None,
+    "max_difference": None,
+    "fault": None,
+    "unlike": "",
+    "deterministic": True,
+}
+DIFFERENT = EQUAL | {
+    "kept": ["digests", "weights"],
+    "tensor": "model.norm.weight",
+    "max_difference": 0.00123,
+}
 
 
 @pytest.mark.parametrize(
@@ -80,14 +119,25 @@ DIFFERENT = EQUAL | {"kept": ["digests", "weights"], "tensor": "model.norm.weigh
     [
         (
             {"version": 3, **DIFFERENT},
-            "version 3 differs from the run's: first in model.norm.weight, by at most 0.00123; versions 1-2 are equal",
+            "version 3 differs from the run's: first in model.norm.weight, by at most "
+            "0.00123; versions 1-2 are equal",
         ),
         (
-            {"version": 3, **DIFFERENT, "max_difference": None, "unlike": "threads 2 there and 1 here"},
-            "first in model.norm.weight, (by how much is unknown without weights to compare); versions 1-2 are equal\n"
-            "  it was trained under other conditions, which may be the reason: threads 2 there and 1 here",
+            {
+                "version": 3,
+                **DIFFERENT,
+                "max_difference": None,
+                "unlike": "threads 2 there and 1 here",
+            },
+            "first in model.norm.weight, (by how much is unknown without weights to "
+            "compare); versions 1-2 are equal\n"
+            "  it was trained under other conditions, which may be the reason: threads 2 "
+            "there and 1 here",
         ),
-        ({"version": 3, **EQUAL, "fault": "x: cut"}, "version 3: the retrained version is equal, but a file of the run is damaged: x: cut"),
+        (
+            {"version": 3, **EQUAL, "fault": "x: cut"},
+            "version 3: the retrained version is equal, but a file of the run is damaged: x: cut",
+        ),
         (
             {"checkpoint": 2, "tensor": "optimizer.exp_avg.x", "ranks": [0], "fault": None},
             "from its checkpoint, first in optimizer.exp_avg.x",
@@ -96,12 +146,17 @@ DIFFERENT = EQUAL | {"kept": ["digests", "weights"], "tensor": "model.norm.weigh
             {"checkpoint": 2, "tensor": None, "ranks": [1], "fault": None},
             "the state after step 2 differs from its checkpoint, on ranks [1]",
         ),
-        ({"checkpoint": 2, "tensor": None, "ranks": [], "fault": "x: damaged"}, "DIFFERENT: checkpoint 2 is damaged: x: damaged"),
+        (
+            {"checkpoint": 2, "tensor": None, "ranks": [], "fault": "x: damaged"},
+            "DIFFERENT: checkpoint 2 is damaged: x: damaged",
+        ),
     ],
 )
 def test_what_differs_is_named(run_dir, tmp_path, found, said):
     verdict = Verdict(
-        run_dir, RunDir(tmp_path, tmp_path / "weights"), ReplayConfig(run=str(run_dir.root), weights=str(run_dir.weights_dir), until=3)
+        run_dir,
+        RunDir(tmp_path, tmp_path / "weights"),
+        ReplayConfig(run=str(run_dir.root), weights=str(run_dir.weights_dir), until=3),
     )
     for version in (1, 2):
         assert verdict.check({"version": version, **EQUAL}) is None
@@ -112,14 +167,24 @@ def test_what_differs_is_named(run_dir, tmp_path, found, said):
     ("args", "said"),
     [
         ([], "which run? Give only its directory"),
-        (["{root}", "--until", "9"], "--until 9: the newest version of {root} is 3; give at most that"),
-        (["{root}", "--from", "3"], "--from 3: leaves no step to train before --until 3; give a smaller one"),
+        (
+            ["{root}", "--until", "9"],
+            "--until 9: the newest version of {root} is 3; give at most that",
+        ),
+        (
+            ["{root}", "--from", "3"],
+            "--from 3: leaves no step to train before --until 3; give a smaller one",
+        ),
         (
             ["{root}", "--from", "1"],
-            "{root}: batches 1-2 are missing (there are 3; orchestrator.batches sets which are kept): give --from 2",
+            "{root}: batches 1-2 are missing (there are 3; orchestrator.batches sets which "
+            "are kept): give --from 2",
         ),
         (["{root}x"], "no such run or model folder; "),
-        (["{root}/empty"], "{root}/empty: the run has no version yet; there is nothing to compare with"),
+        (
+            ["{root}/empty"],
+            "{root}/empty: the run has no version yet; there is nothing to compare with",
+        ),
     ],
 )
 def test_what_cannot_be_told_is_said(run_dir, tmp_path, capsys, args, said):
@@ -137,16 +202,27 @@ def test_what_cannot_be_told_is_said(run_dir, tmp_path, capsys, args, said):
 def test_examples_that_are_damaged_and_checkpoints_of_a_newer_rl_cannot_be_told_of(tmp_path):
     """Neither is a run that trained something else."""
     run_dir, tuned = RunDir(tmp_path, tmp_path / "weights"), SimpleNamespace(sft=True)
-    for path in (run_dir.digests(6), run_dir.data / "train" / "ends.npy", run_dir.checkpoint(4) / "__0_0.distcp"):
+    for path in (
+        run_dir.digests(6),
+        run_dir.data / "train" / "ends.npy",
+        run_dir.checkpoint(4) / "__0_0.distcp",
+    ):
         path.parent.mkdir(parents=True)
         path.write_text("{}")
     files = {"train/ends.npy": checksum(run_dir.data / "train" / "ends.npy")}
     (run_dir.data / "manifest.json").write_text(json.dumps({"train": {}, "files": files}))
     assert plan(run_dir, tuned, 0, None)[0].until == 6
     (run_dir.data / "train" / "ends.npy").write_text("[]")
-    with pytest.raises(RunError, match=r"train/ends\.npy: damaged; delete .*data to have it made again"):
+    with pytest.raises(
+        RunError, match=r"train/ends\.npy: damaged; delete .*data to have it made again"
+    ):
         plan(run_dir, tuned, 0, None)
-    manifest = {"step": 4, "world_size": 1, "model": "m", "files": {"__0_0.distcp": {"size": 2, "blake9": "00"}}}
+    manifest = {
+        "step": 4,
+        "world_size": 1,
+        "model": "m",
+        "files": {"__0_0.distcp": {"size": 2, "blake9": "00"}},
+    }
     (run_dir.checkpoint(4) / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RunError, match=r"its hash is 'blake9'.*a newer rl wrote it"):
         plan(run_dir, tuned, 4, None)
@@ -158,7 +234,9 @@ def test_a_dry_run_prints_what_the_trainer_would_be_told(run_dir, capsys):
     assert (replay["run"], replay["start"], replay["until"]) == (str(run_dir.root), 2, 3)
 
 
-def test_a_run_that_has_deleted_old_batches_is_replayed_from_the_oldest_checkpoint_that_can_be(run_dir, tmp_path):
+def test_a_run_that_has_deleted_old_batches_is_replayed_from_the_oldest_checkpoint_that_can_be(
+    run_dir, tmp_path
+):
     from rl.commands.replay import open_run, plan
 
     root = tmp_path / "run"
@@ -185,9 +263,12 @@ def test_notes(run_dir, tmp_path):
     assert "checkpoint 2 is damaged and is skipped" in notes[0]
     assert notes[1] == "there is no intact checkpoint 2: starting at the base model"
     line = {"time": 0, "step": 2, "key": "trainer.micro_batch_tokens", "old": 64, "new": 128}
-    (copy.root / "changes.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line | {"key": "max_steps"}) + "\n")
+    (copy.root / "changes.jsonl").write_text(
+        json.dumps(line) + "\n" + json.dumps(line | {"key": "max_steps"}) + "\n"
+    )
     assert changes_within(copy, replay, config) == [
-        "trainer.micro_batch_tokens was changed from 64 to 128 after step 2: steps up to it may differ; --from 2 retrains the later ones"
+        "trainer.micro_batch_tokens was changed from 64 to 128 after step 2: steps up to it "
+        "may differ; --from 2 retrains the later ones"
     ]
     with (copy.root / "changes.jsonl").open("a") as file:
         file.write(json.dumps(line)[:40])  # a kill while it was written

@@ -25,7 +25,9 @@ from tests.web import serving
 def post(port: int, path: str, body: object) -> tuple[int, dict]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}{path}", data), timeout=60) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"http://127.0.0.1:{port}{path}", data), timeout=60
+        ) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -43,36 +45,63 @@ def entry_of(process: subprocess.Popen) -> str:
 
 def test_an_environment_is_played_over_http(tmp_path: Path):
     [port] = free_ports(1)
-    model = ModelServer(lambda body: {"content": body["messages"][-1]["content"].removeprefix("say ")}, agent="say-digit")
+    model = ModelServer(
+        lambda body: {"content": body["messages"][-1]["content"].removeprefix("say ")},
+        agent="say-digit",
+    )
     with serving(model) as gym:
         flags = ("--limit", "3", "--args.fail", "first", "--orchestrator.rollout_retries", "0")
-        process = start(tmp_path, "env", "say-digit", "--serve-gym", str(port), "--head-server", gym.url, *flags)
+        process = start(
+            tmp_path, "env", "say-digit", "--serve-gym", str(port), "--head-server", gym.url, *flags
+        )
         try:
             entry = entry_of(process)
             folder = tmp_path / "outputs/nemo_gym/say-digit"
             assert (folder / "agent.yaml").read_text() == entry
-            assert yaml.safe_load(entry)["say-digit"]["responses_api_agents"]["say-digit"]["port"] == port
+            assert (
+                yaml.safe_load(entry)["say-digit"]["responses_api_agents"]["say-digit"]["port"]
+                == port
+            )
             rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-            held_out = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+            held_out = [
+                json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()
+            ]
             assert [row["rl_task"]["index"] for row in rows] == [0, 1, 2] and len(held_out) == 2
             status, failed = post(port, "/run", rows[0])
-            assert (status, failed["_ng_failure_class"]) == (200, "environment") and "reward" not in failed
+            assert (status, failed["_ng_failure_class"]) == (
+                200,
+                "environment",
+            ) and "reward" not in failed
             assert "OSError: flaky" in failed["error"]
             params = rows[1]["responses_create_params"]
-            asked = rows[1] | {"responses_create_params": params | {"temperature": 0.5, "max_output_tokens": 8}, "_ng_task_index": 1}
+            asked = rows[1] | {
+                "responses_create_params": params | {"temperature": 0.5, "max_output_tokens": 8},
+                "_ng_task_index": 1,
+            }
             status, result = post(port, "/run", asked)
             assert (status, result["reward"], result["_ng_task_index"]) == (200, 1.0, 1)
             assert result["response"]["output"][0]["generation_token_ids"] == [2]
             assert (gym.asked[0]["temperature"], gym.asked[0]["max_tokens"]) == (0.5, 8)
-            assert post(port, "/aggregate_metrics", {"verify_responses": [result]})[1]["key_metrics"]["mean/reward"] == 1.0
+            assert (
+                post(port, "/aggregate_metrics", {"verify_responses": [result]})[1]["key_metrics"][
+                    "mean/reward"
+                ]
+                == 1.0
+            )
             for row, said in (
                 (b"{", "Expecting property name"),
                 ({"x": 1}, "KeyError 'responses_create_params'"),
                 ({"responses_create_params": params}, "it has no rl_task; give a file that"),
-                (rows[1] | {"responses_create_params": {"input": "say 2"}}, "the input of train task 1 differs"),
+                (
+                    rows[1] | {"responses_create_params": {"input": "say 2"}},
+                    "the input of train task 1 differs",
+                ),
                 (rows[1] | {"rl_task": {"split": "train", "index": 9}}, "there is no train task 9"),
                 (rows[1] | {"agent_ref": {"name": "other"}}, "its agent_ref names other"),
-                (rows[1] | {"responses_create_params": params | {"instructions": "x"}}, "instructions cannot be passed on"),
+                (
+                    rows[1] | {"responses_create_params": params | {"instructions": "x"}},
+                    "instructions cannot be passed on",
+                ),
             ):
                 status, answer = post(port, "/run", row)
                 assert status == 422 and said in answer["error"], answer
@@ -105,6 +134,11 @@ def test_web_pages_are_refused(headers, status):
 def test_faults(tmp_path: Path):
     began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, _, err = rl(tmp_path, "env", "say-digit", "--serve-gym", str(port := taken.getsockname()[1]))
-    assert code == 1 and f"--serve-gym = {port} on 127.0.0.1: Address already in use; choose another" in err, err
+        code, _, err = rl(
+            tmp_path, "env", "say-digit", "--serve-gym", str(port := taken.getsockname()[1])
+        )
+    assert (
+        code == 1
+        and f"--serve-gym = {port} on 127.0.0.1: Address already in use; choose another" in err
+    ), err
     assert time.monotonic() - began < 30 and list(tmp_path.iterdir()) == []

@@ -1,4 +1,5 @@
-"""`rl sft` as a user has it: from examples or rollouts to weights, stopped and resumed; and what it says of wrong settings and data."""
+"""`rl sft` as a user has it: from examples or rollouts to weights, stopped and resumed; and what
+it says of wrong settings and data."""
 
 import json
 import signal
@@ -22,23 +23,65 @@ def place(tmp_path_factory):
     lines = []
     for task in range(20):
         for reward, answer in ((1.0, str(task)), (0.0, "I do not know")):
-            messages = [{"role": "user", "content": f"Say {task}"}, {"role": "assistant", "content": answer}]
-            lines.append({"env": "e", "task": task, "messages": messages, "reward": reward, "outcome": "finished"})
-    (root / "outputs" / "x" / "rollouts" / "000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            messages = [
+                {"role": "user", "content": f"Say {task}"},
+                {"role": "assistant", "content": answer},
+            ]
+            lines.append(
+                {
+                    "env": "e",
+                    "task": task,
+                    "messages": messages,
+                    "reward": reward,
+                    "outcome": "finished",
+                }
+            )
+    (root / "outputs" / "x" / "rollouts" / "000001.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     return root
 
 
 SETTINGS = (
-    *("--model.name", "tiny", "--model.dtype", "float32", "--model.max_model_len", "128", "--name", "warm"),
-    *("--sft.dataset", "outputs/x", "--sft.min_reward", "1", "--sft.batch_size", "4", "--sft.validation_fraction", "0.2"),
-    *("--trainer.checkpoint.keep_every", "2"),  # --resume 2 starts there, however many steps were done before the signal came
-    *("--sft.validation_interval", "2", "--learning_rate", "3e-3", "--trainer.checkpoint.interval", "1"),
+    *(
+        "--model.name",
+        "tiny",
+        "--model.dtype",
+        "float32",
+        "--model.max_model_len",
+        "128",
+        "--name",
+        "warm",
+    ),
+    *(
+        "--sft.dataset",
+        "outputs/x",
+        "--sft.min_reward",
+        "1",
+        "--sft.batch_size",
+        "4",
+        "--sft.validation_fraction",
+        "0.2",
+    ),
+    # --resume 2 starts there, however many steps were done before the signal came
+    *("--trainer.checkpoint.keep_every", "2"),
+    *(
+        "--sft.validation_interval",
+        "2",
+        "--learning_rate",
+        "3e-3",
+        "--trainer.checkpoint.interval",
+        "1",
+    ),
 )
 
 
 def test_from_rollouts_to_weights_with_a_stop_in_between(place):
     process = start(place, "sft", *SETTINGS, "--max_steps", "100000", OMP_NUM_THREADS="1")
-    checkpoint, deadline = place / "outputs" / "warm" / "checkpoints" / "000003", time.monotonic() + 120
+    checkpoint, deadline = (
+        place / "outputs" / "warm" / "checkpoints" / "000003",
+        time.monotonic() + 120,
+    )
     while not checkpoint.exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.05)
@@ -46,35 +89,92 @@ def test_from_rollouts_to_weights_with_a_stop_in_between(place):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert f"resume with: rl sft {' '.join(SETTINGS)} --max_steps 100000 --resume\n" in err
-    assert "data      " in out and "40 rows -> 20 examples" in out and "; 20 rollouts with a reward below 1" in out
+    assert (
+        "data      " in out
+        and "40 rows -> 20 examples" in out
+        and "; 20 rollouts with a reward below 1" in out
+    )
     header = next(line for line in out.splitlines() if line.startswith("  step"))
     assert header.split()[1:8] == ["loss", "valid", "entropy", "grad", "lr", "epoch", "tok/s"]
-    code, out, err = rl(place, "sft", *SETTINGS, "--max_steps", "6", "--resume", "2", OMP_NUM_THREADS="1")
+    code, out, err = rl(
+        place, "sft", *SETTINGS, "--max_steps", "6", "--resume", "2", OMP_NUM_THREADS="1"
+    )
     assert code == 0, err
     assert "moved everything after step 2 to " in out and "checkpoint 2" in out
-    assert [line.split()[0] for line in out.splitlines() if line[:6].strip().isdigit()] == ["3", "4", "5", "6"]
-    assert [line.split()[0] for line in out.splitlines()[-7:]] == ["loss", "valid", "weights", "curves", "metrics", "logs", "all"]
+    assert [line.split()[0] for line in out.splitlines() if line[:6].strip().isdigit()] == [
+        "3",
+        "4",
+        "5",
+        "6",
+    ]
+    assert [line.split()[0] for line in out.splitlines()[-7:]] == [
+        "loss",
+        "valid",
+        "weights",
+        "curves",
+        "metrics",
+        "logs",
+        "all",
+    ]
     assert (place / "outputs" / "warm" / "curves.png").stat().st_size > 30_000
     assert (place / "outputs" / "warm" / "weights" / "000006" / "model.safetensors").exists()
-    assert not list((place / "outputs" / "warm" / "logs").glob("[oi]*"))  # no orchestrator, no inference
+    # no orchestrator, no inference
+    assert not list((place / "outputs" / "warm" / "logs").glob("[oi]*"))
 
 
 def test_wrong_data_is_said_before_anything_starts(place):
     (place / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "c"}\n')
-    code, _, err = rl(place, "sft", *SETTINGS, "--name", "bad", "--sft.dataset", "bad.jsonl", "--sft.min_reward", "none")
+    code, _, err = rl(
+        place,
+        "sft",
+        *SETTINGS,
+        "--name",
+        "bad",
+        "--sft.dataset",
+        "bad.jsonl",
+        "--sft.min_reward",
+        "none",
+    )
     assert code == 2 and "sft.min_reward = 'none'" in err
-    code, out, err = rl(place, "sft", *SETTINGS[:-4], "--name", "bad", "--sft.dataset", "outputs/x", "--sft.min_reward", "2")
-    assert code == 1 and err.startswith("rl: sft.dataset = ") and "nothing is left of 40 rows: 40 rollouts with a reward below 2\n" in err
+    code, out, err = rl(
+        place,
+        "sft",
+        *SETTINGS[:-4],
+        "--name",
+        "bad",
+        "--sft.dataset",
+        "outputs/x",
+        "--sft.min_reward",
+        "2",
+    )
+    assert (
+        code == 1
+        and err.startswith("rl: sft.dataset = ")
+        and "nothing is left of 40 rows: 40 rollouts with a reward below 2\n" in err
+    )
     assert "trainer" not in out and not list((place / "outputs" / "bad" / "logs").glob("trainer*"))
 
 
 def test_faults_of_the_configuration(place):
     for args, said in (
-        ((), "rl sft: 1 fault in the configuration\n  sft.dataset (rl sft)\n    is missing; set it\n"),
-        (("--sft.dataset", "d", "--trainer.loss.type", "clip"), "supervised fine-tuning minimises cross entropy"),
-        (("--sft.dataset", "d", "--trainer.loss.token_mask", "[0.5, 2]"), "trainer.loss.token_mask = [0.5, 2.0]"),
+        (
+            (),
+            "rl sft: 1 fault in the configuration\n  sft.dataset (rl sft)\n    is missing; "
+            "set it\n",
+        ),
+        (
+            ("--sft.dataset", "d", "--trainer.loss.type", "clip"),
+            "supervised fine-tuning minimises cross entropy",
+        ),
+        (
+            ("--sft.dataset", "d", "--trainer.loss.token_mask", "[0.5, 2]"),
+            "trainer.loss.token_mask = [0.5, 2.0]",
+        ),
         (("--sft.dataset", "d", "--sft.datasett", "e"), "did you mean sft.dataset?"),
-        (("--sft.dataset", "d", "--sft.validation", "e", "--sft.validation_fraction", "0.1"), "give only one of them"),
+        (
+            ("--sft.dataset", "d", "--sft.validation", "e", "--sft.validation_fraction", "0.1"),
+            "give only one of them",
+        ),
     ):
         code, out, err = rl(place, "sft", *args)
         assert (code, out) == (2, "") and said in err, err
@@ -83,7 +183,11 @@ def test_faults_of_the_configuration(place):
 def test_help_shows_what_matters_here(place):
     code, out, _ = rl(place, "sft", "--help")
     assert code == 0 and "--sft.min_reward" in out and "--trainer.optim.lr" in out
-    assert "orchestrator.batch_size" not in out and "inference.vllm" not in out and "--max_lag" not in out
+    assert (
+        "orchestrator.batch_size" not in out
+        and "inference.vllm" not in out
+        and "--max_lag" not in out
+    )
     code, out, _ = rl(place, "--help")
     assert code == 0 and "rl sft" in out and "--sft.min_reward" not in out
 
@@ -91,24 +195,62 @@ def test_help_shows_what_matters_here(place):
 def test_a_resolved_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
-    config = build(parse_args(["--sft.dataset", "run", "--sft.validation", "d/*.jsonl", "--sft.epochs", "3", "--model.name", "a/b"]))
-    assert (config.name, config.trainer.loss.type, config.trainer.optim.lr) == ("sft-b", "cross_entropy", 2e-5)
+    config = build(
+        parse_args(
+            [
+                "--sft.dataset",
+                "run",
+                "--sft.validation",
+                "d/*.jsonl",
+                "--sft.epochs",
+                "3",
+                "--model.name",
+                "a/b",
+            ]
+        )
+    )
+    assert (config.name, config.trainer.loss.type, config.trainer.optim.lr) == (
+        "sft-b",
+        "cross_entropy",
+        2e-5,
+    )
     absolute = config.with_absolute_paths()
-    assert (absolute.sft.dataset, absolute.sft.validation) == (str(tmp_path / "run"), str(tmp_path / "d" / "*.jsonl"))
-    assert build(parse_args(["--sft.dataset", "owner/name"])).with_absolute_paths().sft.dataset == "owner/name"
-    assert build(parse_args(["--sft.dataset", "d", "--learning_rate", "1e-4"])).trainer.optim.lr == 1e-4
+    assert (absolute.sft.dataset, absolute.sft.validation) == (
+        str(tmp_path / "run"),
+        str(tmp_path / "d" / "*.jsonl"),
+    )
+    assert (
+        build(parse_args(["--sft.dataset", "owner/name"])).with_absolute_paths().sft.dataset
+        == "owner/name"
+    )
+    assert (
+        build(parse_args(["--sft.dataset", "d", "--learning_rate", "1e-4"])).trainer.optim.lr
+        == 1e-4
+    )
     quick = shrink(config)
-    assert (quick.max_steps, quick.sft.epochs, quick.sft.batch_size, quick.name) == (2, None, 8, "sft-b-quick")
+    assert (quick.max_steps, quick.sft.epochs, quick.sft.batch_size, quick.name) == (
+        2,
+        None,
+        8,
+        "sft-b-quick",
+    )
 
 
 def test_a_flag_that_fine_tuning_does_not_read_is_refused(tmp_path):
     given = ["--sft.dataset", "owner/data"]
     said = [
-        "orchestrator.batch_size = 3 (--orchestrator.batch_size)\n    applies only to reinforcement learning; did you mean sft.batch_size?",
+        "orchestrator.batch_size = 3 (--orchestrator.batch_size)\n    applies only to "
+        "reinforcement learning; did you mean sft.batch_size?",
         "max_lag = 3 (--max_lag)\n    applies only to reinforcement learning; leave it out",
     ]
     with pytest.raises(ConfigError) as caught:
-        build(parse_args([*given, "--orchestrator.batch_size", "3", "--max_lag", "3"]), outside=True)
+        build(
+            parse_args([*given, "--orchestrator.batch_size", "3", "--max_lag", "3"]), outside=True
+        )
     assert str(caught.value).split("\n  ", 1)[1] == "\n  ".join(said)
-    (tmp_path / "run.toml").write_text("max_lag = 3\n[orchestrator]\nbatch_size = 128\n")  # a file shared with a run may have it
-    assert build(parse_args(["@", str(tmp_path / "run.toml"), *given]), outside=True).sft.batch_size == 64
+    # a file shared with a run may have it
+    (tmp_path / "run.toml").write_text("max_lag = 3\n[orchestrator]\nbatch_size = 128\n")
+    assert (
+        build(parse_args(["@", str(tmp_path / "run.toml"), *given]), outside=True).sft.batch_size
+        == 64
+    )

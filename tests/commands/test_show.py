@@ -13,8 +13,20 @@ from tests.commands.driver import called
 
 
 def row(step, group, reward, why=None):
-    fields = {"step": step, "env": "adder", "task": group, "group_id": group, "rollout_id": 0, "trained": why is None, "why": why}
-    return fields | {"messages": [{"role": "assistant", "content": f"\x1b[1mgroup {group}"}], "reward": reward, "metrics": {"m": -reward}}
+    fields = {
+        "step": step,
+        "env": "adder",
+        "task": group,
+        "group_id": group,
+        "rollout_id": 0,
+        "trained": why is None,
+        "why": why,
+    }
+    return fields | {
+        "messages": [{"role": "assistant", "content": f"\x1b[1mgroup {group}"}],
+        "reward": reward,
+        "metrics": {"m": -reward},
+    }
 
 
 @pytest.fixture
@@ -22,8 +34,13 @@ def run(tmp_path, monkeypatch):
     """The directory of a run of two steps, under outputs/ of the current one."""
     root = tmp_path / "outputs" / "x"
     run_dir = RunDir(root, root / "weights")
-    for step, rows in {1: [row(1, 0, 0.5), row(1, 1, 0.0, "no_signal")], 2: [row(2, 2, 1.0), row(2, 3, 0.25)]}.items():
-        write_rollouts(run_dir.rollouts(step), b"".join(json.dumps(one).encode() + b"\n" for one in rows))
+    for step, rows in {
+        1: [row(1, 0, 0.5), row(1, 1, 0.0, "no_signal")],
+        2: [row(2, 2, 1.0), row(2, 3, 0.25)],
+    }.items():
+        write_rollouts(
+            run_dir.rollouts(step), b"".join(json.dumps(one).encode() + b"\n" for one in rows)
+        )
     run_dir.pending_rollouts.write_text(json.dumps(row(None, 4, 0.75, "pending")) + "\n")
     run_dir.config.touch()
     monkeypatch.chdir(tmp_path)
@@ -36,16 +53,34 @@ def rl(capsys):
 
     def call(*args):
         code, out, err = called(capsys, "show", *args)
-        return code, [int(line.split()[-1]) for line in out.splitlines() if line.startswith("assistant: \\x1b[1mgroup")], err
+        return (
+            code,
+            [
+                int(line.split()[-1])
+                for line in out.splitlines()
+                if line.startswith("assistant: \\x1b[1mgroup")
+            ],
+            err,
+        )
 
     return call
 
 
 def test_rollouts_of_a_run_by_step_reason_and_order(run, rl):
     assert rl("x") == rl(str(run)) == rl("outputs/x") == (0, [4, 2, 3, 0, 1], "")
-    assert rl("x", "--step", "1") == (0, [0, 1], "") and rl("x", "--why", "no_signal")[1] == [1] and rl("x", "--task", "0")[1] == [0]
-    assert rl("x", "--sort", "reward")[1] == [2, 4, 0, 3, 1] and rl("x", "--sort", "reward", "--reverse", "--limit", "2")[1] == [1, 3]
-    assert rl("x", "--sort", "m", "--limit", "1")[1] == [1] and rl("x", "--limit", "3")[1] == [4, 2, 3]
+    assert (
+        rl("x", "--step", "1") == (0, [0, 1], "")
+        and rl("x", "--why", "no_signal")[1] == [1]
+        and rl("x", "--task", "0")[1] == [0]
+    )
+    assert rl("x", "--sort", "reward")[1] == [2, 4, 0, 3, 1] and rl(
+        "x", "--sort", "reward", "--reverse", "--limit", "2"
+    )[1] == [1, 3]
+    assert rl("x", "--sort", "m", "--limit", "1")[1] == [1] and rl("x", "--limit", "3")[1] == [
+        4,
+        2,
+        3,
+    ]
     assert rl("x", "--env", "adder", "--why", "trained", "--sort", "reward")[1] == [2, 0, 3]
     assert rl(str(run / "rollouts" / "000002.jsonl")) == (0, [2, 3], "")
 
@@ -53,7 +88,12 @@ def test_rollouts_of_a_run_by_step_reason_and_order(run, rl):
 def test_a_failed_rollout_has_no_reward(tmp_path, capsys):
     """It is the lowest there is in no order."""
     file = tmp_path / "rollouts.jsonl"
-    failed = row(1, 7, 0.0, "environment") | {"error": "boom", "reward": None, "advantage": None, "metrics": {}}
+    failed = row(1, 7, 0.0, "environment") | {
+        "error": "boom",
+        "reward": None,
+        "advantage": None,
+        "metrics": {},
+    }
     file.write_text("".join(json.dumps(one) + "\n" for one in (failed, row(1, 0, 0.5))))
     code, out, _ = called(capsys, "show", str(file))
     assert code == 0 and out.splitlines()[1] == "  no reward, not trained: environment"
@@ -61,28 +101,53 @@ def test_a_failed_rollout_has_no_reward(tmp_path, capsys):
 
 
 def test_a_mark_tells_worked_examples_from_what_the_policy_said(tmp_path, capsys):
-    talk = [{"role": role, "content": role[0] + str(i)} for i in range(2) for role in ("user", "assistant")]
+    talk = [
+        {"role": role, "content": role[0] + str(i)}
+        for i in range(2)
+        for role in ("user", "assistant")
+    ]
     file = tmp_path / "rollouts.jsonl"
-    for num_prompt, said in ((3, "user: u0,assistant: a0,user: u1,[the prompt ends here],assistant: a1"), (1, None), (None, None)):
-        file.write_text(json.dumps(row(1, 0, 0.5) | {"messages": talk, "num_prompt_messages": num_prompt}) + "\n")
+    for num_prompt, said in (
+        (3, "user: u0,assistant: a0,user: u1,[the prompt ends here],assistant: a1"),
+        (1, None),
+        (None, None),
+    ):
+        file.write_text(
+            json.dumps(row(1, 0, 0.5) | {"messages": talk, "num_prompt_messages": num_prompt})
+            + "\n"
+        )
         code, out, _ = called(capsys, "show", str(file))
-        assert code == 0 and out.splitlines()[3:] == (said or "user: u0,assistant: a0,user: u1,assistant: a1").split(",")
+        assert code == 0 and out.splitlines()[3:] == (
+            said or "user: u0,assistant: a0,user: u1,assistant: a1"
+        ).split(",")
 
 
 def test_a_list_in_order_says_that_it_ends_early(run, rl, monkeypatch):
     monkeypatch.setattr(show, "MOST_SORTED", 2)
     said = "rl show: printed the first 2 of 3 in this order; --limit N prints more\n"
     assert rl("x", "--sort", "reward", "--why", "trained") == (0, [2, 0], said)
-    assert rl("x", "--sort", "reward", "--limit", "2")[2] == rl("x", "--sort", "reward", "--step", "1")[2] == ""
+    assert (
+        rl("x", "--sort", "reward", "--limit", "2")[2]
+        == rl("x", "--sort", "reward", "--step", "1")[2]
+        == ""
+    )
 
 
 def test_where_nothing_fits_it_says_what_there_is(run, rl):
     assert rl("x", "--why", "nosignal") == (
-        1, [], "rl show: --why nosignal: no rollout matches; existing values: trained (3), pending (1), no_signal (1)\n"
-    )  # fmt: skip
+        1,
+        [],
+        "rl show: --why nosignal: no rollout matches; existing values: trained (3), pending "
+        "(1), no_signal (1)\n",
+    )
     assert rl("x", "--step", "7")[2].endswith("steps with rollouts: 1-2\n")
-    assert rl("x", "--sort", "best")[2].startswith("rl show: --sort best: the rollouts have no such number; they have: group_id, m, reward")
-    assert rl("x", "--why", "pending", "--task", "0")[2] == "rl show: x: no rollout matches all filters\n"
+    assert rl("x", "--sort", "best")[2].startswith(
+        "rl show: --sort best: the rollouts have no such number; they have: group_id, m, reward"
+    )
+    assert (
+        rl("x", "--why", "pending", "--task", "0")[2]
+        == "rl show: x: no rollout matches all filters\n"
+    )
     code, _, err = rl("y")
     assert code == 2 and "outputs contains the runs x" in err and rl("x", "--reverse")[0] == 1
     assert rl()[0] == rl("x", "y")[0] == rl("x", "--limit", "0")[0] == 2
@@ -93,17 +158,24 @@ def test_a_damaged_file_is_named_after_the_others(run, rl):
     path = run / "rollouts" / "000002.jsonl"
     path.write_text("{}\n")
     code, groups, err = rl("x")
-    assert (code, groups) == (1, [4, 0, 1]) and err.startswith(f"rl show: outputs/x/rollouts/{path.name}: damaged")
+    assert (code, groups) == (1, [4, 0, 1]) and err.startswith(
+        f"rl show: outputs/x/rollouts/{path.name}: damaged"
+    )
     for other in (run / "rollouts").iterdir():
         other.unlink()
-    assert rl("x") == (1, [], "rl show: x: no finished rollouts; `rl doctor x` shows what the run is waiting for\n")
+    assert rl("x") == (
+        1,
+        [],
+        "rl show: x: no finished rollouts; `rl doctor x` shows what the run is waiting for\n",
+    )
 
 
 def test_a_file_of_something_else_is_told_what_is_shown(run, rl):
     run.joinpath("config.toml").write_text('name = "x"\n')
     code, _, err = rl("outputs/x/config.toml")
     assert code == 1 and err.endswith(
-        "outputs/x/config.toml: no finished rollouts; give a run's directory or name, or a file of rollouts that `rl` has written, "
+        "outputs/x/config.toml: no finished rollouts; give a run's directory or name, or a "
+        "file of rollouts that `rl` has written, "
         "one JSON object per line\n"
     )
 
@@ -120,9 +192,13 @@ class Read:
             yield f"text {self.made} \ud800"
 
 
-@pytest.mark.parametrize(("command", "most"), [("head -n 2", 20_000), ("no-such-pager", None), ('less "', None), ("", None)])
+@pytest.mark.parametrize(
+    ("command", "most"),
+    [("head -n 2", 20_000), ("no-such-pager", None), ('less "', None), ("", None)],
+)
 def test_on_a_terminal_a_pager_reads_as_much_as_it_wants(monkeypatch, command, most):
-    """`head` closes its input after two lines; without a pager, and where there is no terminal, all is printed."""
+    """`head` closes its input after two lines; without a pager, and where there is no terminal,
+    all is printed."""
     master, slave = pty.openpty()
     texts = Read() if most else ["text 1 \ud800", "text 2"]
     if command:

@@ -1,4 +1,5 @@
-"""`rl stop` for runs on a cluster, whose machines and engines are written by hand. Runs on one machine: tests/launch/test_watch.py."""
+"""`rl stop` for runs on a cluster, whose machines and engines are written by hand. Runs on one
+machine: tests/launch/test_watch.py."""
 
 import pytest
 
@@ -22,8 +23,13 @@ def test_a_run_on_kubernetes_whose_volume_is_not_here(kubectl, tmp_path, capsys)
     assert capsys.readouterr().out == f"{', '.join(jobs)}: deleted\n"
     assert kubectl.calls()[-1][0][:5] == ["--namespace", "research", "delete", *jobs]
     kubectl.answer("get jobset")
-    assert stop.main(["@", str(tmp_path / "run.toml")], None) == 0 and "does not run" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"not a run of rl[\s\S]*rl stop @ FILE[\s\S]*kubectl delete jobset"):
+    assert (
+        stop.main(["@", str(tmp_path / "run.toml")], None) == 0
+        and "does not run" in capsys.readouterr().out
+    )
+    with pytest.raises(
+        ConfigError, match=r"not a run of rl[\s\S]*rl stop @ FILE[\s\S]*kubectl delete jobset"
+    ):
         stop.main(["outputs/nothing"], None)
 
 
@@ -34,8 +40,13 @@ case " $* " in *" 12 "*) echo "scancel: error: Kill job error on job id 12: Inva
 
 
 def test_jobs_that_slurm_has_forgotten_are_no_error(tmp_path, monkeypatch, capsys):
-    """Slurm forgets a job some minutes after its end. A run that was submitted twice at once has the jobs of both."""
-    place = {"name": "x", "output_dir": str(tmp_path), "orchestrator": {"environment": [{"id": "first-half"}]}}
+    """Slurm forgets a job some minutes after its end. A run that was submitted twice at once has
+    the jobs of both."""
+    place = {
+        "name": "x",
+        "output_dir": str(tmp_path),
+        "orchestrator": {"environment": [{"id": "first-half"}]},
+    }
     config = RLConfig.model_validate(place | {"cluster": {"engine": "slurm", "nodes": 2}})
     write_config(config.run_dir.config, config)
     nodes, fake = Nodes(config.run_dir), tmp_path / "scancel"
@@ -44,19 +55,40 @@ def test_jobs_that_slurm_has_forgotten_are_no_error(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     nodes.write(nodes.jobs_path, Jobs("slurm", ["12", "13"]))
     config.run_dir.status_dir.mkdir(exist_ok=True)
-    assert stop.main([str(config.run_dir.root)], None) == 0 and "stopped; continue it with" in capsys.readouterr().out
+    assert (
+        stop.main([str(config.run_dir.root)], None) == 0
+        and "stopped; continue it with" in capsys.readouterr().out
+    )
     assert "12 13" in (tmp_path / "calls").read_text() and nodes.over().exit_code == 130
 
 
 def test_it_ends_the_newest_submission_of_a_run(tmp_path):
-    about = {"name": "x", "output_dir": str(tmp_path), "cluster": {"nodes": 2}, "orchestrator": {"environment": [{"id": "first-half"}]}}
+    about = {
+        "name": "x",
+        "output_dir": str(tmp_path),
+        "cluster": {"nodes": 2},
+        "orchestrator": {"environment": [{"id": "first-half"}]},
+    }
     config = RLConfig.model_validate(about)
     nodes = Nodes(config.run_dir)
     nodes.end(RunOver(exit_code=130, text="", time=1.0, start="first"))
     fields = {"host": "h", "address": "a", "roles": [], "software": "", "config": "", "place": ""}
     for index, start in enumerate(("first", "second")):
-        status = NodeStatus(index=index, port=1, ranks=1, gpus=0, pid=1, lease=1, started=index, heartbeat=0.0, start=start, **fields)
+        status = NodeStatus(
+            index=index,
+            port=1,
+            ranks=1,
+            gpus=0,
+            pid=1,
+            lease=1,
+            started=index,
+            heartbeat=0.0,
+            start=start,
+            **fields,
+        )
         nodes.write(nodes.status_path(index), status)
-    with pytest.raises(RunError, match=r"machines 0 \(pid 1 on h\), 1 \(pid 1 on h\) have not ended within 0.1 s"):
+    with pytest.raises(
+        RunError, match=r"machines 0 \(pid 1 on h\), 1 \(pid 1 on h\) have not ended within 0.1 s"
+    ):
         stop.stop_machines(config.run_dir, config, 0.1)
     assert (nodes.over().exit_code, nodes.over().start) == (130, "second")

@@ -1,4 +1,5 @@
-"""`rl train --from` as a user has it: a run like any other, whoever is killed, and what it says of a wrong file."""
+"""`rl train --from` as a user has it: a run like any other, whoever is killed, and what it says
+of a wrong file."""
 
 import json
 import os
@@ -19,8 +20,24 @@ from rl.system.errors import ConfigError
 from tests.commands.driver import rl, start
 
 SETTINGS = (
-    *("--from", "r.jsonl", "--model.name", "tiny", "--model.dtype", "float32", "--model.max_model_len", "128"),
-    *("--orchestrator.batch_size", "4", "--learning_rate", "1e-3", "--trainer.checkpoint.interval", "1"),
+    *(
+        "--from",
+        "r.jsonl",
+        "--model.name",
+        "tiny",
+        "--model.dtype",
+        "float32",
+        "--model.max_model_len",
+        "128",
+    ),
+    *(
+        "--orchestrator.batch_size",
+        "4",
+        "--learning_rate",
+        "1e-3",
+        "--trainer.checkpoint.interval",
+        "1",
+    ),
 )
 STEPS = 4
 
@@ -33,7 +50,12 @@ def sampled(model, ids, count):
         scores = model(torch.tensor([ids + made])).logits[0, -1].log_softmax(-1)
         made.append(int(torch.multinomial(scores.exp(), 1)))
         logprobs.append(float(scores[made[-1]]))
-    return {"prompt_ids": ids, "completion_ids": made, "logprobs": logprobs, "policy_versions": [[0, count]]}
+    return {
+        "prompt_ids": ids,
+        "completion_ids": made,
+        "logprobs": logprobs,
+        "policy_versions": [[0, count]],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +63,22 @@ def place(tmp_path_factory):
     """A directory with a tiny model, and rollouts of two turns that it has sampled."""
     root = tmp_path_factory.mktemp("recorded")
     folder = make_tiny_model(root / "tiny")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(folder),
+    )
     torch.manual_seed(0)
     lines = []
     for number in range(4 * STEPS):
         first = sampled(model, tokenizer.encode(f"say {number // 2}\n"), 6)
-        second = sampled(model, [*first["prompt_ids"], *first["completion_ids"], *tokenizer.encode("\nmore\n")], 4)
-        lines.append({"env": "e", "task": number // 2, "reward": number % 2, "turns": [first, second]})
+        second = sampled(
+            model,
+            [*first["prompt_ids"], *first["completion_ids"], *tokenizer.encode("\nmore\n")],
+            4,
+        )
+        lines.append(
+            {"env": "e", "task": number // 2, "reward": number % 2, "turns": [first, second]}
+        )
     (root / "r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return root
 
@@ -70,14 +101,29 @@ def whole(place):
 
 def test_a_file_becomes_a_run(whole):
     out, run_dir = whole
-    assert "r.jsonl\n" in out and f"the run ended at step {STEPS} of 100: all {4 * STEPS} recorded rollouts are used" in out
+    assert (
+        "r.jsonl\n" in out
+        and f"the run ended at step {STEPS} of 100: all {4 * STEPS} recorded rollouts are used"
+        in out
+    )
     assert "inference" not in out.replace("between inference and trainer", "")
     measured = read_metrics(run_dir.metrics)
     for step in range(1, STEPS + 1):
         mine = measured[step, "trainer"] | measured[step, "orchestrator"]
-        assert mine["reward/mean"] == 0.5 and mine["lag/max"] == step - 1 and mine["rollouts/turns_mean"] == 2
-    assert measured[1, "trainer"]["mismatch_kl/mean"] < 1e-9 and measured[2, "trainer"]["lag_kl/mean"] > 1e-3
-    assert run_dir.weights(STEPS).is_dir() and run_dir.checkpoint(STEPS).is_dir() and run_dir.rollouts(STEPS).exists()
+        assert (
+            mine["reward/mean"] == 0.5
+            and mine["lag/max"] == step - 1
+            and mine["rollouts/turns_mean"] == 2
+        )
+    assert (
+        measured[1, "trainer"]["mismatch_kl/mean"] < 1e-9
+        and measured[2, "trainer"]["lag_kl/mean"] > 1e-3
+    )
+    assert (
+        run_dir.weights(STEPS).is_dir()
+        and run_dir.checkpoint(STEPS).is_dir()
+        and run_dir.rollouts(STEPS).exists()
+    )
 
 
 @pytest.mark.proof
@@ -87,18 +133,28 @@ def test_whoever_is_killed_the_weights_are_the_same(place, whole):
     process = start(place, "train", *SETTINGS, "--name", "killed", OMP_NUM_THREADS="1")
     for step, role in ((1, "trainer"), (2, "orchestrator"), (3, "rl")):
         deadline = time.monotonic() + 120
-        while not run_dir.checkpoint(step).exists() or (role != "rl" and read_status(run_dir.status(role)) is None):
+        while not run_dir.checkpoint(step).exists() or (
+            role != "rl" and read_status(run_dir.status(role)) is None
+        ):
             assert process.poll() is None and time.monotonic() < deadline, process.communicate()
             time.sleep(0.01)
-        os.kill(process.pid if role == "rl" else read_status(run_dir.status(role)).pid, signal.SIGKILL)
+        os.kill(
+            process.pid if role == "rl" else read_status(run_dir.status(role)).pid, signal.SIGKILL
+        )
     process.communicate(timeout=60)
-    code, out, err = rl(place, "train", *SETTINGS, "--name", "killed", "--resume", OMP_NUM_THREADS="1")
+    code, out, err = rl(
+        place, "train", *SETTINGS, "--name", "killed", "--resume", OMP_NUM_THREADS="1"
+    )
     assert code == 0, err
     assert tensors(run_dir) == tensors(whole[1])
-    code, out, err = rl(place, "train", *SETTINGS, "--name", "killed", "--resume", "2", OMP_NUM_THREADS="1")
+    code, out, err = rl(
+        place, "train", *SETTINGS, "--name", "killed", "--resume", "2", OMP_NUM_THREADS="1"
+    )
     assert code == 0 and "moved everything after step 2" in out, err
     assert tensors(run_dir) == tensors(whole[1])
-    assert [run_dir.batch(step).read_bytes() for step in range(1, 5)] == [whole[1].batch(step).read_bytes() for step in range(1, 5)]
+    assert [run_dir.batch(step).read_bytes() for step in range(1, 5)] == [
+        whole[1].batch(step).read_bytes() for step in range(1, 5)
+    ]
     code, out, err = rl(place, "replay", "outputs/killed", OMP_NUM_THREADS="1")
     assert code == 0 and f"EQUAL: versions 1-{STEPS}" in out, out + err
 
@@ -108,16 +164,29 @@ def test_a_wrong_file_is_refused_before_a_step(place):
     broken = json.loads(rows[5])
     broken["turns"][1]["logprobs"][2] = 7.0
     (place / "bad.jsonl").write_text("\n".join([*rows[:5], json.dumps(broken), *rows[6:]]))
-    code, _, err = rl(place, "train", *SETTINGS, "--from", "bad.jsonl", "--name", "bad", OMP_NUM_THREADS="1")
-    assert code == 1 and f"{place / 'bad.jsonl'}:6: turns[1].logprobs[2]: 7.0 is not the logarithm of a probability" in err, err
+    code, _, err = rl(
+        place, "train", *SETTINGS, "--from", "bad.jsonl", "--name", "bad", OMP_NUM_THREADS="1"
+    )
+    assert (
+        code == 1
+        and f"{place / 'bad.jsonl'}:6: turns[1].logprobs[2]: 7.0 is not the logarithm of a "
+        "probability"
+        in err
+    ), err
     assert "nothing was made yet" in err and not run_of(place, "bad").anything_made()
 
 
 def test_what_cannot_be_a_run(place):
     for words, message in (
-        (("--model.name", "tiny"), "on which rollouts? Name the file: rl train --from rollouts.jsonl"),
+        (
+            ("--model.name", "tiny"),
+            "on which rollouts? Name the file: rl train --from rollouts.jsonl",
+        ),
         ((*SETTINGS, "--sft.dataset", "x"), "two kinds of run"),
-        ((*SETTINGS, "--orchestrator.teacher.base_url", "http://x/v1"), "scores rollouts as they are played"),
+        (
+            (*SETTINGS, "--orchestrator.teacher.base_url", "http://x/v1"),
+            "scores rollouts as they are played",
+        ),
     ):
         code, _, err = rl(place, "train", *words)
         assert code == 2 and message in err, err
@@ -127,17 +196,47 @@ def test_a_flag_that_a_run_of_recorded_rollouts_does_not_read_is_refused(tmp_pat
     (tmp_path / "r.jsonl").touch()
     given = ["--recorded.rollouts", str(tmp_path / "r.jsonl")]
     why = "is not read by a run of recorded rollouts; leave it out"
-    said = [f"inference.gpus = 1 (--inference.gpus)\n    {why}", f"orchestrator.group_size = 4 (--orchestrator.group_size)\n    {why}"]
+    said = [
+        f"inference.gpus = 1 (--inference.gpus)\n    {why}",
+        f"orchestrator.group_size = 4 (--orchestrator.group_size)\n    {why}",
+    ]
     said.append(f"orchestrator.environment.id = 'sums' (--orchestrator.environment.id)\n    {why}")
-    flags = ["--inference.gpus", "1", "--orchestrator.group_size", "4", "--orchestrator.environment.id", "sums"]
+    flags = [
+        "--inference.gpus",
+        "1",
+        "--orchestrator.group_size",
+        "4",
+        "--orchestrator.environment.id",
+        "sums",
+    ]
     with pytest.raises(ConfigError) as caught:
         build(parse_args([*given, *flags]), outside=True)
     assert str(caught.value).split("\n  ", 1)[1] == "\n  ".join(said)
-    read = ["--orchestrator.batch_size", "8", "--orchestrator.sampling.max_tokens", "9", "--max_lag", "1"]  # max_tokens divides the loss
+    # max_tokens divides the loss
+    read = [
+        "--orchestrator.batch_size",
+        "8",
+        "--orchestrator.sampling.max_tokens",
+        "9",
+        "--max_lag",
+        "1",
+    ]
     assert build(parse_args([*given, *read]), outside=True).orchestrator.batch_size == 8
-    of_one = ["--orchestrator.environment.id", "sums", "--orchestrator.environment.credit.type", "grpo"]  # of the rollouts with this name
-    assert build(parse_args([*given, *of_one]), outside=True).orchestrator.environment[0].credit.type == "grpo"
-    (tmp_path / "run.toml").write_text('[orchestrator.environment]\nid = "sums"\n[inference]\ngpus = 0\n')  # shared with a run that plays
+    # of the rollouts with this name
+    of_one = [
+        "--orchestrator.environment.id",
+        "sums",
+        "--orchestrator.environment.credit.type",
+        "grpo",
+    ]
+    assert (
+        build(parse_args([*given, *of_one]), outside=True).orchestrator.environment[0].credit.type
+        == "grpo"
+    )
+    # shared with a run that plays
+    (tmp_path / "run.toml").write_text(
+        '[orchestrator.environment]\nid = "sums"\n[inference]\ngpus = 0\n'
+    )
     build(parse_args(["@", str(tmp_path / "run.toml"), *given]), outside=True)
 
 
@@ -145,4 +244,6 @@ def test_a_flag_that_a_run_of_recorded_rollouts_does_not_read_is_refused(tmp_pat
 def test_commands_that_play_read_the_flags_of_a_run_that_plays_nothing(tmp_path, kind):
     (tmp_path / "r.jsonl").touch()
     args = [f"--{kind}", str(tmp_path / "r.jsonl"), "--orchestrator.environment.id", "sums"]
-    assert build(parse_args(args), outside=True, plays=True).orchestrator.environment[0].id == "sums"
+    assert (
+        build(parse_args(args), outside=True, plays=True).orchestrator.environment[0].id == "sums"
+    )

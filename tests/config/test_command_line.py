@@ -1,4 +1,5 @@
-"""From arguments and files to a configuration, or to a message with every fault; test_bad_inputs.py has the table of faults."""
+"""From arguments and files to a configuration, or to a message with every fault;
+test_bad_inputs.py has the table of faults."""
 
 import json
 import os
@@ -40,43 +41,73 @@ def file(tmp_path):
 
 
 def test_a_missing_environment_is_listed_beside_other_faults(capsys):
-    environments = '[{id = "single-digit-addition"}, {id = "nope"}, {id = "owner/there"}, {id = "other", python = "python"}]'
+    environments = (
+        '[{id = "single-digit-addition"}, {id = "nope"}, {id = "owner/there"}, {id = "other", '
+        'python = "python"}]'
+    )
     given = ["--orchestrator.environment", environments, "--orchestrator.eval.id", "gone"]
     for fault, count in (("--nope", "3 faults"), ("--orchestrator.group_size=99", "3 faults")):
         with pytest.raises(SystemExit):
             load_config_or_exit([*given, fault], variables={})
         said = capsys.readouterr().err
-        assert said.startswith(f"rl: {count} in the configuration") and said.count("is not installed") == 2
+        assert (
+            said.startswith(f"rl: {count} in the configuration")
+            and said.count("is not installed") == 2
+        )
         assert "`rl env install owner/nope`" in said and "`rl env install pypi:gone`" in said
-    load_config_or_exit(given, variables={})  # alone it is told when something is about to be played
+    # alone it is told when something is about to be played
+    load_config_or_exit(given, variables={})
 
 
 def test_minibatches_of_whole_groups():
     sizes = ("--orchestrator.batch_size", "60", "--orchestrator.group_size", "8")
-    assert config(*sizes, "--trainer.minibatches", "8").trainer.minibatches == 8  # the last group of a batch is whole
-    assert config("--trainer.loss.type", "gspo", "--trainer.loss.truncate", "4", "--trainer.epochs", "2").trainer.loss.truncate == 4
+    # the last group of a batch is whole
+    assert config(*sizes, "--trainer.minibatches", "8").trainer.minibatches == 8
+    assert (
+        config(
+            "--trainer.loss.type", "gspo", "--trainer.loss.truncate", "4", "--trainer.epochs", "2"
+        ).trainer.loss.truncate
+        == 4
+    )
 
 
 def test_a_flag_and_a_variable_into_one_of_several_environments(file):
-    args = ["--orchestrator", "@", file("o.toml", '[[environment]]\nid = "x"\n[[environment]]\nid = "y"\n')]
+    args = [
+        "--orchestrator",
+        "@",
+        file("o.toml", '[[environment]]\nid = "x"\n[[environment]]\nid = "y"\n'),
+    ]
     flags = ["--orchestrator.environment.1.weight", "2"]
-    for line in (parse_args([*args, *flags]), parse_args(args, {"RL__ORCHESTRATOR__ENVIRONMENT__1__WEIGHT": "2"})):
+    for line in (
+        parse_args([*args, *flags]),
+        parse_args(args, {"RL__ORCHESTRATOR__ENVIRONMENT__1__WEIGHT": "2"}),
+    ):
         assert [env.weight for env in build(line).orchestrator.environment] == [1.0, 2.0]
 
 
 def test_a_section_as_a_whole_and_its_keys_in_different_layers(file):
-    both = file("two.toml", '[[orchestrator.environment]]\nid = "x"\n[[orchestrator.environment]]\nid = "y"\n[inference.vllm]\na = 1\n')
+    both = file(
+        "two.toml",
+        '[[orchestrator.environment]]\nid = "x"\n[[orchestrator.environment]]\nid = '
+        '"y"\n[inference.vllm]\na = 1\n',
+    )
     one = file("one.toml", '[orchestrator.environment]\nid = "x"\nweight = 2\n')
     off = file("off.toml", "[wandb]\nproject = 'p'\ntags = ['t']\n")
 
     def played(*args: str):
-        return [(env.id, env.weight) for env in build(parse_args(list(args))).orchestrator.environment]
+        return [
+            (env.id, env.weight) for env in build(parse_args(list(args))).orchestrator.environment
+        ]
 
     several = ("--orchestrator.environment", "[{id = 'a'}, {id = 'b'}]")
     assert played("@", both, "--orchestrator.environment.1.weight", "3") == [("x", 1.0), ("y", 3.0)]
-    assert played("@", one, *several) == [("a", 1.0), ("b", 1.0)]  # a list replaces what a file says of another one
+    # a list replaces what a file says of another one
+    assert played("@", one, *several) == [("a", 1.0), ("b", 1.0)]
     assert build(parse_args(["@", both, "--inference.vllm", "{}"])).inference.vllm == {}
-    assert config("@", off, "--wandb").wandb.project == "p" and config("@", off, "--wandb", "false").wandb is None
+    assert (
+        config("@", off, "--wandb").wandb.project == "p"
+        and config("@", off, "--wandb", "false").wandb is None
+    )
     assert with_variables("--wandb.project", "q", RL__WANDB="false").wandb.project == "q"
 
 
@@ -87,7 +118,9 @@ def test_the_same_value_twice_is_no_fault(file):
 
 def test_two_files_that_say_different_things_about_one_setting(file):
     t, o = file("t.toml", "max_steps = 10\n"), file("o.toml", "max_steps = 11\n")
-    assert f"trainer.max_steps = 10 ({t}) and orchestrator.max_steps = 11 ({o})" in faults("--trainer", "@", t, "--orchestrator", "@", o)
+    assert f"trainer.max_steps = 10 ({t}) and orchestrator.max_steps = 11 ({o})" in faults(
+        "--trainer", "@", t, "--orchestrator", "@", o
+    )
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
@@ -107,16 +140,24 @@ def test_at_with_and_without_a_space(file):
 
 
 def test_one_and_several_environments(file):
-    one = file("one.toml", '[environment]\nid = "owner/name@0.1.0"\nargs = { difficulty = "hard" }\n')
+    one = file(
+        "one.toml", '[environment]\nid = "owner/name@0.1.0"\nargs = { difficulty = "hard" }\n'
+    )
     built = build(parse_args(["--orchestrator", "@", one]))
     assert [(env.id, env.args, env.label) for env in built.orchestrator.environment] == [
         ("owner/name@0.1.0", {"difficulty": "hard"}, "name")
     ]
     assert built.name == "name-SmolLM2-135M-Instruct"
-    several = file("two.toml", '[[environment]]\nid = "x"\n[[environment]]\nid = "y"\nweight = 3\n[[eval]]\ninterval = 5\n')
+    several = file(
+        "two.toml",
+        '[[environment]]\nid = "x"\n[[environment]]\nid = "y"\nweight = '
+        "3\n[[eval]]\ninterval = 5\n",
+    )
     built = build(parse_args(["--orchestrator", "@", several]))
     assert built.name == "x+y-SmolLM2-135M-Instruct"
-    assert [(entry.id, entry.label, entry.interval) for entry in built.orchestrator.eval] == [("x", "x", 5)]
+    assert [(entry.id, entry.label, entry.interval) for entry in built.orchestrator.eval] == [
+        ("x", "x", 5)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -133,61 +174,106 @@ def test_one_and_several_environments(file):
     ],
 )
 def test_flag_values(text, value):
-    assert parse_args(["--orchestrator.environment.args.x", text]).flags["orchestrator.environment.args.x"][0] == value
-    assert parse_args([f"--orchestrator.environment.args.x={text}"]).flags["orchestrator.environment.args.x"][0] == value
+    assert (
+        parse_args(["--orchestrator.environment.args.x", text]).flags[
+            "orchestrator.environment.args.x"
+        ][0]
+        == value
+    )
+    assert (
+        parse_args([f"--orchestrator.environment.args.x={text}"]).flags[
+            "orchestrator.environment.args.x"
+        ][0]
+        == value
+    )
 
 
 def test_switches_and_resume():
     line = parse_args(["--clean", "--resume", "40", "--wandb"])
     assert (line.switches, line.resume, line.flags["wandb"][0]) == ({"clean"}, 40, True)
     assert parse_args(["--resume"]).resume == -1 and parse_args([]).resume is None
-    assert parse_args(["--resume", "@", "/dev/null"]).resume == -1 and parse_args(["--resume=40"]).resume == 40
+    assert (
+        parse_args(["--resume", "@", "/dev/null"]).resume == -1
+        and parse_args(["--resume=40"]).resume == 40
+    )
     for word in ("--resume=x", "--resume=", "--resume=-1"):
-        assert parse_args([word]).faults == [f"{word}: give a step (0 or more), or --resume alone for the newest checkpoint"]
+        assert parse_args([word]).faults == [
+            f"{word}: give a step (0 or more), or --resume alone for the newest checkpoint"
+        ]
 
 
 def test_a_switch_that_a_command_has_not_is_a_fault(capsys):
     for args in (["--resume"], ["--clean"], ["--quick"]):
         with pytest.raises(SystemExit) as end:
             load_config_or_exit([*ENV, *args], "rl export", usage="usage: rl export")
-        assert end.value.code == 2 and f"{args[0]}: `rl export` has no such switch; leave it out" in capsys.readouterr().err
+        assert (
+            end.value.code == 2
+            and f"{args[0]}: `rl export` has no such switch; leave it out"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize("switch", ["--resume", "--clean"])
 def test_a_process_of_a_run_neither_resumes_nor_cleans(switch, capsys):
     with pytest.raises(SystemExit) as end:
         load_config_or_exit([*ENV, switch], "trainer", usage=PROCESS_USAGE)
-    said = f"{switch}: `trainer` has no such switch; leave it out: a process continues its run; only `rl` resumes or deletes a run"
+    said = (
+        f"{switch}: `trainer` has no such switch; leave it out: a process continues its run; "
+        "only `rl` resumes or deletes a run"
+    )
     assert end.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_wandb_is_a_switch_and_a_table():
     assert config().wandb is None and config("--wandb", "false").wandb is None
     assert config("--wandb").wandb.project == "rl"
-    assert config("--wandb", "--wandb.project", "p").wandb.project == "p" == config("--wandb.project", "p", "--wandb").wandb.project
+    assert (
+        config("--wandb", "--wandb.project", "p").wandb.project
+        == "p"
+        == config("--wandb.project", "p", "--wandb").wandb.project
+    )
 
 
 def test_what_truncates_sampling_is_warned_about(capsys):
     load_config_or_exit([*ENV, "--orchestrator.sampling.top_p", "0.9"], "rl eval")
     (line,) = capsys.readouterr().err.splitlines()  # a sentence, without a line of our source
-    assert line.startswith("rl eval: warning: orchestrator.sampling.top_p = 0.9: ") and "importance ratios come out below 1" in line
+    assert (
+        line.startswith("rl eval: warning: orchestrator.sampling.top_p = 0.9: ")
+        and "importance ratios come out below 1" in line
+    )
     load_config_or_exit([*ENV, "--orchestrator.environment.sampling.min_p", "0.1"], "rl eval")
-    assert "rl eval: warning: orchestrator.environment.0.sampling.min_p = 0.1: " in capsys.readouterr().err
+    assert (
+        "rl eval: warning: orchestrator.environment.0.sampling.min_p = 0.1: "
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("flags", ["top_p 1.0", "top_k 0", "min_p 0", "top_p 0.9 --orchestrator.environment.sampling.top_p 1.0"])
+@pytest.mark.parametrize(
+    "flags",
+    ["top_p 1.0", "top_k 0", "min_p 0", "top_p 0.9 --orchestrator.environment.sampling.top_p 1.0"],
+)
 def test_what_leaves_out_no_token_truncates_nothing(flags, capsys):
     """top_p = 1.0 was warned about, and switched off that a wrong trainer ends the run."""
     config, _ = load_config_or_exit([*ENV, *f"--orchestrator.sampling.{flags}".split()], "rl eval")
     assert not capsys.readouterr().err and not config.truncates(9)
-    assert config.sampling_of(config.orchestrator.environment[0]).keys() == {"max_tokens", "temperature"}
+    assert config.sampling_of(config.orchestrator.environment[0]).keys() == {
+        "max_tokens",
+        "temperature",
+    }
 
 
 def test_a_top_k_of_the_whole_vocabulary_truncates_nothing(capsys):
     """It switched off that a wrong trainer ends the run, as a smaller one does."""
     config, _ = load_config_or_exit([*ENV, "--orchestrator.sampling.top_k", "49152"], "rl eval")
-    assert "sampling.top_k = 49152: unless no token of the model is left out, inference samples" in capsys.readouterr().err
-    assert [config.truncates(vocab_size) for vocab_size in (49151, 49152, 49153)] == [False, False, True]
+    assert (
+        "sampling.top_k = 49152: unless no token of the model is left out, inference samples"
+        in capsys.readouterr().err
+    )
+    assert [config.truncates(vocab_size) for vocab_size in (49151, 49152, 49153)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("place", ["m", "hub/models--owner--m/snapshots/1f"])
@@ -197,28 +283,44 @@ def test_a_model_s_own_limit_is_the_default_length(monkeypatch, tmp_path, capsys
     file = tmp_path / place / "config.json"
     file.parent.mkdir(parents=True)
     name = str(file.parent) if place == "m" else "owner/m"
-    for text, longest in (('{"max_position_embeddings": 1024}', 1024), ('{"max_position_embeddings": 9999}', 2048), ("damaged", 2048)):
+    for text, longest in (
+        ('{"max_position_embeddings": 1024}', 1024),
+        ('{"max_position_embeddings": 9999}', 2048),
+        ("damaged", 2048),
+    ):
         file.write_text(text)
         config, _ = load_config_or_exit([*ENV, "--model", name], "rl")
         assert config.model.max_model_len == longest
         said = "rl: warning: model.max_model_len = 1024, the longest sequence of this model\n"
         assert capsys.readouterr().err == (said if longest == 1024 else "")
     file.write_text('{"max_position_embeddings": 1024}')
-    assert load_config_or_exit([*ENV, "--model", name, "--model.max_model_len", "2048"], "rl")[0].model.max_model_len == 2048
+    assert (
+        load_config_or_exit([*ENV, "--model", name, "--model.max_model_len", "2048"], "rl")[
+            0
+        ].model.max_model_len
+        == 2048
+    )
 
 
 def test_a_fault_ends_the_program_with_2(capsys):
     with pytest.raises(SystemExit) as error:
         load_config_or_exit([*ENV, "--bogus", "1"])
     assert error.value.code == 2
-    assert capsys.readouterr().err == "rl: 1 fault in the configuration\n  bogus = 1 (--bogus)\n    unknown key; see --help all\n"
+    assert (
+        capsys.readouterr().err
+        == "rl: 1 fault in the configuration\n  bogus = 1 (--bogus)\n    unknown key; see "
+        "--help all\n"
+    )
 
 
 def command(*args: str) -> tuple[subprocess.CompletedProcess, float]:
-    """What `rl` printed, and the CPU seconds that it took: wall time would be that of the machine's other work, too."""
+    """What `rl` printed, and the CPU seconds that it took: wall time would be that of the
+    machine's other work, too."""
     began = children_cpu_s()
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; from rl.main import main; sys.exit(main())", *args], capture_output=True, text=True
+        [sys.executable, "-c", "import sys; from rl.main import main; sys.exit(main())", *args],
+        capture_output=True,
+        text=True,
     )
     return done, children_cpu_s() - began
 
@@ -227,25 +329,43 @@ def test_help_is_quick_and_fits_a_screen():
     results = [command("--help") for _ in range(3)]
     done = results[0][0]
     assert done.returncode == 0 and done.stderr == ""
-    keys = ("--trainer.optim.lr float = 1e-06", "--max_steps int = 100", "orchestrator.eval,", "--resume [STEP]", "--inference.vllm")
+    keys = (
+        "--trainer.optim.lr float = 1e-06",
+        "--max_steps int = 100",
+        "orchestrator.eval,",
+        "--resume [STEP]",
+        "--inference.vllm",
+    )
     for text in (*keys, "--quick", *(f"rl {name} " for name in COMMANDS)):
         assert text in done.stdout
     assert "sft.dataset" not in done.stdout and len(done.stdout.splitlines()) <= 74
-    assert min(seconds for _, seconds in results) < 7 * min(imports_s() for _ in range(3))  # 3.5 seen; torch alone would be 10 more
+    # 3.5 seen; torch alone would be 10 more
+    assert min(seconds for _, seconds in results) < 7 * min(imports_s() for _ in range(3))
 
 
 def test_a_reader_that_leaves_is_no_good_end():
     """Else `rl @ run.toml | head` would end with 0, and the run with it."""
-    program = f"{sys.executable} -c 'import sys; from rl.main import main; sys.exit(main())' --help all"
-    done = subprocess.run(["bash", "-c", f"{program} | head -n 1; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=60)
+    program = (
+        f"{sys.executable} -c 'import sys; from rl.main import main; sys.exit(main())' --help all"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"{program} | head -n 1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
 def test_a_shell_may_close_the_output(closed):
     """Regression: an AttributeError of None."""
-    program = f"{sys.executable} -c 'import sys; from rl.main import main; sys.exit(main())' --version"
-    done = subprocess.run(["bash", "-c", f"{program} {closed}"], capture_output=True, text=True, timeout=60)
+    program = (
+        f"{sys.executable} -c 'import sys; from rl.main import main; sys.exit(main())' --version"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"{program} {closed}"], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -257,7 +377,9 @@ def help_on(capsys, *topic: str, program: str = "rl") -> str:
 
 
 def test_help_on_everything_has_every_key_once(capsys):
-    printed = [line.split()[0] for line in help_on(capsys, "all").splitlines() if line.startswith("  --")]
+    printed = [
+        line.split()[0] for line in help_on(capsys, "all").splitlines() if line.startswith("  --")
+    ]
     keys = [key for key, info in field_tree(RLConfig).items() if not models_in(info.annotation)]
     missing = {f"--{key}" for key in keys if not key.endswith(".type")} - set(printed)
     assert not missing and len(printed) > 200
@@ -265,19 +387,34 @@ def test_help_on_everything_has_every_key_once(capsys):
 
 def test_help_on_a_section_and_on_a_key(capsys):
     section = help_on(capsys, "trainer.optim")
-    assert section.startswith("\n[trainer.optim]  AdamW") and "  --trainer.optim.betas" in section and "trainer.loss" not in section
+    assert (
+        section.startswith("\n[trainer.optim]  AdamW")
+        and "  --trainer.optim.betas" in section
+        and "trainer.loss" not in section
+    )
     union = help_on(capsys, "trainer.loss", "--seed", "1")
-    assert union.count("--trainer.loss.kl_coefficient") == 1 and union.count("--trainer.loss.clip_high") == 3 and "type = 'gspo'" in union
+    assert (
+        union.count("--trainer.loss.kl_coefficient") == 1
+        and union.count("--trainer.loss.clip_high") == 3
+        and "type = 'gspo'" in union
+    )
     assert (
         "token_mask [float, float] = [0.125, 8.0]  (policy_gradient)\n" in union
         and "token_mask [float, float] = [0.0, inf]  (clip" in union
     )
     assert "aggregation token|sequence|constant = sequence  (gspo)\n" in union
     clip_low = help_on(capsys, "trainer.loss.clip_low")
-    assert all(f"--trainer.loss.clip_low float = {value}\n" in clip_low for value in ("0.2  (clip)", "1.0  (cispo)", "0.0003  (gspo)"))
+    assert all(
+        f"--trainer.loss.clip_low float = {value}\n" in clip_low
+        for value in ("0.2  (clip)", "1.0  (cispo)", "0.0003  (gspo)")
+    )
     assert help_on(capsys, "seed").startswith("  --seed int = 0\n      Seed for the order of tasks")
     of_sft = help_on(capsys, program="rl sft")
-    assert "--sft.dataset str  " in of_sft and "--trainer.optim.lr float = 2e-05 " in of_sft and "--orchestrator." not in of_sft
+    assert (
+        "--sft.dataset str  " in of_sft
+        and "--trainer.optim.lr float = 2e-05 " in of_sft
+        and "--orchestrator." not in of_sft
+    )
     assert "perf/mfu  Model FLOP/s utilisation" in help_on(capsys, "metrics")
 
 
@@ -285,7 +422,9 @@ def test_help_of_a_command_is_wrapped_by_paragraphs():
     flag = f"  --flag N     {'what ' * 19}what\n{' ' * 15}{'what ' * 5}\n  --other\n"
     text = f"usage: x\n\n{'word ' * 27}end\n{'word ' * 3}\n\n{flag}"
     lines = fit(text).splitlines()
-    assert [len(line) for line in lines] == [8, 0, 119, 33, 0, 119, 34, 9] and lines[6].startswith(" " * 15 + "what")
+    assert [len(line) for line in lines] == [8, 0, 119, 33, 0, 119, 34, 9] and lines[6].startswith(
+        " " * 15 + "what"
+    )
 
 
 def test_help_on_what_there_is_not(capsys):
@@ -302,7 +441,15 @@ def with_variables(*args: str, **variables: str):
 
 def test_variables_win_over_files_and_flags_over_variables(file):
     path = file("run.toml", "seed = 1\nmax_steps = 10\nmax_lag = 3\n[trainer.optim]\nlr = 1e-5\n")
-    built = with_variables("@", path, "--max_lag", "0", RL__MAX_STEPS="20", RL__MAX_LAG="2", RL__TRAINER__OPTIM__LR="1e-4")
+    built = with_variables(
+        "@",
+        path,
+        "--max_lag",
+        "0",
+        RL__MAX_STEPS="20",
+        RL__MAX_LAG="2",
+        RL__TRAINER__OPTIM__LR="1e-4",
+    )
     assert (built.seed, built.max_steps, built.max_lag, built.trainer.optim.lr) == (1, 20, 0, 1e-4)
     assert with_variables("--steps", "3", RL__TRAINER__MAX_STEPS="20").max_steps == 3
 
@@ -319,8 +466,15 @@ def test_values_of_variables_are_written_as_those_of_flags():
         RL__ORCHESTRATOR__ENVIRONMENT__WEIGHT="2",
         RL_TOKEN="not a setting",
     )
-    assert (built.trainer.loss.type, built.trainer.loss.token_mask, built.trainer.gpus) == ("gspo", (0.5, 2.0), [0, 1])
-    assert (built.wandb.project, built.inference.vllm) == ("p", {"max_num_seqs": 8, "dtype": "half"})
+    assert (built.trainer.loss.type, built.trainer.loss.token_mask, built.trainer.gpus) == (
+        "gspo",
+        (0.5, 2.0),
+        [0, 1],
+    )
+    assert (built.wandb.project, built.inference.vllm) == (
+        "p",
+        {"max_num_seqs": 8, "dtype": "half"},
+    )
     assert [(env.id, env.weight) for env in built.orchestrator.environment] == [("e", 2.0)]
 
 
@@ -342,15 +496,22 @@ def test_every_fault_in_variables_is_listed_at_once_with_the_variable_as_its_pla
     for fault in (
         "max_lag = 'x' (--max_lag)\n    Input should be a valid integer",
         "bogus = 1 (RL__BOGUS)\n    unknown key; see --help all",
-        "trainer.optim.lrr = 1 (RL__TRAINER__OPTIM__LRR)\n    unknown key; did you mean trainer.optim.lr?",
+        "trainer.optim.lrr = 1 (RL__TRAINER__OPTIM__LRR)\n    unknown key; did you mean "
+        "trainer.optim.lr?",
         "seed = 'many' (RL__SEED)\n    Input should be a valid integer",
         "model.name (RL__MODEL__NAME)\n    needs a value: str",
         "trainer.loss.type = 'dpo' (RL__TRAINER__LOSS__TYPE)\n    give one of ",
-        "orchestrator.environment.0.idd = 'e' (RL__ORCHESTRATOR__ENVIRONMENT__IDD)\n    unknown key; did you mean",
-        "wandb.api_key = '(hidden)' (RL__WANDB__API_KEY)\n    unknown key; secrets are read from environment variables",
+        "orchestrator.environment.0.idd = 'e' (RL__ORCHESTRATOR__ENVIRONMENT__IDD)\n    "
+        "unknown key; did you mean",
+        "wandb.api_key = '(hidden)' (RL__WANDB__API_KEY)\n    unknown key; secrets are read "
+        "from environment variables",
     ):
         assert fault in message
-    with pytest.raises(ConfigError, match=r"max_steps = 5 \(RL__MAX_STEPS\) and steps = 6 \(RL__STEPS\)\n    set the same setting"):
+    with pytest.raises(
+        ConfigError,
+        match=r"max_steps = 5 \(RL__MAX_STEPS\) and steps = 6 \(RL__STEPS\)\n    set the same "
+        r"setting",
+    ):
         with_variables(RL__MAX_STEPS="5", RL__STEPS="6")
 
 
@@ -369,25 +530,62 @@ def test_a_run_that_exists_is_read_from_its_file_alone(monkeypatch, tmp_path):
 def test_a_variable_that_names_a_setting_is_no_secret(monkeypatch):
     monkeypatch.setenv("RL__TRAINER__LOSS__TOKEN_MASK", "[0.25, 4.0]")
     monkeypatch.setenv("RL__ORCHESTRATOR__TEACHER__API_KEY_VAR", "TEACHER_KEY_9")
-    built = build(parse_args([*ENV, "--orchestrator.teacher.base_url", "http://t/v1", "--name", "TEACHER_KEY_9"], os.environ))
-    assert (built.trainer.loss.token_mask, built.orchestrator.teacher.api_key_var) == ((0.25, 4.0), "TEACHER_KEY_9")
+    built = build(
+        parse_args(
+            [*ENV, "--orchestrator.teacher.base_url", "http://t/v1", "--name", "TEACHER_KEY_9"],
+            os.environ,
+        )
+    )
+    assert (built.trainer.loss.token_mask, built.orchestrator.teacher.api_key_var) == (
+        (0.25, 4.0),
+        "TEACHER_KEY_9",
+    )
 
 
 def test_schema_is_json_with_the_docstrings():
     done, _ = command("--schema")
     schema = json.loads(done.stdout)
-    assert schema["properties"]["max_steps"]["description"] == "Batches to train on; batch N makes policy version N. `steps` is an alias."
+    assert (
+        schema["properties"]["max_steps"]["description"]
+        == "Batches to train on; batch N makes policy version N. `steps` is an alias."
+    )
     assert schema["additionalProperties"] is False and "OptimConfig" in schema["$defs"]
 
 
 def test_a_text_keeps_its_text_whatever_number_it_looks_like():
     """`--name 1.10` was the run 1.1."""
-    words = ["--name", "1.10", "--wandb.name", "1e3", "--wandb.tags", '["0x10"]', "--wandb.notes", "-0", "--seed", "0x10"]
-    env = ["--orchestrator.environment.id", "0x10", "--orchestrator.environment.args.version", "3.10"]
+    words = [
+        "--name",
+        "1.10",
+        "--wandb.name",
+        "1e3",
+        "--wandb.tags",
+        '["0x10"]',
+        "--wandb.notes",
+        "-0",
+        "--seed",
+        "0x10",
+    ]
+    env = [
+        "--orchestrator.environment.id",
+        "0x10",
+        "--orchestrator.environment.args.version",
+        "3.10",
+    ]
     config = build(parse_args([*words, *env], {"RL__WANDB__GROUP": "007.0"}))
-    assert (config.name, config.wandb.name, config.wandb.tags, config.wandb.notes) == ("1.10", "1e3", ["0x10"], "-0")
-    assert (config.wandb.group, config.seed, config.orchestrator.environment[0].id) == ("007.0", 16, "0x10")
-    assert config.orchestrator.environment[0].args == {"version": 3.1}  # an argument may be anything: there it is a number
+    assert (config.name, config.wandb.name, config.wandb.tags, config.wandb.notes) == (
+        "1.10",
+        "1e3",
+        ["0x10"],
+        "-0",
+    )
+    assert (config.wandb.group, config.seed, config.orchestrator.environment[0].id) == (
+        "007.0",
+        16,
+        "0x10",
+    )
+    # an argument may be anything: there it is a number
+    assert config.orchestrator.environment[0].args == {"version": 3.1}
     assert build(parse_args(["--name", '"1.10"', *env])).name == "1.10"
 
 

@@ -30,16 +30,35 @@ from rl.config.run import ALIASES, RLConfig
         ("seq_len", "is called model.max_model_len here: prompt and answer together"),
         ("beta", "is called trainer.loss.kl_coefficient here"),
         ("kl_coef", "is called trainer.loss.kl_coefficient here"),
-        ("inference.gpu_memory_utilization", "is called inference.vllm.gpu_memory_utilization here"),
+        (
+            "inference.gpu_memory_utilization",
+            "is called inference.vllm.gpu_memory_utilization here",
+        ),
         ("inference.parallel.tp", "is called inference.vllm.tensor_parallel_size here"),
         ("ppo_epochs", "is called trainer.epochs here: passes over a batch"),
         ("max_async_level", "is called max_lag here: 0 is on-policy"),
-        ("deployment.gpus_per_node", "deployment is called trainer.gpus and inference.gpus here: for several nodes see docs/clusters.md"),
+        (
+            "deployment.gpus_per_node",
+            "deployment is called trainer.gpus and inference.gpus here: for several nodes "
+            "see docs/clusters.md",
+        ),
         (
             "critic.optim.lr",
-            "there is no critic, value loss or discount here; credit comes from groups of rollouts (orchestrator.credit)",
+            "there is no critic, value loss or discount here; credit comes from groups of "
+            "rollouts (orchestrator.credit)",
         ),
-        *((key, "see --help all") for key in ("version", "bogus", "nope", "foo.name", "trainer.top_n", "x.interval", "ops")),
+        *(
+            (key, "see --help all")
+            for key in (
+                "version",
+                "bogus",
+                "nope",
+                "foo.name",
+                "trainer.top_n",
+                "x.interval",
+                "ops",
+            )
+        ),
     ],
 )
 def test_hints(key, said):

@@ -33,7 +33,12 @@ def test_division(cluster, tables, expected):
 
 
 def test_roles_follow_from_the_index():
-    assert [Plan(2, 2).roles(index) for index in range(4)] == [["trainer"], ["trainer"], ["inference"], ["inference"]]
+    assert [Plan(2, 2).roles(index) for index in range(4)] == [
+        ["trainer"],
+        ["trainer"],
+        ["inference"],
+        ["inference"],
+    ]
     assert Plan(1, 0).is_one_machine and Plan(1, 0).roles(0) == ["trainer", "inference"]
 
 
@@ -41,10 +46,30 @@ def test_roles_follow_from_the_index():
     ("cluster", "tables", "key", "words"),
     [
         ({"nodes": 1}, {}, "cluster.nodes", "leave [cluster] out"),
-        ({"nodes": 4, "trainer_nodes": 3, "inference_nodes": 2}, {}, "cluster.nodes", "is not the sum of 3 machines that train and 2"),
-        ({"nodes": 2, "trainer_nodes": 2}, {}, "cluster.inference_nodes", "leaves nobody to sample"),
-        ({"nodes": 2, "inference_nodes": 1}, {"sft": {"dataset": "x.jsonl"}}, "cluster.inference_nodes", "no use"),
-        ({"nodes": 4, "trainer_nodes": 2, "min_trainer_nodes": 3}, {}, "cluster.min_trainer_nodes", "more than the 2 machines"),
+        (
+            {"nodes": 4, "trainer_nodes": 3, "inference_nodes": 2},
+            {},
+            "cluster.nodes",
+            "is not the sum of 3 machines that train and 2",
+        ),
+        (
+            {"nodes": 2, "trainer_nodes": 2},
+            {},
+            "cluster.inference_nodes",
+            "leaves nobody to sample",
+        ),
+        (
+            {"nodes": 2, "inference_nodes": 1},
+            {"sft": {"dataset": "x.jsonl"}},
+            "cluster.inference_nodes",
+            "no use",
+        ),
+        (
+            {"nodes": 4, "trainer_nodes": 2, "min_trainer_nodes": 3},
+            {},
+            "cluster.min_trainer_nodes",
+            "more than the 2 machines",
+        ),
         (
             {"nodes": 4, "inference_nodes": 2},
             {"orchestrator": ENVIRONMENT | {"inference_urls": ["http://a:1"]}},
@@ -58,10 +83,30 @@ def test_roles_follow_from_the_index():
             "must divide the 2 ranks of 2 machines with 1 each",
         ),
         ({"nodes": 4, "index": 4}, {}, "cluster.index", "below cluster.nodes = 4"),
-        ({"engine": "slurm", "slurm": {"time": "2:30"}}, {}, "cluster.slurm.time", "told to save up to 150 s before its time limit"),
-        ({"nodes": 4, "trainer_nodes": 3}, {"trainer": {"ranks": 8, "dp_replicate": 5}}, "trainer.dp_replicate", "24 ranks of 3 machines"),
-        ({"nodes": 4, "trainer_nodes": 3}, {"trainer": {"ranks": 8, "expert_parallel": 16}}, "trainer.expert_parallel", "24 ranks of 3"),
-        ({"nodes": 4}, {"trainer": {"gpus": [0, 1]}, "inference": {"gpus": [2, 3]}}, "inference.gpus", "each machine of a cluster"),
+        (
+            {"engine": "slurm", "slurm": {"time": "2:30"}},
+            {},
+            "cluster.slurm.time",
+            "told to save up to 150 s before its time limit",
+        ),
+        (
+            {"nodes": 4, "trainer_nodes": 3},
+            {"trainer": {"ranks": 8, "dp_replicate": 5}},
+            "trainer.dp_replicate",
+            "24 ranks of 3 machines",
+        ),
+        (
+            {"nodes": 4, "trainer_nodes": 3},
+            {"trainer": {"ranks": 8, "expert_parallel": 16}},
+            "trainer.expert_parallel",
+            "24 ranks of 3",
+        ),
+        (
+            {"nodes": 4},
+            {"trainer": {"gpus": [0, 1]}, "inference": {"gpus": [2, 3]}},
+            "inference.gpus",
+            "each machine of a cluster",
+        ),
     ],
 )
 def test_faults(cluster, tables, key, words):
@@ -72,7 +117,14 @@ def test_faults(cluster, tables, key, words):
 @pytest.mark.parametrize(
     ("limit", "seconds"),
     [
-        *(("90", 5400), ("90:30", 5430), ("1:02:03", 3723), ("2-3", 183_600), ("2-3:04", 183_840), ("2-3:04:05", 183_845)),
+        *(
+            ("90", 5400),
+            ("90:30", 5430),
+            ("1:02:03", 3723),
+            ("2-3", 183_600),
+            ("2-3:04", 183_840),
+            ("2-3:04:05", 183_845),
+        ),
         *(("", 0), ("0", 0), ("infinite", 0), ("n/a", 0), ("soon", 0), ("1:2:3:4", 0), ("1-", 0)),
     ],
 )

@@ -8,8 +8,14 @@ from rl.config.run import RLConfig
 
 def test_a_server_has_adapters_of_rank_32_and_needs_no_environment():
     config = RLConfig.model_validate({"serve": True, "model": {"name": "a/b"}})
-    assert config.trainer.lora and config.trainer.lora.rank == 32 and config.name == "serve-b" and not [*check(config)]
-    assert RLConfig.model_validate({"serve": {}}).trainer.lora  # as after an unknown key: the lack of adapters was a second fault
+    assert (
+        config.trainer.lora
+        and config.trainer.lora.rank == 32
+        and config.name == "serve-b"
+        and not [*check(config)]
+    )
+    # as after an unknown key: the lack of adapters was a second fault
+    assert RLConfig.model_validate({"serve": {}}).trainer.lora
     given = RLConfig.model_validate({"serve": {"port": 0}, "trainer": {"lora": {"alpha": 8}}})
     assert given.trainer.lora and (given.trainer.lora.rank, given.trainer.lora.alpha) == (32, 8)
 

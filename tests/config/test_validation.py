@@ -19,11 +19,27 @@ def faults(*args: str) -> str:
 
 
 def test_faults_of_all_levels_are_told_at_once():
-    said = faults("--trainer.loss.type", "clip", "--trainer.loss.clip_low", "x", "--max_steps", "5", "--steps", "6", "--nope.a", "1",
-                  "--nope.b", "2", "--name", "--orchestrator.batch_size", "3")  # fmt: skip
+    said = faults(
+        "--trainer.loss.type",
+        "clip",
+        "--trainer.loss.clip_low",
+        "x",
+        "--max_steps",
+        "5",
+        "--steps",
+        "6",
+        "--nope.a",
+        "1",
+        "--nope.b",
+        "2",
+        "--name",
+        "--orchestrator.batch_size",
+        "3",
+    )
     assert said.startswith("7 faults in the configuration\n")
     for text in (
-        "max_steps = 5 (--max_steps) and steps = 6 (--steps)\n    set the same setting to two values",
+        "max_steps = 5 (--max_steps) and steps = 6 (--steps)\n    set the same setting to "
+        "two values",
         "trainer.loss.clip_low = 'x' (--trainer.loss.clip_low)\n    Input should be a valid number",
         "nope.a = 1 (--nope.a)\n    unknown key",
         "nope.b = 2 (--nope.b)\n    unknown key",
@@ -35,15 +51,24 @@ def test_faults_of_all_levels_are_told_at_once():
 
 
 def test_what_cannot_be_read_hides_nothing_that_is_there():
-    said = faults("@", "/nowhere.toml", "stray", "--trainer.optim.lrr", "1", "--orchestrator.batch_size", "3")
-    assert said.startswith("3 faults") and "/nowhere.toml: no such file" in said and "stray: not understood" in said
-    assert "trainer.optim.lrr = 1" in said and "orchestrator.environment" not in said  # which may be in the file
+    said = faults(
+        "@", "/nowhere.toml", "stray", "--trainer.optim.lrr", "1", "--orchestrator.batch_size", "3"
+    )
+    assert (
+        said.startswith("3 faults")
+        and "/nowhere.toml: no such file" in said
+        and "stray: not understood" in said
+    )
+    # which may be in the file
+    assert "trainer.optim.lrr = 1" in said and "orchestrator.environment" not in said
 
 
 def test_a_package_that_a_setting_needs_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = list(outside_faults(build(parse_args([*ENV, "--trainer.weights.transport", "nixl"]))))
-    assert [(key, "uv sync --extra nixl" in text) for key, _, text in found] == [("trainer.weights.transport", True)]
+    assert [(key, "uv sync --extra nixl" in text) for key, _, text in found] == [
+        ("trainer.weights.transport", True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -54,8 +79,16 @@ def test_a_package_that_a_setting_needs_is_named_with_its_remedy(monkeypatch):
         ("model.max_model_len", ["--orchestrator.sampling.max_tokens", "4000"], "max_tokens"),
         ("trainer.gpus", ["--inference.gpus", "0,1"], "inference.gpus"),
         ("trainer.loss.kl_coefficient", ["--trainer.loss.kl_reference", "m"], "kl_reference"),
-        ("trainer.loss.clip_high", ["--trainer.loss.type", "clip", "--trainer.loss.token_mask", "0.9,1.1"], "token_mask"),
-        ("trainer.loss.type", ["--trainer.loss.importance", "none", "--trainer.loss.truncate", "3"], "truncate ="),
+        (
+            "trainer.loss.clip_high",
+            ["--trainer.loss.type", "clip", "--trainer.loss.token_mask", "0.9,1.1"],
+            "token_mask",
+        ),
+        (
+            "trainer.loss.type",
+            ["--trainer.loss.importance", "none", "--trainer.loss.truncate", "3"],
+            "truncate =",
+        ),
         ("trainer.loss.type", ["--trainer.loss.clip_low", "0.1"], "clip_low"),
         ("trainer.data.fake", ["--orchestrator.environment", "[]"], "orchestrator.environment"),
     ],
@@ -66,8 +99,22 @@ def test_what_depends_on_a_faulty_key_is_not_known(faulty, flags, hidden):
 
 
 def test_what_depends_on_a_key_under_another_name_is_not_known():
-    said = faults("--orchestrator.env.id", "e", "--kl_coef", "0.1", "--trainer.loss.kl_reference", "m", "--max_lag", "9")
-    assert said.startswith("3 faults") and "env.id" in said and "kl_coef = 0.1" in said and "max_lag = 9" in said
+    said = faults(
+        "--orchestrator.env.id",
+        "e",
+        "--kl_coef",
+        "0.1",
+        "--trainer.loss.kl_reference",
+        "m",
+        "--max_lag",
+        "9",
+    )
+    assert (
+        said.startswith("3 faults")
+        and "env.id" in said
+        and "kl_coef = 0.1" in said
+        and "max_lag = 9" in said
+    )
     assert faults("--orchestrator.environment.idd", "e").startswith("1 fault in")
 
 
@@ -77,34 +124,91 @@ def test_a_new_clipped_loss_has_its_clip_checked():
     class OwnConfig(ClippedSettings):
         type: str = "own"
 
-    assert [key for key, *_ in check_loss(OwnConfig(clip_low=0, clip_high=0))] == ["trainer.loss.clip_high"]  # ty: ignore
+    assert [key for key, *_ in check_loss(OwnConfig(clip_low=0, clip_high=0))] == [
+        "trainer.loss.clip_high"
+    ]  # ty: ignore
 
 
 def test_of_an_unknown_type_what_no_class_has_is_known():
-    given = "--trainer.loss.type dpo --trainer.loss.clip_low 0.1 --trainer.loss.bogus 1 --trainer.loss.kl_coefficient x"
+    given = (
+        "--trainer.loss.type dpo --trainer.loss.clip_low 0.1 --trainer.loss.bogus 1 "
+        "--trainer.loss.kl_coefficient x"
+    )
     said = faults(*ENV, *given.split())
-    assert said.startswith("3 faults") and "trainer.loss.bogus = 1" in said and "kl_coefficient = 'x'" in said and "clip_low" not in said
+    assert (
+        said.startswith("3 faults")
+        and "trainer.loss.bogus = 1" in said
+        and "kl_coefficient = 'x'" in said
+        and "clip_low" not in said
+    )
 
 
 def test_a_missing_key_hides_nothing():
-    said = faults("--sft.epochs", "1", "--sft.validation_fraction", "0.1", "--sft.validation", "v", "--trainer.loss.type", "gspo")
+    said = faults(
+        "--sft.epochs",
+        "1",
+        "--sft.validation_fraction",
+        "0.1",
+        "--sft.validation",
+        "v",
+        "--trainer.loss.type",
+        "gspo",
+    )
     assert said.startswith("3 faults") and "sft.dataset\n    is missing" in said
-    said = faults(*ENV, "--orchestrator.environment.teacher.timeout_s", "9", "--orchestrator.environment.bogus", "1", "--max_lag", "9")
+    said = faults(
+        *ENV,
+        "--orchestrator.environment.teacher.timeout_s",
+        "9",
+        "--orchestrator.environment.bogus",
+        "1",
+        "--max_lag",
+        "9",
+    )
     assert said.startswith("3 faults") and "teacher.base_url" in said and "max_lag = 9" in said
 
 
 def test_numbers_are_finite_but_for_bounds_that_inf_switches_off():
-    keys = ("trainer.optim.lr", "trainer.optim.eps", "trainer.optim.weight_decay", "trainer.lora.alpha", "trainer.batch_timeout_s",
-            "trainer.loss.kl_coefficient", "trainer.loss.entropy_coefficient", "orchestrator.sampling.temperature",
-            "orchestrator.environment.weight", "orchestrator.rollout_timeout_s", "orchestrator.credit.length_penalty",
-            "supervisor.stall_s", "inference.startup_timeout_s")  # fmt: skip
+    keys = (
+        "trainer.optim.lr",
+        "trainer.optim.eps",
+        "trainer.optim.weight_decay",
+        "trainer.lora.alpha",
+        "trainer.batch_timeout_s",
+        "trainer.loss.kl_coefficient",
+        "trainer.loss.entropy_coefficient",
+        "orchestrator.sampling.temperature",
+        "orchestrator.environment.weight",
+        "orchestrator.rollout_timeout_s",
+        "orchestrator.credit.length_penalty",
+        "supervisor.stall_s",
+        "inference.startup_timeout_s",
+    )
     for value in ("inf", "nan"):
         said = faults(*ENV, *(word for key in keys for word in (f"--{key}", value)))
-        assert said.startswith(f"{len(keys)} faults") and said.count("Input should be a finite number") == len(keys)
-    bounds = ("trainer.loss.truncate", "trainer.optim.max_grad_norm", "trainer.checkpoint.interval_s", "orchestrator.eval.target",
-              "orchestrator.worker_memory_gib", "orchestrator.environment.difficulty.easy_above")  # fmt: skip
-    build(parse_args([*ENV, *(word for key in bounds for word in (f"--{key}", "inf")), "--trainer.loss.token_mask", "0,inf"]))
-    assert faults(*ENV, *(word for key in bounds for word in (f"--{key}", "nan"))).startswith(f"{len(bounds)} faults")
+        assert said.startswith(f"{len(keys)} faults") and said.count(
+            "Input should be a finite number"
+        ) == len(keys)
+    bounds = (
+        "trainer.loss.truncate",
+        "trainer.optim.max_grad_norm",
+        "trainer.checkpoint.interval_s",
+        "orchestrator.eval.target",
+        "orchestrator.worker_memory_gib",
+        "orchestrator.environment.difficulty.easy_above",
+    )
+    build(
+        parse_args(
+            [
+                *ENV,
+                *(word for key in bounds for word in (f"--{key}", "inf")),
+                "--trainer.loss.token_mask",
+                "0,inf",
+            ]
+        )
+    )
+    assert faults(*ENV, *(word for key in bounds for word in (f"--{key}", "nan"))).startswith(
+        f"{len(bounds)} faults"
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,41 +225,101 @@ def test_numbers_are_finite_but_for_bounds_that_inf_switches_off():
     ],
 )
 def test_stop_strings_are_written_as_a_text_or_as_a_list(text, stops):
-    config = build(parse_args([*ENV, "--orchestrator.sampling.stop", text, "--orchestrator.environment.sampling.stop", text]))
-    assert config.orchestrator.sampling.stop == config.orchestrator.environment[0].sampling.stop == stops
-    assert RLConfig.model_validate(config.model_dump()).orchestrator.sampling.stop == stops  # as its config.toml is read again
+    config = build(
+        parse_args(
+            [
+                *ENV,
+                "--orchestrator.sampling.stop",
+                text,
+                "--orchestrator.environment.sampling.stop",
+                text,
+            ]
+        )
+    )
+    assert (
+        config.orchestrator.sampling.stop
+        == config.orchestrator.environment[0].sampling.stop
+        == stops
+    )
+    # as its config.toml is read again
+    assert RLConfig.model_validate(config.model_dump()).orchestrator.sampling.stop == stops
 
 
 @pytest.mark.parametrize("text", ["", ",", "a,,b", '["a", ""]'])
 def test_an_empty_stop_string_is_refused_at_once(text):
     said = faults(*ENV, "--orchestrator.sampling.stop", text)
-    assert "an empty text would end every answer at once; leave it out, or give a text with a comma in a list" in said
+    assert (
+        "an empty text would end every answer at once; leave it out, or give a text with a "
+        "comma in a list" in said
+    )
 
 
 def test_lists_have_commas():
-    texts = {"wandb.tags": "a,b"} | {f"orchestrator.environment.{key}": text for key, text in (
-        ("requirements", "sympy>=1.13,<2,x[a,b], y"), ("read", "a.py,b"), ("isolation", "sandbox"),
-    )}  # fmt: skip
-    config = build(parse_args([*ENV, *(word for key, text in texts.items() for word in (f"--{key}", text))]))
+    texts = {"wandb.tags": "a,b"} | {
+        f"orchestrator.environment.{key}": text
+        for key, text in (
+            ("requirements", "sympy>=1.13,<2,x[a,b], y"),
+            ("read", "a.py,b"),
+            ("isolation", "sandbox"),
+        )
+    }
+    config = build(
+        parse_args([*ENV, *(word for key, text in texts.items() for word in (f"--{key}", text))])
+    )
     (env,) = config.orchestrator.environment
-    assert config.wandb.tags == ["a", "b"] and env.requirements == ["sympy>=1.13,<2", "x[a,b]", "y"] and env.read == ["a.py", "b"]
+    assert (
+        config.wandb.tags == ["a", "b"]
+        and env.requirements == ["sympy>=1.13,<2", "x[a,b]", "y"]
+        and env.read == ["a.py", "b"]
+    )
 
 
 def test_what_people_type_is_understood(tmp_path):
-    args = ["--model", "owner/m", "--orchestrator.environment", "reverse-text", "--orchestrator.eval", "e", "--trainer.loss", "gspo",
-            "--orchestrator.credit", "rloo", "--trainer.optim.betas", "0.9,0.99", "--orchestrator.sampling.stop", ".",
-            "--orchestrator.inference_urls", "http://a,http://b", "--model.dtype", "float32"]  # fmt: skip
+    args = [
+        "--model",
+        "owner/m",
+        "--orchestrator.environment",
+        "reverse-text",
+        "--orchestrator.eval",
+        "e",
+        "--trainer.loss",
+        "gspo",
+        "--orchestrator.credit",
+        "rloo",
+        "--trainer.optim.betas",
+        "0.9,0.99",
+        "--orchestrator.sampling.stop",
+        ".",
+        "--orchestrator.inference_urls",
+        "http://a,http://b",
+        "--model.dtype",
+        "float32",
+    ]
     config = build(parse_args(args))
     settings = config.orchestrator
-    assert (config.model.name, config.model.dtype, config.trainer.optim.betas) == ("owner/m", "float32", (0.9, 0.99))
-    assert ([env.id for env in settings.environment], [env.id for env in settings.eval]) == (["reverse-text"], ["e"])
-    assert (config.trainer.loss.type, settings.credit.type, settings.sampling.stop) == ("gspo", "rloo", ["."])
+    assert (config.model.name, config.model.dtype, config.trainer.optim.betas) == (
+        "owner/m",
+        "float32",
+        (0.9, 0.99),
+    )
+    assert ([env.id for env in settings.environment], [env.id for env in settings.eval]) == (
+        ["reverse-text"],
+        ["e"],
+    )
+    assert (config.trainer.loss.type, settings.credit.type, settings.sampling.stop) == (
+        "gspo",
+        "rloo",
+        ["."],
+    )
     assert settings.inference_urls == ["http://a", "http://b"]
     (tmp_path / "c.toml").write_text(to_toml(config))
     assert from_toml(tmp_path / "c.toml") == config
     (tmp_path / "short.toml").write_text('model = "m"\n[orchestrator]\nenvironment = ["a", "b"]\n')
     short = build(parse_args(["@", str(tmp_path / "short.toml"), "--model.max_model_len", "512"]))
-    assert (short.model.name, [env.id for env in short.orchestrator.environment]) == ("m", ["a", "b"])
+    assert (short.model.name, [env.id for env in short.orchestrator.environment]) == (
+        "m",
+        ["a", "b"],
+    )
     assert "model.name = 'n'" in faults(*ENV, "--model", "m", "--model.name", "n")
 
 

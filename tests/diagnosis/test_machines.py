@@ -1,4 +1,5 @@
-"""What `rl doctor` and `rl watch` say of the machines of a cluster, and of a run that waits for them."""
+"""What `rl doctor` and `rl watch` say of the machines of a cluster, and of a run that waits for
+them."""
 
 import os
 import time
@@ -27,8 +28,21 @@ class Cluster(Run):
         self.nodes = Nodes(self.dir)
 
     def machine(self, index, *roles, silent=0.0, **more):
-        about = {"address": "", "port": 0, "gpus": 8, "software": "", "config": "", "lease": 1, "pid": 1, "started": self.now - 120.0}
-        about |= {"ranks": 8 if "trainer" in roles else 0, "heartbeat": self.now - silent, "place": f"{AWAY}-{index}"} | more
+        about = {
+            "address": "",
+            "port": 0,
+            "gpus": 8,
+            "software": "",
+            "config": "",
+            "lease": 1,
+            "pid": 1,
+            "started": self.now - 120.0,
+        }
+        about |= {
+            "ranks": 8 if "trainer" in roles else 0,
+            "heartbeat": self.now - silent,
+            "place": f"{AWAY}-{index}",
+        } | more
         status = NodeStatus(index=index, host=f"host{index}", roles=[*roles], generation=3, **about)
         self.nodes.write(self.nodes.status_path(index), status)
 
@@ -36,7 +50,9 @@ class Cluster(Run):
         """A process on a machine."""
         self.status(name, what, host=f"host{index}", **more)
         path = self.dir.status(name)
-        path.write_text(path.read_text().replace(f'"place":"host{index}"', f'"place":"{AWAY}-{index}"'))
+        path.write_text(
+            path.read_text().replace(f'"place":"host{index}"', f'"place":"{AWAY}-{index}"')
+        )
 
     def lines(self):
         return [line for _, line in self.diagnosis().machines]
@@ -56,14 +72,22 @@ def test_each_machine_has_a_line(run):
     run.machine(0, "trainer", "leader")
     run.machine(1, "trainer", silent=90.0)
     run.machine(2, "inference", silent=1.0, leaving=True)
-    run.nodes.write(run.nodes.world_path, World(generation=3, nodes=[0, 1], leases=[1, 1], ranks=[8, 8]))
+    run.nodes.write(
+        run.nodes.world_path, World(generation=3, nodes=[0, 1], leases=[1, 1], ranks=[8, 8])
+    )
     run.on(0, "orchestrator", FILLING)
     for rank in range(8):
         run.on(0, f"trainer-{rank}" if rank else "trainer", does(Phase.WAITING_FOR_BATCH, 13))
     run.on(2, "inference-node2", SERVING, address="http://host2:1")
     lines = run.lines()
-    assert lines[0] == "machine 0: host0 trains and leads, 8 GPUs, 8 ranks in generation 3, for 2 min, orchestrator, ranks 0 to 7"
-    assert lines[1].startswith("machine 1: host1 trains, 8 GPUs, 8 ranks in generation 3, lost: no sign of life since ")
+    assert (
+        lines[0]
+        == "machine 0: host0 trains and leads, 8 GPUs, 8 ranks in generation 3, for 2 min, "
+        "orchestrator, ranks 0 to 7"
+    )
+    assert lines[1].startswith(
+        "machine 1: host1 trains, 8 GPUs, 8 ranks in generation 3, lost: no sign of life since "
+    )
     assert lines[2] == "machine 2: host2 serves, 8 GPUs, for 119 s, leaving, inference-node2"
     assert lines[3] == "machine 3: is not there; it serves"
 
@@ -76,14 +100,19 @@ def test_a_machine_that_is_this_one_is_seen_to_live_and_to_have_ended(run, gone)
 
 
 def test_who_waits_for_what_on_a_cluster(run):
-    """As on one machine, whichever machine asks: the one that leads, its `rl` and all processes are elsewhere."""
+    """As on one machine, whichever machine asks: the one that leads, its `rl` and all processes
+    are elsewhere."""
     for index in range(2):
         run.machine(index, "trainer", *(["leader"] if index == 0 else []))
     run.on(0, "trainer", does(Phase.WAITING_FOR_BATCH, 1))
     run.on(0, "trainer-1", does(Phase.WAITING_FOR_BATCH, 1))
     run.on(0, "orchestrator", does(Phase.WAITING_FOR_INFERENCE))
     said = run.bottleneck()
-    assert said == "no machine that serves is there: 2 (has not joined), 3 (has not joined); start `rl node` there"
+    assert (
+        said
+        == "no machine that serves is there: 2 (has not joined), 3 (has not joined); start `rl "
+        "node` there"
+    )
     run.nodes.write(run.nodes.jobs_path, Jobs("slurm", ["12", "13"]))
     assert run.bottleneck().endswith("are its jobs queued? 12, 13 (`squeue --jobs=12,13`)")
     run.machine(2, "inference")
@@ -96,8 +125,20 @@ def test_who_waits_for_what_on_a_cluster(run):
     )
     for index, requests in ((2, 10), (3, 30)):
         run.on(index, f"inference-node{index}", SERVING, address="http://h:1", requests=requests)
-    run.on(0, "orchestrator", FILLING, since=70, idle=5, batch=13, batch_done=40, batch_size=64, playing=50)
-    assert "40 of 50 rollouts in flight wait for tokens" in run.bottleneck(), "of all servers together"
+    run.on(
+        0,
+        "orchestrator",
+        FILLING,
+        since=70,
+        idle=5,
+        batch=13,
+        batch_done=40,
+        batch_size=64,
+        playing=50,
+    )
+    assert "40 of 50 rollouts in flight wait for tokens" in run.bottleneck(), (
+        "of all servers together"
+    )
 
 
 def test_a_run_that_waits_in_the_queue_and_one_whose_machines_are_gone(run):
@@ -111,7 +152,9 @@ def test_a_run_that_waits_in_the_queue_and_one_whose_machines_are_gone(run):
     run.status("trainer", does(Phase.TRAINING, 3), heartbeat=90.0, pid=2**22 + 1)
     found = run.diagnosis()
     assert (
-        found.state == "died" and "its jobs, 12, 13 (`squeue --jobs=12,13`), continue it if they are still in the queue" in found.bottleneck
+        found.state == "died"
+        and "its jobs, 12, 13 (`squeue --jobs=12,13`), continue it if they are still in the queue"
+        in found.bottleneck
     )
     run.nodes.write(run.nodes.over_path, RunOver(exit_code=1, text="", time=run.now))
     assert "continue it with `rl @ " in run.bottleneck() and run.lines()[1:] == [

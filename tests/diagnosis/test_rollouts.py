@@ -6,15 +6,35 @@ import os
 
 import pytest
 
-from rl.diagnosis.rollouts import Selection, heading, messages_text, ranked, read_all, read_rollouts, rollout_files, short_messages_text
+from rl.diagnosis.rollouts import (
+    Selection,
+    heading,
+    messages_text,
+    ranked,
+    read_all,
+    read_rollouts,
+    rollout_files,
+    short_messages_text,
+)
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import sound_rollouts, sum_path, write_rollouts
 
 
 def row(group, reward=0.0, why=None, **more):
-    fields = {"env": "e", "task": 7, "group_id": group, "rollout_id": 0, "trained": why is None, "why": why}
-    return fields | {"messages": [{"role": "user", "content": "?"}], "reward": reward, "metrics": {}} | more
+    fields = {
+        "env": "e",
+        "task": 7,
+        "group_id": group,
+        "rollout_id": 0,
+        "trained": why is None,
+        "why": why,
+    }
+    return (
+        fields
+        | {"messages": [{"role": "user", "content": "?"}], "reward": reward, "metrics": {}}
+        | more
+    )
 
 
 def lines(*rows):
@@ -45,7 +65,8 @@ def test_a_line_that_is_being_written_is_not_read_and_a_settled_group_not_twice(
     with run.pending_rollouts.open("ab") as file:
         file.write(lines(row(7, why="pending")) + b'{"step": nul')
     assert groups(run) == [5, 6, 7, 3, 4, 1, 2]
-    write_rollouts(run.rollouts(3), lines(row(6), row(5)))  # the batch is committed, and pending.jsonl is still as it was
+    # the batch is committed, and pending.jsonl is still as it was
+    write_rollouts(run.rollouts(3), lines(row(6), row(5)))
     os.utime(run.rollouts(3))
     assert groups(run) == [7, 6, 5, 3, 4, 1, 2]
 
@@ -57,7 +78,8 @@ def test_a_damaged_file_costs_itself_alone(run):
     damaged: list[str] = []
     assert groups(run, damaged=damaged) == [5, 6, 1]
     assert damaged == [
-        f"{run.rollouts(2)}: damaged, its checksum does not match; move it away to continue without it",
+        f"{run.rollouts(2)}: damaged, its checksum does not match; move it away to continue "
+        "without it",
         f"{run.rollouts(1)}:2: not a rollout: it needs messages and a reward",
     ]
     run.rollouts(1).write_bytes(b"{\n")
@@ -69,38 +91,87 @@ def test_rollouts_are_chosen_by_what_they_are_and_what_became_of_them(run):
     failed = row(8, why="timeout", env="f", task=0, error="late")
     write_rollouts(run.rollouts(3), lines(failed, row(9, why="error"), row(10, 1.0)))
     run.pending_rollouts.unlink()
-    wanted = [{"env": "f"}, {"task": "7", "why": "error"}, {"why": "error"}, {"why": "timeout"}, {"why": "trained"}, {"why": "no_signal"}]
+    wanted = [
+        {"env": "f"},
+        {"task": "7", "why": "error"},
+        {"why": "error"},
+        {"why": "timeout"},
+        {"why": "trained"},
+        {"why": "no_signal"},
+    ]
     found = [groups(run, selection=Selection(**one)) for one in wanted]
     assert found == [[8], [9], [8, 9], [8], [10, 3, 4, 1], [2]]
     seen = Selection()
     groups(run, selection=seen)
-    assert seen.seen["env"] == {"e": 6, "f": 1} and seen.seen["why"] == {"trained": 4, "error": 2, "timeout": 1, "no_signal": 1}
+    assert seen.seen["env"] == {"e": 6, "f": 1} and seen.seen["why"] == {
+        "trained": 4,
+        "error": 2,
+        "timeout": 1,
+        "no_signal": 1,
+    }
 
 
 def test_the_best_and_the_worst_by_any_number():
-    rows = [row(i, reward, metrics={"m": -reward}) for i, reward in enumerate([0.5, float("nan"), 2.0, 0.5, -1.0])]
+    rows = [
+        row(i, reward, metrics={"m": -reward})
+        for i, reward in enumerate([0.5, float("nan"), 2.0, 0.5, -1.0])
+    ]
     assert [one["group_id"] for one in ranked(rows, "reward", 3)] == [2, 0, 3]
     assert [one["group_id"] for one in ranked(rows, "reward", 2, lowest_first=True)] == [4, 0]
-    assert [one["group_id"] for one in ranked(rows, "m", 1)] == [4] and ranked(rows, "trained", 9) == ranked(rows, "none", 9) == []
+    assert [one["group_id"] for one in ranked(rows, "m", 1)] == [4] and ranked(
+        rows, "trained", 9
+    ) == ranked(rows, "none", 9) == []
 
 
 def test_a_rollout_in_words():
-    assert heading(row(3, 0.5, step=4, agent="judge", advantage=-0.25, metrics={"exact": 1.0}, outcome="finished", stop="max_turns",
-                       num_tokens=1234, num_turns=3, versions=[2, 3])) == (
+    assert heading(
+        row(
+            3,
+            0.5,
+            step=4,
+            agent="judge",
+            advantage=-0.25,
+            metrics={"exact": 1.0},
+            outcome="finished",
+            stop="max_turns",
+            num_tokens=1234,
+            num_turns=3,
+            versions=[2, 3],
+        )
+    ) == (
         "step 4, e, task 7, group 3, rollout 0, agent judge\n"
         "  reward 0.500 (exact 1), advantage -0.250, trained\n"
         "  finished (max_turns), 1,234 tokens, 3 turns, sampled by version 2, 3"
-    )  # fmt: skip
-    assert heading(row(3, outcome="truncated", stop="max_turns_reached", num_turns=1)).endswith("\n  truncated")
-    of_endpoint = heading(row(3, outcome="finished", stop="max_turns_reached", num_turns=0, num_tokens=5))
+    )
+    assert heading(row(3, outcome="truncated", stop="max_turns_reached", num_turns=1)).endswith(
+        "\n  truncated"
+    )
+    of_endpoint = heading(
+        row(3, outcome="finished", stop="max_turns_reached", num_turns=0, num_tokens=5)
+    )
     assert of_endpoint.endswith("\n  finished, 5 tokens")
-    evaluated = {"policy_version": 10, "env": "e\x1b", "task": 1, "rollout": 2, "reward": None, "messages": [], "outcome": "failed"}
+    evaluated = {
+        "policy_version": 10,
+        "env": "e\x1b",
+        "task": 1,
+        "rollout": 2,
+        "reward": None,
+        "messages": [],
+        "outcome": "failed",
+    }
     assert heading(evaluated) == "version 10, e\\x1b, task 1, rollout 2\n  no reward\n  failed"
     told = [
-        {"role": "assistant", "content": "so\nbe it\r", "reasoning_content": "hm", "tool_calls": [
-            {"function": {"name": "add", "arguments": '{"a": 1}'}}, {"name": "old"}]},
-        {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image_url", "url": "x"}]},
-    ]  # fmt: skip
+        {
+            "role": "assistant",
+            "content": "so\nbe it\r",
+            "reasoning_content": "hm",
+            "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}, {"name": "old"}],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "see"}, {"type": "image_url", "url": "x"}],
+        },
+    ]
     assert messages_text(told) == (
         'assistant: (thinks) hm\n    so\n    be it\\r\n    calls add({"a": 1})\n    calls old()\n'
         'user: see\n    {"type": "image_url", "url": "x"}'
@@ -110,7 +181,11 @@ def test_a_rollout_in_words():
 def test_a_conversation_in_short_is_about_a_screen():
     turns = [{"role": "tool", "content": f"{i} " + "long\n" * 5000} for i in range(40)]
     said = short_messages_text(turns).splitlines()
-    assert said[0] == "tool: 0 long" and "[... 30 messages ...]" in said and any(line.startswith("tool: 39 ") for line in said)
+    assert (
+        said[0] == "tool: 0 long"
+        and "[... 30 messages ...]" in said
+        and any(line.startswith("tool: 39 ") for line in said)
+    )
     assert len(said) <= 80 and sum(map(len, said)) < 5000
     assert short_messages_text(turns[:1]).count("\n") == 60
 
@@ -123,7 +198,12 @@ def test_a_file_that_unpacks_to_more_than_memory_holds_is_refused(tmp_path, monk
     path.write_bytes(gzip.compress(b'{"reward": 1, "messages": []}\n' + b" " * (1 << 21) + b"\n"))
     rows = read_rollouts(path)
     assert next(rows)["reward"] == 1
-    with pytest.raises(CorruptFileError, match=r"000001.jsonl.gz:2: a line of more than 1,048,576 bytes is no rollout"):
+    with pytest.raises(
+        CorruptFileError,
+        match=r"000001.jsonl.gz:2: a line of more than 1,048,576 bytes is no rollout",
+    ):
         next(rows)
-    with pytest.raises(CorruptFileError, match=r"longer than 1,048,576 bytes; `rl show .*` reads it line by line"):
+    with pytest.raises(
+        CorruptFileError, match=r"longer than 1,048,576 bytes; `rl show .*` reads it line by line"
+    ):
         sound_rollouts(path)

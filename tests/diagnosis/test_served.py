@@ -47,12 +47,15 @@ def serving(server: Run, **inference) -> Run:
 
 
 def test_a_server_that_nobody_asks_is_well_and_so_are_its_models(server, model, capsys):
-    """A trainer and an orchestrator were missed, which it does not have, and after ten minutes nothing had moved."""
+    """A trainer and an orchestrator were missed, which it does not have, and after ten minutes
+    nothing had moved."""
     serving(server, requests=0)
     for run, progress in ((server, "models: 1"), (model, "step 3, version 0")):
         found = run.diagnosis()
         assert (found.state, found.problems) == ("live", [])
-        assert found.bottleneck == f"clients are served at {ADDRESS}: inference has no open requests"
+        assert (
+            found.bottleneck == f"clients are served at {ADDRESS}: inference has no open requests"
+        )
         lines = [line.partition(" for ")[0] for line in found.lines]
         assert lines == [progress, "inference: serving", "tinker: serving"]
         assert doctor([str(run.dir.root)], None) == 0
@@ -61,7 +64,9 @@ def test_a_server_that_nobody_asks_is_well_and_so_are_its_models(server, model, 
 
 def test_what_inference_has_to_do_for_clients(server):
     serving(server, requests=1)
-    assert server.bottleneck().endswith("inference has 1 open request, and has sampled nothing for 2.0 h")
+    assert server.bottleneck().endswith(
+        "inference has 1 open request, and has sampled nothing for 2.0 h"
+    )
     server.status("inference", SERVING, idle=1, address="http://127.0.0.1:1", requests=8)
     assert server.bottleneck().endswith("inference has 8 open requests")
 
@@ -75,11 +80,16 @@ def test_a_server_that_starts_and_one_whose_start_takes_too_long(server, model):
     server.log("tinker-1", "of the trainer")
     server.status("tinker", does(Phase.LOADING_MODEL), since=9)
     for run in (server, model):
-        assert run.bottleneck() == f"the tinker is loading the model for 9 s; see {server.dir.logs / 'tinker-1.log'}"
+        assert (
+            run.bottleneck()
+            == f"the tinker is loading the model for 9 s; see {server.dir.logs / 'tinker-1.log'}"
+        )
     hours = {"since": 7200, "idle": 7200, "started": server.now - 7200}
     server.status("inference", SERVING, address="http://127.0.0.1:1", **hours)
     server.status("tinker", does(Phase.LOADING_MODEL), **hours)
-    assert server.bottleneck().startswith("nothing has moved for 2.0 h: the tinker is loading the model for 2.0 h")
+    assert server.bottleneck().startswith(
+        "nothing has moved for 2.0 h: the tinker is loading the model for 2.0 h"
+    )
     assert server.diagnosis().problems
 
 
@@ -89,12 +99,19 @@ def test_a_server_that_was_killed_and_one_that_was_stopped(server, model, gone):
     doing = "the inference was serving, the tinker was serving"
     again = f"`rl serve @ {server.dir.config}`"
     assert server.bottleneck() == f"the run was killed 5 s ago: {doing}; continue it with {again}"
-    assert model.bottleneck() == f"the run was killed 5 s ago at step 3: {doing}; continue it with {again}"
+    assert (
+        model.bottleneck()
+        == f"the run was killed 5 s ago at step 3: {doing}; continue it with {again}"
+    )
     for name in ("inference", "tinker"):
         server.dir.status(name).unlink()
-    assert model.bottleneck() == f"clients of `rl serve` trained 3 steps; they can go on after {again}"
+    assert (
+        model.bottleneck() == f"clients of `rl serve` trained 3 steps; they can go on after {again}"
+    )
     server.event("give_up", "tinker", 4, reason="ended with exit code 1")
-    assert server.bottleneck().startswith("the run ended 4 s ago with the tinker: ended with exit code 1; see ")
+    assert server.bottleneck().startswith(
+        "the run ended 4 s ago with the tinker: ended with exit code 1; see "
+    )
     server.event("start", "rl", 2)
     assert server.diagnosis().state == "stopped"
 

@@ -1,4 +1,5 @@
-"""Test environment with a dense reward that even a random model can climb: the share of the reply that is letters a to m."""
+"""Test environment with a dense reward that even a random model can climb: the share of the
+reply that is letters a to m."""
 
 import verifiers as vf
 from datasets import Dataset
@@ -11,4 +12,8 @@ def share(completion) -> float:
 
 def load_environment() -> vf.Environment:
     rows = [{"question": f"write {i}"} for i in range(16)]
-    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:4]), rubric=vf.Rubric(funcs=[share]))
+    return vf.SingleTurnEnv(
+        dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:4]),
+        rubric=vf.Rubric(funcs=[share]),
+    )

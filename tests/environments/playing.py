@@ -1,4 +1,5 @@
-"""Plays example environments without a model: a verifiers client whose answers were prepared. The packages need not be installed."""
+"""Plays example environments without a model: a verifiers client whose answers were prepared.
+The packages need not be installed."""
 
 import asyncio
 import json
@@ -30,11 +31,15 @@ def load(env_id: str, **args: Any) -> vf.Environment:
 
 def call(arguments: dict[str, Any] | str, name: str = "calculate") -> dict[str, Any]:
     """A prepared answer that is a tool call."""
-    return {"name": name, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
+    return {
+        "name": name,
+        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
+    }
 
 
 class Scripted(Client):
-    """Gives the prepared answers one after the other: a str is text, a dict a tool call. `prompts` has what it was asked."""
+    """Gives the prepared answers one after the other: a str is text, a dict a tool call.
+    `prompts` has what it was asked."""
 
     def __init__(self, answers: list[str | dict[str, Any]]):
         super().__init__(object())
@@ -52,14 +57,25 @@ class Scripted(Client):
     async def to_native_prompt(self, messages: Any) -> tuple[Any, dict[str, Any]]:
         return [message.model_dump(exclude_none=True) for message in messages], {}
 
-    async def get_native_response(self, prompt: Any, model: str, sampling_args: dict[str, Any], tools: Any = None, **kwargs: Any) -> Any:
+    async def get_native_response(
+        self,
+        prompt: Any,
+        model: str,
+        sampling_args: dict[str, Any],
+        tools: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         self.prompts.append(prompt)
         return self.answers.pop(0)
 
     async def raise_from_native_response(self, response: Any) -> None: ...
 
     async def from_native_response(self, response: Any) -> Response:
-        calls = [ToolCall(id=f"call_{len(self.prompts)}", **response)] if isinstance(response, dict) else None
+        calls = (
+            [ToolCall(id=f"call_{len(self.prompts)}", **response)]
+            if isinstance(response, dict)
+            else None
+        )
         message = ResponseMessage(
             content=response if isinstance(response, str) else "",
             tool_calls=calls,
@@ -70,10 +86,17 @@ class Scripted(Client):
         return Response(id="", created=0, model="", usage=usage, message=message)
 
 
-def play(env: vf.Environment, row: dict[str, Any], *answers: str | dict[str, Any]) -> tuple[dict[str, Any], Scripted]:
-    """One rollout with these answers; what verifiers returns, and the client that saw the prompts."""
+def play(
+    env: vf.Environment, row: dict[str, Any], *answers: str | dict[str, Any]
+) -> tuple[dict[str, Any], Scripted]:
+    """One rollout with these answers; what verifiers returns, and the client that saw the
+    prompts."""
     client = Scripted(list(answers))
-    output = asyncio.run(env.run_rollout(dict(row), client=client, model="m", sampling_args={}, state_columns=["trajectory"]))
+    output = asyncio.run(
+        env.run_rollout(
+            dict(row), client=client, model="m", sampling_args={}, state_columns=["trajectory"]
+        )
+    )
     assert output["error"] is None, output["error"]
     return output, client
 
@@ -84,9 +107,13 @@ def prompts_of(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def check_splits(env_id: str, **args: Any) -> None:
-    """Deterministic by seed, different with another, no task twice, and none of evaluation's in training."""
+    """Deterministic by seed, different with another, no task twice, and none of evaluation's in
+    training."""
     env, again, other = load(env_id, **args), load(env_id, **args), load(env_id, **args, seed=1)
-    train, held_out = prompts_of(env.get_dataset().to_list()), prompts_of(env.get_eval_dataset().to_list())
+    train, held_out = (
+        prompts_of(env.get_dataset().to_list()),
+        prompts_of(env.get_eval_dataset().to_list()),
+    )
     assert len(set(train)) == len(train) > 0 and len(set(held_out)) == len(held_out) > 0
     assert not set(train) & set(held_out)
     assert again.get_dataset().to_list() == env.get_dataset().to_list()

@@ -1,4 +1,5 @@
-"""Test environment: say the digit. Rewards 1.0 for the task's digit anywhere in the reply; a few switches make it misbehave."""
+"""Test environment: say the digit. Rewards 1.0 for the task's digit anywhere in the reply; a few
+switches make it misbehave."""
 
 import asyncio
 import os
@@ -9,7 +10,12 @@ from datasets import Dataset
 
 
 def load_environment(
-    tasks: int = 4, fail: str = "", turns: int = 1, constant: float | None = None, delay: float = 0.0, held_out: int = 2
+    tasks: int = 4,
+    fail: str = "",
+    turns: int = 1,
+    constant: float | None = None,
+    delay: float = 0.0,
+    held_out: int = 2,
 ) -> vf.Environment:
     if fail == "load":
         raise KeyError("SOME_DATA_PATH")
@@ -39,4 +45,9 @@ def load_environment(
 
     rows = [{"question": f"say {i % 10}", "answer": str(i % 10)} for i in range(tasks)]
     eval_dataset = Dataset.from_list(rows[:held_out]) if held_out else None
-    return Environment(dataset=Dataset.from_list(rows), eval_dataset=eval_dataset, rubric=vf.Rubric(funcs=[reward]), max_turns=turns)
+    return Environment(
+        dataset=Dataset.from_list(rows),
+        eval_dataset=eval_dataset,
+        rubric=vf.Rubric(funcs=[reward]),
+        max_turns=turns,
+    )

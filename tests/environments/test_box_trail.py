@@ -1,4 +1,5 @@
-"""An agent of another package that plays over HTTP: its tools, its compaction, and what happens at each limit."""
+"""An agent of another package that plays over HTTP: its tools, its compaction, and what happens
+at each limit."""
 
 import asyncio
 import re
@@ -16,13 +17,20 @@ on_path("box_trail")
 def walker(prompt: str) -> str:
     """Opens the box that was named last, until there is a number."""
     number = re.findall(r"The number is (\d)", prompt)
-    return number[-1] if number else call("open_box", letter=re.findall(r"(?:box is|[Oo]pen box) ([A-Z])", prompt)[-1])
+    return (
+        number[-1]
+        if number
+        else call("open_box", letter=re.findall(r"(?:box is|[Oo]pen box) ([A-Z])", prompt)[-1])
+    )
 
 
 def play(reply=walker, **args):
     """The rollout of one task with these arguments, and all prompts that were asked."""
     policy = StubPolicy(reply, max_model_len=args.pop("max_model_len", 4096))
-    env = V1Environment(EnvSpec(name="trail", id="box-trail", args=args, timeout_s=args.pop("timeout_s", 60.0)), policy)
+    env = V1Environment(
+        EnvSpec(name="trail", id="box-trail", args=args, timeout_s=args.pop("timeout_s", 60.0)),
+        policy,
+    )
 
     async def main():
         await env.start()
@@ -32,13 +40,19 @@ def play(reply=walker, **args):
         finally:
             await env.close()
 
-    return asyncio.run(main()), ["".join(map(chr, asked["token_ids"])) for asked in policy.servers.asked]
+    return asyncio.run(main()), [
+        "".join(map(chr, asked["token_ids"])) for asked in policy.servers.asked
+    ]
 
 
 def test_many_turns_are_one_sample():
     rollout, prompts = play(length=6)
     assert (rollout.reward, rollout.stop, rollout.outcome) == (1.0, "agent_completed", "finished")
-    assert len(rollout.turns) == len(prompts) == 7 and rollout.metrics["steps"] == 6 and rollout.metrics["compactions"] == 0
+    assert (
+        len(rollout.turns) == len(prompts) == 7
+        and rollout.metrics["steps"] == 6
+        and rollout.metrics["compactions"] == 0
+    )
     assert len(rollout.turns.by_chain()) == 1 and "[open_box]" in prompts[0]
 
 
@@ -75,5 +89,7 @@ def test_limits(args, outcome, stop, turns):
     assert (rollout.outcome, rollout.stop) == (outcome, stop), rollout.error
     assert turns is None or len(rollout.turns) == turns
     if outcome != "timeout":
-        assert 0 < len(rollout.turns) < 13 and rollout.reward == pytest.approx(0.5 * rollout.metrics["steps"] / 12)
+        assert 0 < len(rollout.turns) < 13 and rollout.reward == pytest.approx(
+            0.5 * rollout.metrics["steps"] / 12
+        )
         assert rollout.metrics["steps"] > 0

@@ -12,7 +12,10 @@ def env():
 
 @pytest.fixture
 def row(env):
-    return env.get_dataset().to_list()[0] | {"prompt": [{"role": "user", "content": "What is 47 * 38?"}], "answer": "1786"}
+    return env.get_dataset().to_list()[0] | {
+        "prompt": [{"role": "user", "content": "What is 47 * 38?"}],
+        "answer": "1786",
+    }
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,9 @@ def test_calls_and_answers_are_graded(env, row, answers, reward):
 def test_the_result_comes_back_as_a_tool_message(env, row):
     output, client = play(env, row, call({"expression": "47 * 38"}), "1786")
     assert client.prompts[1][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "1786"}
-    assert output["metrics"]["calculate_calls"] == 1 and output["stop_condition"] == "no_tools_called"
+    assert (
+        output["metrics"]["calculate_calls"] == 1 and output["stop_condition"] == "no_tools_called"
+    )
 
 
 def test_the_tool():
@@ -58,16 +63,36 @@ def test_the_tool():
         "1e3": "1000",
     }.items():
         assert calculate(expression) == value
-    for bad in ["2 ** 99", "__import__('os')", "x", "1 / 0", "(", "", "'a' * 9", "True + 1", "1 if 1 else 2", "1" * 101, "[1]", "~1", "\0"]:
+    for bad in [
+        "2 ** 99",
+        "__import__('os')",
+        "x",
+        "1 / 0",
+        "(",
+        "",
+        "'a' * 9",
+        "True + 1",
+        "1 if 1 else 2",
+        "1" * 101,
+        "[1]",
+        "~1",
+        "\0",
+    ]:
         with pytest.raises(ValueError, match=r"only numbers|cannot be calculated|longer than"):
             calculate(bad)
 
 
 def test_solved_examples_are_turns_of_the_prompt(env):
     prompt = env.get_dataset().to_list()[0]["prompt"]
-    assert [message["role"] for message in prompt] == ["system", *["user", "assistant", "tool", "assistant"] * 3, "user"]
+    assert [message["role"] for message in prompt] == [
+        "system",
+        *["user", "assistant", "tool", "assistant"] * 3,
+        "user",
+    ]
     shown = json.loads(prompt[2]["tool_calls"][0]["arguments"])["expression"]
-    assert prompt[1]["content"] == f"What is {shown}?" and prompt[3]["content"] == prompt[4]["content"]
+    assert (
+        prompt[1]["content"] == f"What is {shown}?" and prompt[3]["content"] == prompt[4]["content"]
+    )
     assert prompt[2]["tool_calls"][0]["id"] == prompt[3]["tool_call_id"]
     row = load("calculator", examples=0).get_dataset().to_list()[0]
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
@@ -76,8 +101,13 @@ def test_solved_examples_are_turns_of_the_prompt(env):
 def test_splits_and_difficulty():
     check_splits("calculator")
     check_splits("calculator", operators="+", max_operand=20)
-    row = load("calculator", operators="-", terms=3, count=5, eval_count=2).get_dataset().to_list()[0]
+    row = (
+        load("calculator", operators="-", terms=3, count=5, eval_count=2).get_dataset().to_list()[0]
+    )
     assert row["prompt"][-1]["content"].count("-") == 2
-    for args, message in [({"operators": "/"}, "use some of"), ({"max_operand": 3}, "different questions were found")]:
+    for args, message in [
+        ({"operators": "/"}, "use some of"),
+        ({"max_operand": 3}, "different questions were found"),
+    ]:
         with pytest.raises(RuntimeError, match=message):
             load("calculator", **args)

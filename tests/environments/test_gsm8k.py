@@ -4,7 +4,10 @@ import pytest
 
 from tests.environments.playing import check_splits, load, on_path, play, prompts_of
 
-TRAIN = [("What is half of 36?", "36 / 2 = <<36/2=18>>18\n#### 18"), ("How much are 4 houses?", "4 x 250 = 1000\n#### $1,000")]
+TRAIN = [
+    ("What is half of 36?", "36 / 2 = <<36/2=18>>18\n#### 18"),
+    ("How much are 4 houses?", "4 x 250 = 1000\n#### $1,000"),
+]
 TEST = [(f"What is {n} and one half?", f"So it is {n}.5.\n#### {n}.5") for n in range(8)]
 
 
@@ -12,7 +15,10 @@ TEST = [(f"What is {n} and one half?", f"So it is {n}.5.\n#### {n}.5") for n in 
 def folder(tmp_path):
     """The data set as a folder."""
     for split, problems in (("train", TRAIN), ("test", TEST)):
-        lines = [json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in problems]
+        lines = [
+            json.dumps({"question": question, "answer": answer}) + "\n"
+            for question, answer in problems
+        ]
         (tmp_path / f"{split}.jsonl").write_text("".join(lines))
     return tmp_path
 
@@ -43,8 +49,14 @@ def test_splits(folder):
     check_splits("gsm8k", dataset=str(folder), eval_count=3)
     env = load("gsm8k", dataset=str(folder), eval_count=8)
     system, question = env.get_dataset().to_list()[0]["prompt"]
-    assert (system["role"], r"\boxed{}" in system["content"], question["content"]) == ("system", True, TRAIN[0][0])
-    assert sorted(prompts_of(env.get_eval_dataset().to_list())) == sorted(question for question, _ in TEST)
+    assert (system["role"], r"\boxed{}" in system["content"], question["content"]) == (
+        "system",
+        True,
+        TRAIN[0][0],
+    )
+    assert sorted(prompts_of(env.get_eval_dataset().to_list())) == sorted(
+        question for question, _ in TEST
+    )
     with pytest.raises(RuntimeError, match=r"eval_count = 9; the test split of .* has 8 problems"):
         load("gsm8k", dataset=str(folder), eval_count=9)
 
@@ -57,10 +69,17 @@ def test_a_data_set_that_cannot_be_had(folder, monkeypatch):
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
 
     monkeypatch.setattr(gsm8k, "load_dataset", offline)
-    with pytest.raises(RuntimeError, match=r"Couldn't reach .* without a network give a folder with train.jsonl and test.jsonl"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"Couldn't reach .* without a network give a folder with train.jsonl and test.jsonl",
+    ):
         load("gsm8k")
     (folder / "train.jsonl").write_text('{"question": "What is half of 36?", "answer": "18"}\n')
-    with pytest.raises(RuntimeError, match=r"train: needs a `question`, and an `answer` with its number behind ####, not .*half of 36"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"train: needs a `question`, and an `answer` with its number behind ####, not .*half "
+        r"of 36",
+    ):
         load("gsm8k", dataset=str(folder), eval_count=3)
     (folder / "train.jsonl").write_text("{\n")
     with pytest.raises(RuntimeError, match=r"train: Expecting property name .* give a folder"):

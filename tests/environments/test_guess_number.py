@@ -11,7 +11,8 @@ from tests.environments.playing import load, play
         (["16", "24", "8", "14"], 0.6 + 0.4 * 3 / 4, 1.0, 3 / 4),  # 24 after "lower"
         (["16"] * 7, 0.4 / 7, 0.0, 1 / 7),  # the same again is not allowed
         (["1", "2", "3", "4", "5", "6", "7"], 0.4, 0.0, 1.0),
-        (["no", "", "100", "-3", "13", "15", "14"], 0.6 + 0.4 * 4 / 7, 1.0, 4 / 7),  # -3 is read as 3
+        # -3 is read as 3
+        (["no", "", "100", "-3", "13", "15", "14"], 0.6 + 0.4 * 4 / 7, 1.0, 4 / 7),
     ],
 )
 def test_the_answers_must_be_used(replies, reward, found, allowed):
@@ -19,7 +20,9 @@ def test_the_answers_must_be_used(replies, reward, found, allowed):
     row = env.get_dataset().to_list()[0] | {"info": {"number": 14, "most": 31}}
     output, client = play(env, row, *replies)
     assert output["reward"] == pytest.approx(reward)
-    assert output["metrics"]["found"] == found and output["metrics"]["allowed"] == pytest.approx(allowed)
+    assert output["metrics"]["found"] == found and output["metrics"]["allowed"] == pytest.approx(
+        allowed
+    )
     assert len(output["trajectory"]) == len(replies) == output["metrics"]["num_guesses"]
     said = [prompt[-1]["content"] for prompt in client.prompts]
     assert said[0] == "I think of a number from 1 to 31. You have 7 guesses. Say one number."
@@ -28,13 +31,24 @@ def test_the_answers_must_be_used(replies, reward, found, allowed):
 
 def test_the_prompt_has_a_solved_game():
     prompt = load("guess-number").get_dataset().to_list()[0]["prompt"]
-    assert [message["content"] for message in prompt[1:-1]] == ["16", "lower", "8", "higher", "12", "higher", "14"]
+    assert [message["content"] for message in prompt[1:-1]] == [
+        "16",
+        "lower",
+        "8",
+        "higher",
+        "12",
+        "higher",
+        "14",
+    ]
 
 
 def numbers(**args):
     """Of training, and of evaluation: prompts do not say them."""
     env = load("guess-number", **args)
-    return [[row["info"]["number"] for row in data.to_list()] for data in (env.get_dataset(), env.get_eval_dataset())]
+    return [
+        [row["info"]["number"] for row in data.to_list()]
+        for data in (env.get_dataset(), env.get_eval_dataset())
+    ]
 
 
 def test_splits():

@@ -21,14 +21,23 @@ def test_exact():
     on_path("jsonl_example")
     from rewards import exact
 
-    for reply, reward in [("63", 1.0), (" 63.\n", 1.0), ("64", 0.0), ("It is 63", 0.0), ("", 0.0), (None, 0.0)]:
+    for reply, reward in [
+        ("63", 1.0),
+        (" 63.\n", 1.0),
+        ("64", 0.0),
+        ("It is 63", 0.0),
+        ("", 0.0),
+        (None, 0.0),
+    ]:
         assert exact([{"role": "assistant", "content": reply}], "63", task={}) == reward
     assert exact([], "63") == 0.0
 
 
 def documented() -> list[str]:
     """The environments of the documentation: one without and one with a tool."""
-    return re.findall(r"```python\n([^`]*def load_environment[^`]*)```", Path("docs/environments.md").read_text())
+    return re.findall(
+        r"```python\n([^`]*def load_environment[^`]*)```", Path("docs/environments.md").read_text()
+    )
 
 
 def test_the_environment_of_the_documentation(tmp_path, monkeypatch):
@@ -37,7 +46,10 @@ def test_the_environment_of_the_documentation(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     env = load("documented-env", largest=9)
     row, *others = env.get_dataset().to_list()
-    assert (len(others), [held_out["answer"] for held_out in env.get_eval_dataset().to_list()]) == (7, ["5", "10"])
+    assert (len(others), [held_out["answer"] for held_out in env.get_eval_dataset().to_list()]) == (
+        7,
+        ["5", "10"],
+    )
     assert row["prompt"][-1]["content"] == "Which number comes after 0?" and len(row["prompt"]) == 5
     for reply, reward in [("1", 1.0), (" 1\n", 1.0), ("It is 1", 0.0), ("", 0.0)]:
         assert play(env, row, reply)[0]["reward"] == reward
@@ -48,7 +60,10 @@ def test_the_tool_of_the_documentation_and_the_shape_of_its_calls(tmp_path, monk
     (tmp_path / "documented_tool.py").write_text(documented()[1])
     monkeypatch.syspath_prepend(tmp_path)
     env = load("documented-tool")
-    row = env.get_dataset().to_list()[0] | {"prompt": [{"role": "user", "content": "What is 12 + 7?"}], "answer": "19"}
+    row = env.get_dataset().to_list()[0] | {
+        "prompt": [{"role": "user", "content": "What is 12 + 7?"}],
+        "answer": "19",
+    }
     for answers, reward in [
         ([call({"a": 12, "b": 7}, "add"), "19"], 1.0),
         ([call({"a": 12, "b": 8}, "add"), "20"], 0.0),
@@ -59,9 +74,15 @@ def test_the_tool_of_the_documentation_and_the_shape_of_its_calls(tmp_path, monk
         assert output["reward"] == reward, answers
     output, _ = play(env, row, call({"a": 12, "b": 7}, "add"), "19")
     (shown,) = re.findall(r"```python\n(\[\n    \{\"role\".*?\])\n```", text, re.DOTALL)
-    played = [{key: value for key, value in dict(message).items() if value is not None} for message in output["completion"]]
-    played[0]["tool_calls"] = [json.loads(text) for text in played[0]["tool_calls"]]  # as verifiers writes them; rewards get them as shown
+    played = [
+        {key: value for key, value in dict(message).items() if value is not None}
+        for message in output["completion"]
+    ]
+    # as verifiers writes them; rewards get them as shown
+    played[0]["tool_calls"] = [json.loads(text) for text in played[0]["tool_calls"]]
     expected = ast.literal_eval(shown)
     expected[0]["tool_calls"][0]["id"] = expected[1]["tool_call_id"] = "call_1"
     fields = ("role", "content", "tool_calls", "tool_call_id")
-    assert [{key: message[key] for key in fields if key in message} for message in played] == expected
+    assert [
+        {key: message[key] for key in fields if key in message} for message in played
+    ] == expected

@@ -22,14 +22,21 @@ def tasks(**args) -> list[vf.Task]:
 def scored(task: vf.Task, reply: str) -> vf.Trace:
     """The trace of one answer, scored by the task."""
     node = MessageNode(message=AssistantMessage(content=reply), sampled=True)
-    trace = vf.Trace(task=TraceTask(type="PickTask", data=task.data), agent=AgentInfo(config=config().agent), nodes=[node])
+    trace = vf.Trace(
+        task=TraceTask(type="PickTask", data=task.data),
+        agent=AgentInfo(config=config().agent),
+        nodes=[node],
+    )
     asyncio.run(task.score(trace))
     return trace
 
 
 def test_the_word_alone_counts():
     task = tasks()[0]
-    right, other = task.data.answer, next(word for word in task.data.row if word != task.data.answer)
+    right, other = (
+        task.data.answer,
+        next(word for word in task.data.row if word != task.data.answer),
+    )
     for reply, reward, one_of_the_row, words in [
         (right, 1.0, 1.0, 1.0),
         (f" {right.upper()}.\n", 1.0, 1.0, 1.0),
@@ -64,7 +71,9 @@ def test_a_fixed_place_does_not_pay():
 
 
 def test_splits():
-    train, held_out = ([task.data.name for task in tasks(split=split)] for split in ("train", "eval"))
+    train, held_out = (
+        [task.data.name for task in tasks(split=split)] for split in ("train", "eval")
+    )
     assert (len(train), len(held_out)) == (300, 60) and len(set(train) | set(held_out)) == 360
     assert [task.data.name for task in tasks(count=50)] == train[:50]
     assert [task.data.name for task in tasks(seed=1, split="eval")] != held_out

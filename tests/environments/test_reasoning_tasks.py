@@ -10,17 +10,31 @@ EASY = {"task": "gcd", "max_value": 20, "count": 30, "eval_count": 10}
 def test_scored_by_reasoning_gyms_own_verifier():
     env = load("reasoning-tasks", **EASY)
     row = env.get_dataset().to_list()[3]
-    for reply, score in [(row["answer"], 1.0), (f" {row['answer']}\n", 1.0), (str(int(row["answer"]) + 1), 0.0), ("", 0.0)]:
+    for reply, score in [
+        (row["answer"], 1.0),
+        (f" {row['answer']}\n", 1.0),
+        (str(int(row["answer"]) + 1), 0.0),
+        ("", 0.0),
+    ]:
         output, _ = play(env, row, reply)
-        assert output["reward"] == pytest.approx(score, abs=0.05) and output["metrics"]["exact"] == float(score == 1.0)
+        assert output["reward"] == pytest.approx(score, abs=0.05) and output["metrics"][
+            "exact"
+        ] == float(score == 1.0)
 
 
 def test_examples_eval_and_training_are_different_questions():
-    env = load("reasoning-tasks", task="chain_sum", count=30, eval_count=10, min_digits=4, max_digits=4)
+    env = load(
+        "reasoning-tasks", task="chain_sum", count=30, eval_count=10, min_digits=4, max_digits=4
+    )
     train, held_out = env.get_dataset().to_list(), env.get_eval_dataset().to_list()
     assert (len(train), len(held_out)) == (30, 10)
-    assert [message["role"] for message in train[0]["prompt"]] == ["system"] + ["user", "assistant"] * 3 + ["user"]
-    asked = [row["prompt"][-1]["content"] for row in [*train, *held_out]] + [m["content"] for m in train[0]["prompt"][1:-1:2]]
+    assert [message["role"] for message in train[0]["prompt"]] == ["system"] + [
+        "user",
+        "assistant",
+    ] * 3 + ["user"]
+    asked = [row["prompt"][-1]["content"] for row in [*train, *held_out]] + [
+        m["content"] for m in train[0]["prompt"][1:-1:2]
+    ]
     assert len(set(asked)) == 43
 
 
@@ -29,12 +43,20 @@ def test_a_task_that_repeats_itself_has_no_held_out_question_in_training():
     env = load("reasoning-tasks", task="gcd", max_value=20, any_order=True, shots=5, count=150)
     train, held_out = env.get_dataset().to_list(), env.get_eval_dataset().to_list()
     shown = [message["content"] for message in train[0]["prompt"][1:-1:2]]
-    pairs = [frozenset(re.findall(r"\d+", text)) for text in [row["prompt"][-1]["content"] for row in [*train, *held_out]] + shown]
+    pairs = [
+        frozenset(re.findall(r"\d+", text))
+        for text in [row["prompt"][-1]["content"] for row in [*train, *held_out]] + shown
+    ]
     assert len(set(pairs)) == len(pairs) == 195
-    with pytest.raises(RuntimeError, match=r"gcd with .* has 2\d\d different questions, and 443 are needed .*lower count"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"gcd with .* has 2\d\d different questions, and 443 are needed .*lower count",
+    ):
         load("reasoning-tasks", task="gcd", max_value=20, any_order=True)
     rows = load("reasoning-tasks", task="ab").get_dataset().to_list()
-    assert len({row["prompt"][-1]["content"] for row in rows}) == 400, "the same words in another order are another question"
+    assert len({row["prompt"][-1]["content"] for row in rows}) == 400, (
+        "the same words in another order are another question"
+    )
 
 
 def test_wrong_arguments_are_named():

@@ -35,11 +35,16 @@ def test_splits_and_lengths():
     rows = env.get_dataset().to_list()
     assert len(rows) == 50 and all(10 <= len(row["answer"]) <= 14 for row in rows)
     fewer = load("reverse-text", min_length=10, max_length=14, count=3, eval_count=5)
-    assert prompts_of(fewer.get_eval_dataset().to_list()) == prompts_of(env.get_eval_dataset().to_list())
+    assert prompts_of(fewer.get_eval_dataset().to_list()) == prompts_of(
+        env.get_eval_dataset().to_list()
+    )
 
 
 def test_more_words_are_for_training_alone():
-    few, many = (load("reverse-text", more_words=more, count=count) for more, count in ((False, 120), (True, 1600)))
+    few, many = (
+        load("reverse-text", more_words=more, count=count)
+        for more, count in ((False, 120), (True, 1600))
+    )
     held_out = prompts_of(few.get_eval_dataset().to_list())
     assert prompts_of(many.get_eval_dataset().to_list()) == held_out
     training = prompts_of(many.get_dataset().to_list())
@@ -47,5 +52,7 @@ def test_more_words_are_for_training_alone():
 
 
 def test_more_texts_than_there_are():
-    with pytest.raises(RuntimeError, match="different texts of 3 to 3 characters were found; lower count"):
+    with pytest.raises(
+        RuntimeError, match="different texts of 3 to 3 characters were found; lower count"
+    ):
         load("reverse-text", max_length=3)

@@ -19,7 +19,9 @@ def test_every_turn_is_graded():
     ]:
         output, client = play(env, row, *replies)
         assert output["reward"] == pytest.approx(reward), replies
-        assert output["metrics"]["share_exact"] == exact and output["metrics"]["last_turn"] == pytest.approx(last)
+        assert output["metrics"]["share_exact"] == exact and output["metrics"][
+            "last_turn"
+        ] == pytest.approx(last)
         assert output["stop_condition"] == "max_turns_reached" and len(output["trajectory"]) == 2
         assert client.prompts[1][-1] == {"role": "user", "content": INFO["later"][0]}
 
@@ -39,7 +41,9 @@ def test_three_turns_bring_everything_together(kind):
     asked = [row["prompt"][-1]["content"], *row["info"]["later"]]
     items = [item for question in asked for item in question.split(": ")[1].split(", ")]
     assert len(items) == 12
-    assert row["info"]["answers"][-1].split(", ") == sorted(items, key=int if kind == "numbers" else str)
+    assert row["info"]["answers"][-1].split(", ") == sorted(
+        items, key=int if kind == "numbers" else str
+    )
     output, _ = play(env, row, *row["info"]["answers"])
     assert output["reward"] == 1.0 and len(output["trajectory"]) == 3
 

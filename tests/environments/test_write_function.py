@@ -19,7 +19,8 @@ from tests.system.escapes import ESCAPES, SHOT
 
 on_path("write_function")
 
-from write_function import code_of, jail, list_specs, number_specs, rows, sandbox, text_specs  # noqa: E402  # noqa: E402
+#
+from write_function import code_of, jail, list_specs, number_specs, rows, sandbox, text_specs  # noqa: E402
 from write_function.sandbox import Ended, Sandbox, read_answer  # noqa: E402
 
 CASES = [{"input": 3, "output": 6}, {"input": 4, "output": 7}]
@@ -50,16 +51,30 @@ def nothing_left(tmp_path, monkeypatch):
     """After the test: no file, no process and no open file more than before."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("SECRET_TOKEN", "xyz")
-    files, num_open = {name for name in os.listdir("/") if "pwned" in name}, len(os.listdir("/proc/self/fd"))
+    files, num_open = (
+        {name for name in os.listdir("/") if "pwned" in name},
+        len(os.listdir("/proc/self/fd")),
+    )
     yield
-    assert not [process for process in psutil.Process().children(recursive=True) if is_jailed(process)]
-    assert {name for name in os.listdir("/") if "pwned" in name} == files and not list(tmp_path.iterdir())
+    assert not [
+        process for process in psutil.Process().children(recursive=True) if is_jailed(process)
+    ]
+    assert {name for name in os.listdir("/") if "pwned" in name} == files and not list(
+        tmp_path.iterdir()
+    )
     assert len(os.listdir("/proc/self/fd")) <= num_open
 
 
 def test_right_and_half_right_solutions(env):
     assert scored(env, "def f(x):\n    return x + 3") == 1.0
-    assert scored(env, "from math import sqrt\nimport collections.abc\ndef f(x):\n    print('hm')\n    return int(sqrt(x * x)) + 3") == 1.0
+    assert (
+        scored(
+            env,
+            "from math import sqrt\nimport collections.abc\ndef f(x):\n    print('hm')\n    "
+            "return int(sqrt(x * x)) + 3",
+        )
+        == 1.0
+    )
     assert scored(env, "def f(x):\n    return 6") == 0.5
     assert scored(env, "def f(x):\n    return 6 if x == 3 else 1 / 0") == 0.5
     assert scored(env, "def f(x):\n    return float(x + 3)") == 0.0  # another type
@@ -99,11 +114,13 @@ def test_right_and_half_right_solutions(env):
         "return f(x)",
         "return [[f]]",
         f"print('''{FORGED}''')",
-        POSIX + f"posix.write(1, b'''{FORGED}''')\n    return x + 3",  # a second report beside the process's own
+        # a second report beside the process's own
+        POSIX + f"posix.write(1, b'''{FORGED}''')\n    return x + 3",
         POSIX + "posix.write(1, b'[' * 50000)\n    posix._exit(0)",
         POSIX + 'posix.write(1, b\'{"layers": [], "results": [[true, 6]]}\')\n    posix._exit(0)',
         "f.__globals__['__builtins__']['open'] = print\n    return open('/etc/passwd') and x + 3",
-        "[c for c in object.__subclasses__() if 'Importer' in c.__name__][0].load_module('_posixsubprocess')",
+        "[c for c in object.__subclasses__() if 'Importer' in "
+        "c.__name__][0].load_module('_posixsubprocess')",
     ],
 )
 def test_what_is_not_allowed_scores_nothing_and_leaves_nothing(env, body):
@@ -114,8 +131,12 @@ def test_what_is_not_allowed_scores_nothing_and_leaves_nothing(env, body):
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_sleeping_process_is_killed_at_the_wall_clock():
-    # It waits for a lock that it has: Python 3.13 has an audit event for time.sleep, which is not allowed.
-    body = "lock = collections._sys.modules['_thread'].allocate_lock()\n    return lock.acquire() and lock.acquire()"
+    # It waits for a lock that it has: Python 3.13 has an audit event for time.sleep, which is not
+    # allowed.
+    body = (
+        "lock = collections._sys.modules['_thread'].allocate_lock()\n    return lock.acquire() "
+        "and lock.acquire()"
+    )
     code = f"import collections\ndef f(x):\n    {body}"
     ended = asyncio.run(Sandbox(wall_s=1).run(code, "f", [[1]]))
     assert ended == Ended(None, "timeout: longer than wall_s = 1")
@@ -146,7 +167,8 @@ def test_the_layers_in_force_are_reported():
 
 
 def confined(attempts: Callable[[ctypes.CDLL, int], object]) -> object:
-    """What `attempts` returns in a process that is confined as jail.py confines itself, without its audit hook, and run by `nobody`."""
+    """What `attempts` returns in a process that is confined as jail.py confines itself, without
+    its audit hook, and run by `nobody`."""
     sys.stdout.flush()
     parent, (read, write) = os.getpid(), os.pipe()
     child = os.fork()
@@ -176,17 +198,32 @@ def test_the_kernel_refuses_what_the_process_does_to_itself_notwithstanding():
         page = libc.mmap(0, 4096, 3, 0x22, -1, 0)
         found = {}
         for what, (numbers, arguments) in ESCAPES.items():
-            values = [{"parent": parent, "page": page}.get(value, value) if isinstance(value, str) else value for value in arguments]
-            pointers = [(ctypes.c_char * len(value)).from_buffer(value) if isinstance(value, bytearray) else value for value in values]
+            values = [
+                {"parent": parent, "page": page}.get(value, value)
+                if isinstance(value, str)
+                else value
+                for value in arguments
+            ]
+            pointers = [
+                (ctypes.c_char * len(value)).from_buffer(value)
+                if isinstance(value, bytearray)
+                else value
+                for value in values
+            ]
             ctypes.set_errno(0)
-            returned = libc.syscall(ctypes.c_long(numbers[SHOT]), *(ctypes.c_long(x) if isinstance(x, int) else x for x in pointers))
+            returned = libc.syscall(
+                ctypes.c_long(numbers[SHOT]),
+                *(ctypes.c_long(x) if isinstance(x, int) else x for x in pointers),
+            )
             found[what] = ctypes.get_errno() if returned == -1 else 0
         return found
 
     assert confined(attempt_all) == dict.fromkeys(ESCAPES, errno.EPERM) and len(ESCAPES) > 40
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one interface to the kernel")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="other machines have one interface to the kernel"
+)
 def test_a_call_by_another_interface_ends_the_process():
     child = os.fork()
     if not child:
@@ -199,7 +236,12 @@ def test_a_call_by_another_interface_ends_the_process():
 
 def test_where_nothing_can_be_confined_nothing_is_run(monkeypatch, tmp_path):
     other = tmp_path / "jail.py"
-    other.write_text(Path(sandbox.JAIL).read_text().replace('"x86_64": ', '"x": ').replace('"aarch64": ', '"y": '))
+    other.write_text(
+        Path(sandbox.JAIL)
+        .read_text()
+        .replace('"x86_64": ', '"x": ')
+        .replace('"aarch64": ', '"y": ')
+    )
     monkeypatch.setattr(sandbox, "JAIL", str(other))
     with pytest.raises(RuntimeError, match="model code is not run here"):
         asyncio.run(Sandbox().run("def f(x):\n    return x", "f", [[1]]))

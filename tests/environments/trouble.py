@@ -1,4 +1,5 @@
-"""Test environment whose task 1 does something that no environment should; its other tasks answer at once."""
+"""Test environment whose task 1 does something that no environment should; its other tasks
+answer at once."""
 
 import os
 import sys
@@ -33,7 +34,13 @@ def load_environment(how: str = "") -> vf.Environment:
         return float(answer)
 
     def in_own_venv() -> float:
-        return float(sys.prefix != sys.base_prefix and os.path.exists(os.path.join(sys.prefix, "of-the-test")))
+        return float(
+            sys.prefix != sys.base_prefix
+            and os.path.exists(os.path.join(sys.prefix, "of-the-test"))
+        )
 
     rows = [{"question": f"say {i}", "answer": str(i)} for i in range(6)]
-    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[reward, in_own_venv], weights=[1.0, 0.0]))
+    return vf.SingleTurnEnv(
+        dataset=Dataset.from_list(rows),
+        rubric=vf.Rubric(funcs=[reward, in_own_venv], weights=[1.0, 0.0]),
+    )

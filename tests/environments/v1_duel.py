@@ -1,4 +1,5 @@
-"""Test environment of the v1 API with two agents: a solver is judged by an agent that is not trained, against a group reward."""
+"""Test environment of the v1 API with two agents: a solver is judged by an agent that is not
+trained, against a group reward."""
 
 import verifiers.v1 as vf
 
@@ -16,7 +17,9 @@ class DuelSet(vf.Taskset[DuelTask, vf.TasksetConfig]):
 
 class DuelConfig(vf.EnvConfig):
     solver: vf.AgentConfig = vf.AgentConfig()
-    judge: vf.AgentConfig = vf.AgentConfig(sampling=vf.SamplingConfig(temperature=0.0, max_tokens=3))
+    judge: vf.AgentConfig = vf.AgentConfig(
+        sampling=vf.SamplingConfig(temperature=0.0, max_tokens=3)
+    )
     fail: str = ""
 
 

@@ -56,8 +56,12 @@ class EchoSet(vf.Taskset[EchoTask, EchoConfig]):
         first = 0 if self.config.split == "train" else 100
         for i in range(first, first + self.config.num):
             example = [vf.UserMessage(content="say 9"), vf.AssistantMessage(content="9")]
-            prompt = [*example, vf.UserMessage(content=f"say {i}")] if self.config.shown else f"say {i}"
-            data = EchoData(idx=i, prompt=prompt, system_prompt=self.config.system or None, answer=str(i))
+            prompt = (
+                [*example, vf.UserMessage(content=f"say {i}")] if self.config.shown else f"say {i}"
+            )
+            data = EchoData(
+                idx=i, prompt=prompt, system_prompt=self.config.system or None, answer=str(i)
+            )
             yield EchoTask(data, self.config.task)
 
 

@@ -1,4 +1,5 @@
-"""Test taskset of the v1 API with an environment of its own that plays the user: three questions, one talk."""
+"""Test taskset of the v1 API with an environment of its own that plays the user: three
+questions, one talk."""
 
 import verifiers.v1 as vf
 
@@ -11,7 +12,10 @@ class GuessTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
 
 class GuessSet(vf.Taskset[GuessTask, vf.TasksetConfig]):
     def load(self):
-        return [GuessTask(vf.TaskData(idx=i, prompt=f"guess {i}", system_prompt="short")) for i in range(2)]
+        return [
+            GuessTask(vf.TaskData(idx=i, prompt=f"guess {i}", system_prompt="short"))
+            for i in range(2)
+        ]
 
 
 class GuessEnvConfig(vf.EnvConfig):

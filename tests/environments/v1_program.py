@@ -1,4 +1,5 @@
-"""Test taskset of the v1 API that brings its own harness: one that streams, or speaks another dialect."""
+"""Test taskset of the v1 API that brings its own harness: one that streams, or speaks another
+dialect."""
 
 import asyncio
 import json
@@ -26,15 +27,24 @@ class ProgramHarness(vf.Harness[ProgramConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
-        body = {"model": ctx.model, "messages": [{"role": "user", "content": data.prompt}], "stream": self.config.stream}
+        body = {
+            "model": ctx.model,
+            "messages": [{"role": "user", "content": data.prompt}],
+            "stream": self.config.stream,
+        }
         body |= {"max_tokens": 5, "temperature": 0.1, "stop": ["."]} | self.config.body
         headers = {"Authorization": f"Bearer {secret}", "x-api-key": secret}
-        async with aiohttp.ClientSession() as http, http.post(endpoint + self.config.route, json=body, headers=headers) as reply:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(endpoint + self.config.route, json=body, headers=headers) as reply,
+        ):
             text = await reply.text()
 
             async def ask(content):
                 more = body | {"messages": [{"role": "user", "content": content}], "stream": False}
-                async with http.post(endpoint + self.config.route, json=more, headers=headers) as ignored:
+                async with http.post(
+                    endpoint + self.config.route, json=more, headers=headers
+                ) as ignored:
                     await ignored.read()
 
             await asyncio.gather(*map(ask, self.config.also))

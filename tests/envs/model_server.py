@@ -8,16 +8,24 @@ from tests.web import WebServer
 
 
 class ModelServer(WebServer):
-    """Head server and model server in one; `says(body)` gives an answer's message. An answer's tokens are its number in this server."""
+    """Head server and model server in one; `says(body)` gives an answer's message. An answer's
+    tokens are its number in this server."""
 
     def __init__(self, says, agent: str = "env", tokens: bool = True):
-        super().__init__(web.get("/global_config_dict_yaml", self.config), web.post("/v1/chat/completions", self.complete))
+        super().__init__(
+            web.get("/global_config_dict_yaml", self.config),
+            web.post("/v1/chat/completions", self.complete),
+        )
         self.says, self.agent, self.tokens = says, agent, tokens
         self.asked: list[dict] = []
         self.cookies: list[str | None] = []
 
     async def config(self, _: web.Request) -> web.Response:
-        model = {"policy_model": {"responses_api_models": {"vllm_model": {"host": "127.0.0.1", "port": self.port}}}}
+        model = {
+            "policy_model": {
+                "responses_api_models": {"vllm_model": {"host": "127.0.0.1", "port": self.port}}
+            }
+        }
         return web.json_response(yaml.safe_dump(model | agent_entry(self.agent, 9)))
 
     async def complete(self, request: web.Request) -> web.Response:
@@ -25,7 +33,16 @@ class ModelServer(WebServer):
         self.cookies.append(request.cookies.get("session"))
         number, said = len(self.asked), self.says(body)
         if said is None:  # so NeMo Gym's vllm_model says that the prompt is too long
-            return web.json_response({"choices": [{"message": {"role": "assistant", "content": None}, "finish_reason": "length"}]})
+            return web.json_response(
+                {
+                    "choices": [
+                        {
+                            "message": {"role": "assistant", "content": None},
+                            "finish_reason": "length",
+                        }
+                    ]
+                }
+            )
         tokens = {
             "prompt_token_ids": [1, *range(2, number + 1)],
             "generation_token_ids": [number + 1],
@@ -33,6 +50,11 @@ class ModelServer(WebServer):
             "routed_experts": None,
         }
         message = {"role": "assistant", "content": None, **said, **(tokens if self.tokens else {})}
-        answer = web.json_response({"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"total_tokens": 2}})
+        answer = web.json_response(
+            {
+                "choices": [{"message": message, "finish_reason": "stop"}],
+                "usage": {"total_tokens": 2},
+            }
+        )
         answer.set_cookie("session", request.cookies.get("session") or f"s{number}")
         return answer

@@ -1,4 +1,5 @@
-"""A policy without a model: a token is a character, and a function names the answer to the text of a prompt."""
+"""A policy without a model: a token is a character, and a function names the answer to the text
+of a prompt."""
 
 import asyncio
 import inspect
@@ -49,7 +50,8 @@ class StubRenderer:
             if not isinstance(content, str):
                 raise RendererError("only text can be rendered: take the image out")
             calls = "".join(
-                call(made["function"]["name"], **json.loads(made["function"]["arguments"])) for made in message.get("tool_calls", [])
+                call(made["function"]["name"], **json.loads(made["function"]["arguments"]))
+                for made in message.get("tool_calls", [])
             )
             lines.append(f"{message['role']}: {content}{calls}{END}")
         return "".join(lines) + "assistant: "
@@ -59,12 +61,21 @@ class StubRenderer:
         return self.encode(head + self.render(messages))
 
     def next_prompt_ids(
-        self, before: list[int], messages: list[Message], num_old: int, tools: list[Tool] | None = None
+        self,
+        before: list[int],
+        messages: list[Message],
+        num_old: int,
+        tools: list[Tool] | None = None,
     ) -> list[int] | None:
         close = [] if before[-1] == ord(END) else [ord(END)]
         return before + close + self.encode(self.render(messages[num_old:]))
 
-    def parse(self, completion_ids: list[int], tools: list[Tool] | None = None, prompt_ids: list[int] | None = None) -> Answer:
+    def parse(
+        self,
+        completion_ids: list[int],
+        tools: list[Tool] | None = None,
+        prompt_ids: list[int] | None = None,
+    ) -> Answer:
         text = self.decode(completion_ids)
         reasoning, thought, rest = text.partition("</think>")
         text = rest if thought else text
@@ -76,20 +87,25 @@ class StubRenderer:
                 bad.append(match[0])
                 continue
             number = zlib.crc32(repr(prompt_ids).encode())
-            calls.append(ToolCall(f"call_{number}_{len(calls)}", made["name"], json.dumps(made["arguments"])))
+            calls.append(
+                ToolCall(f"call_{number}_{len(calls)}", made["name"], json.dumps(made["arguments"]))
+            )
             text = text.replace(match[0], "")
         return Answer(text, reasoning if thought else None, calls, bad)
 
 
 class StubServers:
-    """Answers with what `reply(prompt)` gives: a text, an exception, or a coroutine of either. Longer than max_tokens is cut off."""
+    """Answers with what `reply(prompt)` gives: a text, an exception, or a coroutine of either.
+    Longer than max_tokens is cut off."""
 
     def __init__(self, reply: Callable[[str], Any]):
         self.reply = reply
         self.asked: list[dict[str, Any]] = []
         self.busy = self.peak = 0
 
-    async def generate(self, server: int, token_ids: list[int], sampling: dict[str, Any]) -> Generation:
+    async def generate(
+        self, server: int, token_ids: list[int], sampling: dict[str, Any]
+    ) -> Generation:
         self.asked.append({"server": server, "token_ids": token_ids, "sampling": sampling})
         self.busy += 1
         self.peak = max(self.peak, self.busy)
@@ -126,12 +142,16 @@ class StubPolicy(Policy):
 
 def order(task: int = 0, num_episodes: int = 1, split: Any = "train", **sampling: Any) -> PlayGroup:
     sampling = {"max_tokens": 64, "temperature": 1.0} | sampling
-    return PlayGroup(play_id=0, split=split, task=task, num_episodes=num_episodes, sampling=sampling, session=3)
+    return PlayGroup(
+        play_id=0, split=split, task=task, num_episodes=num_episodes, sampling=sampling, session=3
+    )
 
 
-def played(env: Any, task: int = 0, num_episodes: int = 1, *, run: Any = steady.run, **sampling: Any) -> list[Any]:
-    """The rollouts of a group, as a worker has them played. What uses threads or processes needs `run = asyncio.run`: their waits would
-    never end by a clock that stands still."""
+def played(
+    env: Any, task: int = 0, num_episodes: int = 1, *, run: Any = steady.run, **sampling: Any
+) -> list[Any]:
+    """The rollouts of a group, as a worker has them played. What uses threads or processes needs
+    `run = asyncio.run`: their waits would never end by a clock that stands still."""
 
     async def play() -> list[Any]:
         given = order(task, num_episodes, **sampling)

@@ -1,4 +1,5 @@
-"""Every kind of classic environment, and every way in which one can fail, with a policy that needs no model."""
+"""Every kind of classic environment, and every way in which one can fail, with a policy that
+needs no model."""
 
 import asyncio
 import importlib.machinery
@@ -37,7 +38,9 @@ def exact(completion, answer) -> float:
 
 
 def rows(count=3, **columns):
-    return Dataset.from_list([{"question": f"say {i}", "answer": str(i), **columns} for i in range(count)])
+    return Dataset.from_list(
+        [{"question": f"say {i}", "answer": str(i), **columns} for i in range(count)]
+    )
 
 
 def rubric(*funcs, weights=None):
@@ -45,7 +48,9 @@ def rubric(*funcs, weights=None):
 
 
 def single(*funcs, weights=None, **options):
-    return vf.SingleTurnEnv(**({"dataset": rows(), "rubric": rubric(*funcs, weights=weights)} | options))
+    return vf.SingleTurnEnv(
+        **({"dataset": rows(), "rubric": rubric(*funcs, weights=weights)} | options)
+    )
 
 
 class Chatty(vf.MultiTurnEnv):
@@ -54,12 +59,17 @@ class Chatty(vf.MultiTurnEnv):
 
 
 def made(load_environment, reply=lambda prompt: "0", *, policy=None, **spec):
-    """The environment that a package with this load_environment has. A ready one is returned as it is."""
+    """The environment that a package with this load_environment has. A ready one is returned as
+    it is."""
     module = types.ModuleType("stub_env", "An installed environment.")
     module.__spec__, module.__file__ = importlib.machinery.ModuleSpec("stub_env", None), __file__
-    module.load_environment = load_environment if callable(load_environment) else lambda: load_environment
+    module.load_environment = (
+        load_environment if callable(load_environment) else lambda: load_environment
+    )
     sys.modules["stub_env"] = module
-    return ClassicEnvironment(EnvSpec(name="stub", **({"id": "stub-env"} | spec)), policy or StubPolicy(reply))
+    return ClassicEnvironment(
+        EnvSpec(name="stub", **({"id": "stub-env"} | spec)), policy or StubPolicy(reply)
+    )
 
 
 def text(ids):
@@ -77,37 +87,70 @@ def test_single_turn_keeps_the_turn_exactly():
     first, second = played(env, task=2, num_episodes=2, temperature=0.7, seed=5)
     assert first.turns == second.turns and first.error is None
     turn = only(first.turns)
-    assert text(turn.prompt_ids) == "system: digits\x03user: say 2\x03assistant: " and text(turn.completion_ids) == "2\x03"
+    assert (
+        text(turn.prompt_ids) == "system: digits\x03user: say 2\x03assistant: "
+        and text(turn.completion_ids) == "2\x03"
+    )
     assert (turn.logprobs, turn.finish_reason) == ([-0.5, -0.5], "stop")
     assert first.messages == [
         {"role": "system", "content": "digits"},
         {"role": "user", "content": "say 2"},
         {"role": "assistant", "content": "2"},
     ]
-    assert (first.reward, first.metrics, first.stop) == (1.0, {"exact": 1.0, "num_turns": 1.0}, "max_turns_reached")
+    assert (first.reward, first.metrics, first.stop) == (
+        1.0,
+        {"exact": 1.0, "num_turns": 1.0},
+        "max_turns_reached",
+    )
     assert not first.truncated and not first.overlong and first.num_tokens == 2
-    assert policy.servers.asked[0]["sampling"] == {"max_tokens": 64, "temperature": 0.7, "seed": 5, "stop_token_ids": [3]}
+    assert policy.servers.asked[0]["sampling"] == {
+        "max_tokens": 64,
+        "temperature": 0.7,
+        "seed": 5,
+        "stop_token_ids": [3],
+    }
 
 
 def test_where_the_prompt_ends_is_recorded_with_worked_examples_in_it():
     shown = [{"role": "user", "content": "say 9"}, {"role": "assistant", "content": "9"}]
-    build = lambda **more: made(lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=2, few_shot=shown, **more))  # noqa: E731
+    build = lambda **more: made(  # noqa: E731
+        lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=2, few_shot=shown, **more)
+    )
     rollout = only(played(build(system_prompt="digits")))
-    assert [message["role"] for message in rollout.messages] == ["system", *["user", "assistant"] * 3]
-    assert rollout.num_prompt_messages == rollout.as_record()["num_prompt_messages"] == 4 and len(rollout.turns) == 2
-    assert only(played(build())).num_prompt_messages == 3 and only(played(made(single()))).num_prompt_messages == 1
+    assert [message["role"] for message in rollout.messages] == [
+        "system",
+        *["user", "assistant"] * 3,
+    ]
+    assert (
+        rollout.num_prompt_messages == rollout.as_record()["num_prompt_messages"] == 4
+        and len(rollout.turns) == 2
+    )
+    assert (
+        only(played(build())).num_prompt_messages == 3
+        and only(played(made(single()))).num_prompt_messages == 1
+    )
 
 
 def test_multi_turn_is_append_only_and_reasoning_is_kept():
     replies = iter(["hm</think>a", "b", "2"])
-    env = made(lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3), lambda prompt: next(replies))
+    env = made(
+        lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3), lambda prompt: next(replies)
+    )
     rollout = only(played(env, task=2))
-    assert rollout.reward == 1.0 and [text(turn.completion_ids) for turn in rollout.turns] == ["hm</think>a\x03", "b\x03", "2\x03"]
+    assert rollout.reward == 1.0 and [text(turn.completion_ids) for turn in rollout.turns] == [
+        "hm</think>a\x03",
+        "b\x03",
+        "2\x03",
+    ]
     for before, after in itertools.pairwise(rollout.turns):
         kept = before.prompt_ids + before.completion_ids
         assert after.prompt_ids[: len(kept)] == kept
     assert rollout.messages[1] == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
-    assert [message["content"] for message in rollout.messages if message["role"] == "user"] == ["say 2", "and again 1", "and again 2"]
+    assert [message["content"] for message in rollout.messages if message["role"] == "user"] == [
+        "say 2",
+        "and again 1",
+        "and again 2",
+    ]
 
 
 def add(a: int, b: int) -> int:
@@ -130,45 +173,80 @@ def fail(why: str) -> str:
 
 
 def calculator(**options):
-    return vf.ToolEnv(tools=[add, fail], dataset=rows(answer="5"), rubric=rubric(), max_turns=4, **options)
+    return vf.ToolEnv(
+        tools=[add, fail], dataset=rows(answer="5"), rubric=rubric(), max_turns=4, **options
+    )
 
 
 def test_tools_over_several_turns():
     def reply(prompt):
         if "tool: 5" in prompt:
             return "5"
-        return call("add", a=2, b=3) if "tool: flat" in prompt else call("fail", why="flat") + call("nothing")
+        return (
+            call("add", a=2, b=3)
+            if "tool: flat" in prompt
+            else call("fail", why="flat") + call("nothing")
+        )
 
     env = made(calculator(), reply)
     rollout = only(played(env, max_tokens=200))
-    assert rollout.error is None and rollout.reward == 1.0 and rollout.stop == "no_tools_called" and len(rollout.turns) == 3
+    assert (
+        rollout.error is None
+        and rollout.reward == 1.0
+        and rollout.stop == "no_tools_called"
+        and len(rollout.turns) == 3
+    )
     assert text(rollout.turns[0].prompt_ids).startswith("[add][fail]user: say 0")
     roles = [message["role"] for message in rollout.messages]
     assert roles == ["user", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
     made_call = only(rollout.messages[4]["tool_calls"])
-    assert made_call["function"] == {"name": "add", "arguments": '{"a": 2, "b": 3}'} and made_call["type"] == "function"
+    assert (
+        made_call["function"] == {"name": "add", "arguments": '{"a": 2, "b": 3}'}
+        and made_call["type"] == "function"
+    )
     assert rollout.messages[5] == {"role": "tool", "content": "5", "tool_call_id": made_call["id"]}
     assert rollout.messages[2]["content"] == "flat" and "nothing" in rollout.messages[3]["content"]
-    counts = {"total_tool_calls": 3.0, "add_calls": 1.0, "fail_calls": 1.0, "bad_tool_calls": 0.0, "num_turns": 3.0}
+    counts = {
+        "total_tool_calls": 3.0,
+        "add_calls": 1.0,
+        "fail_calls": 1.0,
+        "bad_tool_calls": 0.0,
+        "num_turns": 3.0,
+    }
     assert rollout.metrics == {"exact": 1.0, **counts}
 
 
 def test_a_malformed_call_stays_in_the_text_and_is_counted():
     rollout = only(played(made(calculator(), lambda prompt: "<call>{add</call>")))
-    assert rollout.error is None and rollout.reward == 0.0 and rollout.metrics["bad_tool_calls"] == 1.0
+    assert (
+        rollout.error is None and rollout.reward == 0.0 and rollout.metrics["bad_tool_calls"] == 1.0
+    )
     assert rollout.messages[-1] == {"role": "assistant", "content": "<call>{add</call>"}
 
 
 def test_a_prompt_may_show_tool_calls():
     shown = [
         {"role": "user", "content": "2 + 1?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "name": "add", "arguments": '{"a": 2, "b": 1}'}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "x", "name": "add", "arguments": '{"a": 2, "b": 1}'}],
+        },
         {"role": "tool", "tool_call_id": "x", "content": "3"},
         {"role": "user", "content": "and now?"},
     ]
-    env = made(vf.ToolEnv(tools=[add], dataset=Dataset.from_list([{"prompt": shown, "answer": "0"}]), rubric=rubric()))
+    env = made(
+        vf.ToolEnv(
+            tools=[add],
+            dataset=Dataset.from_list([{"prompt": shown, "answer": "0"}]),
+            rubric=rubric(),
+        )
+    )
     rollout = only(played(env))
-    assert 'assistant: <call>{"name": "add", "arguments": {"a": 2, "b": 1}}</call>\x03tool: 3' in text(rollout.turns[0].prompt_ids)
+    assert (
+        'assistant: <call>{"name": "add", "arguments": {"a": 2, "b": 1}}</call>\x03tool: 3'
+        in text(rollout.turns[0].prompt_ids)
+    )
     assert rollout.reward == 1.0 and check_prompts(env, 1) is None
     assert env.task("train", 0)["prompt"][1]["tool_calls"][0]["function"]["name"] == "add"
 
@@ -198,8 +276,14 @@ def test_stateful_tools():
 
     env = made(build, lambda prompt: "done" if "2 written" in prompt else call("write", text="x"))
     for rollout in played(env, num_episodes=2):  # each has a page of its own
-        assert rollout.reward == 2.0 and rollout.metrics["write_calls"] == 2.0 and len(rollout.turns) == 3
-    assert list(only(env.task("train", 0)["tools"])["function"]["parameters"]["properties"]) == ["text"]
+        assert (
+            rollout.reward == 2.0
+            and rollout.metrics["write_calls"] == 2.0
+            and len(rollout.turns) == 3
+        )
+    assert list(only(env.task("train", 0)["tools"])["function"]["parameters"]["properties"]) == [
+        "text"
+    ]
 
 
 def test_completion_style_continues_the_text():
@@ -208,26 +292,40 @@ def test_completion_style_continues_the_text():
             return [vf.TextMessage(content=" Then")]
 
     data = Dataset.from_list([{"prompt": "Once", "answer": ""}])
-    build = lambda: Story(dataset=data, rubric=rubric(lambda completion: 1.0), max_turns=2, message_type="completion")  # noqa: E731
+    build = lambda: Story(  # noqa: E731
+        dataset=data, rubric=rubric(lambda completion: 1.0), max_turns=2, message_type="completion"
+    )
     rollout = only(played(made(build, lambda prompt: " upon")))
     first, second = rollout.turns
     assert text(first.prompt_ids) == "Once" and text(second.prompt_ids) == "Once upon\x03 Then"
-    assert [message["content"] for message in rollout.messages] == ["Once", " upon", " Then", " upon"]
+    assert [message["content"] for message in rollout.messages] == [
+        "Once",
+        " upon",
+        " Then",
+        " upon",
+    ]
     assert check_prompts(made(build, policy=StubPolicy(str, max_model_len=10)), 6) is None
-    assert completion_prompt([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]) == "a\n\nb"
+    assert (
+        completion_prompt([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+        == "a\n\nb"
+    )
 
 
 def test_the_first_prompt_of_a_completion_environment_begins_with_bos():
     data = Dataset.from_list([{"prompt": "Once", "answer": ""}])
     env = made(single(lambda completion: 1.0, dataset=data, message_type="completion"))
     env.policy.renderer.bos = "^"
-    assert text(only(played(env)).turns[0].prompt_ids) == text(env.prompt_ids("train", 0)) == "^Once"
+    assert (
+        text(only(played(env)).turns[0].prompt_ids) == text(env.prompt_ids("train", 0)) == "^Once"
+    )
 
 
 def test_a_text_prompt_in_chat_style_is_the_users():
     env = made(single(dataset=Dataset.from_list([{"prompt": "hello", "answer": "0"}])))
     rollout = only(played(env))
-    assert text(rollout.turns[0].prompt_ids) == "user: hello\x03assistant: " and rollout.reward == 1.0
+    assert (
+        text(rollout.turns[0].prompt_ids) == "user: hello\x03assistant: " and rollout.reward == 1.0
+    )
 
 
 def relative(completions) -> list[float]:
@@ -245,7 +343,9 @@ def test_group_rewards():
     assert env.scores_groups
     rollouts = played(env, num_episodes=3)
     assert [rollout.reward for rollout in rollouts] == [0.0, 1.0, 1.0]
-    assert [rollout.metrics["relative"] for rollout in rollouts] == [0.0, 1.0, 0.0] and rollouts[2].metrics["exact"] == 1.0
+    assert [rollout.metrics["relative"] for rollout in rollouts] == [0.0, 1.0, 0.0] and rollouts[
+        2
+    ].metrics["exact"] == 1.0
 
 
 @pytest.mark.parametrize("bad", [[1.0], [1.0, NAN], [1.0, None], "ab", 1.0, None])
@@ -255,7 +355,10 @@ def test_a_group_reward_that_is_no_list_of_numbers_fails_the_group(bad):
 
     rollouts = played(made(single(broken)), num_episodes=2)
     assert [rollout.cause for rollout in rollouts] == ["reward", "reward"]
-    assert "reward function broken returned" in rollouts[0].error and "a list of 2 finite numbers" in rollouts[0].error
+    assert (
+        "reward function broken returned" in rollouts[0].error
+        and "a list of 2 finite numbers" in rollouts[0].error
+    )
 
 
 def test_one_failure_in_a_scored_group_is_all_of_its():
@@ -266,12 +369,18 @@ def test_one_failure_in_a_scored_group_is_all_of_its():
 
     turn = iter(range(9))
     rollouts = played(made(lambda: Flaky(dataset=rows(), rubric=rubric(relative))), num_episodes=3)
-    assert {rollout.cause for rollout in rollouts} == {"environment"} and [len(rollout.turns) for rollout in rollouts] == [1, 0, 1]
-    assert rollouts[0].error == "not scored, because another rollout of its group failed: SandboxError: gone"
+    assert {rollout.cause for rollout in rollouts} == {"environment"} and [
+        len(rollout.turns) for rollout in rollouts
+    ] == [1, 0, 1]
+    assert (
+        rollouts[0].error
+        == "not scored, because another rollout of its group failed: SandboxError: gone"
+    )
 
 
 def test_an_exit_in_a_scored_group_is_its_failure():
-    """In a task of its own an exit() goes past every `except Exception` and would end the worker."""
+    """In a task of its own an exit() goes past every `except Exception` and would end the
+    worker."""
 
     class Leaves(vf.SingleTurnEnv):
         async def setup_state(self, state):
@@ -284,7 +393,10 @@ def test_an_exit_in_a_scored_group_is_its_failure():
         exit()
 
     rollouts = played(made(single(leaves, exact)), num_episodes=2)
-    assert [rollout.cause for rollout in rollouts] == ["reward", "reward"] and "leaves raised SystemExit" in rollouts[0].error
+    assert [rollout.cause for rollout in rollouts] == [
+        "reward",
+        "reward",
+    ] and "leaves raised SystemExit" in rollouts[0].error
 
 
 def test_groups_of_environments_even_nested():
@@ -292,28 +404,49 @@ def test_groups_of_environments_even_nested():
         return 0.25
 
     def build():  # of one depth, or their rows cannot be put together
-        outer, inner = vf.EnvGroup([single(relative)], ["group"]), vf.EnvGroup([single(zero), calculator()], ["quarter", "tools"])
+        outer, inner = (
+            vf.EnvGroup([single(relative)], ["group"]),
+            vf.EnvGroup([single(zero), calculator()], ["quarter", "tools"]),
+        )
         return vf.EnvGroup([outer, inner], ["outer", "inner"])
 
     env = made(build)
     assert env.scores_groups and env.num_tasks("train") == 9 and env.kind == "classic EnvGroup"
     first, quarter, tools = (played(env, task=task, num_episodes=2)[0] for task in (0, 3, 6))
-    assert (first.reward, first.metrics) == (1.0, {f"outer/group/{name}": 1.0 for name in ("relative", "num_turns", "reward")})
-    assert quarter.metrics == {"inner/quarter/zero": 0.25, "inner/quarter/num_turns": 1.0, "inner/quarter/reward": 0.25}
-    assert tools.metrics["inner/tools/bad_tool_calls"] == 0.0 and text(tools.turns[0].prompt_ids).startswith("[add][fail]")
+    assert (first.reward, first.metrics) == (
+        1.0,
+        {f"outer/group/{name}": 1.0 for name in ("relative", "num_turns", "reward")},
+    )
+    assert quarter.metrics == {
+        "inner/quarter/zero": 0.25,
+        "inner/quarter/num_turns": 1.0,
+        "inner/quarter/reward": 0.25,
+    }
+    assert tools.metrics["inner/tools/bad_tool_calls"] == 0.0 and text(
+        tools.turns[0].prompt_ids
+    ).startswith("[add][fail]")
     task = env.task("train", 6)
     assert task["member"] == "inner/tools" and len(task["tools"]) == 2 and task["answer"] == "5"
     assert list(env.describe()["members"]) == ["outer/group", "inner/quarter", "inner/tools"]
     plain = made(lambda: vf.EnvGroup([single(zero), single()], ["a", "b"]))
-    assert not plain.scores_groups and [only(played(plain, task=task)).reward for task in (0, 3)] == [0.25, 1.0]
+    assert not plain.scores_groups and [
+        only(played(plain, task=task)).reward for task in (0, 3)
+    ] == [0.25, 1.0]
 
 
 def test_info_as_json_text_and_tools_of_a_row():
-    tool = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+    tool = {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {}},
+    }
     data = rows(1, info=json.dumps({"tool_defs": [tool], "n": 7}))
     rollout = only(played(env := made(single(lambda info: info["n"], dataset=data))))
     assert rollout.reward == 7.0 and rollout.metrics["bad_tool_calls"] == 0.0
-    assert env.task("train", 0)["info"]["n"] == 7 and only(env.task("train", 0)["tools"])["function"]["name"] == "look"
+    assert (
+        env.task("train", 0)["info"]["n"] == 7
+        and only(env.task("train", 0)["tools"])["function"]["name"] == "look"
+    )
 
 
 def broken_with(value):
@@ -325,17 +458,38 @@ def broken_with(value):
     return broken
 
 
-@pytest.mark.parametrize("value", [ValueError("no\n"), NAN, None, float("inf"), "1.0", {"a": 1}, 10**400, vf.InfraError("x"), np.ones(2)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        ValueError("no\n"),
+        NAN,
+        None,
+        float("inf"),
+        "1.0",
+        {"a": 1},
+        10**400,
+        vf.InfraError("x"),
+        np.ones(2),
+    ],
+)
 def test_a_reward_that_is_no_number_is_a_failure(value):
     rollout = only(played(made(single(exact, broken_with(value)))))
-    assert rollout.cause == "reward" and rollout.error.startswith("reward function broken r") and rollout.reward == 0.0
+    assert (
+        rollout.cause == "reward"
+        and rollout.error.startswith("reward function broken r")
+        and rollout.reward == 0.0
+    )
     assert len(rollout.turns) == 1 and not rollout.metrics
 
 
-@pytest.mark.parametrize("value", [True, 1, np.float32(1), np.int64(1), np.bool_(True), np.ones(())])
+@pytest.mark.parametrize(
+    "value", [True, 1, np.float32(1), np.int64(1), np.bool_(True), np.ones(())]
+)
 def test_what_is_a_number(value):
     rollout = only(played(made(single(broken_with(value)))))
-    assert rollout.error is None and rollout.reward == 1.0 and type(rollout.metrics["broken"]) is float
+    assert (
+        rollout.error is None and rollout.reward == 1.0 and type(rollout.metrics["broken"]) is float
+    )
 
 
 def test_a_metric_without_weight_may_fail():
@@ -358,7 +512,10 @@ def test_a_rubric_of_ones_own_is_checked_too():
 
 
 def test_no_reward_function_is_told_at_load():
-    with pytest.raises(RunError, match=r"has no reward function; add one, or set set_kwargs\.score_rollouts = false"):
+    with pytest.raises(
+        RunError,
+        match=r"has no reward function; add one, or set set_kwargs\.score_rollouts = false",
+    ):
         made(single(rubric=None))
     rollout = only(played(made(single(rubric=None), set_kwargs={"score_rollouts": False})))
     assert rollout.error is None and rollout.reward == 0.0 and rollout.turns
@@ -375,7 +532,11 @@ class Raises(vf.SingleTurnEnv):
 
 def test_errors_of_the_environment():
     rollout = only(played(made(lambda: Raises(vf.SandboxError("no room")))))
-    assert (rollout.cause, rollout.error, rollout.stop) == ("environment", "SandboxError: no room", "has_error")
+    assert (rollout.cause, rollout.error, rollout.stop) == (
+        "environment",
+        "SandboxError: no room",
+        "has_error",
+    )
     with pytest.raises(ValueError, match="plain"):
         played(made(lambda: Raises(ValueError("plain"))))
     with pytest.raises(ValueError, match="plain"):  # and the others of its group end
@@ -391,22 +552,42 @@ class Breaks(Chatty):
 
 def test_what_was_said_before_the_environment_raised_is_kept():
     def rollouts(replies, num_episodes=1, **options):
-        env = made(lambda: Breaks(dataset=rows(), max_turns=3, **options), lambda prompt: next(replies))
-        episodes = asyncio.run(Worker.play_once(SimpleNamespace(env=env), order(1, num_episodes), num_episodes))
+        env = made(
+            lambda: Breaks(dataset=rows(), max_turns=3, **options), lambda prompt: next(replies)
+        )
+        episodes = asyncio.run(
+            Worker.play_once(SimpleNamespace(env=env), order(1, num_episodes), num_episodes)
+        )
         return [only(episode) for episode in episodes]
 
     rollout = only(rollouts(iter(["1", "2"]), system_prompt="digits", rubric=rubric()))
-    assert rollout.cause == "environment" and rollout.error.startswith("KeyError: 'a second answer'") and rollout.reward == 0.0
-    assert [message["content"] for message in rollout.messages] == ["digits", "say 1", "1", "and again 1", "2"]
+    assert (
+        rollout.cause == "environment"
+        and rollout.error.startswith("KeyError: 'a second answer'")
+        and rollout.reward == 0.0
+    )
+    assert [message["content"] for message in rollout.messages] == [
+        "digits",
+        "say 1",
+        "1",
+        "and again 1",
+        "2",
+    ]
     assert rollout.num_prompt_messages == 2 and len(rollout.turns) == 2
     each = rollouts(iter(["a", "b", "c", "d"]), 2, rubric=rubric(relative))
-    assert all(one.error.startswith("KeyError") for one in each) and len({one.messages[1]["content"] for one in each}) == 2
+    assert (
+        all(one.error.startswith("KeyError") for one in each)
+        and len({one.messages[1]["content"] for one in each}) == 2
+    )
 
 
 def test_a_tool_that_stops_the_rollout():
     env = made(calculator(stop_errors=[ArithmeticError]), lambda prompt: call("fail", why="flat"))
     rollout = only(played(env))
-    assert (rollout.cause, rollout.error) == ("environment", "ToolCallError <- ArithmeticError: flat")
+    assert (rollout.cause, rollout.error) == (
+        "environment",
+        "ToolCallError <- ArithmeticError: flat",
+    )
     assert rollout.turns and rollout.messages[-1]["tool_calls"]
 
 
@@ -415,7 +596,11 @@ def test_timeouts_in_generation_and_in_scoring():
         await asyncio.sleep(9)
 
     rollout = only(played(made(single(), slow, timeout_s=0.3)))
-    assert rollout.cause == "timeout" and "generating the rollout took longer than 0.3 s" in rollout.error and rollout.stop == "timeout"
+    assert (
+        rollout.cause == "timeout"
+        and "generating the rollout took longer than 0.3 s" in rollout.error
+        and rollout.stop == "timeout"
+    )
 
     async def long(completion):
         await asyncio.sleep(9)
@@ -428,7 +613,12 @@ def test_timeouts_in_generation_and_in_scoring():
             cleaned.append(state["trajectory_id"])
 
     rollout = only(played(made(single(rubric=Cleans(funcs=[long])), timeout_s=0.3)))
-    assert rollout.cause == "timeout" and "scoring" in rollout.error and len(rollout.turns) == 1 and len(cleaned) == 1
+    assert (
+        rollout.cause == "timeout"
+        and "scoring" in rollout.error
+        and len(rollout.turns) == 1
+        and len(cleaned) == 1
+    )
 
 
 def test_the_environments_own_timeout_and_what_was_said_before():
@@ -438,10 +628,25 @@ def test_the_environments_own_timeout_and_what_was_said_before():
 
     build = lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3, timeout_seconds=0.3)  # noqa: E731
     rollout = only(played(made(build, reply)))
-    assert (rollout.cause, rollout.stop) == ("timeout", "timeout_reached") and "timeout_seconds = 0.3" in rollout.error
-    assert len(rollout.turns) == 1 and rollout.messages[-1]["content"] == "a" and rollout.num_prompt_messages == 1
-    rollout = only(played(made(lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3), reply, timeout_s=0.3)))
-    assert rollout.cause == "timeout" and len(rollout.turns) == 1 and rollout.messages[-1] == {"role": "assistant", "content": "a"}
+    assert (rollout.cause, rollout.stop) == (
+        "timeout",
+        "timeout_reached",
+    ) and "timeout_seconds = 0.3" in rollout.error
+    assert (
+        len(rollout.turns) == 1
+        and rollout.messages[-1]["content"] == "a"
+        and rollout.num_prompt_messages == 1
+    )
+    rollout = only(
+        played(
+            made(lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3), reply, timeout_s=0.3)
+        )
+    )
+    assert (
+        rollout.cause == "timeout"
+        and len(rollout.turns) == 1
+        and rollout.messages[-1] == {"role": "assistant", "content": "a"}
+    )
     assert rollout.num_prompt_messages == 1
 
 
@@ -449,17 +654,27 @@ def test_overlong_is_no_error():
     def last(completion) -> float:
         return float(len(completion[-1]["content"]))
 
-    rollout = only(played(made(single(last), policy=StubPolicy(lambda prompt: "x", max_model_len=10))))
-    assert rollout.overlong and rollout.error is None and not rollout.turns and rollout.reward == 0.0
+    rollout = only(
+        played(made(single(last), policy=StubPolicy(lambda prompt: "x", max_model_len=10)))
+    )
+    assert (
+        rollout.overlong and rollout.error is None and not rollout.turns and rollout.reward == 0.0
+    )
     build = lambda: Chatty(dataset=rows(), rubric=rubric(lambda completion: 0.5), max_turns=3)  # noqa: E731
-    rollout = only(played(made(build, policy=StubPolicy(lambda prompt: "y" * 20, max_model_len=60))))
+    rollout = only(
+        played(made(build, policy=StubPolicy(lambda prompt: "y" * 20, max_model_len=60)))
+    )
     assert rollout.overlong and rollout.error is None and len(rollout.turns) == 1
     assert (rollout.reward, rollout.stop) == (0.5, "prompt_too_long")
 
 
 def test_truncation():
     rollout = only(played(made(single(), lambda prompt: "0123456789"), max_tokens=4))
-    assert rollout.truncated and rollout.turns[0].finish_reason == "length" and rollout.messages[-1]["content"] == "0123"
+    assert (
+        rollout.truncated
+        and rollout.turns[0].finish_reason == "length"
+        and rollout.messages[-1]["content"] == "0123"
+    )
 
 
 def test_policy_failures_have_their_causes():
@@ -476,7 +691,9 @@ def test_policy_failures_have_their_causes():
     assert len(only(played(made(build))).turns.chains) == 2  # no failure, but a new sample
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     env = made(single(dataset=Dataset.from_list([{"prompt": image, "answer": ""}])))
-    assert only(played(env)).cause == "environment" and "take the image out" in check_prompts(env, 1)
+    assert only(played(env)).cause == "environment" and "take the image out" in check_prompts(
+        env, 1
+    )
 
 
 @pytest.mark.parametrize("error", [InferenceLostError("gone"), ValueError("refused")])
@@ -490,7 +707,9 @@ def test_a_swallowed_policy_failure_is_still_one(error):
     def reply(prompt):
         return error if "judge this" in prompt else "0"
 
-    rollout = only(played(made(lambda: Swallows(dataset=rows(), rubric=rubric(), max_turns=2), reply)))
+    rollout = only(
+        played(made(lambda: Swallows(dataset=rows(), rubric=rubric(), max_turns=2), reply))
+    )
     assert (rollout.cause, rollout.error) == ("inference", str(error))
 
 
@@ -499,26 +718,44 @@ def test_only_steps_of_the_trajectory_are_turns():
 
     class Asks(vf.MultiTurnEnv):
         async def env_response(self, messages, state, **kwargs):
-            hint = await self.get_model_response(state, [vf.UserMessage(content="a hint?")], sampling_args=asked)
+            hint = await self.get_model_response(
+                state, [vf.UserMessage(content="a hint?")], sampling_args=asked
+            )
             return [vf.UserMessage(content=hint.message.content)]
 
     policy = StubPolicy(lambda prompt: "hinted" if "hint" in prompt else "0")
-    rollout = only(played(made(lambda: Asks(dataset=rows(), rubric=rubric(), max_turns=2), policy=policy)))
+    rollout = only(
+        played(made(lambda: Asks(dataset=rows(), rubric=rubric(), max_turns=2), policy=policy))
+    )
     assert len(policy.servers.asked) == 3 and policy.servers.asked[1]["sampling"]["max_tokens"] == 3
-    assert policy.servers.asked[1]["sampling"]["temperature"] == 1.0 and rollout.metrics["forced_sampling"] == 1.0
-    assert [text(turn.completion_ids) for turn in rollout.turns] == ["0\x03", "0\x03"] and "user: hin" in text(rollout.turns[1].prompt_ids)
+    assert (
+        policy.servers.asked[1]["sampling"]["temperature"] == 1.0
+        and rollout.metrics["forced_sampling"] == 1.0
+    )
+    assert [text(turn.completion_ids) for turn in rollout.turns] == [
+        "0\x03",
+        "0\x03",
+    ] and "user: hin" in text(rollout.turns[1].prompt_ids)
 
 
 def test_sampling_of_the_environment_fills_what_is_not_configured():
     policy = StubPolicy(lambda prompt: "0")
-    env = made(single(sampling_args={"stop": ["x"], "temperature": 0.1, "max_tokens": 5}), policy=policy)
+    env = made(
+        single(sampling_args={"stop": ["x"], "temperature": 0.1, "max_tokens": 5}), policy=policy
+    )
     played(env)
-    assert policy.servers.asked[0]["sampling"] == {"max_tokens": 64, "temperature": 1.0, "stop": ["x"], "stop_token_ids": [3]}
+    assert policy.servers.asked[0]["sampling"] == {
+        "max_tokens": 64,
+        "temperature": 1.0,
+        "stop": ["x"],
+        "stop_token_ids": [3],
+    }
 
 
 @asynccontextmanager
 async def openai_server(answer):
-    """An OpenAI-like server: `answer(body)` is a text, a message, a whole response, or (status, message)."""
+    """An OpenAI-like server: `answer(body)` is a text, a message, a whole response, or (status,
+    message)."""
 
     async def handle(request):
         body = await request.json()
@@ -529,11 +766,27 @@ async def openai_server(answer):
             return said
         message = said if isinstance(said, dict) else {"content": said}
         kind = "chat.completion" if "messages" in body else "text_completion"
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant"} | message, "text": said}
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant"} | message,
+            "text": said,
+        }
         usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
-        return web.json_response({"id": "x", "created": 0, "model": body["model"], "object": kind, "choices": [choice], "usage": usage})
+        return web.json_response(
+            {
+                "id": "x",
+                "created": 0,
+                "model": body["model"],
+                "object": kind,
+                "choices": [choice],
+                "usage": usage,
+            }
+        )
 
-    async with WebServer(web.post("/v1/chat/completions", handle), web.post("/v1/completions", handle), path="/v1") as server:
+    async with WebServer(
+        web.post("/v1/chat/completions", handle), web.post("/v1/completions", handle), path="/v1"
+    ) as server:
         yield server.url
 
 
@@ -550,15 +803,21 @@ def judged(base_url):
 
 def test_a_judge_that_works_and_one_that_is_down():
     async def play():
-        async with openai_server(lambda body: "yes" if "```\n0\n```" in body["messages"][0]["content"] else "no") as base_url:
+        async with openai_server(
+            lambda body: "yes" if "```\n0\n```" in body["messages"][0]["content"] else "no"
+        ) as base_url:
             env = judged(base_url)
             good = await env.play(order(0), 1)
             bad = await env.play(order(1), 1)
         return [*good[0], *bad[0], *(await env.play(order(0), 1))[0]]
 
     good, also_good, down = asyncio.run(play())
-    assert good.reward == 1.0 and also_good.reward == 1.0  # the response, "0", is in both judge's prompts
-    assert down.cause == "reward" and "reward function approved raised RuntimeError: Judge model API error" in down.error
+    # the response, "0", is in both judge's prompts
+    assert good.reward == 1.0 and also_good.reward == 1.0
+    assert (
+        down.cause == "reward"
+        and "reward function approved raised RuntimeError: Judge model API error" in down.error
+    )
 
 
 def at_endpoint(build, answer, **sampling):
@@ -577,8 +836,18 @@ def at_endpoint(build, answer, **sampling):
 
 def test_endpoints():
     rollout, asked = at_endpoint(single(), "0", top_k=5)
-    assert (rollout.reward, rollout.turns, rollout.completion_tokens, rollout.num_tokens) == (1.0, [], 2, 2)
-    assert {"model": "m", "max_completion_tokens": 64, "temperature": 1.0, "top_k": 5}.items() <= asked.items()
+    assert (rollout.reward, rollout.turns, rollout.completion_tokens, rollout.num_tokens) == (
+        1.0,
+        [],
+        2,
+        2,
+    )
+    assert {
+        "model": "m",
+        "max_completion_tokens": 64,
+        "temperature": 1.0,
+        "top_k": 5,
+    }.items() <= asked.items()
     data = Dataset.from_list([{"prompt": "Once", "answer": "0"}])
     rollout, asked = at_endpoint(single(dataset=data, message_type="completion"), "0", min_p=0.1)
     assert rollout.reward == 1.0 and asked["prompt"] == "Once" and asked["min_p"] == 0.1
@@ -590,9 +859,12 @@ def test_endpoints():
     assert rollout.overlong and rollout.error is None
 
 
-@pytest.mark.parametrize("said", ["", {"content": None, "reasoning_content": "hm"}, {"content": None, "tool_calls": []}])
+@pytest.mark.parametrize(
+    "said", ["", {"content": None, "reasoning_content": "hm"}, {"content": None, "tool_calls": []}]
+)
 def test_an_answer_of_an_endpoint_is_scored_like_one_of_the_own_policy(said):
-    """Regression: an empty one failed, and one with reasoning alone reached the reward function as None."""
+    """Regression: an empty one failed, and one with reasoning alone reached the reward function
+    as None."""
 
     def empty(completion):
         return float(completion[-1]["content"] == "")
@@ -610,11 +882,23 @@ def test_an_empty_text_of_an_endpoint_is_an_answer():
 @pytest.mark.parametrize("style", ["chat", "completion"])
 def test_an_endpoint_that_answers_something_else_is_quoted(style):
     """Regression: a ValidationError's text, or an AttributeError's."""
-    data = Dataset.from_list([{"prompt": "Once" if style == "completion" else [{"role": "user", "content": "Once"}], "answer": ""}])
+    data = Dataset.from_list(
+        [
+            {
+                "prompt": "Once"
+                if style == "completion"
+                else [{"role": "user", "content": "Once"}],
+                "answer": "",
+            }
+        ]
+    )
     html = web.Response(text="<html>Sign in to Proxy</html>", content_type="text/html")
     for said in (html, web.json_response({"error": {"message": "Sign in to Proxy"}})):
         rollout, _ = at_endpoint(single(dataset=data, message_type=style), said)
-        assert rollout.cause == "inference" and "the endpoint answered no completion: " in rollout.error
+        assert (
+            rollout.cause == "inference"
+            and "the endpoint answered no completion: " in rollout.error
+        )
         assert "Sign in to Proxy" in rollout.error and "Error: 1 validation" not in rollout.error
 
 
@@ -633,8 +917,14 @@ def test_limits_bound_what_runs_at_once():
         return 1.0
 
     policy = StubPolicy(reply)
-    rollouts = played(made(single(slow), policy=policy, max_generating=3, max_scoring=2), num_episodes=12)
-    assert policy.servers.peak == 3 and scoring["peak"] == 2 and {rollout.reward for rollout in rollouts} == {1.0}
+    rollouts = played(
+        made(single(slow), policy=policy, max_generating=3, max_scoring=2), num_episodes=12
+    )
+    assert (
+        policy.servers.peak == 3
+        and scoring["peak"] == 2
+        and {rollout.reward for rollout in rollouts} == {1.0}
+    )
     policy = StubPolicy(reply)
     played(made(single(relative), policy=policy, max_generating=3), num_episodes=7)
     assert policy.servers.peak == 3
@@ -643,7 +933,9 @@ def test_limits_bound_what_runs_at_once():
 def test_set_kwargs():
     env = made(single(), set_kwargs={"max_seq_len": 7, "timeout_seconds": 0.5})
     assert env.env.max_seq_len == 7 and env.env.timeout_seconds == 0.5
-    build = lambda: vf.EnvGroup([Chatty(dataset=rows(), rubric=rubric(), max_turns=5), single()], ["a", "b"])  # noqa: E731
+    build = lambda: vf.EnvGroup(  # noqa: E731
+        [Chatty(dataset=rows(), rubric=rubric(), max_turns=5), single()], ["a", "b"]
+    )
     assert len(only(played(made(build, set_kwargs={"max_total_completion_tokens": 3}))).turns) == 2
     for name, hint in (("max_turn", "did you mean max_turns"), ("zzz", "there are")):
         with pytest.raises(RunError, match=f"SingleTurnEnv has no such attribute; {hint}"):
@@ -657,15 +949,27 @@ def test_data_sets_may_be_lazy_or_missing():
     assert (env.num_tasks("train"), env.num_tasks("eval"), built) == (5, 0, [1])
     env = made(single(dataset=None, eval_dataset=rows(2)))
     assert (env.num_tasks("train"), env.num_tasks("eval")) == (0, 2)
-    assert only(asyncio.run(env.play(order(1, split="eval"), 1))[0]).messages[0]["content"] == "say 1"
-    assert "a prompt of 23 tokens and orchestrator.sampling.max_tokens = 5000" in check_prompts(env, 5000)
+    assert (
+        only(asyncio.run(env.play(order(1, split="eval"), 1))[0]).messages[0]["content"] == "say 1"
+    )
+    assert "a prompt of 23 tokens and orchestrator.sampling.max_tokens = 5000" in check_prompts(
+        env, 5000
+    )
     spec = env.policy.spec
-    lower = f"raise model.max_model_len to 5023, lower max_tokens to {spec.max_model_len - 23}, or leave eval task 0 out"
+    lower = (
+        f"raise model.max_model_len to 5023, lower max_tokens to {spec.max_model_len - 23}, or "
+        "leave eval task 0 out"
+    )
     assert lower in check_prompts(env, 5000)
     env.policy.spec = structs.replace(spec, max_model_len=20)
-    assert check_prompts(env, 1).endswith("; raise model.max_model_len to 24, or leave eval task 0 out")
+    assert check_prompts(env, 1).endswith(
+        "; raise model.max_model_len to 24, or leave eval task 0 out"
+    )
     env.policy.spec = structs.replace(spec, vocab_size=ord("u"))
-    lacks = f": eval task 0: 'y' is token {ord('y')}, the model's embedding has {ord('u')} rows; give it one (transformers: resize_token_"
+    lacks = (
+        f": eval task 0: 'y' is token {ord('y')}, the model's embedding has {ord('u')} rows; "
+        "give it one (transformers: resize_token_"
+    )
     assert lacks in check_prompts(env, 1)
     env.policy.spec = spec
     assert check_prompts(env, 100) is None
@@ -673,7 +977,11 @@ def test_data_sets_may_be_lazy_or_missing():
     def offline():
         raise ConnectionError("no network")
 
-    with pytest.raises(RunError, match=r"its data set raised ConnectionError: no network \(at .*test_classic.py:\d+\); check"):
+    with pytest.raises(
+        RunError,
+        match=r"its data set raised ConnectionError: no network \(at .*test_classic.py:\d+\); "
+        r"check",
+    ):
         made(single(dataset=offline))
 
 
@@ -682,9 +990,15 @@ def test_faults_at_load_name_place_and_remedy():
         raise KeyError("SOME_DATA_PATH")
 
     handler = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(RunError, match=r"load_environment raised KeyError: 'SOME_DATA_PATH' \(at .*test_classic.py:\d+\); check"):
+    with pytest.raises(
+        RunError,
+        match=r"load_environment raised KeyError: 'SOME_DATA_PATH' \(at .*test_classic.py:\d+\); "
+        r"check",
+    ):
         made(loads, args={"size": 1})
-    with pytest.raises(RunError, match=r"unexpected keyword argument 'sizes'.*; its arguments are size, fail"):
+    with pytest.raises(
+        RunError, match=r"unexpected keyword argument 'sizes'.*; its arguments are size, fail"
+    ):
         made(loads, args={"sizes": 1})
     with pytest.raises(RunError, match=r"returned a int, not a vf.Environment"):
         made(lambda: 3)
@@ -700,12 +1014,26 @@ def test_description_and_tasks_are_plain():
 
     env = made(load_environment, args={"size": 5})
     about = json.loads(json.dumps(env.describe()))
-    assert env.kind == "classic ToolEnv" and about["arguments"] == {"size": "int = 5 (default: 3)", "note": "None"}
-    assert about["reward functions"] == {"exact": 1.0} and about["metrics"][:2] == ["num_turns", "total_tool_calls"]
-    assert [tool["name"] for tool in about["tools"]] == ["add", "fail"] and about["max turns"] == 4 and about["parser"] == "ThinkParser"
+    assert env.kind == "classic ToolEnv" and about["arguments"] == {
+        "size": "int = 5 (default: 3)",
+        "note": "None",
+    }
+    assert about["reward functions"] == {"exact": 1.0} and about["metrics"][:2] == [
+        "num_turns",
+        "total_tool_calls",
+    ]
+    assert (
+        [tool["name"] for tool in about["tools"]] == ["add", "fail"]
+        and about["max turns"] == 4
+        and about["parser"] == "ThinkParser"
+    )
     assert (about["train tasks"], about["eval tasks"], about["system prompt"]) == (3, 0, "be brief")
     task = env.task("train", 1)
-    assert task["prompt"][-1] == {"role": "user", "content": "say 1"} and task["answer"] == "5" and len(task["tools"]) == 2
+    assert (
+        task["prompt"][-1] == {"role": "user", "content": "say 1"}
+        and task["answer"] == "5"
+        and len(task["tools"]) == 2
+    )
 
 
 def test_rows_are_not_changed_by_playing():
@@ -745,5 +1073,8 @@ def test_a_version_without_what_the_adapter_needs_is_refused(monkeypatch):
     """Regression: the first task of a group of environments failed, or the end of the worker."""
     monkeypatch.delitem(sys.modules, "rl.envs.classic.environment")
     monkeypatch.delattr(vf.EnvGroup, "_route_child_input")
-    with pytest.raises(RunError, match=r"is classic, which needs verifiers>=.*has no attribute '_route_child_input'"):
+    with pytest.raises(
+        RunError,
+        match=r"is classic, which needs verifiers>=.*has no attribute '_route_child_input'",
+    ):
         load(EnvSpec(name="x", id="sum-classic", kind="classic"), StubPolicy())

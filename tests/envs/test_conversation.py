@@ -31,7 +31,10 @@ def test_a_long_chat_is_kept_once():
             messages.append({"role": "assistant", "content": "answer"})
 
     asyncio.run(talk())
-    assert sum(len(past.added) for past in chat.history) == 400 and len(chat.history[-1].whole()) == 400
+    assert (
+        sum(len(past.added) for past in chat.history) == 400
+        and len(chat.history[-1].whole()) == 400
+    )
     assert [turn.prompt_ids for turn in chat.turns] == sent(policy)
     assert len(chat.turns.chains) == 1
     assert len(msgspec.msgpack.encode(chat.turns)) < 12 * chat.turns.chains[0].num_tokens + 30 * 200
@@ -47,7 +50,10 @@ def test_routes_are_asked_for_once_for_each_token():
         policy.spec.routes = True
         for _ in range(3):
             _, answer = await chats[1].answer(messages, None, {})
-            messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "next"}]
+            messages += [
+                {"role": "assistant", "content": answer.content},
+                {"role": "user", "content": "next"},
+            ]
 
     asyncio.run(talk())
     asked = [call["sampling"].get("routes_from") for call in policy.servers.asked]
@@ -59,9 +65,18 @@ def test_routes_are_asked_for_once_for_each_token():
 
 def test_words_that_the_assistant_has_begun_are_not_closed():
     """Regression: a second answer was sampled behind them, as if they were a whole turn."""
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "The answer is"}]
-    with pytest.raises(RolloutError, match="end with the assistant's words, which are not continued") as raised:
-        asyncio.run(Conversation(StubPolicy(lambda prompt: "answer"), 0, SAMPLING).answer(messages, None, {}))
+    messages = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "The answer is"},
+    ]
+    with pytest.raises(
+        RolloutError, match="end with the assistant's words, which are not continued"
+    ) as raised:
+        asyncio.run(
+            Conversation(StubPolicy(lambda prompt: "answer"), 0, SAMPLING).answer(
+                messages, None, {}
+            )
+        )
     assert raised.value.cause == "environment"
 
 
@@ -76,14 +91,22 @@ def test_an_answer_that_cannot_be_a_turn_is_the_fault_of_inference(monkeypatch):
 
     monkeypatch.setattr(policy.servers, "generate", cut)
     with pytest.raises(RolloutError, match=r"the routes of \d+ tokens have \d+ bytes") as failed:
-        asyncio.run(Conversation(policy, 0, SAMPLING).answer([{"role": "user", "content": "question"}], None, {}))
+        asyncio.run(
+            Conversation(policy, 0, SAMPLING).answer(
+                [{"role": "user", "content": "question"}], None, {}
+            )
+        )
     assert failed.value.cause == "inference"
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_branches_continue_the_turn_that_they_leave(seed):
-    """Two chats with common turns: each prompt is that of the newest conversation that it extends."""
-    draw, policy = random.Random(seed), StubPolicy(lambda prompt: random.Random(prompt).choice(["yes", "no"]))
+    """Two chats with common turns: each prompt is that of the newest conversation that it
+    extends."""
+    draw, policy = (
+        random.Random(seed),
+        StubPolicy(lambda prompt: random.Random(prompt).choice(["yes", "no"])),
+    )
     turns = Turns()
     chats = [Conversation(policy, 0, SAMPLING, turns) for _ in range(2)]
     told = [[[{"role": "user", "content": "begin"}]] for _ in chats]
@@ -93,7 +116,13 @@ def test_branches_continue_the_turn_that_they_leave(seed):
             i = draw.randrange(2)
             messages = draw.choice(told[i])
             _, answer = await chats[i].answer(messages, None, {})
-            told[i].append([*messages, {"role": "assistant", "content": answer.content}, {"role": "user", "content": draw.choice("ab")}])
+            told[i].append(
+                [
+                    *messages,
+                    {"role": "assistant", "content": answer.content},
+                    {"role": "user", "content": draw.choice("ab")},
+                ]
+            )
 
     asyncio.run(talk())
     assert [turn.prompt_ids for turn in turns] == sent(policy)
@@ -113,17 +142,23 @@ def test_a_text_is_kept_once():
         return text
 
     text = asyncio.run(go())
-    assert "".join(talk.history[-1].whole()) == text and sum(len(piece) for past in talk.history for piece in past.added) == len(text)
+    assert "".join(talk.history[-1].whole()) == text and sum(
+        len(piece) for past in talk.history for piece in past.added
+    ) == len(text)
     assert [turn.prompt_ids for turn in turns] == sent(policy) and len(turns.chains) == 1
 
 
 @pytest.mark.parametrize(
-    ("overrides", "content"), [({}, "<a>3"), ({"stop": "3"}, "<a>"), ({"stop": ["x", "/"]}, "<a>3<"), ({"stop": []}, "<a>3")]
+    ("overrides", "content"),
+    [({}, "<a>3"), ({"stop": "3"}, "<a>"), ({"stop": ["x", "/"]}, "<a>3<"), ({"stop": []}, "<a>3")],
 )
 def test_a_stop_string_is_left_out_of_the_content_and_kept_in_the_turn(overrides, content):
     """As OpenAI's servers do. The last token may have more than the stop string."""
     policy, said = StubPolicy(lambda prompt: "<a>3</a>;"), "<a>3</a>;\x03"
-    chat, talk = (kind(policy, 0, SAMPLING | {"stop": ["</a>", "</b>"]}) for kind in (Conversation, TextConversation))
+    chat, talk = (
+        kind(policy, 0, SAMPLING | {"stop": ["</a>", "</b>"]})
+        for kind in (Conversation, TextConversation)
+    )
 
     def text(ids):
         return "".join(map(chr, ids))
@@ -132,7 +167,9 @@ def test_a_stop_string_is_left_out_of_the_content_and_kept_in_the_turn(overrides
         ask = {"role": "user", "content": "q"}
         turn, answer = await chat.answer([ask], None, overrides)
         assert answer.content == content and text(turn.completion_ids) == said
-        after, _ = await chat.answer([ask, {"role": "assistant", "content": content}, ask], None, overrides)
+        after, _ = await chat.answer(
+            [ask, {"role": "assistant", "content": content}, ask], None, overrides
+        )
         assert after.prompt_ids[: len(turn.token_ids)] == turn.token_ids
         turn, answer = await talk.answer("q", None, overrides)
         assert answer.content == content and text(turn.completion_ids) == said
@@ -140,7 +177,9 @@ def test_a_stop_string_is_left_out_of_the_content_and_kept_in_the_turn(overrides
         assert text(turn.prompt_ids) == f"q{content}!", "a text that was not sampled is encoded"
 
     asyncio.run(go())
-    assert policy.servers.asked[0]["sampling"]["stop"] == (overrides.get("stop") or ["</a>", "</b>"])
+    assert policy.servers.asked[0]["sampling"]["stop"] == (
+        overrides.get("stop") or ["</a>", "</b>"]
+    )
 
 
 def test_a_text_begins_with_the_bos_token_of_its_tokenizer():
@@ -153,12 +192,22 @@ def test_a_text_begins_with_the_bos_token_of_its_tokenizer():
             await talk.answer(text, None, {})
 
     asyncio.run(go())
-    assert ["".join(map(chr, ids)) for ids in sent(policy)] == ["^a", "^ab\x03c", "^another"] and len(turns.chains) == 2
+    assert ["".join(map(chr, ids)) for ids in sent(policy)] == [
+        "^a",
+        "^ab\x03c",
+        "^another",
+    ] and len(turns.chains) == 2
 
 
 def test_a_list_that_is_made_when_it_is_looked_at_is_a_list_to_whoever_looks():
     lazy = LazyList(3, lambda: [1, 2, 3])
-    assert lazy == [1, 2, 3] and lazy[1:] == [2, 3] and list(lazy) == [1, 2, 3] and len(lazy) == 3 and 2 in lazy
+    assert (
+        lazy == [1, 2, 3]
+        and lazy[1:] == [2, 3]
+        and list(lazy) == [1, 2, 3]
+        and len(lazy) == 3
+        and 2 in lazy
+    )
     assert operator.add(lazy, [4]) == [1, 2, 3, 4] and operator.add([0], lazy) == [0, 1, 2, 3]
 
 
@@ -183,7 +232,8 @@ def test_each_turn_of_a_seeded_conversation_has_a_seed_of_its_own_and_again_the_
 
 @pytest.mark.parametrize("kind", [Conversation, TextConversation])
 def test_requests_of_one_conversation_at_once_have_seeds_of_their_own(kind):
-    """They had the same, so that an evaluation by a vote of five answers had one answer five times."""
+    """They had the same, so that an evaluation by a vote of five answers had one answer five
+    times."""
 
     async def later():
         await asyncio.sleep(0.01)

@@ -23,16 +23,36 @@ POLICY_URL = "http://127.0.0.1:8321/v1"
 
 
 def tokens(prompt: list[int], completion: list[int]) -> dict:
-    return {"prompt_token_ids": prompt, "generation_token_ids": completion, "generation_log_probs": [-0.5] * len(completion)}
+    return {
+        "prompt_token_ids": prompt,
+        "generation_token_ids": completion,
+        "generation_log_probs": [-0.5] * len(completion),
+    }
 
 
 def says(text: str, **fields) -> dict:
-    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}], **fields}
+    return {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": text}],
+        **fields,
+    }
 
 
-def reply(*output: dict, reward: object = 1.0, incomplete: str | None = None, temperature: float | None = None, **extra) -> dict:
+def reply(
+    *output: dict,
+    reward: object = 1.0,
+    incomplete: str | None = None,
+    temperature: float | None = None,
+    **extra,
+) -> dict:
     details = {"reason": incomplete} if incomplete else None
-    response = {"output": output, "incomplete_details": details, "usage": {"output_tokens": 7}, "temperature": temperature}
+    response = {
+        "output": output,
+        "incomplete_details": details,
+        "usage": {"output_tokens": 7},
+        "temperature": temperature,
+    }
     return {"response": response, "reward": reward, **extra}
 
 
@@ -40,10 +60,22 @@ ANSWER = reply(says("5", **tokens([1, 2], [3, 4])))
 
 
 class NemoGym:
-    """Head server and agents `adder` and `speller` in one; `answer(agent, row)` gives what `/run` replies: JSON, or a status and a text."""
+    """Head server and agents `adder` and `speller` in one; `answer(agent, row)` gives what
+    `/run` replies: JSON, or a status and a text."""
 
-    def __init__(self, answer=lambda agent, row: ANSWER, agents=("adder", "speller"), returns_tokens=True, policy_url=POLICY_URL):
-        self.answer, self.agents, self.returns_tokens, self.policy_url = answer, agents, returns_tokens, policy_url
+    def __init__(
+        self,
+        answer=lambda agent, row: ANSWER,
+        agents=("adder", "speller"),
+        returns_tokens=True,
+        policy_url=POLICY_URL,
+    ):
+        self.answer, self.agents, self.returns_tokens, self.policy_url = (
+            answer,
+            agents,
+            returns_tokens,
+            policy_url,
+        )
         self.asked: list[tuple[str, dict, dict]] = []
         self.port = 0
 
@@ -61,12 +93,27 @@ class NemoGym:
         return run
 
     async def config(self, _: web.Request) -> web.Response:
-        model = {"base_url": "${policy_base_url}", "return_token_id_information": self.returns_tokens}
+        model = {
+            "base_url": "${policy_base_url}",
+            "return_token_id_information": self.returns_tokens,
+        }
         servers = {
-            name: {"responses_api_agents": {"simple_agent": {"host": "127.0.0.1", "port": port, "model_server": {"name": "policy_model"}}}}
+            name: {
+                "responses_api_agents": {
+                    "simple_agent": {
+                        "host": "127.0.0.1",
+                        "port": port,
+                        "model_server": {"name": "policy_model"},
+                    }
+                }
+            }
             for name, port in self.ports.items()
         }
-        config = {"policy_base_url": self.policy_url, "policy_model": {"responses_api_models": {"vllm_model": model}}, **servers}
+        config = {
+            "policy_base_url": self.policy_url,
+            "policy_model": {"responses_api_models": {"vllm_model": model}},
+            **servers,
+        }
         return web.json_response(yaml.safe_dump(config))
 
     async def serve(self, *routes: web.RouteDef, port: int = 0) -> int:
@@ -75,8 +122,12 @@ class NemoGym:
 
     async def __aenter__(self) -> "NemoGym":
         self.servers = AsyncExitStack()
-        self.ports = {name: await self.serve(web.post("/run", self.handler(name))) for name in self.agents}
-        self.port = await self.serve(web.get("/global_config_dict_yaml", self.config), port=self.port)
+        self.ports = {
+            name: await self.serve(web.post("/run", self.handler(name))) for name in self.agents
+        }
+        self.port = await self.serve(
+            web.get("/global_config_dict_yaml", self.config), port=self.port
+        )
         return self
 
     async def __aexit__(self, *_) -> None:
@@ -107,12 +158,18 @@ class Servers:
 
 
 def policy(**spec) -> SimpleNamespace:
-    return SimpleNamespace(endpoint=spec.get("endpoint"), servers=Servers(), spec=PolicySpec(**spec))
+    return SimpleNamespace(
+        endpoint=spec.get("endpoint"), servers=Servers(), spec=PolicySpec(**spec)
+    )
 
 
 def write_rows(path: Path, *agents: str | None) -> str:
     rows = [
-        {"responses_create_params": {"input": f"task {i}", "temperature": 0.1, "top_p": 0.9}, "answer": i, "difficulty": 2.0}
+        {
+            "responses_create_params": {"input": f"task {i}", "temperature": 0.1, "top_p": 0.9},
+            "answer": i,
+            "difficulty": 2.0,
+        }
         | ({"agent_ref": {"name": agent}} if agent else {})
         for i, agent in enumerate(agents)
     ]
@@ -125,7 +182,9 @@ def order(task: int = 0, **sampling) -> PlayGroup:
     return PlayGroup(play_id=0, split="train", task=task, num_episodes=1, sampling=asked, session=0)
 
 
-def play(tmp_path, gym: NemoGym, *, task=0, agents=("adder",), with_policy=None, sampling=None, **spec):
+def play(
+    tmp_path, gym: NemoGym, *, task=0, agents=("adder",), with_policy=None, sampling=None, **spec
+):
     """One episode against `gym`; the rollout."""
 
     async def run():
@@ -144,7 +203,9 @@ def play(tmp_path, gym: NemoGym, *, task=0, agents=("adder",), with_policy=None,
 def make(tmp_path, gym, agents=("adder",), with_policy=None, **spec) -> NemoGymEnvironment:
     rows = write_rows(tmp_path / "rows.jsonl", *agents)
     head = f"http://127.0.0.1:{gym.port}/"
-    return NemoGymEnvironment(EnvSpec(name="gym", dataset=rows, head_server=head, **spec), with_policy or policy())
+    return NemoGymEnvironment(
+        EnvSpec(name="gym", dataset=rows, head_server=head, **spec), with_policy or policy()
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -160,19 +221,37 @@ def fails(cause: str, text: str, *args, **kwargs) -> None:
 
 def test_a_row_goes_to_the_agent_that_it_names_with_our_sampling(tmp_path):
     gym = NemoGym(lambda agent, row: reply(says(agent, **tokens([1], [2]))))
-    rollout = play(tmp_path, gym, task=1, agents=("adder", "speller"), args={"max_tool_calls": 2}, sampling={"top_k": 5, "seed": 7})
+    rollout = play(
+        tmp_path,
+        gym,
+        task=1,
+        agents=("adder", "speller"),
+        args={"max_tool_calls": 2},
+        sampling={"top_k": 5, "seed": 7},
+    )
     [(agent, row, cookies)] = gym.asked
     assert (agent, row["answer"], cookies) == ("speller", 1, {})
     params = row["responses_create_params"]
     metadata = json.loads(params.pop("metadata")["extra_body"])
     assert metadata == {"top_k": 5, "seed": 7}
-    assert params == {"input": "task 1", "temperature": 1.0, "max_output_tokens": 16, "max_tool_calls": 2}  # the row's top_p is gone
-    assert rollout.messages == [{"role": "user", "content": "task 1"}, {"role": "assistant", "content": "speller"}]
+    # the row's top_p is gone
+    assert params == {
+        "input": "task 1",
+        "temperature": 1.0,
+        "max_output_tokens": 16,
+        "max_tool_calls": 2,
+    }
+    assert rollout.messages == [
+        {"role": "user", "content": "task 1"},
+        {"role": "assistant", "content": "speller"},
+    ]
 
 
 def test_a_row_without_agent_goes_to_the_only_one(tmp_path):
     assert play(tmp_path, NemoGym(agents=("adder",)), agents=(None,)).reward == 1.0
-    with pytest.raises(RunError, match=r"agents are adder, speller; .*ng_prepare_data \+mode=example_validation"):
+    with pytest.raises(
+        RunError, match=r"agents are adder, speller; .*ng_prepare_data \+mode=example_validation"
+    ):
         play(tmp_path, NemoGym(), agents=(None,))
     with pytest.raises(RunError, match=r"rows are for agent painter; .* has adder, speller"):
         play(tmp_path, NemoGym(), agents=("painter",))
@@ -197,7 +276,10 @@ def test_turns_with_tools_keep_their_tokens_and_become_messages(tmp_path):
         ([1, 2], [3, 4, 9], [-0.5] * 3),
         ([1, 2, 3, 4, 9, 5], [6, 9], [-0.5] * 2),
     ]
-    assert [turn.policy_versions for turn in rollout.turns] == [[VersionSpan(3, 3)], [VersionSpan(3, 2)]]
+    assert [turn.policy_versions for turn in rollout.turns] == [
+        [VersionSpan(3, 3)],
+        [VersionSpan(3, 2)],
+    ]
     function = {"name": "add", "arguments": '{"a": 1}'}
     assert rollout.messages == [
         {"role": "user", "content": "task 0"},
@@ -210,27 +292,43 @@ def test_turns_with_tools_keep_their_tokens_and_become_messages(tmp_path):
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
         {"role": "assistant", "content": "two"},
     ]
-    assert (rollout.reward, rollout.metrics) == (0.5, {"accuracy": 1.0, "overlap": 0.25})  # difficulty came with the row
+    # difficulty came with the row
+    assert (rollout.reward, rollout.metrics) == (0.5, {"accuracy": 1.0, "overlap": 0.25})
     assert (rollout.stop, rollout.truncated, rollout.overlong) == ("completed", False, False)
     assert rollout.num_prompt_messages == 1
 
 
 def test_a_rewritten_history_begins_a_new_sample(tmp_path):
-    gym = NemoGym(lambda *_: reply(says("a", **tokens([1], [2])), says("b", **tokens([1, 7, 5], [6]))))
+    gym = NemoGym(
+        lambda *_: reply(says("a", **tokens([1], [2])), says("b", **tokens([1, 7, 5], [6])))
+    )
     turns = play(tmp_path, gym).turns
-    assert [turns.ids(chain).tolist() for chain in range(len(turns.chains))] == [[1, 2], [1, 7, 5, 6]]
+    assert [turns.ids(chain).tolist() for chain in range(len(turns.chains))] == [
+        [1, 2],
+        [1, 7, 5, 6],
+    ]
 
 
 @pytest.mark.parametrize("reward", [math.nan, None, "1", math.inf])
 def test_a_reward_that_is_no_finite_number_fails_the_rollout(tmp_path, reward):
-    fails("reward", "not a finite number", tmp_path, NemoGym(lambda *_: reply(says("5", **tokens([1], [2])), reward=reward)))
+    fails(
+        "reward",
+        "not a finite number",
+        tmp_path,
+        NemoGym(lambda *_: reply(says("5", **tokens([1], [2])), reward=reward)),
+    )
 
 
 def test_server_errors_are_repeated_but_not_for_ever(tmp_path):
     answers = [(500, "busy"), (503, "busy"), ANSWER]
     assert play(tmp_path, NemoGym(lambda *_: answers.pop(0))).reward == 1.0
     broken = NemoGym(lambda *_: (500, "KeyError('gold')"))
-    fails("environment", r"head server http://127.0.0.1:\d+\): .*/run answered 500: KeyError\('gold'\)", tmp_path, broken)
+    fails(
+        "environment",
+        r"head server http://127.0.0.1:\d+\): .*/run answered 500: KeyError\('gold'\)",
+        tmp_path,
+        broken,
+    )
     assert len(broken.asked) == 3
     wrong = NemoGym(lambda *_: (422, "answer: field required"))
     fails("environment", "422: answer: field required", tmp_path, wrong)
@@ -246,7 +344,10 @@ def test_a_gym_that_dies_and_comes_back_elsewhere_costs_only_failed_rollouts(tmp
             await env.start()
             await env.play(order(), 1)
             before = dict(gym.ports)
-        with pytest.raises(RolloutError, match=r"Cannot connect.* See ng_run's output; if it is gone, start it with") as caught:
+        with pytest.raises(
+            RolloutError,
+            match=r"Cannot connect.* See ng_run's output; if it is gone, start it with",
+        ) as caught:
             await env.play(order(), 1)
         assert caught.value.cause == "environment"
         async with gym:
@@ -263,9 +364,13 @@ def test_load_names_what_is_missing(tmp_path):
         await env.start()
 
     nobody = SimpleNamespace(port=9)
-    with pytest.raises(RunError, match=r"no NeMo Gym head server at http://127.0.0.1:9 .*scripts/nemo_gym.py start"):
+    with pytest.raises(
+        RunError, match=r"no NeMo Gym head server at http://127.0.0.1:9 .*scripts/nemo_gym.py start"
+    ):
         asyncio.run(start(make(tmp_path, nobody)))
-    with pytest.raises(RunError, match=r"agent adder returns no token ids; .*vllm_model_for_training.yaml"):
+    with pytest.raises(
+        RunError, match=r"agent adder returns no token ids; .*vllm_model_for_training.yaml"
+    ):
         play(tmp_path, NemoGym(returns_tokens=False))
     with pytest.raises(RunError, match=r"args.temperature is set by the sampling settings"):
         make(tmp_path, nobody, args={"temperature": 0.5})
@@ -276,27 +381,53 @@ def test_load_names_what_is_missing(tmp_path):
         (str(tmp_path / "bad.jsonl"), r"bad.jsonl:1 is not"),
     ):
         with pytest.raises(RunError, match=said):
-            NemoGymEnvironment(EnvSpec(name="gym", dataset=dataset, head_server="http://127.0.0.1:9"), policy())
+            NemoGymEnvironment(
+                EnvSpec(name="gym", dataset=dataset, head_server="http://127.0.0.1:9"), policy()
+            )
 
 
 def test_replies_without_tokens(tmp_path):
-    fails("inference", "returns no token ids; .*vllm_model_for_training.yaml", tmp_path, NemoGym(lambda *_: reply(says("5"))))
-    full = play(tmp_path, NemoGym(lambda *_: reply(says(""), incomplete="max_output_tokens", reward=0.0)))
-    assert (full.turns, full.overlong, full.truncated) == ([], True, True)
-    later = play(tmp_path, NemoGym(lambda *_: reply(says("a", **tokens([1], [2])), says(""), incomplete="max_output_tokens")))
-    assert (len(later.turns), later.overlong, later.turns[0].finish_reason) == (1, True, "stop")
-    uneven = says("5", prompt_token_ids=[1], generation_token_ids=[2, 3], generation_log_probs=[-0.5])
     fails(
         "inference",
-        r"model server: an answer's tokens, logprobs and policy versions differ in number: \[1, 2\]",
+        "returns no token ids; .*vllm_model_for_training.yaml",
+        tmp_path,
+        NemoGym(lambda *_: reply(says("5"))),
+    )
+    full = play(
+        tmp_path, NemoGym(lambda *_: reply(says(""), incomplete="max_output_tokens", reward=0.0))
+    )
+    assert (full.turns, full.overlong, full.truncated) == ([], True, True)
+    later = play(
+        tmp_path,
+        NemoGym(
+            lambda *_: reply(
+                says("a", **tokens([1], [2])), says(""), incomplete="max_output_tokens"
+            )
+        ),
+    )
+    assert (len(later.turns), later.overlong, later.turns[0].finish_reason) == (1, True, "stop")
+    uneven = says(
+        "5", prompt_token_ids=[1], generation_token_ids=[2, 3], generation_log_probs=[-0.5]
+    )
+    fails(
+        "inference",
+        r"model server: an answer's tokens, logprobs and policy versions differ in number: "
+        r"\[1, 2\]",
         tmp_path,
         NemoGym(lambda *_: reply(uneven)),
     )
 
 
 def test_an_answer_that_was_cut_off_is_truncated(tmp_path):
-    rollout = play(tmp_path, NemoGym(lambda *_: reply(says("5", **tokens([1], [2])), incomplete="max_output_tokens")))
-    assert (rollout.truncated, rollout.overlong, rollout.turns[0].finish_reason) == (True, False, "length")
+    rollout = play(
+        tmp_path,
+        NemoGym(lambda *_: reply(says("5", **tokens([1], [2])), incomplete="max_output_tokens")),
+    )
+    assert (rollout.truncated, rollout.overlong, rollout.turns[0].finish_reason) == (
+        True,
+        False,
+        "length",
+    )
 
 
 def test_another_temperature_than_the_trainers_is_refused(tmp_path):
@@ -306,7 +437,12 @@ def test_another_temperature_than_the_trainers_is_refused(tmp_path):
 
 
 def test_a_gym_that_asks_another_server_of_this_machine_is_refused(tmp_path):
-    fails("inference", r"asks port \[8000\] .*serves at \[8321\]", tmp_path, NemoGym(policy_url="http://localhost:8000/v1"))
+    fails(
+        "inference",
+        r"asks port \[8000\] .*serves at \[8321\]",
+        tmp_path,
+        NemoGym(policy_url="http://localhost:8000/v1"),
+    )
     assert play(tmp_path, NemoGym(policy_url="http://gateway:8000/v1")).reward == 1.0
 
 
@@ -320,10 +456,20 @@ def test_the_version_is_that_of_the_episodes_start(tmp_path):
 
 def test_an_answer_that_a_server_remembers_has_its_exact_versions(tmp_path):
     ours = policy()
-    ours.servers.answered[answer_digest([1, 2], [3, 4], [-0.5, -0.5])] = [VersionSpan(4, 1), VersionSpan(5, 1)]
-    gym = NemoGym(lambda *_: reply(says("5", **tokens([1, 2], [3, 4])), says("6", **tokens([1, 2, 3, 4, 7], [8]))))
+    ours.servers.answered[answer_digest([1, 2], [3, 4], [-0.5, -0.5])] = [
+        VersionSpan(4, 1),
+        VersionSpan(5, 1),
+    ]
+    gym = NemoGym(
+        lambda *_: reply(
+            says("5", **tokens([1, 2], [3, 4])), says("6", **tokens([1, 2, 3, 4, 7], [8]))
+        )
+    )
     rollout = play(tmp_path, gym, with_policy=ours)
-    assert [turn.policy_versions for turn in rollout.turns] == [[VersionSpan(4, 1), VersionSpan(5, 1)], [VersionSpan(3, 1)]]
+    assert [turn.policy_versions for turn in rollout.turns] == [
+        [VersionSpan(4, 1), VersionSpan(5, 1)],
+        [VersionSpan(3, 1)],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -335,15 +481,22 @@ def test_an_answer_that_a_server_remembers_has_its_exact_versions(tmp_path):
         ("http://router:8000/v1", 2),  # which may pass a request to any
     ],
 )
-def test_an_agent_that_asks_some_of_several_servers_has_the_versions_of_those(tmp_path, asked, version):
+def test_an_agent_that_asks_some_of_several_servers_has_the_versions_of_those(
+    tmp_path, asked, version
+):
     ours = policy()
-    ours.servers.version, ours.servers.others = 7, {"http://10.0.0.2:8000": 5, "http://10.0.0.3:8000": 2}
+    ours.servers.version, ours.servers.others = (
+        7,
+        {"http://10.0.0.2:8000": 5, "http://10.0.0.3:8000": 2},
+    )
     assert play(tmp_path, NemoGym(policy_url=asked), with_policy=ours).versions == [version]
 
 
 def test_a_gym_in_front_of_an_endpoint_is_played_without_tokens(tmp_path):
     other = policy(endpoint=Endpoint(base_url="http://elsewhere/v1", model="m"))
-    rollout = play(tmp_path, NemoGym(lambda *_: reply(says("5")), returns_tokens=False), with_policy=other)
+    rollout = play(
+        tmp_path, NemoGym(lambda *_: reply(says("5")), returns_tokens=False), with_policy=other
+    )
     assert (rollout.turns, rollout.num_tokens, rollout.reward) == ([], 7, 1.0)
 
 

@@ -19,7 +19,11 @@ from rl.wire.worker_messages import EnvSpec, PolicySpec
 from tests.envs.model_server import ModelServer
 from tests.envs.stub_policy import order
 
-CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
+}
 USER = {"role": "user", "content": "1 + 2?"}
 
 
@@ -27,7 +31,11 @@ async def chatting(server: ModelServer, *added: list[dict], tools=None) -> tuple
     """Asks for an answer after each of the further messages; the turns, and the answers."""
     async with server:
         policy = GymPolicy(PolicySpec(head_server=server.url, max_model_len=1 << 31), "env")
-        chat, messages, answers = policy.chat(policy, 0, {"temperature": 0.5, "metadata": {"x": "y"}}), [], []
+        chat, messages, answers = (
+            policy.chat(policy, 0, {"temperature": 0.5, "metadata": {"x": "y"}}),
+            [],
+            [],
+        )
         for more in added:
             messages += more
             _, answer = await chat.answer(messages, tools, {"max_tokens": 9, "temperature": 2.0})
@@ -39,16 +47,35 @@ async def chatting(server: ModelServer, *added: list[dict], tools=None) -> tuple
 def test_earlier_answers_go_back_as_they_came():
     said = iter([{"content": "<think>hm</think>", "tool_calls": [CALL]}, {"content": "3"}])
     server = ModelServer(lambda body: next(said))
-    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}  # environments drop the reasoning
+    # environments drop the reasoning
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     result = {"role": "tool", "tool_call_id": "c1", "content": "3"}
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     turns, answers = asyncio.run(chatting(server, [USER], [called, result], tools=tools))
-    assert [(turn.prompt_ids, turn.completion_ids, turn.logprobs) for turn in turns] == [([1], [2], [-0.5]), ([1, 2], [3], [-0.5])]
-    assert (answers[0].reasoning, answers[0].content, answers[0].tool_calls[0].name, answers[1].content) == ("hm", "", "add", "3")
+    assert [(turn.prompt_ids, turn.completion_ids, turn.logprobs) for turn in turns] == [
+        ([1], [2], [-0.5]),
+        ([1, 2], [3], [-0.5]),
+    ]
+    assert (
+        answers[0].reasoning,
+        answers[0].content,
+        answers[0].tool_calls[0].name,
+        answers[1].content,
+    ) == ("hm", "", "add", "3")
     first, second = server.asked
-    assert first == {"messages": [USER], "tools": tools, "temperature": 0.5, "metadata": {"x": "y"}, "max_tokens": 9}
+    assert first == {
+        "messages": [USER],
+        "tools": tools,
+        "temperature": 0.5,
+        "metadata": {"x": "y"},
+        "max_tokens": 9,
+    }
     sent = second["messages"]
-    assert sent[1]["content"] == "<think>hm</think>" and sent[1]["generation_token_ids"] == [2] and sent[2] == result
+    assert (
+        sent[1]["content"] == "<think>hm</think>"
+        and sent[1]["generation_token_ids"] == [2]
+        and sent[2] == result
+    )
     assert "routed_experts" not in sent[1]  # with null there NeMo Gym drops the tokens
     assert server.cookies == [None, "s1"]
 
@@ -57,16 +84,24 @@ def test_a_chat_that_is_no_continuation_is_sent_as_it_is():
     server = ModelServer(lambda body: {"content": "a"})
     other = [{"role": "assistant", "content": "b", "reasoning_content": "so"}, USER]
     asyncio.run(chatting(server, [USER], other))
-    assert server.asked[1]["messages"] == [USER, {"role": "assistant", "content": "<think>so</think>b"}, USER]
+    assert server.asked[1]["messages"] == [
+        USER,
+        {"role": "assistant", "content": "<think>so</think>b"},
+        USER,
+    ]
 
 
 def test_what_a_model_server_cannot_do():
     with pytest.raises(PromptTooLongError):
         asyncio.run(chatting(ModelServer(lambda body: None), [USER]))
-    with pytest.raises(RolloutError, match=r"has no agent env: start ng_run with the entry") as caught:
+    with pytest.raises(
+        RolloutError, match=r"has no agent env: start ng_run with the entry"
+    ) as caught:
         asyncio.run(chatting(ModelServer(lambda body: {"content": "a"}, agent="other"), [USER]))
     assert caught.value.cause == "inference"
-    turns, _ = asyncio.run(chatting(ModelServer(lambda body: {"content": "a"}, tokens=False), [USER]))
+    turns, _ = asyncio.run(
+        chatting(ModelServer(lambda body: {"content": "a"}, tokens=False), [USER])
+    )
     assert (turns[0].prompt_ids, turns[0].completion_ids) == ([], [])
     with pytest.raises(RolloutError, match="completion style"):
         GymPolicy(PolicySpec(head_server="http://127.0.0.1:9"), "env").renderer.encode("a")
@@ -76,9 +111,17 @@ def test_what_a_model_server_cannot_do():
 def test_several_turns_of_either_api_become_a_result(kind, monkeypatch):
     monkeypatch.syspath_prepend("tests/environments")
     if kind == "classic":
-        spec, cls, said = EnvSpec(name="env", id="say-digit", args={"turns": 2}), ClassicEnvironment, ["0", "again"]
+        spec, cls, said = (
+            EnvSpec(name="env", id="say-digit", args={"turns": 2}),
+            ClassicEnvironment,
+            ["0", "again"],
+        )
     else:
-        spec, cls, said = EnvSpec(name="env", id="v1-guess"), V1Environment, ["<think>small</think>1", "2", "3", "4", "5"]
+        spec, cls, said = (
+            EnvSpec(name="env", id="v1-guess"),
+            V1Environment,
+            ["<think>small</think>1", "2", "3", "4", "5"],
+        )
     answers = iter(said)
     server = ModelServer(lambda body: {"content": next(answers)})
 
@@ -91,19 +134,32 @@ def test_several_turns_of_either_api_become_a_result(kind, monkeypatch):
             await env.policy.head.close()
             return rollout
 
-    env = cls(spec, GymPolicy(PolicySpec(head_server="http://unknown", max_model_len=1 << 31), "env"))
+    env = cls(
+        spec, GymPolicy(PolicySpec(head_server="http://unknown", max_model_len=1 << 31), "env")
+    )
     row = json.loads(json.dumps(task_row("env", "train", 0, env.task("train", 0))))
     rollout = asyncio.run(run())
     assert rollout.error is None, rollout.error
-    assert [body["temperature"] for body in server.asked] == [0.7] * len(server.asked) and len(server.asked) > 1
+    assert [body["temperature"] for body in server.asked] == [0.7] * len(server.asked) and len(
+        server.asked
+    ) > 1
     result = json.loads(json.dumps(to_result(row, rollout)))
     answered = [item for item in result["response"]["output"] if "generation_token_ids" in item]
-    assert [item["generation_token_ids"] for item in answered] == [[n + 2] for n in range(len(server.asked))]
+    assert [item["generation_token_ids"] for item in answered] == [
+        [n + 2] for n in range(len(server.asked))
+    ]
     # What it becomes in a run of ours on the other side of NeMo Gym:
     again = to_rollout(
-        decode_reply(json.dumps(result)), {"responses_create_params": row["responses_create_params"] | {"temperature": None}}, 3, {}
+        decode_reply(json.dumps(result)),
+        {"responses_create_params": row["responses_create_params"] | {"temperature": None}},
+        3,
+        {},
     )
-    assert (again.reward, again.messages, again.num_prompt_messages) == (rollout.reward, rollout.messages, rollout.num_prompt_messages)
+    assert (again.reward, again.messages, again.num_prompt_messages) == (
+        rollout.reward,
+        rollout.messages,
+        rollout.num_prompt_messages,
+    )
     assert [turn.token_ids for turn in again.turns] == [turn.token_ids for turn in rollout.turns]
     assert len(again.turns.chains) == 1
     metrics = {"num_turns": 2.0, "metrics/reward": 1.0} if kind == "classic" else {"said": 3.0}
@@ -113,46 +169,110 @@ def test_several_turns_of_either_api_become_a_result(kind, monkeypatch):
 def turn(prompt: list[int], completion: list[int], finish: str = "stop") -> Turn:
     spans = [VersionSpan(0, len(completion))]
     return Turn(
-        prompt_ids=prompt, completion_ids=completion, logprobs=[-0.5] * len(completion), policy_versions=spans, finish_reason=finish
+        prompt_ids=prompt,
+        completion_ids=completion,
+        logprobs=[-0.5] * len(completion),
+        policy_versions=spans,
+        finish_reason=finish,
     )
 
 
 def test_a_row_shows_prompt_and_tools():
-    tool = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
-    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "c1", "content": "3"}]
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+    }
+    messages = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
     row = task_row("env", "eval", 4, {"prompt": messages, "tools": [tool], "answer": "3"})
     assert chat_prompt(row["responses_create_params"]) == (messages, [tool])
-    assert (row["rl_task"], row["agent_ref"]["name"]) == ({"split": "eval", "index": 4}, "env") and "answer" not in row
-    assert task_row("env", "train", 0, {"prompt": "Once"})["responses_create_params"]["input"][0]["content"] == "Once"
+    assert (row["rl_task"], row["agent_ref"]["name"]) == (
+        {"split": "eval", "index": 4},
+        "env",
+    ) and "answer" not in row
+    assert (
+        task_row("env", "train", 0, {"prompt": "Once"})["responses_create_params"]["input"][0][
+            "content"
+        ]
+        == "Once"
+    )
     with pytest.raises(RunError, match="not text"):
-        task_row("env", "train", 0, {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]})
+        task_row(
+            "env",
+            "train",
+            0,
+            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        )
 
 
 def test_the_sampling_of_a_row():
-    params = {"input": [], "tools": [], "temperature": 0.5, "max_output_tokens": 7, "top_p": None, "parallel_tool_calls": True}
+    params = {
+        "input": [],
+        "tools": [],
+        "temperature": 0.5,
+        "max_output_tokens": 7,
+        "top_p": None,
+        "parallel_tool_calls": True,
+    }
     assert sampling_of(params) == {"temperature": 0.5, "max_tokens": 7}
     assert sampling_of({"input": "", "tool_choice": "none", "metadata": {"extra_body": "{}"}}) == {
         "tool_choice": "none",
         "metadata": {"extra_body": "{}"},
     }
-    with pytest.raises(ValueError, match=r"responses_create_params\.instructions cannot be passed on"):
+    with pytest.raises(
+        ValueError, match=r"responses_create_params\.instructions cannot be passed on"
+    ):
         sampling_of({"input": [], "instructions": "be kind"})
 
 
 def test_results_of_what_ended_badly():
     row = {"responses_create_params": {"input": [USER]}, "accuracy": "of the row"}
     said = [USER, {"role": "assistant", "content": "3"}]
-    good = Rollout(text=said, num_prompt_messages=1, turns=[turn([1], [2])], reward=0.5, metrics={"accuracy": 1.0})
+    good = Rollout(
+        text=said,
+        num_prompt_messages=1,
+        turns=[turn([1], [2])],
+        reward=0.5,
+        metrics={"accuracy": 1.0},
+    )
     result = to_result(row, good)
-    assert (result["reward"], result["accuracy"], result["metrics/accuracy"]) == (0.5, "of the row", 1.0)
-    assert result["response"]["incomplete_details"] is None and result["response"]["usage"]["total_tokens"] == 2
-    cut = to_result(row, Rollout(text=said, num_prompt_messages=1, turns=[turn([1], [2], "length")], truncated=True))
+    assert (result["reward"], result["accuracy"], result["metrics/accuracy"]) == (
+        0.5,
+        "of the row",
+        1.0,
+    )
+    assert (
+        result["response"]["incomplete_details"] is None
+        and result["response"]["usage"]["total_tokens"] == 2
+    )
+    cut = to_result(
+        row,
+        Rollout(text=said, num_prompt_messages=1, turns=[turn([1], [2], "length")], truncated=True),
+    )
     assert cut["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
-    full = to_result(row, Rollout(text=said, num_prompt_messages=1, turns=[turn([1], [2])], truncated=True, overlong=True))
-    assert [bool(item.get("generation_token_ids")) for item in full["response"]["output"]] == [True, False]
-    hidden = to_result(row, Rollout(text=said, num_prompt_messages=1, turns=[turn([1], [2]), turn([5], [6])], reward=1.0))
+    full = to_result(
+        row,
+        Rollout(
+            text=said, num_prompt_messages=1, turns=[turn([1], [2])], truncated=True, overlong=True
+        ),
+    )
+    assert [bool(item.get("generation_token_ids")) for item in full["response"]["output"]] == [
+        True,
+        False,
+    ]
+    hidden = to_result(
+        row,
+        Rollout(
+            text=said, num_prompt_messages=1, turns=[turn([1], [2]), turn([5], [6])], reward=1.0
+        ),
+    )
     assert "reward" not in hidden and "shows 1 answers of 2" in hidden["error"]
-    failed = to_result(row, Rollout(text=said, num_prompt_messages=1, error="KeyError: 'gold'", cause="reward"))
+    failed = to_result(
+        row, Rollout(text=said, num_prompt_messages=1, error="KeyError: 'gold'", cause="reward")
+    )
     assert "reward" not in failed
     with pytest.raises(RolloutError, match="KeyError: 'gold'") as caught:
         decode_reply(json.dumps(failed))
@@ -161,9 +281,16 @@ def test_results_of_what_ended_badly():
 
 def test_statistics_leave_failed_rollouts_out():
     rows = [(0, 0, 1.0), (0, 1, 0.0), (1, 0, 0.5)]
-    results = [{"_ng_task_index": task, "_ng_rollout_index": i, "reward": reward, "note": "x"} for task, i, reward in rows]
+    results = [
+        {"_ng_task_index": task, "_ng_rollout_index": i, "reward": reward, "note": "x"}
+        for task, i, reward in rows
+    ]
     results[2]["response"] = {"usage": {"output_tokens": 7, "details": {}}}
     found = aggregate([*results, {"_ng_failure_class": "reward", "_ng_task_index": 1}])
     assert found["key_metrics"] == {"mean/reward": 0.5, "mean/output_tokens": 7.0}
-    assert found["agent_metrics"]["std/reward"] == 0.5 and found["agent_metrics"]["max/reward"] == 1.0
-    assert [(group["_ng_task_index"], group["mean/reward"]) for group in found["group_level_metrics"]] == [(0, 0.5), (1, 0.5)]
+    assert (
+        found["agent_metrics"]["std/reward"] == 0.5 and found["agent_metrics"]["max/reward"] == 1.0
+    )
+    assert [
+        (group["_ng_task_index"], group["mean/reward"]) for group in found["group_level_metrics"]
+    ] == [(0, 0.5), (1, 0.5)]

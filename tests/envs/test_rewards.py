@@ -1,4 +1,5 @@
-"""Scoring by verifiers' rubrics: whatever fails, and wherever, a reward that counts is the one that a healthy rubric gives."""
+"""Scoring by verifiers' rubrics: whatever fails, and wherever, a reward that counts is the one
+that a healthy rubric gives."""
 
 import asyncio
 import itertools
@@ -54,7 +55,11 @@ def scored(own, reply="0", **options):
 
 @pytest.mark.parametrize(
     ("value", "fault"),
-    [(MuteError(), "raised MuteError: <exception str() failed>"), (Meta(), "returned <Meta instance at "), (MuteError, "returned <class ")],
+    [
+        (MuteError(), "raised MuteError: <exception str() failed>"),
+        (Meta(), "returned <Meta instance at "),
+        (MuteError, "returned <class "),
+    ],
 )
 def test_what_has_no_text_and_no_value_is_a_failure_like_others(value, fault):
     rollout = only(played(made(single(failing(value)))))
@@ -63,7 +68,9 @@ def test_what_has_no_text_and_no_value_is_a_failure_like_others(value, fault):
     def both(completions) -> list[float]:
         return [1.0, failing(value)(None)]
 
-    assert {(one.cause, one.error.split(" ")[3]) for one in played(made(single(both)), num_episodes=2)} == {("reward", fault.split(" ")[0])}
+    assert {
+        (one.cause, one.error.split(" ")[3]) for one in played(made(single(both)), num_episodes=2)
+    } == {("reward", fault.split(" ")[0])}
 
 
 def test_what_an_environment_raises_needs_no_text_either():
@@ -72,15 +79,23 @@ def test_what_an_environment_raises_needs_no_text_either():
             raise vf.SandboxError from MuteError()
 
     rollout = only(played(made(lambda: Raises(dataset=rows(), rubric=rubric()))))
-    assert (rollout.cause, rollout.error) == ("environment", "SandboxError <- MuteError: <exception str() failed>")
+    assert (rollout.cause, rollout.error) == (
+        "environment",
+        "SandboxError <- MuteError: <exception str() failed>",
+    )
 
 
 def test_a_judge_that_is_down_is_a_failure_although_its_function_has_no_weight():
-    """HybridMathRubric asks it in a function of weight 0, and reads the answer in one of weight 1, with 0.0 as the default."""
+    """HybridMathRubric asks it in a function of weight 0, and reads the answer in one of weight
+    1, with 0.0 as the default."""
     nobody = AsyncOpenAI(base_url="http://127.0.0.1:1/v1", api_key="x", max_retries=0)
     own = HybridMathRubric(use_judge_fallback=True, judge_client=nobody, judge_model="m")
     rollout = scored(own, r"\boxed{7}")
-    assert rollout.cause == "reward" and "reward function judge_score raised RuntimeError: Judge model API error" in rollout.error
+    assert (
+        rollout.cause == "reward"
+        and "reward function judge_score raised RuntimeError: Judge model API error"
+        in rollout.error
+    )
     assert "put it last, as later functions may read what it leaves" in rollout.error
     assert scored(own, r"\boxed{0}").reward == 1.0  # found right without the judge
     asyncio.run(own.teardown())
@@ -116,7 +131,11 @@ def test_a_metric_is_missing_only_where_it_failed():
 
     replies = iter(["0", "1", "0"])
     env = made(single(of_group, partly, weights=[1.0, 0.0]), lambda prompt: next(replies))
-    assert [rollout.metrics.get("partly") for rollout in played(env, num_episodes=3)] == [3.0, None, 3.0]
+    assert [rollout.metrics.get("partly") for rollout in played(env, num_episodes=3)] == [
+        3.0,
+        None,
+        3.0,
+    ]
 
 
 class Delegates(vf.Rubric):
@@ -128,7 +147,9 @@ class Delegates(vf.Rubric):
 
     async def score_rollout(self, state):
         if self.how == "in a thread":
-            await asyncio.get_running_loop().run_in_executor(None, lambda: asyncio.run(self.inner.score_rollout(state)))
+            await asyncio.get_running_loop().run_in_executor(
+                None, lambda: asyncio.run(self.inner.score_rollout(state))
+            )
         else:
             await self.inner.score_rollout(state)
         if self.how == "by a metric":
@@ -139,7 +160,10 @@ class Delegates(vf.Rubric):
 def test_a_rubric_that_has_another_one_score(how):
     for weights in ([1.0, 1.0], [1.0, 0.0]):  # who scores in a way of its own may read a metric
         rollout = scored(Delegates(rubric(exact, failing(NAN), weights=weights), how))
-        assert rollout.cause == "reward" and "reward function broken returned nan, not a finite number" in rollout.error
+        assert (
+            rollout.cause == "reward"
+            and "reward function broken returned nan, not a finite number" in rollout.error
+        )
     assert scored(Delegates(rubric(exact, failing(1.0), weights=[1.0, 0.0]), how)).reward == 1.0
 
 
@@ -161,7 +185,10 @@ def test_a_function_that_fails_while_the_environment_plays_fails_the_rollout():
             await self.rubric.score_rollout(state)
 
     rollout = only(played(made(lambda: Peeks(dataset=rows(), rubric=rubric()))))
-    assert rollout.cause == "reward" and "reward function exact raised IndexError: list index out of range" in rollout.error
+    assert (
+        rollout.cause == "reward"
+        and "reward function exact raised IndexError: list index out of range" in rollout.error
+    )
 
 
 def answered(content, finish_reason):
@@ -170,7 +197,11 @@ def answered(content, finish_reason):
     async def create(**request):
         return SimpleNamespace(choices=[choice])
 
-    own = vf.JudgeRubric(judge_client=SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create))))
+    own = vf.JudgeRubric(
+        judge_client=SimpleNamespace(
+            chat=SimpleNamespace(completions=SimpleNamespace(create=create))
+        )
+    )
 
     async def approved(judge, prompt, completion, answer, state):
         return float("no" not in (await judge(prompt, completion, answer, state)).lower())
@@ -179,11 +210,17 @@ def answered(content, finish_reason):
     return scored(own)
 
 
-@pytest.mark.parametrize(("content", "finish_reason"), [(None, "stop"), ("", "stop"), (None, "length"), ("Let me see: the", "length")])
+@pytest.mark.parametrize(
+    ("content", "finish_reason"),
+    [(None, "stop"), ("", "stop"), (None, "length"), ("Let me see: the", "length")],
+)
 def test_a_verdict_that_is_empty_or_cut_is_none(content, finish_reason):
     assert (answered("yes", "stop").reward, answered("no", "stop").reward) == (1.0, 0.0)
     rollout = answered(content, finish_reason)
-    assert rollout.cause == "reward" and "its verdict is empty or cut; raise max_tokens in judge_sampling_args" in rollout.error
+    assert (
+        rollout.cause == "reward"
+        and "its verdict is empty or cut; raise max_tokens in judge_sampling_args" in rollout.error
+    )
 
 
 @pytest.fixture
@@ -199,7 +236,10 @@ def test_a_pool_of_processes_that_breaks_fails_what_asked_it_and_is_started_agai
     next(iter(own.executor._processes.values())).kill()
     until(lambda: own.executor._broken)
     rollout = only(played(env))
-    assert rollout.cause == "reward" and "a process pool of verifiers broke, and was started again" in rollout.error
+    assert (
+        rollout.cause == "reward"
+        and "a process pool of verifiers broke, and was started again" in rollout.error
+    )
     assert only(played(env)).reward == 1.0
 
     async def kills(completion):
@@ -237,7 +277,9 @@ def test_rubrics_of_a_group_of_environments_are_added_to_its_members():
     env = made(build)
     rollouts = [only(played(env, task=task)) for task in (0, 3, 6)]
     assert [rollout.reward for rollout in rollouts] == [20.0, 20.0, 15.0]
-    assert rollouts[0].metrics["inner/a/five"] == 5.0 and rollouts[2].metrics["outer/c/seven"] == 7.0
+    assert (
+        rollouts[0].metrics["inner/a/five"] == 5.0 and rollouts[2].metrics["outer/c/seven"] == 7.0
+    )
     assert env.describe()["members"]["outer/c"]["reward functions"] == {"exact": 1.0, "seven": 2.0}
 
 
@@ -258,9 +300,16 @@ def test_an_environment_that_clears_its_trajectory_is_scored():
             state["trajectory"].clear()
             return [vf.UserMessage(content="x" * 500)]
 
-    env = made(lambda: Clears(dataset=rows(), rubric=rubric(failing(0.5))), policy=StubPolicy(lambda prompt: "y", max_model_len=200))
+    env = made(
+        lambda: Clears(dataset=rows(), rubric=rubric(failing(0.5))),
+        policy=StubPolicy(lambda prompt: "y", max_model_len=200),
+    )
     rollout = only(played(env))
-    assert rollout.overlong and len(rollout.turns) == 1 and (rollout.reward, rollout.metrics["broken"]) == (0.5, 0.5)
+    assert (
+        rollout.overlong
+        and len(rollout.turns) == 1
+        and (rollout.reward, rollout.metrics["broken"]) == (0.5, 0.5)
+    )
 
 
 FAILURES = (ValueError("x"), MuteError(), Meta(), NAN, None, "1", SystemExit(3), [1.0])
@@ -272,7 +321,8 @@ class Numbered(vf.SingleTurnEnv):
 
 
 class Function:
-    """A random function of a rubric: it may leave something in the state, read what others leave there, and fail."""
+    """A random function of a rubric: it may leave something in the state, read what others leave
+    there, and fail."""
 
     def __init__(self, draw, number, of_groups):
         self.of_group, self.number = of_groups and draw.random() < 0.4, number
@@ -312,11 +362,15 @@ def a_rubric(functions, how, may_fail):
     made_ones = [(function.made(may_fail), function.weight) for function in functions]
     if how == "a group":
         half = len(made_ones) // 2
-        return vf.RubricGroup([rubric_of(made_ones[:half] or [(failing(0.0), 0.0)]), rubric_of(made_ones[half:])])
+        return vf.RubricGroup(
+            [rubric_of(made_ones[:half] or [(failing(0.0), 0.0)]), rubric_of(made_ones[half:])]
+        )
     plain = rubric_of(made_ones)
     if how == "raised":  # after load
         plain.weights = [0.0] * len(made_ones)
-        plain.add_score_object_provider(lambda state: setattr(plain, "weights", [weight for _, weight in made_ones]) or {})
+        plain.add_score_object_provider(
+            lambda state: setattr(plain, "weights", [weight for _, weight in made_ones]) or {}
+        )
     return plain if how in ("plain", "raised") else Delegates(plain, how)
 
 
@@ -335,19 +389,33 @@ def rubric_of(weighted):
 def test_a_reward_that_counts_is_that_of_a_healthy_rubric(of_groups):
     """Rubrics of up to four functions, in every form, with random weights, readers and failures."""
     draw = random.Random(7)
-    env = made(Numbered(dataset=rows(), rubric=rubric(*([failing_group] if of_groups else [exact]))))
+    env = made(
+        Numbered(dataset=rows(), rubric=rubric(*([failing_group] if of_groups else [exact])))
+    )
     seen = {"counts": 0, "failed": 0, "metric": 0}
     for _ in range(300):
         functions = [Function(draw, number, of_groups) for number in range(draw.randint(1, 4))]
-        how = draw.choice(["plain", "a group", *([] if of_groups else ["raised", "directly", "in a thread"])])
-        right, rollouts = (play_all(env, a_rubric(functions, how, may_fail)) for may_fail in (False, True))
+        how = draw.choice(
+            ["plain", "a group", *([] if of_groups else ["raised", "directly", "in a thread"])]
+        )
+        right, rollouts = (
+            play_all(env, a_rubric(functions, how, may_fail)) for may_fail in (False, True)
+        )
         for rollout, healthy in zip(rollouts, right, strict=True):
-            assert rollout.cause == "reward" if rollout.error else rollout.reward == healthy.reward, (how, [*map(vars, functions)])
+            assert (
+                rollout.cause == "reward" if rollout.error else rollout.reward == healthy.reward
+            ), (how, [*map(vars, functions)])
             assert not rollout.error or failures
             seen["failed" if rollout.error else "metric" if failures else "counts"] += 1
-        heavy = [function for function in functions if function.number in failures and function.weight]
+        heavy = [
+            function for function in functions if function.number in failures and function.weight
+        ]
         assert not heavy or all(rollout.error for rollout in rollouts)
-        assert not failures or how not in ("directly", "in a thread") or all(rollout.error for rollout in rollouts)
+        assert (
+            not failures
+            or how not in ("directly", "in a thread")
+            or all(rollout.error for rollout in rollouts)
+        )
     assert min(seen.values()) > 10, seen
 
 

@@ -1,4 +1,5 @@
-"""Environments out of rows and a reward function, and every way in which a user can get them wrong."""
+"""Environments out of rows and a reward function, and every way in which a user can get them
+wrong."""
 
 import json
 
@@ -38,37 +39,67 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     (tmp_path / "beside.py").write_text("def half(value):\n    return 0.5 * value\n")
-    write(tmp_path / "rows.jsonl", [{"question": f"say {i}", "answer": str(i), "info": {"level": i}, "difficulty": 0.5} for i in range(3)])
+    write(
+        tmp_path / "rows.jsonl",
+        [
+            {"question": f"say {i}", "answer": str(i), "info": {"level": i}, "difficulty": 0.5}
+            for i in range(3)
+        ],
+    )
     return tmp_path
 
 
 def write(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
 
 
 def made(reward="my_rewards.py:exact", dataset="rows.jsonl", reply="1", **spec):
-    return load(EnvSpec(name="rows", dataset=dataset, reward=reward, **spec), StubPolicy(lambda prompt: reply))
+    return load(
+        EnvSpec(name="rows", dataset=dataset, reward=reward, **spec),
+        StubPolicy(lambda prompt: reply),
+    )
 
 
 def test_rows_are_played(folder):
     env = made(system_prompt="Digits.")
-    assert (env.kind, env.num_tasks("train"), env.num_tasks("eval")) == ("classic SingleTurnEnv", 3, 0)
+    assert (env.kind, env.num_tasks("train"), env.num_tasks("eval")) == (
+        "classic SingleTurnEnv",
+        3,
+        0,
+    )
     (rollout,) = played(env, task=1)
-    assert rollout.reward == 0.5 and [message["content"] for message in rollout.messages] == ["Digits.", "say 1", "1"]
+    assert rollout.reward == 0.5 and [message["content"] for message in rollout.messages] == [
+        "Digits.",
+        "say 1",
+        "1",
+    ]
     assert env.describe()["reward functions"] == {"exact": 1.0}
     task = env.task("train", 2)
-    assert task["info"] == {"level": 2} and task["difficulty"] == 0.5 and task["prompt"][0]["content"] == "Digits."
+    assert (
+        task["info"] == {"level": 2}
+        and task["difficulty"] == 0.5
+        and task["prompt"][0]["content"] == "Digits."
+    )
 
 
 def test_columns_and_info_reach_the_function_and_groups_are_scored(folder):
     assert played(made("my_rewards.py:level"), task=2)[0].reward == 2.5
     env = made("my_rewards:longest", reply="abc")
-    assert env.scores_groups and [rollout.reward for rollout in played(env, num_episodes=2)] == [3.0, 3.0]
+    assert env.scores_groups and [rollout.reward for rollout in played(env, num_episodes=2)] == [
+        3.0,
+        3.0,
+    ]
 
 
 def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):
     chat = [{"role": "system", "content": "Own."}, {"role": "user", "content": "a"}]
-    tools = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}]
+    tools = [
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
     write(
         folder / "mixed.jsonl",
         [
@@ -89,25 +120,55 @@ def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):
     ("rows", "text"),
     [
         (["[" * 9999], r"bad\.jsonl:1: not JSON \(maximum recursion depth"),
-        (["{"], r"bad\.jsonl:1: not JSON \(Expecting property name .*\); write one object a line, like"),
+        (
+            ["{"],
+            r"bad\.jsonl:1: not JSON \(Expecting property name .*\); write one object a line, like",
+        ),
         ([ROW, "", "[1]"], r"bad\.jsonl:3: a list; write one object a line"),
         ([ROW, {"text": "b", "answer": "1"}], r"bad\.jsonl:2: no prompt or question, only text"),
         ([{"prompt": 3}], r"bad\.jsonl:1: prompt: a number; give text or a list of messages"),
-        ([{"prompt": [{"content": "a"}]}], r"bad\.jsonl:1: prompt\[0\]: not a chat message: it needs a role"),
-        ([{"prompt": [{"role": "user", "content": None}]}], r"bad\.jsonl:1: prompt\[0\]\.content: null; give text"),
+        (
+            [{"prompt": [{"content": "a"}]}],
+            r"bad\.jsonl:1: prompt\[0\]: not a chat message: it needs a role",
+        ),
+        (
+            [{"prompt": [{"role": "user", "content": None}]}],
+            r"bad\.jsonl:1: prompt\[0\]\.content: null; give text",
+        ),
         (
             [{"prompt": [{"role": "user", "content": ["a"]}]}],
             r"bad\.jsonl:1: prompt\[0\]\.content: a list with a text; give text, or parts",
         ),
         (
-            [{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It is"}], "answer": "1"}],
+            [
+                {
+                    "prompt": [
+                        {"role": "user", "content": "a"},
+                        {"role": "assistant", "content": "It is"},
+                    ],
+                    "answer": "1",
+                }
+            ],
             r"bad\.jsonl:1: prompt: ends with the assistant's words, which are not continued",
         ),
         ([ROW, ROW | {"info": "see page 3"}], r"bad\.jsonl:2: info: a text that is not JSON"),
-        ([ROW | {"info": {"task": "t"}}], r"bad\.jsonl:1: info\.task: verifiers takes it for the whole task"),
-        ([ROW, '{"prompt": "\\ud83d", "answer": "1"}'], r"bad\.jsonl:2: prompt: \\ud83d is half of a character"),
-        (['{"prompt": "a", "answer": "1", "answer": "2"}'], r"bad\.jsonl:1: the key 'answer' twice in one object"),
-        ([*[ROW] * 119, {"prompt": "a"}], r"bad\.jsonl:120: reward my_rewards\.py:exact \(.*\) asks for answer, which is not a column of"),
+        (
+            [ROW | {"info": {"task": "t"}}],
+            r"bad\.jsonl:1: info\.task: verifiers takes it for the whole task",
+        ),
+        (
+            [ROW, '{"prompt": "\\ud83d", "answer": "1"}'],
+            r"bad\.jsonl:2: prompt: \\ud83d is half of a character",
+        ),
+        (
+            ['{"prompt": "a", "answer": "1", "answer": "2"}'],
+            r"bad\.jsonl:1: the key 'answer' twice in one object",
+        ),
+        (
+            [*[ROW] * 119, {"prompt": "a"}],
+            r"bad\.jsonl:120: reward my_rewards\.py:exact \(.*\) asks for answer, which is "
+            r"not a column of",
+        ),
         ([], r"bad\.jsonl: no rows; write one JSON object per line"),
     ],
 )
@@ -122,13 +183,18 @@ def test_faults_of_rows_name_the_line(folder, rows, text):
     [
         (
             "my_rewards.py:exakt",
-            r"reward my_rewards\.py:exakt names no function: .*my_rewards\.py has no function exakt; did you mean exact\?",
+            r"reward my_rewards\.py:exakt names no function: .*my_rewards\.py has no "
+            r"function exakt; did you mean exact\?",
         ),
         (
             "my_rewards.py:asks",
-            r"rows\.jsonl:1: reward .*asks for reference, which is not a column of rows\.jsonl; it can ask for answer",
+            r"rows\.jsonl:1: reward .*asks for reference, which is not a column of "
+            r"rows\.jsonl; it can ask for answer",
         ),
-        ("broken.py:f", r"raised ZeroDivisionError: division by zero \(at /.*broken\.py:2\); correct it"),
+        (
+            "broken.py:f",
+            r"raised ZeroDivisionError: division by zero \(at /.*broken\.py:2\); correct it",
+        ),
     ],
 )
 def test_faults_of_functions_name_the_place(folder, reward, text):
@@ -140,8 +206,15 @@ def test_faults_of_functions_name_the_place(folder, reward, text):
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ({"dataset": "missing.jsonl"}, r"dataset missing\.jsonl is not a file \(/.*missing\.jsonl\); give a JSONL file, or owner/name"),
-        ({"dataset": "row.jsonl"}, r"dataset row\.jsonl is not a file \(/.*row\.jsonl\); did you mean rows\.jsonl\?"),
+        (
+            {"dataset": "missing.jsonl"},
+            r"dataset missing\.jsonl is not a file \(/.*missing\.jsonl\); give a JSONL file, "
+            r"or owner/name",
+        ),
+        (
+            {"dataset": "row.jsonl"},
+            r"dataset row\.jsonl is not a file \(/.*row\.jsonl\); did you mean rows\.jsonl\?",
+        ),
         ({"dataset": "rows"}, r"dataset rows is not a file"),
         ({"reward": None}, r"dataset rows\.jsonl needs a reward function; give reward ="),
         ({"args": {"a": 1}}, r"args are for environments with an id; leave out a"),
@@ -167,17 +240,27 @@ def test_a_dataset_of_the_hub(folder, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr("rl.models.hub.hub_fault", lambda: "")
     env = made(dataset="owner/name", eval_dataset="owner/name:test[:10]")
-    assert asked == [("owner/name", "train"), ("owner/name", "test[:10]")] and played(env)[0].reward == 0.5
-    with pytest.raises(RunError, match=r"owner/name:none raised ValueError: Unknown split .*check name and split"):
+    assert (
+        asked == [("owner/name", "train"), ("owner/name", "test[:10]")]
+        and played(env)[0].reward == 0.5
+    )
+    with pytest.raises(
+        RunError, match=r"owner/name:none raised ValueError: Unknown split .*check name and split"
+    ):
         made(dataset="owner/name:none")
-    with pytest.raises(RunError, match="owner/name:odd row 0: no prompt or question, only text, answer"):
+    with pytest.raises(
+        RunError, match="owner/name:odd row 0: no prompt or question, only text, answer"
+    ):
         made(dataset="owner/name:odd")
 
 
 def test_a_hub_out_of_reach_is_told(folder, monkeypatch):
     """tests/models/test_hub.py has the silent one."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(RunError, match=r"http://127\.0\.0\.1:9 does not answer .*: check the network, or give a JSONL file"):
+    with pytest.raises(
+        RunError,
+        match=r"http://127\.0\.0\.1:9 does not answer .*: check the network, or give a JSONL file",
+    ):
         made(dataset="nobody/nothing")
 
 
@@ -220,7 +303,8 @@ def seen(folder):
 
 
 def test_values_arrive_as_they_were_written(seen):
-    """A typed table gave rows the keys and the types of each other: 7 beside 2.5 came as 7.0, one call's city as the other's null."""
+    """A typed table gave rows the keys and the types of each other: 7 beside 2.5 came as 7.0,
+    one call's city as the other's null."""
     calls = [
         {"id": "c", "type": "function", "function": {"name": "find", "arguments": arguments}}
         for arguments in ({"city": "Malmö"}, {"x": [1, None]})
@@ -239,7 +323,9 @@ def test_values_arrive_as_they_were_written(seen):
             "zip": "02108",
             "info": {"schema": schema, "tools": [{"x": answer}]},
         }
-        for call, answer, schema in zip(calls, (7, 2.5), ({"type": "object"}, {"enum": [None, 1]}), strict=True)
+        for call, answer, schema in zip(
+            calls, (7, 2.5), ({"type": "object"}, {"enum": [None, 1]}), strict=True
+        )
     ]
     for number, row in enumerate(rows):
         env, (rollout,), known = seen(rows, "sees", task=number)
@@ -250,37 +336,60 @@ def test_values_arrive_as_they_were_written(seen):
         }
         assert type(columns["answer"]) is type(row["answer"])
         (call,) = rollout.messages[1]["tool_calls"]
-        assert json.loads(call["function"]["arguments"]) == row["prompt"][1]["tool_calls"][0]["function"]["arguments"]
+        assert (
+            json.loads(call["function"]["arguments"])
+            == row["prompt"][1]["tool_calls"][0]["function"]["arguments"]
+        )
         assert "\\u" not in call["function"]["arguments"]
         shown = env.task("train", number)
-        assert {key: shown[key] for key in row if key != "prompt"} == {key: row[key] for key in row if key != "prompt"}
+        assert {key: shown[key] for key in row if key != "prompt"} == {
+            key: row[key] for key in row if key != "prompt"
+        }
 
 
 def test_reward_functions_of_trl_score_lists(seen):
-    """They get columns as lists, one value for each completion. `answer` was no list, and every rollout failed."""
-    _, rollouts, known = seen([{"prompt": "a", "answer": 3, "example_id": "x", "level": 1}], "lists", reply="ab")
+    """They get columns as lists, one value for each completion. `answer` was no list, and every
+    rollout failed."""
+    _, rollouts, known = seen(
+        [{"prompt": "a", "answer": 3, "example_id": "x", "level": 1}], "lists", reply="ab"
+    )
     assert [rollout.reward for rollout in rollouts] == [5.0, 5.0]
     count, answer, ids, others = known[-1]
-    assert (count, answer, ids) == (2, [3, 3], ["x", "x"]) and {"prompts", "level", "info"} <= {*others}
+    assert (count, answer, ids) == (2, [3, 3], ["x", "x"]) and {"prompts", "level", "info"} <= {
+        *others
+    }
     _, rollouts, _ = seen([{"prompt": "a", "answers": [1, 2]}], "waits")
     assert [rollout.reward for rollout in rollouts] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("reward", ["shadowed", "anything"])
 def test_a_column_that_a_function_cannot_be_given_is_refused_by_name(seen, reward):
-    with pytest.raises(RunError, match=r"given\.jsonl:2: reward functions get verifiers' own `state`; give that column another name"):
+    with pytest.raises(
+        RunError,
+        match=r"given\.jsonl:2: reward functions get verifiers' own `state`; give that column "
+        r"another name",
+    ):
         seen([ROW, ROW | {"state": "Ohio"}], reward)
     seen([ROW], reward)
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_files_of_a_data_set_keep_their_values(tmp_path, kind):
-    """Of a data set on the hub, whose files `datasets` reads: cells of CSV are text, and objects of JSON lines are apart."""
+    """Of a data set on the hub, whose files `datasets` reads: cells of CSV are text, and objects
+    of JSON lines are apart."""
     if kind == "csv":
         (tmp_path / "train.csv").write_text("prompt,answer,zip\nNone,NA,02108\nb,True,1e5\n")
-        wanted = [{"prompt": "None", "answer": "NA", "zip": "02108"}, {"prompt": "b", "answer": "True", "zip": "1e5"}]
+        wanted = [
+            {"prompt": "None", "answer": "NA", "zip": "02108"},
+            {"prompt": "b", "answer": "True", "zip": "1e5"},
+        ]
     else:
-        wanted = [{"prompt": "a", "answer": 7, "x": {"city": None}}, {"prompt": "b", "answer": 2.5, "x": {"town": "2024-01-01"}}]
+        wanted = [
+            {"prompt": "a", "answer": 7, "x": {"city": None}},
+            {"prompt": "b", "answer": 2.5, "x": {"town": "2024-01-01"}},
+        ]
         write(tmp_path / "train.jsonl", wanted)
     rows = list(load_table(str(tmp_path), "train"))
-    assert rows == wanted and [type(row["answer"]) for row in rows] == [type(row["answer"]) for row in wanted]
+    assert rows == wanted and [type(row["answer"]) for row in rows] == [
+        type(row["answer"]) for row in wanted
+    ]

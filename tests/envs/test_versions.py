@@ -1,4 +1,5 @@
-"""The tests of the v1 adapter with the newest version of verifiers that we know; with 0.3.1 they are in test_in_a_home.py."""
+"""The tests of the v1 adapter with the newest version of verifiers that we know; with 0.3.1 they
+are in test_in_a_home.py."""
 
 import pytest
 

@@ -22,7 +22,10 @@ ORDER = PlayGroup(play_id=7, split="train", task=0, num_episodes=2, sampling={},
 
 def sent(rollouts, unfinished=0):
     """What the pool reads of a worker's answer to ORDER."""
-    return [msgspec.msgpack.decode(message, type=FromWorker) for message in encode_result(ORDER, rollouts, unfinished)]
+    return [
+        msgspec.msgpack.decode(message, type=FromWorker)
+        for message in encode_result(ORDER, rollouts, unfinished)
+    ]
 
 
 DEEP: list = []
@@ -37,22 +40,31 @@ def test_what_cannot_be_written_is_a_failed_rollout(content):
     assert [(played.play_id, played.unfinished) for played in sent(rollouts)] == [(7, 1), (7, 0)]
     broken, whole = (rollout for played in sent(rollouts) for rollout in played.rollouts)
     assert (broken.episode, whole.episode) == (0, 1)
-    assert broken.cause == "environment" and "cannot be written" in broken.error and whole == rollouts[1]
+    assert (
+        broken.cause == "environment"
+        and "cannot be written" in broken.error
+        and whole == rollouts[1]
+    )
 
 
 def test_messages_that_would_fill_the_disk_are_a_failed_rollout():
     sizes = (17 << 20, 15 << 20)
-    rollouts = [Rollout(text=[{"role": "user", "content": "x" * size}], reward=1.0, episode=i) for i, size in enumerate(sizes)]
+    rollouts = [
+        Rollout(text=[{"role": "user", "content": "x" * size}], reward=1.0, episode=i)
+        for i, size in enumerate(sizes)
+    ]
     long, kept = (rollout for played in sent(rollouts) for rollout in played.rollouts)
     assert (long.cause, long.error) == (
         "environment",
-        "its messages or metrics cannot be written: ValueError: the messages have 17 MiB, 16 are allowed",
+        "its messages or metrics cannot be written: ValueError: the messages have 17 MiB, 16 "
+        "are allowed",
     )
     assert kept.error is None and len(kept.messages[0]["content"]) == 15 << 20
 
 
 def test_what_is_too_much_for_one_message_goes_in_several_and_too_long_a_rollout_has_failed():
-    """Of four rollouts of 15 MiB and one whose metrics alone have 67 MiB the four arrive, and the fifth says why it does not."""
+    """Of four rollouts of 15 MiB and one whose metrics alone have 67 MiB the four arrive, and
+    the fifth says why it does not."""
     text = "x" * (15 << 20)
     rollouts = [Rollout(text=[{"role": "user", "content": text}], episode=i) for i in range(4)]
     rollouts.append(Rollout(metrics={f"{i:0190}": 0.5 for i in range(350_000)}, episode=4))
@@ -61,7 +73,9 @@ def test_what_is_too_much_for_one_message_goes_in_several_and_too_long_a_rollout
     played = [msgspec.msgpack.decode(message, type=FromWorker) for message in messages]
     assert [one.unfinished for one in played] == [6, 5, 4, 3, 2]
     *whole, long = [rollout for one in played for rollout in one.rollouts]
-    assert [rollout.error for rollout in whole] == [None] * 4 and [rollout.episode for rollout in whole] == [0, 1, 2, 3]
+    assert [rollout.error for rollout in whole] == [None] * 4 and [
+        rollout.episode for rollout in whole
+    ] == [0, 1, 2, 3]
     assert (long.episode, long.cause) == (4, "environment")
     assert long.error.endswith("ValueError: 67 MiB of tokens and messages, 64 are allowed")
 
@@ -74,7 +88,13 @@ def test_the_error_of_an_environment_that_does_not_load_has_a_bound(tmp_path):
             await heard.put((name, msgspec.msgpack.decode(message, type=FromWorker)))
 
         tasks = []
-        server = MessageServer(f"{tmp_path}/pool", lambda work: tasks.append(asyncio.create_task(work)), bool, take, None)
+        server = MessageServer(
+            f"{tmp_path}/pool",
+            lambda work: tasks.append(asyncio.create_task(work)),
+            bool,
+            take,
+            None,
+        )
         with pytest.raises(SystemExit):
             setup = SimpleNamespace(worker_id="e-0", orchestrator=f"{tmp_path}/pool")
             await worker.serve(setup, None, "no: " + "x" * 5_000_000)
@@ -84,7 +104,9 @@ def test_the_error_of_an_environment_that_does_not_load_has_a_bound(tmp_path):
         return name, answer
 
     name, answer = asyncio.run(main())
-    assert name == "e-0" and len(answer.message) == MAX_ERROR and answer.message.startswith("no: xxx")
+    assert (
+        name == "e-0" and len(answer.message) == MAX_ERROR and answer.message.startswith("no: xxx")
+    )
 
 
 def test_metrics_that_the_orchestrator_could_not_read_are_a_failed_rollout():
@@ -94,19 +116,34 @@ def test_metrics_that_the_orchestrator_could_not_read_are_a_failed_rollout():
 
 def test_no_secret_leaves_with_a_rollout(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "not-a-real-key-123")
-    rollout = Rollout(text=[{"content": "key: not-a-real-key-123", 1: ("x",)}], error="401 for not-a-real-key-123", cause="environment")
+    rollout = Rollout(
+        text=[{"content": "key: not-a-real-key-123", 1: ("x",)}],
+        error="401 for not-a-real-key-123",
+        cause="environment",
+    )
     (said,) = sent([rollout])[0].rollouts
-    assert said.messages == [{"content": "key: [$JUDGE_API_KEY]", "1": ["x"]}] and said.error == "401 for [$JUDGE_API_KEY]"
+    assert (
+        said.messages == [{"content": "key: [$JUDGE_API_KEY]", "1": ["x"]}]
+        and said.error == "401 for [$JUDGE_API_KEY]"
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [({"reward": math.nan}, "the reward is nan"), ({"metrics": {"right": math.inf}}, "metric 'right' is inf")]
+    ("given", "said"),
+    [
+        ({"reward": math.nan}, "the reward is nan"),
+        ({"metrics": {"right": math.inf}}, "metric 'right' is inf"),
+    ],
 )
 def test_a_number_that_is_not_finite_fails_its_rollout_alone(given, said):
     """Whichever API the environment has: the pool refuses a whole message with such a number."""
     rollout = Rollout(**({"reward": 1.0} | given))
     worker.refuse_unfit(rollout)
-    assert (rollout.cause, rollout.reward, rollout.metrics) == ("reward", 0.0, {}) and rollout.error and said in rollout.error
+    assert (
+        (rollout.cause, rollout.reward, rollout.metrics) == ("reward", 0.0, {})
+        and rollout.error
+        and said in rollout.error
+    )
 
 
 def test_a_secret_at_the_end_of_a_long_error_is_not_cut_in_half(monkeypatch):
@@ -116,25 +153,38 @@ def test_a_secret_at_the_end_of_a_long_error_is_not_cut_in_half(monkeypatch):
     assert len(said.error) == MAX_ERROR and "not-a" not in said.error
 
 
-@pytest.mark.parametrize(("variable", "key"), [("", "the-own-token-of-the-run"), ("a-token-from-the-shell", "a-token-from-the-shell")])
+@pytest.mark.parametrize(
+    ("variable", "key"),
+    [("", "the-own-token-of-the-run"), ("a-token-from-the-shell", "a-token-from-the-shell")],
+)
 def test_a_judge_that_the_run_serves_gets_its_token(tmp_path, monkeypatch, variable, key):
     (tmp_path / "token").write_text("the-own-token-of-the-run")
     monkeypatch.setenv("RL_TOKEN", variable)
     env = SimpleNamespace(name="e", args={"judge": {"key": "env:RL_TOKEN"}}, set_kwargs={"n": 1})
-    setup = SimpleNamespace(env=env, policy=SimpleNamespace(inference_status=str(tmp_path / "inference.json")))
-    assert worker.given_arguments(setup, "set_kwargs") == {"n": 1} and os.environ.get("RL_TOKEN") == variable
+    setup = SimpleNamespace(
+        env=env, policy=SimpleNamespace(inference_status=str(tmp_path / "inference.json"))
+    )
+    assert (
+        worker.given_arguments(setup, "set_kwargs") == {"n": 1}
+        and os.environ.get("RL_TOKEN") == variable
+    )
     assert worker.given_arguments(setup, "args") == {"judge": {"key": key}}
 
 
 def test_a_sandbox_does_not_have_the_runs_token(monkeypatch):
     monkeypatch.delenv("RL_TOKEN", raising=False)
     env = SimpleNamespace(name="e", args={"key": "env:RL_TOKEN"}, set_kwargs={})
-    with pytest.raises(RunError, match="the environment variable RL_TOKEN is not set in this process"):
-        worker.given_arguments(SimpleNamespace(env=env, policy=SimpleNamespace(inference_status="")), "args")
+    with pytest.raises(
+        RunError, match="the environment variable RL_TOKEN is not set in this process"
+    ):
+        worker.given_arguments(
+            SimpleNamespace(env=env, policy=SimpleNamespace(inference_status="")), "args"
+        )
 
 
 class SometimesNan:
-    """An environment whose second rollout has such a log-probability in its second turn, in the first `faults` plays."""
+    """An environment whose second rollout has such a log-probability in its second turn, in the
+    first `faults` plays."""
 
     def __init__(self, value, faults):
         self.value, self.faults = value, faults
@@ -145,14 +195,24 @@ class SometimesNan:
         spans = [VersionSpan(0, 2)]
 
         def turn(logprobs):
-            return Turn(prompt_ids=[1], completion_ids=[2, 3], logprobs=logprobs, policy_versions=spans, finish_reason="stop")
+            return Turn(
+                prompt_ids=[1],
+                completion_ids=[2, 3],
+                logprobs=logprobs,
+                policy_versions=spans,
+                finish_reason="stop",
+            )
 
-        return [[Rollout(turns=[turn([-1.0, -1.0])], reward=1.0)], [Rollout(turns=[turn([-1.0, -1.0]), turn(values)])]]
+        return [
+            [Rollout(turns=[turn([-1.0, -1.0])], reward=1.0)],
+            [Rollout(turns=[turn([-1.0, -1.0]), turn(values)])],
+        ]
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, None])
 def test_a_log_probability_that_is_not_finite_fails_its_rollout(value, monkeypatch):
-    """It is played again; if that does not help, its line in rollouts/ says why it is not trained. An evaluation does not mind."""
+    """It is played again; if that does not help, its line in rollouts/ says why it is not
+    trained. An evaluation does not mind."""
     monkeypatch.setattr(worker, "RETRY_PAUSE_S", 0.0)
     setup = SimpleNamespace(retries=1)
 
@@ -167,9 +227,14 @@ def test_a_log_probability_that_is_not_finite_fails_its_rollout(value, monkeypat
     assert (sound.error, broken.cause, broken.retries) == (None, "logprobs", 1)
     group = credit_group(Group(group_id=1, env="e", task=0, rollouts=[sound, broken]), Rules())
     lines = [rollout_line(group, i, 1) for i in range(2)]
-    assert [line["why"] for line in lines] == ["error", "logprobs"] and not any(line["trained"] for line in lines)
+    assert [line["why"] for line in lines] == ["error", "logprobs"] and not any(
+        line["trained"] for line in lines
+    )
     said = math.nan if value is None else value
-    assert lines[1]["error"] == f"inference gave token 2 of turn 2 the log-probability {said}, which cannot be trained"
+    assert (
+        lines[1]["error"]
+        == f"inference gave token 2 of turn 2 the log-probability {said}, which cannot be trained"
+    )
     assert play(2, msgspec.structs.replace(ORDER, split="eval"))[1].error is None
 
 
@@ -228,14 +293,20 @@ async def outcome():
     [
         (number_as_name, "reward", "the name of a metric or agent is of type int, not str"),
         (text_as_value, "reward", "metric 'g' is of type str, not int or float"),
-        (huge_integer, "reward", "the reward is an integer of 16610 bits, not a number of at most 1e+18"),
+        (
+            huge_integer,
+            "reward",
+            "the reward is an integer of 16610 bits, not a number of at most 1e+18",
+        ),
         (number_as_agent, "reward", "the name of a metric or agent is of type int, not str"),
         (no_metrics, "environment", "TypeError: "),
         (cancels_itself, "environment", "the environment's code cancelled its own task"),
         (outcome, "environment", "OutcomeError: not so"),
     ],
 )
-def test_whatever_an_environment_does_every_episode_is_answered(do, cause, text, scores_groups, monkeypatch):
+def test_whatever_an_environment_does_every_episode_is_answered(
+    do, cause, text, scores_groups, monkeypatch
+):
     """The orchestrator would wait for the group for ever."""
     monkeypatch.setattr(worker, "RETRY_PAUSE_S", 0.0)
     messages = []
@@ -244,15 +315,26 @@ def test_whatever_an_environment_does_every_episode_is_answered(do, cause, text,
         messages.append(msgspec.msgpack.decode(message, type=FromWorker))
 
     async def main():
-        self = SimpleNamespace(setup=SimpleNamespace(retries=1), env=Odd(do, scores_groups), plays={ORDER.play_id: None})
+        self = SimpleNamespace(
+            setup=SimpleNamespace(retries=1),
+            env=Odd(do, scores_groups),
+            plays={ORDER.play_id: None},
+        )
         self.play_once = lambda *args: Worker.play_once(self, *args)
         self.play_with_retries = lambda *args: Worker.play_with_retries(self, *args)
         async with asyncio.timeout(10):
-            await asyncio.gather(asyncio.create_task(Worker.play(self, ORDER, SimpleNamespace(send=send))), return_exceptions=True)
+            await asyncio.gather(
+                asyncio.create_task(Worker.play(self, ORDER, SimpleNamespace(send=send))),
+                return_exceptions=True,
+            )
         return self.plays
 
     assert asyncio.run(main()) == {}
     rollouts = [rollout for played in messages for rollout in played.rollouts]
     assert [rollout.episode for rollout in rollouts] == [0, 1] and messages[-1].unfinished == 0
     for rollout in rollouts:
-        assert (rollout.cause, rollout.stop, rollout.reward) == (cause, "error", 0.0) and text in rollout.error
+        assert (rollout.cause, rollout.stop, rollout.reward) == (
+            cause,
+            "error",
+            0.0,
+        ) and text in rollout.error

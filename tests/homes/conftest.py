@@ -4,7 +4,14 @@ from rl.homes import request
 from tests.homes.index import VERIFIERS, Index, make_wheel
 from tests.web import serving
 
-LOCAL = {"UV_NO_CONFIG": "1", "UV_INDEX": None, "UV_EXTRA_INDEX_URL": None, "UV_INDEX_URL": None, "UV_FIND_LINKS": None, "UV_OFFLINE": None}
+LOCAL = {
+    "UV_NO_CONFIG": "1",
+    "UV_INDEX": None,
+    "UV_EXTRA_INDEX_URL": None,
+    "UV_INDEX_URL": None,
+    "UV_FIND_LINKS": None,
+    "UV_OFFLINE": None,
+}
 
 
 @pytest.fixture

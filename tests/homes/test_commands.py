@@ -25,8 +25,11 @@ from tests.waiting import until
 
 @pytest.mark.skipif(not permitted(), reason="may not make pid namespaces")
 @pytest.mark.parametrize("locks", [True, False])
-def test_a_home_that_another_machine_plays_in_is_not_deleted(index, said, tmp_path, monkeypatch, capsys, locks):
-    """Where the file system's locks tell nothing of other machines, too. Once that machine is dead the home goes."""
+def test_a_home_that_another_machine_plays_in_is_not_deleted(
+    index, said, tmp_path, monkeypatch, capsys, locks
+):
+    """Where the file system's locks tell nothing of other machines, too. Once that machine is
+    dead the home goes."""
     monkeypatch.setattr(lease, "RENEW_S", 0.1)
     monkeypatch.setattr(lease, "LEASE_S", 4.0)
     home = ensure(Request("rows", None), said.append)
@@ -44,12 +47,18 @@ def test_a_home_that_another_machine_plays_in_is_not_deleted(index, said, tmp_pa
         player = far.process()
         code, _, err = called(capsys, "env", "remove", home.digest)
         assert (code, err.endswith(f" on far use {home.place}; end them first\n")) == (1, True), err
-        with pytest.raises(RunError, match=f"its home {home.place} lacks files, and processes .* on far run in it; end them"):
+        with pytest.raises(
+            RunError,
+            match=f"its home {home.place} lacks files, and processes .* on far run in it; end them",
+        ):
             ensure(Request("rows", None), said.append, fresh=True)
         assert home.interpreter.exists()
     until(lambda: not psutil.pid_exists(player.pid))  # with all its threads
     monkeypatch.setattr(lease, "LEASE_S", 0.5)
-    assert called(capsys, "env", "remove", home.digest) == (0, "removed classic\n", "") and not home.place.exists()
+    assert (
+        called(capsys, "env", "remove", home.digest) == (0, "removed classic\n", "")
+        and not home.place.exists()
+    )
 
 
 def test_what_a_killed_removal_has_left_is_deleted(tmp_path, monkeypatch):
@@ -84,13 +93,22 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     make_wheel(index.folder / "ada", "hello", "1.0", {"hello.py": CLASSIC}, ["verifiers<0.4"])
     code, out, err = called(capsys, "env", "install", "ada/hello", "--dry-run")
-    assert (code, out) == (0, "ada/hello: installed from the Environments Hub at the start, unless already present\n") and not (
-        tmp_path / "homes"
-    ).exists()
+    assert (code, out) == (
+        0,
+        "ada/hello: installed from the Environments Hub at the start, unless already present\n",
+    ) and not (tmp_path / "homes").exists()
     code, out, err = called(capsys, "env", "install", "ada/hello")
-    assert code == 0 and out.startswith("ada/hello 1.0: classic, verifiers 0.3.1, Python 3.") and "making its home" in err
+    assert (
+        code == 0
+        and out.startswith("ada/hello 1.0: classic, verifiers 0.3.1, Python 3.")
+        and "making its home" in err
+    )
 
-    config = build(parse_args(["--orchestrator.environment.id", "hello", "--output_dir", str(tmp_path / "outputs")]))
+    config = build(
+        parse_args(
+            ["--orchestrator.environment.id", "hello", "--output_dir", str(tmp_path / "outputs")]
+        )
+    )
     run = f"outputs/{config.name}"  # as a start names it that says nothing else
     found = homes_of(config, said.append, recorded=False)  # a bare name means what is installed
     assert said == [] and found["hello"].home.id == "ada/hello"
@@ -98,7 +116,11 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     config.run_dir.status_dir.mkdir()
     record(config, found)
     code, frozen, _ = called(capsys, "env", "freeze", run)
-    assert code == 0 and frozen.splitlines()[-3:] == ["# own = hello==1.0", "helper==1.0", "verifiers==0.3.1"]
+    assert code == 0 and frozen.splitlines()[-3:] == [
+        "# own = hello==1.0",
+        "helper==1.0",
+        "verifiers==0.3.1",
+    ]
 
     make_wheel(index.folder / "ada", "hello", "1.1", {"hello.py": CLASSIC}, ["verifiers<0.4"])
     assert called(capsys, "env", "install", "ada/hello")[1].startswith("ada/hello 1.1: ")
@@ -110,27 +132,53 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     second.unlink()
     (tmp_path / "both.txt").write_text(2 * frozen)
     code, _, err = called(capsys, "env", "install", "both.txt")
-    assert code == 1 and "both.txt: not an environment record; a run has one file per environment in environments/" in err
+    assert (
+        code == 1
+        and "both.txt: not an environment record; a run has one file per environment in "
+        "environments/"
+        in err
+    )
     versions = played_in(monkeypatch)
-    for command in (("env", "hello"), ("eval", "--orchestrator.environment.id", "hello"), ("env", "@", f"{run}/config.toml")):
+    for command in (
+        ("env", "hello"),
+        ("eval", "--orchestrator.environment.id", "hello"),
+        ("env", "@", f"{run}/config.toml"),
+    ):
         called(capsys, *command)
-    called(capsys, "eval", "@", f"{run}/config.toml")  # there the environment is an evaluation's, and has another name
-    assert versions == ["1.1", "1.1", "1.0", "1.0"], "only who names a run gets what that was played with"
+    # there the environment is an evaluation's, and has another name
+    called(capsys, "eval", "@", f"{run}/config.toml")
+    assert versions == ["1.1", "1.1", "1.0", "1.0"], (
+        "only who names a run gets what that was played with"
+    )
     newest, earlier = called(capsys, "env", "list")[1].splitlines()
-    assert "  ada/hello 1.1: " in newest and earlier.startswith("earlier") and "ada/hello 1.0: " in earlier
+    assert (
+        "  ada/hello 1.1: " in newest
+        and earlier.startswith("earlier")
+        and "ada/hello 1.0: " in earlier
+    )
     old = found["hello"].home
     sleeping = subprocess.Popen([old.interpreter, "-c", "import time; time.sleep(60)"])
     code, _, err = called(capsys, "env", "remove", old.digest)
-    assert code == 1 and err == f"rl env: {old.digest}: in use by processes {sleeping.pid}; end them first\n"
+    assert (
+        code == 1
+        and err == f"rl env: {old.digest}: in use by processes {sleeping.pid}; end them first\n"
+    )
     sleeping.kill()
     sleeping.wait()
-    assert earlier.endswith(" KiB)") and called(capsys, "env", "remove", "earlier")[:2] == (0, f"removed {old.digest}\n")
+    assert earlier.endswith(" KiB)") and called(capsys, "env", "remove", "earlier")[:2] == (
+        0,
+        f"removed {old.digest}\n",
+    )
     assert called(capsys, "env", "remove", "earlier") == (0, "", ""), "there are none any more"
     code, out, _ = called(capsys, "env", "install", f"{run}/environments/hello.txt")
-    assert code == 0 and out.startswith("ada/hello 1.0: ") and old.place.is_dir()  # and from now on it is what the id means
+    # and from now on it is what the id means
+    assert code == 0 and out.startswith("ada/hello 1.0: ") and old.place.is_dir()
     assert homes_of(config, said.append, recorded=False) == found
 
-    assert called(capsys, "env", "remove", old.digest)[:2] == (0, "removed ada/hello\n") and not old.place.exists()
+    assert (
+        called(capsys, "env", "remove", old.digest)[:2] == (0, "removed ada/hello\n")
+        and not old.place.exists()
+    )
     for owner in ("ada", "bob"):
         make_wheel(index.folder / owner, "hello", "2.0", {"hello.py": CLASSIC}, ["verifiers<0.4"])
         called(capsys, "env", "install", f"{owner}/hello")
@@ -141,7 +189,9 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     ):
         code, _, err = called(capsys, "env", "remove", name)
         assert code == 1 and fault in err
-    assert homes_of(config, said.append, recorded=True)["hello"].home.id == "ada/hello", "a record knows what was meant"
+    assert homes_of(config, said.append, recorded=True)["hello"].home.id == "ada/hello", (
+        "a record knows what was meant"
+    )
     called(capsys, "env", "remove", "bob/hello")
     assert called(capsys, "env", "remove", "hello")[:2] == (0, "removed ada/hello\n")
     code, _, err = called(capsys, "env", "remove", "hello")

@@ -1,7 +1,9 @@
-"""vLLM's model of one worker of several, with its real layers and loaders, in one process: its groups only say the worker's rank.
+"""vLLM's model of one worker of several, with its real layers and loaders, in one process: its
+groups only say the worker's rank.
 
-`python -m tests.inference.layers PLAN.json` loads version 1 over version 0 on each road of each case, compares all that the model then
-holds with a model that was started with version 1, and prints a line of JSON for each.
+`python -m tests.inference.layers PLAN.json` loads version 1 over version 0 on each road of each
+case, compares all that the model then holds with a model that was started with version 1, and
+prints a line of JSON for each.
 """
 
 import copy
@@ -24,7 +26,8 @@ def worker(rank: int, size: int) -> Iterator[None]:
     """Makes vLLM believe that this process is one of several."""
     from vllm.distributed import parallel_state as state
 
-    groups = [group for group in (state._TP, state._EP) if group is not None]  # of experts only if the first model has some
+    # of experts only if the first model has some
+    groups = [group for group in (state._TP, state._EP) if group is not None]
     kept = [dict(group.__dict__) for group in groups]
     for group in groups:
         group.world_size, group.rank_in_group = size, rank
@@ -48,7 +51,13 @@ def start_vllm(config: Any) -> Iterator[None]:
 def config_of(folder: Path, dtype: str, experts_apart: bool, size: int) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments = {"model": str(folder), "dtype": dtype, "max_model_len": 256, "skip_tokenizer_init": True, "enforce_eager": True}
+    arguments = {
+        "model": str(folder),
+        "dtype": dtype,
+        "max_model_len": 256,
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+    }
     config = EngineArgs(**arguments).create_engine_config()
     config.parallel_config.enable_expert_parallel = experts_apart
     config.parallel_config.tensor_parallel_size = size
@@ -66,20 +75,39 @@ def model_of(folder: Path, config: Any) -> nn.Module:
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
-    """All tensors by their places: weights, what packing has made of them, and what each linear layer computes with them."""
+    """All tensors by their places: weights, what packing has made of them, and what each linear
+    layer computes with them."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     found = {}
     for name, module in model.named_modules():
-        experts = getattr(getattr(getattr(module, "quant_method", None), "moe_kernel", None), "fused_experts", None)
-        for owner in (module.__dict__, module._parameters, module._buffers, getattr(experts, "__dict__", {})):
-            found |= {f"{name}.{key}": value.detach().clone() for key, value in owner.items() if isinstance(value, Tensor)}
-        if isinstance(module, LinearBase | ParallelLMHead) and module.weight.ndim == 2:  # others are convolutions
+        experts = getattr(
+            getattr(getattr(module, "quant_method", None), "moe_kernel", None),
+            "fused_experts",
+            None,
+        )
+        for owner in (
+            module.__dict__,
+            module._parameters,
+            module._buffers,
+            getattr(experts, "__dict__", {}),
+        ):
+            found |= {
+                f"{name}.{key}": value.detach().clone()
+                for key, value in owner.items()
+                if isinstance(value, Tensor)
+            }
+        # others are convolutions
+        if isinstance(module, LinearBase | ParallelLMHead) and module.weight.ndim == 2:
             width = next(
-                getattr(module, name) for name in ("input_size_per_partition", "input_size", "embedding_dim") if hasattr(module, name)
+                getattr(module, name)
+                for name in ("input_size_per_partition", "input_size", "embedding_dim")
+                if hasattr(module, name)
             )
-            x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(next(module.parameters()).dtype)
+            x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(
+                next(module.parameters()).dtype
+            )
             found[f"{name}()"] = module.quant_method.apply(module, x, None)
     return found
 
@@ -94,7 +122,11 @@ def share(model: nn.Module) -> int:
         for name, now in module._parameters.items():
             if now is not None or name in records:
                 tensors[id(now) if now is not None else (id(module), name)] = records.get(name, now)
-        tensors |= {(id(module), name): record for name, record in records.items() if name not in module._parameters}
+        tensors |= {
+            (id(module), name): record
+            for name, record in records.items()
+            if name not in module._parameters
+        }
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -109,7 +141,13 @@ def load(road: str, model: nn.Module, folder: Path, config: Any) -> int:
     weights = Weights(folder)
     if road == "in place":
         with repacked(model):
-            reload_weights(config, model, weights_iterator=iter(weights), weights_path=None, is_checkpoint_format=True)
+            reload_weights(
+                config,
+                model,
+                weights_iterator=iter(weights),
+                weights_path=None,
+                is_checkpoint_format=True,
+            )
     else:
         Staged(model, weights, config, in_host=road == "copied").put_in_place()
     return weights.bytes_read
@@ -119,10 +157,15 @@ def main() -> None:
     from vllm.config import set_current_vllm_config
 
     cases = json.loads(Path(sys.argv[1]).read_text())
-    with start_vllm(config_of(Path(cases[-1]["versions"][0]), cases[-1]["dtype"], False, 1)), torch.no_grad():
+    with (
+        start_vllm(config_of(Path(cases[-1]["versions"][0]), cases[-1]["dtype"], False, 1)),
+        torch.no_grad(),
+    ):
         for case in cases:
             for rank in case["ranks"]:
-                config = config_of(Path(case["versions"][0]), case["dtype"], case["experts_apart"], case["size"])
+                config = config_of(
+                    Path(case["versions"][0]), case["dtype"], case["experts_apart"], case["size"]
+                )
                 with worker(rank, case["size"]), set_current_vllm_config(config):
                     compare(case, rank, config)
 
@@ -133,14 +176,36 @@ def compare(case: dict[str, Any], rank: int, config: Any) -> None:
     fresh = held(model_of(new, config))
     for road in case["roads"]:
         model = model_of(old, config)
-        before, places = held(model), {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+        before, places = (
+            held(model),
+            {name: tensor.data_ptr() for name, tensor in model.named_parameters()},
+        )
         num_read = load(road, model, new, config)
         after = held(model)
-        differing = [name for name in fresh if not torch.equal(fresh[name], after.get(name, torch.empty(0)))]
-        moved = [name for name, tensor in model.named_parameters() if tensor.data_ptr() != places.get(name)]
-        stale = [name for name in fresh if name.endswith("()") and torch.equal(fresh[name], before[name])]
-        found = {"case": case["name"], "rank": rank, "road": road, "read": num_read, "share": share(model), "moved": len(moved)}
-        print("FOUND", json.dumps(found | {"differing": differing, "equal before": stale, "held": len(fresh)}), flush=True)
+        differing = [
+            name for name in fresh if not torch.equal(fresh[name], after.get(name, torch.empty(0)))
+        ]
+        moved = [
+            name
+            for name, tensor in model.named_parameters()
+            if tensor.data_ptr() != places.get(name)
+        ]
+        stale = [
+            name for name in fresh if name.endswith("()") and torch.equal(fresh[name], before[name])
+        ]
+        found = {
+            "case": case["name"],
+            "rank": rank,
+            "road": road,
+            "read": num_read,
+            "share": share(model),
+            "moved": len(moved),
+        }
+        print(
+            "FOUND",
+            json.dumps(found | {"differing": differing, "equal before": stale, "held": len(fresh)}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

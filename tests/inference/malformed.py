@@ -86,5 +86,7 @@ ODD = [
     {"truncate_prompt_tokens": "-5"},
     {"priority": str(2**70)},
     {"structured_outputs": '{"regex":"((("}'},
-    {"response_format": '{"type":"json_schema","json_schema":{"name":"x","schema":{"type":"nothing"}}}'},
+    {
+        "response_format": '{"type":"json_schema","json_schema":{"name":"x","schema":{"type":"nothing"}}}'
+    },
 ]

@@ -1,4 +1,5 @@
-"""Processes that have a version in memory for others to read over the network: RANK of two ranks of a trainer, and readers of theirs."""
+"""Processes that have a version in memory for others to read over the network: RANK of two ranks
+of a trainer, and readers of theirs."""
 
 import json
 import os
@@ -35,8 +36,16 @@ def halves(tensor: Tensor) -> list[tuple[int, int]]:
 
 def content_in_halves(tensors: Mapping[str, Tensor]) -> str:
     """The content_id of a version of two ranks."""
-    held = {name: (memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), halves(tensor)) for name, tensor in tensors.items()}
-    return content_of({name: [[*part, digest(data[slice(*part)])] for part in parts] for name, (data, parts) in held.items()})
+    held = {
+        name: (memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), halves(tensor))
+        for name, tensor in tensors.items()
+    }
+    return content_of(
+        {
+            name: [[*part, digest(data[slice(*part)])] for part in parts]
+            for name, (data, parts) in held.items()
+        }
+    )
 
 
 def read_announced(path: Path) -> OverNetwork:
@@ -45,11 +54,28 @@ def read_announced(path: Path) -> OverNetwork:
 
 def main() -> None:
     """A rank, until it is killed: RANK PORT VERSION ANNOUNCED."""
-    rank, port, version, announced = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    world, tensors = start_world(False, 60.0, start_timeout_s=60.0), load_file(version / "model.safetensors")
+    rank, port, version, announced = (
+        int(sys.argv[1]),
+        sys.argv[2],
+        Path(sys.argv[3]),
+        Path(sys.argv[4]),
+    )
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(SIZE),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    world, tensors = (
+        start_world(False, 60.0, start_timeout_s=60.0),
+        load_file(version / "model.safetensors"),
+    )
     found = laid_out(tensors)
-    image = Image(found, [Slice(tensor, *halves(tensors[tensor.name])[rank]) for tensor in found], Ranks(world, 60.0))
+    image = Image(
+        found,
+        [Slice(tensor, *halves(tensors[tensor.name])[rank]) for tensor in found],
+        Ranks(world, 60.0),
+    )
     image.claim()
     for part in image.slices:
         values = tensors[part.tensor.name].reshape(-1).view(torch.uint8)

@@ -51,8 +51,18 @@ class Server:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def load(self, policy_version: int, path: Path | None = None, memory: Memory | None = None, content: str = "") -> httpx.Response:
-        where = {"path": str(path or self.weights[policy_version]), "memory": msgspec.to_builtins(memory), "content": content}
+    def load(
+        self,
+        policy_version: int,
+        path: Path | None = None,
+        memory: Memory | None = None,
+        content: str = "",
+    ) -> httpx.Response:
+        where = {
+            "path": str(path or self.weights[policy_version]),
+            "memory": msgspec.to_builtins(memory),
+            "content": content,
+        }
         return self.post("/load_weights", policy_version=policy_version, **where)
 
     def status(self) -> dict:
@@ -61,11 +71,19 @@ class Server:
     def engine_pid(self) -> int | None:
         """The engine's process, once it is there."""
         children = psutil.Process(self.process.pid).children()
-        return next((child.pid for child in children if "EngineCore" in " ".join([*child.cmdline(), child.name()])), None)
+        return next(
+            (
+                child.pid
+                for child in children
+                if "EngineCore" in " ".join([*child.cmdline(), child.name()])
+            ),
+            None,
+        )
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Its engine stands still, so that no request of the body ends before all are running, however busy the machine is."""
+        """Its engine stands still, so that no request of the body ends before all are running,
+        however busy the machine is."""
         engine = self.engine_pid()
         os.kill(engine, signal.SIGSTOP)
         try:
@@ -112,20 +130,29 @@ def image_of(version: Path) -> Image:
 
 def write_digests(folder: Path) -> None:
     """As the trainer does beside a version's weights."""
-    (folder / DIGESTS).write_text(json.dumps({"hash": HASH, "tensors": tensor_digests(folder / "model.safetensors")}))
+    (folder / DIGESTS).write_text(
+        json.dumps({"hash": HASH, "tensors": tensor_digests(folder / "model.safetensors")})
+    )
 
 
 def as_deltas(versions: list[Path], folder: Path) -> list[Path]:
-    """The same versions as a trainer publishes them with deltas: the first is whole, the others hold what differs from the one before."""
+    """The same versions as a trainer publishes them with deltas: the first is whole, the others
+    hold what differs from the one before."""
     published, last = [shutil.copytree(versions[0], folder / "000001")], LastVersion()
     write_digests(published[0])
     last.keep(1, image_of(versions[0]))
     for number, version in enumerate(versions[1:], 2):
         published.append(folder / f"{number:06d}")
         published[-1].mkdir()
-        (published[-1] / DELTA).write_text(json.dumps(dict([last.write(image_of(version), published[-1])])))
+        (published[-1] / DELTA).write_text(
+            json.dumps(dict([last.write(image_of(version), published[-1])]))
+        )
         files = {file.name: digest_of_file(file) for file in published[-1].iterdir()}
-        content = {"hash": HASH, "tensors": tensor_digests(version / "model.safetensors"), "files": files}
+        content = {
+            "hash": HASH,
+            "tensors": tensor_digests(version / "model.safetensors"),
+            "files": files,
+        }
         (published[-1] / DIGESTS).write_text(json.dumps(content))
     return published
 
@@ -148,8 +175,17 @@ def start_server(root: Path, weights: list[Path], **settings: object) -> Server:
     """A server of `weights[0]` in its own run directory; it is not ready yet."""
     root.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"RL_TOKEN": TOKEN, "XDG_CACHE_HOME": str(root / "cache")}
-    flags = {"name": "run", "output_dir": root / "out", "model.name": weights[0], "model.dtype": "float32"}
-    flags |= {"model.max_model_len": MAX_MODEL_LEN, "orchestrator.environment.id": "none", "orchestrator.sampling.max_tokens": 64}
+    flags = {
+        "name": "run",
+        "output_dir": root / "out",
+        "model.name": weights[0],
+        "model.dtype": "float32",
+    }
+    flags |= {
+        "model.max_model_len": MAX_MODEL_LEN,
+        "orchestrator.environment.id": "none",
+        "orchestrator.sampling.max_tokens": 64,
+    }
     flags |= {key.replace("__", "."): value for key, value in settings.items()}
     arguments = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
     process = inference_zygote().fork("inference", *arguments, log=root / "log", env=env)
@@ -177,20 +213,33 @@ def load_policy(path: Path) -> torch.nn.Module:
     return AutoPeftModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
-def rescore(path: Path, prompt: list[int], answer: list[int], temperature: float = 1.0) -> torch.Tensor:
+def rescore(
+    path: Path, prompt: list[int], answer: list[int], temperature: float = 1.0
+) -> torch.Tensor:
     """Logprobs [T] of the answer's tokens by one plain forward pass of transformers."""
     model = load_policy(path)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(answer)[:, None])[
+        :, 0
+    ]
 
 
-def assert_logprobs(server: Server, prompt: list[int], answer: dict, temperature: float = 1.0, tolerance: float = TOLERANCE) -> None:
-    """Every token has the logprob that the version it is stamped with gives it, after that version's reading of all before it."""
+def assert_logprobs(
+    server: Server,
+    prompt: list[int],
+    answer: dict,
+    temperature: float = 1.0,
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Every token has the logprob that the version it is stamped with gives it, after that
+    version's reading of all before it."""
     start = 0
     for version, num_tokens in answer["policy_versions"]:
         assert num_tokens > 0
-        expected = rescore(server.weights[version], prompt, answer["token_ids"], temperature)[start : start + num_tokens]
+        expected = rescore(server.weights[version], prompt, answer["token_ids"], temperature)[
+            start : start + num_tokens
+        ]
         got = torch.tensor(answer["logprobs"][start : start + num_tokens])
         assert (expected - got).abs().max() < tolerance, (version, start, num_tokens)
         start += num_tokens

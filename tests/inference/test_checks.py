@@ -1,4 +1,5 @@
-"""What is checked before a server runs or a weight is touched: engine arguments and weight files. No server."""
+"""What is checked before a server runs or a weight is touched: engine arguments and weight
+files. No server."""
 
 import asyncio
 import json
@@ -53,7 +54,11 @@ def test_engine_args_take_numbers_bools_lists_and_tables():
         "tool_call_parser": "hermes",
     }
     args = parse_engine_args(given, {"dtype": "float32", "enforce_eager": True})
-    assert (args.tensor_parallel_size, args.enable_prefix_caching, args.cudagraph_capture_sizes) == (2, False, [1, 2])
+    assert (
+        args.tensor_parallel_size,
+        args.enable_prefix_caching,
+        args.cudagraph_capture_sizes,
+    ) == (2, False, [1, 2])
     assert (args.kv_cache_memory_bytes, args.tool_call_parser) == (2**30, "hermes")
     assert int(args.compilation_config.mode) == 0
     assert (args.dtype, args.enforce_eager) == ("float32", True)
@@ -70,17 +75,27 @@ def test_routes_are_asked_of_vllm_on_gpus_alone(monkeypatch):
         vllm_arguments(config, "m", on_cpu=True)
 
 
-@pytest.mark.parametrize(("given", "said"), [((5, 3, 2), ""), ((4, 3, 2), "gave those of 4 of 5 tokens' routes"), (None, "gave none of 5")])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [((5, 3, 2), ""), ((4, 3, 2), "gave those of 4 of 5 tokens' routes"), (None, "gave none of 5")],
+)
 def test_an_answer_has_the_routes_of_the_tokens_that_were_asked_for(given, said):
-    """As vLLM's own engine returns them: of prompt and answer, from the token that was named, without the last."""
+    """As vLLM's own engine returns them: of prompt and answer, from the token that was named,
+    without the last."""
     routes = None if given is None else np.arange(math.prod(given), dtype=np.uint16).reshape(given)
     flat = SimpleNamespace(logprobs=[-1.0, -2.0])
-    answer = SimpleNamespace(token_ids=[7, 8], logprobs=flat, finish_reason="stop", routed_experts=routes)
+    answer = SimpleNamespace(
+        token_ids=[7, 8], logprobs=flat, finish_reason="stop", routed_experts=routes
+    )
 
     async def once(*_, **__):
-        return SimpleNamespace(outputs=[answer], finished=True, prompt_logprobs=None, version_starts=[(0, 3)], get=once)
+        return SimpleNamespace(
+            outputs=[answer], finished=True, prompt_logprobs=None, version_starts=[(0, 3)], get=once
+        )
 
-    engine = SimpleNamespace(sampling=nullcontext, ranks=SimpleNamespace(use=lambda _: nullcontext(0)), add_request=once)
+    engine = SimpleNamespace(
+        sampling=nullcontext, ranks=SimpleNamespace(use=lambda _: nullcontext(0)), add_request=once
+    )
     work = VersionedEngine.sample(engine, [1, 2, 3, 4, 5, 6], SamplingParams(), routes_from=2)
     if said:
         with pytest.raises(ValueError, match=said):
@@ -91,18 +106,25 @@ def test_an_answer_has_the_routes_of_the_tokens_that_were_asked_for(given, said)
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_answer_that_vllm_cut_off_is_none(reason):
-    answer = SimpleNamespace(token_ids=[7], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason=reason)
+    answer = SimpleNamespace(
+        token_ids=[7], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason=reason
+    )
 
     async def once(*_, **__):
-        return SimpleNamespace(outputs=[answer], finished=True, prompt_logprobs=None, version_starts=[(0, 3)], get=once)
+        return SimpleNamespace(
+            outputs=[answer], finished=True, prompt_logprobs=None, version_starts=[(0, 3)], get=once
+        )
 
-    engine = SimpleNamespace(sampling=nullcontext, ranks=SimpleNamespace(use=lambda _: nullcontext(0)), add_request=once)
+    engine = SimpleNamespace(
+        sampling=nullcontext, ranks=SimpleNamespace(use=lambda _: nullcontext(0)), add_request=once
+    )
     with pytest.raises(CutOffError, match="the server is stopping"):
         asyncio.run(VersionedEngine.sample(engine, [1], SamplingParams()))
 
 
 def test_adapters_of_a_model_that_sees_images_are_merged(tmp_path):
-    """vLLM serves it as another class than the trained one, finds no layer by the adapter's names, and would sample from the base."""
+    """vLLM serves it as another class than the trained one, finds no layer by the adapter's
+    names, and would sample from the base."""
     fields = {"orchestrator": {"environment": [{"id": "e"}]}, "trainer": {"lora": {"rank": 8}}}
     config = RLConfig.model_validate(fields)
     (tmp_path / "config.json").write_text("{}")
@@ -110,27 +132,46 @@ def test_adapters_of_a_model_that_sees_images_are_merged(tmp_path):
     (tmp_path / "config.json").write_text('{"text_config": {}}')
     assert not vllm_arguments(config, str(tmp_path), on_cpu=False).enable_lora
     config = RLConfig.model_validate(fields | {"inference": {"adapters": "hot"}})
-    with pytest.raises(ConfigError, match="not known to serve adapters of a model that sees images; set it to merge"):
+    with pytest.raises(
+        ConfigError,
+        match="not known to serve adapters of a model that sees images; set it to merge",
+    ):
         vllm_arguments(config, str(tmp_path), on_cpu=False)
 
 
 def test_engine_args_report_every_fault_with_its_remedy():
-    given = {"tensor_paralel_size": 2, "max_model_len": 100, "logprobs_mode": "raw_logprobs", "max_num_seqs": "many"}
+    given = {
+        "tensor_paralel_size": 2,
+        "max_model_len": 100,
+        "logprobs_mode": "raw_logprobs",
+        "max_num_seqs": "many",
+    }
     given |= {"enforce_eager": "yes", "api_key": "a-secret"}
-    tls = {"ssl_keyfile": "k", "ssl-certfile": "c", "ssl_ca_certs": "a", "ssl_cert_reqs": 2, "ssl_ciphers": "x", "enable_ssl_refresh": True}
+    tls = {
+        "ssl_keyfile": "k",
+        "ssl-certfile": "c",
+        "ssl_ca_certs": "a",
+        "ssl_cert_reqs": 2,
+        "ssl_ciphers": "x",
+        "enable_ssl_refresh": True,
+    }
     given |= tls
     with pytest.raises(ConfigError) as error:
         parse_engine_args(given)
     assert str(error.value).splitlines() == [
-        "inference.vllm.tensor_paralel_size = 2: vLLM has no such argument; did you mean tensor_parallel_size?",
+        "inference.vllm.tensor_paralel_size = 2: vLLM has no such argument; did you mean "
+        "tensor_parallel_size?",
         "inference.vllm.max_model_len = 100: set model.max_model_len instead",
-        "inference.vllm.logprobs_mode = 'raw_logprobs': cannot be set, training needs the logprobs of the distribution that was sampled"
+        "inference.vllm.logprobs_mode = 'raw_logprobs': cannot be set, training needs the "
+        "logprobs of the distribution that was sampled"
         " from (processed_logprobs)",
         "inference.vllm.max_num_seqs = 'many': invalid int value: 'many'",
         "inference.vllm.enforce_eager = 'yes': takes true or false",
-        "inference.vllm.api_key = ...: cannot be set, the run's token guards every path, while vLLM's key leaves some open: set RL_TOKEN",
+        "inference.vllm.api_key = ...: cannot be set, the run's token guards every path, "
+        "while vLLM's key leaves some open: set RL_TOKEN",
         *(
-            f"inference.vllm.{key} = {value!r}: cannot be set, the server of a run speaks plain HTTP: put a tunnel or a TLS proxy in front"
+            f"inference.vllm.{key} = {value!r}: cannot be set, the server of a run speaks "
+            "plain HTTP: put a tunnel or a TLS proxy in front"
             " (docs/security.md)"
             for key, value in tls.items()
         ),
@@ -151,7 +192,10 @@ def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]], cut
     path.write_bytes((len(text).to_bytes(8, "little") + text + bytes(offset))[: -cut or None])
 
 
-EXPECTED = {"a.weight": TensorEntry("F32", (2, 3), 0, 24), "lm_head.weight": TensorEntry("F32", (4, 2), 24, 56)}
+EXPECTED = {
+    "a.weight": TensorEntry("F32", (2, 3), 0, 24),
+    "lm_head.weight": TensorEntry("F32", (4, 2), 24, 56),
+}
 
 
 @pytest.mark.parametrize(
@@ -179,17 +223,31 @@ def test_weights_must_fit_the_model(tmp_path, tensors, tied, fault):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "gpt2", "gpt_neox"])
 def test_a_version_has_what_is_trained_of_the_base_by_whatever_name(tmp_path, family):
-    """Regression: a run ended with "model.visual... is missing" after its first step, as every run of a published GPT-2 or Pythia did."""
-    base = make_seeing_model(tmp_path / "base") if family == "qwen3_5" else make_old_model(tmp_path / "base", family)
+    """Regression: a run ended with "model.visual... is missing" after its first step, as every
+    run of a published GPT-2 or Pythia did."""
+    base = (
+        make_seeing_model(tmp_path / "base")
+        if family == "qwen3_5"
+        else make_old_model(tmp_path / "base", family)
+    )
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     versions.snapshot(model, base, torch.float32, {}).write(tmp_path / "version")
     expected, found = read_tensors(base), read_tensors(tmp_path / "version")
     assert found.keys() != expected.keys()
     check_weights(tmp_path / "version", base, expected, model.config.tie_word_embeddings)
     lost = next(name for name in found if "norm" in name or "ln_" in name)
-    for tensors, fault in ((found.keys() - {lost}, "norm|ln_.* is missing"), (found.keys() | {"mtp.fc"}, "mtp.fc is not in the model")):
+    for tensors, fault in (
+        (found.keys() - {lost}, "norm|ln_.* is missing"),
+        (found.keys() | {"mtp.fc"}, "mtp.fc is not in the model"),
+    ):
         with pytest.raises(RunError, match=fault):
-            check_weights(tmp_path / "version", base, expected, True, {name: found.get(name, found[lost]) for name in tensors})
+            check_weights(
+                tmp_path / "version",
+                base,
+                expected,
+                True,
+                {name: found.get(name, found[lost]) for name in tensors},
+            )
 
 
 def test_the_newest_sound_version_is_served(tmp_path, capfd):
@@ -198,20 +256,35 @@ def test_the_newest_sound_version_is_served(tmp_path, capfd):
     assert newest_sound_version(run_dir, Mirror(), claimed.append) is None
     for version in (1, 2, 3, 4):
         file = run_dir.weights(version) / "model.safetensors"
-        write_safetensors(file, {"a.weight": ("F32", [2, 3]), "b.weight": ("F32", [1])}, cut=5 if version == 4 else 0)
+        write_safetensors(
+            file,
+            {"a.weight": ("F32", [2, 3]), "b.weight": ("F32", [1])},
+            cut=5 if version == 4 else 0,
+        )
         zeros = {"a.weight": digest(bytes(24)), "b.weight": digest(bytes(4))}
         if version != 1:
             (file.parent / "digests.json").write_text(
-                json.dumps({"hash": HASH, "tensors": zeros | ({"b.weight": "0"} if version == 3 else {})})
+                json.dumps(
+                    {"hash": HASH, "tensors": zeros | ({"b.weight": "0"} if version == 3 else {})}
+                )
             )
     content = content_of({"a.weight": digest(bytes(24)), "b.weight": digest(bytes(4))})
-    assert newest_sound_version(run_dir, Mirror(), claimed.append) == WeightVersion(2, str(run_dir.weights(2)), content=content)
+    assert newest_sound_version(run_dir, Mirror(), claimed.append) == WeightVersion(
+        2, str(run_dir.weights(2)), content=content
+    )
     assert claimed == [4, 3, 2]  # each before it is read
     said = capfd.readouterr().err.splitlines()
-    assert [line.partition(": /")[0] for line in said] == [f"inference: WARNING: skipping policy version {v}" for v in (4, 3)]
-    assert "bytes, its header says" in said[0] and "tensor b.weight is not what was written" in said[1]
+    assert [line.partition(": /")[0] for line in said] == [
+        f"inference: WARNING: skipping policy version {v}" for v in (4, 3)
+    ]
+    assert (
+        "bytes, its header says" in said[0] and "tensor b.weight is not what was written" in said[1]
+    )
     shutil.rmtree(run_dir.weights(2))
-    assert newest_sound_version(run_dir, Mirror(), claimed.append) == WeightVersion(1, str(run_dir.weights(1)))  # without checksums
+    # without checksums
+    assert newest_sound_version(run_dir, Mirror(), claimed.append) == WeightVersion(
+        1, str(run_dir.weights(1))
+    )
 
 
 def test_a_server_by_hand_needs_no_environment(tmp_path, monkeypatch):
@@ -219,7 +292,9 @@ def test_a_server_by_hand_needs_no_environment(tmp_path, monkeypatch):
     file = tmp_path / "i.toml"
     file.write_text('[model]\nname = "owner/m"\n')
     monkeypatch.setattr("sys.argv", ["inference", "@", str(file)])
-    monkeypatch.setattr("rl.inference.main.run", lambda config: 7 if config.model.name == "owner/m" else 0)
+    monkeypatch.setattr(
+        "rl.inference.main.run", lambda config: 7 if config.model.name == "owner/m" else 0
+    )
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 7
@@ -233,22 +308,36 @@ def test_likelier_tokens_are_counted_without_a_compilation(monkeypatch):
     compiled = sum(torch._dynamo.utils.counters["stats"].values())
     logprobs = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]).log()
     found = sampler.Sampler.gather_logprobs(logprobs, 0, torch.tensor([1, 1]))
-    assert found.selected_token_ranks.tolist() == [3, 2] and found.logprobs.tolist() == [[logprobs[0, 1]], [logprobs[1, 1]]]
+    assert found.selected_token_ranks.tolist() == [3, 2] and found.logprobs.tolist() == [
+        [logprobs[0, 1]],
+        [logprobs[1, 1]],
+    ]
     assert sum(torch._dynamo.utils.counters["stats"].values()) == compiled
 
 
-@pytest.mark.parametrize(("seed", "fits"), [(2**63 - 1, True), (-(2**63), True), (2**63, False), (2**64, False)])
+@pytest.mark.parametrize(
+    ("seed", "fits"), [(2**63 - 1, True), (-(2**63), True), (2**63, False), (2**64, False)]
+)
 def test_a_seed_fits_into_the_array_in_which_vllm_keeps_it_on_gpus(seed, fits):
     """One that fits into 64 bits without a sign passed, and would have ended the engine there."""
-    engine = SimpleNamespace(vocab_size=9, engine_core=SimpleNamespace(encoder=msgspec.msgpack.Encoder()))
+    engine = SimpleNamespace(
+        vocab_size=9, engine_core=SimpleNamespace(encoder=msgspec.msgpack.Encoder())
+    )
     request = SimpleNamespace(prompt_token_ids=[1], sampling_params=SamplingParams(seed=seed))
-    with nullcontext() if fits else pytest.raises(ValueError, match="does not fit into a signed 64-bit integer"):
+    with (
+        nullcontext()
+        if fits
+        else pytest.raises(ValueError, match="does not fit into a signed 64-bit integer")
+    ):
         VersionedEngine.refuse_deadly(engine, request)
 
 
 def test_speculative_decoding_on_a_cpu_draws_without_the_seed_and_says_so_once(capsys):
-    """Regression: each request of an evaluation was refused, for it has a seed, so that every evaluation was 0."""
-    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"), speculative_config=SimpleNamespace())
+    """Regression: each request of an evaluation was refused, for it has a seed, so that every
+    evaluation was 0."""
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"), speculative_config=SimpleNamespace()
+    )
     engine = SimpleNamespace(vllm_config=config, told_of_seeds=False)
     for _ in range(2):
         VersionedEngine.hand_over_seed(engine, params := SamplingParams(seed=3))
@@ -257,7 +346,8 @@ def test_speculative_decoding_on_a_cpu_draws_without_the_seed_and_says_so_once(c
 
 
 def test_a_file_system_that_hangs_ends_the_server_instead_of_the_run(tmp_path):
-    """The workers never finish reading. 503: the weights are not refused, so the orchestrator asks again once the server is back."""
+    """The workers never finish reading. 503: the weights are not refused, so the orchestrator
+    asks again once the server is back."""
     folder = tmp_path / "000001"
     folder.mkdir()
     engine = VersionedEngine.__new__(VersionedEngine)
@@ -278,15 +368,23 @@ def test_a_file_system_that_hangs_ends_the_server_instead_of_the_run(tmp_path):
     body = {"policy_version": 1, "path": str(folder)}
 
     async def ask():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://test"
+        ) as client:
             return await client.post("/load_weights", json=body)
 
     answer, engine.engine_core = steady.run(ask()), None  # its destructor asks
-    assert answer.status_code == 503 and engine.broken == answer.json()["error"]["message"]  # `engine_death` ends a broken one
-    assert "was read for 0 s (ten times inference.engine_timeout_s): does the file system" in engine.broken
+    # `engine_death` ends a broken one
+    assert answer.status_code == 503 and engine.broken == answer.json()["error"]["message"]
+    assert (
+        "was read for 0 s (ten times inference.engine_timeout_s): does the file system"
+        in engine.broken
+    )
     waited_s = asked[-1] - asked[0]
     assert waited_s > 0.8 + 0.3, "progress counts"
-    assert len(asked) < 3 + 20 * (1 + math.log(waited_s / 0.2)), "every 10 ms at first, and less often the longer it takes"
+    assert len(asked) < 3 + 20 * (1 + math.log(waited_s / 0.2)), (
+        "every 10 ms at first, and less often the longer it takes"
+    )
 
 
 def test_a_version_is_waited_for_as_long_as_its_trainer_writes(tmp_path):
@@ -310,7 +408,11 @@ def test_a_version_is_waited_for_as_long_as_its_trainer_writes(tmp_path):
     stuck = temporary_name(tmp_path / "000002")
     stuck.mkdir()
     (stuck / "model.safetensors").write_bytes(b"x" * (1 << 16))
-    with pytest.raises(WeightsGoneError, match=r"000002: announced, but missing: 65,536 bytes of it are written, none in the last 0 s"):
+    with pytest.raises(
+        WeightsGoneError,
+        match=r"000002: announced, but missing: 65,536 bytes of it are written, none in the last 0 "
+        r"s",
+    ):
         steady.run(engine.in_time(engine.until_there(tmp_path / "000002", 0.5)))
 
 
@@ -318,19 +420,40 @@ def test_a_version_is_waited_for_as_long_as_its_trainer_writes(tmp_path):
     ("content", "can_stage", "fault", "calls", "said"),
     [
         ("right", True, "", ["stages_weights", "stage_weights", "staging_state", "swap"], ""),
-        ("wrong", True, "", ["stages_weights", "stage_weights", "staging_state", "forget_weights"], "not the content"),
-        ("right", True, "it is gone", ["stages_weights", "stage_weights", "staging_state", *["forget_weights"] * 2], "it is gone"),
-        ("right", False, "", ["stages_weights"], "its workers read weights while generation pauses"),
+        (
+            "wrong",
+            True,
+            "",
+            ["stages_weights", "stage_weights", "staging_state", "forget_weights"],
+            "not the content",
+        ),
+        (
+            "right",
+            True,
+            "it is gone",
+            ["stages_weights", "stage_weights", "staging_state", *["forget_weights"] * 2],
+            "it is gone",
+        ),
+        (
+            "right",
+            False,
+            "",
+            ["stages_weights"],
+            "its workers read weights while generation pauses",
+        ),
     ],
 )
 def test_what_is_staged_over_the_network_is_swapped_in_if_its_content_is_right(
     tmp_path, monkeypatch, capsys, content, can_stage, fault, calls, said
 ):
-    """Otherwise the workers forget what they have staged, the folder is waited for, and the old version goes on."""
+    """Otherwise the workers forget what they have staged, the folder is waited for, and the old
+    version goes on."""
     asked, answers = [], {"stages_weights": can_stage, "staging_state": (True, fault, 0)}
     memory = OverNetwork("", b"", 1, 33, "rl-" + "0" * 32)
 
-    def check_content(version: OverNetwork, base: Path, expected: Tensors, tied: bool, content: str) -> None:
+    def check_content(
+        version: OverNetwork, base: Path, expected: Tensors, tied: bool, content: str
+    ) -> None:
         assert version is memory
         if content != "right":
             raise RunError("not the content")
@@ -347,10 +470,26 @@ def test_what_is_staged_over_the_network_is_swapped_in_if_its_content_is_right(
         return LoadedVersion(policy_version)
 
     engine = VersionedEngine.__new__(VersionedEngine)
-    engine.engine_core, engine.read_timeout_s, engine.mirror, engine.load_lock = None, 60.0, Mirror(), asyncio.Lock()
-    engine.content, engine.expected, engine.on_every_worker, engine.swap = "old", {}, on_every_worker, swap
+    engine.engine_core, engine.read_timeout_s, engine.mirror, engine.load_lock = (
+        None,
+        60.0,
+        Mirror(),
+        asyncio.Lock(),
+    )
+    engine.content, engine.expected, engine.on_every_worker, engine.swap = (
+        "old",
+        {},
+        on_every_worker,
+        swap,
+    )
     engine.model_config = SimpleNamespace(model="base")
-    with pytest.raises(WeightsGoneError, match="000001: announced, but missing") if said else nullcontext():
-        assert asyncio.run(engine.load_weights(1, str(tmp_path / "000001"), memory, content)) == LoadedVersion(1)
+    with (
+        pytest.raises(WeightsGoneError, match="000001: announced, but missing")
+        if said
+        else nullcontext()
+    ):
+        assert asyncio.run(
+            engine.load_weights(1, str(tmp_path / "000001"), memory, content)
+        ) == LoadedVersion(1)
     assert (asked, engine.content) == (calls, "old" if said else content)
     assert said in capsys.readouterr().err

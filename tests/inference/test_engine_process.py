@@ -1,4 +1,5 @@
-"""An engine that does not answer is told from one that is busy. Fakes of the engine, real processes to stop."""
+"""An engine that does not answer is told from one that is busy. Fakes of the engine, real
+processes to stop."""
 
 import asyncio
 import os
@@ -12,8 +13,11 @@ from rl.inference.engine_process import engine_death, stopped_processes
 from tests import steady
 
 
-def death(answers: list[float | Exception], *, limit_s: float, **engine) -> tuple[str | None, float]:
-    """What `engine_death` says of an engine that takes so many seconds for each answer, the last for all others; None: nothing in 1 s."""
+def death(
+    answers: list[float | Exception], *, limit_s: float, **engine
+) -> tuple[str | None, float]:
+    """What `engine_death` says of an engine that takes so many seconds for each answer, the last
+    for all others; None: nothing in 1 s."""
     delays = iter(answers)
     now = [0.0]
 
@@ -25,7 +29,10 @@ def death(answers: list[float | Exception], *, limit_s: float, **engine) -> tupl
         return [True]
 
     async def watch() -> str | None:
-        fake = SimpleNamespace(collective_rpc=collective_rpc, **{"errored": False, "broken": "", "swapping": False} | engine)
+        fake = SimpleNamespace(
+            collective_rpc=collective_rpc,
+            **{"errored": False, "broken": "", "swapping": False} | engine,
+        )
         try:
             async with asyncio.timeout(1.0):
                 return await engine_death(fake, limit_s)
@@ -41,7 +48,10 @@ def death(answers: list[float | Exception], *, limit_s: float, **engine) -> tupl
 
 def test_silence_is_noticed_after_its_time_and_answers_are_not():
     said, after_s = death([0.0, 0.0, 30.0], limit_s=0.2)
-    assert said is not None and "the engine has not answered for 0 s (inference.engine_timeout_s): it hangs" in said
+    assert (
+        said is not None
+        and "the engine has not answered for 0 s (inference.engine_timeout_s): it hangs" in said
+    )
     assert after_s > 0.3  # three questions, a quarter of the limit apart, and the limit
     assert death([0.0, 0.15], limit_s=0.2)[0] is None
     assert death([RuntimeError("a worker says no")], limit_s=0.2)[0] is None
@@ -49,8 +59,13 @@ def test_silence_is_noticed_after_its_time_and_answers_are_not():
 
 
 def test_a_dead_or_broken_engine_is_noticed_at_once():
-    assert death([0.0], limit_s=60, errored=True)[0] == "the engine process died; its last lines are above"
-    assert death([0.0], limit_s=60, broken="loading failed half-way")[0] == "loading failed half-way"
+    assert (
+        death([0.0], limit_s=60, errored=True)[0]
+        == "the engine process died; its last lines are above"
+    )
+    assert (
+        death([0.0], limit_s=60, broken="loading failed half-way")[0] == "loading failed half-way"
+    )
     assert death([0.0], limit_s=60, broken="loading failed half-way", swapping=True)[0] is None
 
 
@@ -79,8 +94,11 @@ print(forked(engine))
 
 
 def test_what_the_engine_forks_keeps_its_files():
-    """Workers of several GPUs: they closed the numbers of the server's port and lock, which were the engine's pipes by then."""
-    done = subprocess.run([sys.executable, "-c", GRANDCHILD], capture_output=True, text=True, timeout=60)
+    """Workers of several GPUs: they closed the numbers of the server's port and lock, which were
+    the engine's pipes by then."""
+    done = subprocess.run(
+        [sys.executable, "-c", GRANDCHILD], capture_output=True, text=True, timeout=60
+    )
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 

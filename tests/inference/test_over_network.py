@@ -1,4 +1,5 @@
-"""Versions in the memory of a trainer's ranks, read over the network as a file would be; readers and ranks that are killed or stopped."""
+"""Versions in the memory of a trainer's ranks, read over the network as a file would be; readers
+and ranks that are killed or stopped."""
 
 import signal
 import time
@@ -43,7 +44,8 @@ PROMPT = list(range(10, 40))
 MATRIX = torch.randn(64, 40_000)
 GOOD = {"matrix": MATRIX, "numbers": 100 + torch.arange(7.0).bfloat16(), "none": torch.empty(0, 5)}
 LIMIT_S = 10.0
-"""For each order while a rank is killed: it waits for a read (4 s at most), and may wait for the folder (5 s)."""
+"""For each order while a rank is killed: it waits for a read (4 s at most), and may wait for the
+folder (5 s)."""
 
 
 @pytest.fixture
@@ -64,20 +66,33 @@ def test_a_view_reads_its_bytes_and_the_content_is_that_of_the_digests(registere
     for name, good in GOOD.items():
         assert torch.zeros_like(good).copy_(tensors[name]).equal(good)
     before = weights.bytes_read
-    assert torch.zeros(64, 10_000).copy_(tensors["matrix"][:, 10_000:20_000]).equal(MATRIX[:, 10_000:20_000])
+    assert (
+        torch.zeros(64, 10_000)
+        .copy_(tensors["matrix"][:, 10_000:20_000])
+        .equal(MATRIX[:, 10_000:20_000])
+    )
     assert weights.bytes_read - before == MATRIX.nbytes // 4
     weights.confirm()
-    expected = content_of({name: digest(good.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, good in GOOD.items()})
+    expected = content_of(
+        {
+            name: digest(good.reshape(-1).view(torch.uint8).numpy().tobytes())
+            for name, good in GOOD.items()
+        }
+    )
     check_content(memory, tmp_path, weights.tensors, False, expected)
     for other in ("0" * 32, ""):
         with pytest.raises(RunError, match="does not match its digests"):
             check_content(memory, tmp_path, weights.tensors, False, other)
     with pytest.raises(RunError, match="does not fit the served model: other is missing"):
-        check_content(memory, tmp_path, weights.tensors | {"other": weights.tensors["none"]}, False, expected)
+        check_content(
+            memory, tmp_path, weights.tensors | {"other": weights.tensors["none"]}, False, expected
+        )
     with pytest.raises(RunError, match="no rank of the trainer has byte"):
         weights.reader.read([MATRIX.nbytes + 10], 64, memoryview(bytearray(64)))
     with pytest.raises(RunError, match=r"processes of its own host alone.*UCX_NET_DEVICES"):
-        NetworkWeights(OverNetwork("elsewhere", memory.agent, memory.address, memory.size, memory.name))
+        NetworkWeights(
+            OverNetwork("elsewhere", memory.agent, memory.address, memory.size, memory.name)
+        )
 
 
 def test_memory_that_is_claimed_while_it_is_read_does_not_count(registered):
@@ -85,7 +100,9 @@ def test_memory_that_is_claimed_while_it_is_read_does_not_count(registered):
     image.before_change = registered.withdraw
     weights = NetworkWeights(memory)
     fill(image, GOOD | {"matrix": MATRIX + 1})
-    assert torch.zeros_like(MATRIX).copy_(dict(weights)["matrix"]).equal(MATRIX + 1), "this is another version's"
+    assert torch.zeros_like(MATRIX).copy_(dict(weights)["matrix"]).equal(MATRIX + 1), (
+        "this is another version's"
+    )
     for late in (weights.confirm, lambda: NetworkWeights(memory)):
         with pytest.raises(WeightsGoneError, match="has begun to make its next version"):
             late()
@@ -94,7 +111,9 @@ def test_memory_that_is_claimed_while_it_is_read_does_not_count(registered):
     other.confirm()
 
 
-def test_what_the_publisher_announces_has_the_recorded_digests_until_the_next_version(tmp_path, model):
+def test_what_the_publisher_announces_has_the_recorded_digests_until_the_next_version(
+    tmp_path, model
+):
     announced: list[WeightVersion] = []
 
     class Client:
@@ -104,7 +123,9 @@ def test_what_the_publisher_announces_has_the_recorded_digests_until_the_next_ve
 
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     lock = hold_role(run_dir.lock("trainer"), 5.0)
-    publisher = Publisher(run_dir, WeightsConfig(transport="nixl"), Client(), Wait(60, lambda *_: None))  # type: ignore[arg-type]
+    publisher = Publisher(
+        run_dir, WeightsConfig(transport="nixl"), Client(), Wait(60, lambda *_: None)
+    )  # type: ignore[arg-type]
     policy, version = AutoModelForCausalLM.from_pretrained(model), None
     for number in (1, 2):
         version = versions.snapshot(policy, model, torch.bfloat16, {}, publisher.ranks, version)
@@ -137,7 +158,9 @@ def test_a_failed_read_keeps_its_buffer_as_long_as_something_may_write_into_it(r
         agent, buffer = reader.agent.agent, weakref.ref(reader.buffer)
         connected = reader.connect(announced(registered).agent)
         with pytest.raises(RunError, match="cannot be read"):
-            reader.copy(iter([piece._replace(agent=piece.agent or connected)]), memoryview(bytearray(64)))
+            reader.copy(
+                iter([piece._replace(agent=piece.agent or connected)]), memoryview(bytearray(64))
+            )
         del reader
         assert buffer() is not None
         del agent
@@ -159,7 +182,10 @@ class Trainer:
         self.file, port = folder / "announced", str(free_ports(1)[0])
         arguments = [(str(rank), port, str(version), str(self.file)) for rank in range(SIZE)]
         module = "tests.inference.network_ranks"
-        self.ranks: list[Forked] = [trainer_zygote().fork(module, *given, log=folder / f"rank{given[0]}") for given in arguments]
+        self.ranks: list[Forked] = [
+            trainer_zygote().fork(module, *given, log=folder / f"rank{given[0]}")
+            for given in arguments
+        ]
 
     def memory(self) -> OverNetwork:
         deadline = time.monotonic() + 120
@@ -176,20 +202,31 @@ class Trainer:
 
 def listening(rank: Forked) -> set[int]:
     """The ports of a rank."""
-    return {found.laddr.port for found in psutil.Process(rank.pid).net_connections() if found.status == psutil.CONN_LISTEN}
+    return {
+        found.laddr.port
+        for found in psutil.Process(rank.pid).net_connections()
+        if found.status == psutil.CONN_LISTEN
+    }
 
 
 def connected(ports: set[int]) -> int:
-    """Connections to ports of this host. psutil would look through the files of all processes for their owners."""
+    """Connections to ports of this host. psutil would look through the files of all processes
+    for their owners."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(state == "01" and int(remote.rpartition(":")[2], 16) in ports for _, _, remote, state, *_ in lines)
+    return sum(
+        state == "01" and int(remote.rpartition(":")[2], 16) in ports
+        for _, _, remote, state, *_ in lines
+    )
 
 
 @pytest.mark.proof
-def test_ranks_that_are_killed_in_the_middle_of_a_read_leave_the_old_version_served_and_the_next_try_exact(tmp_path):
-    """Ten times a rank is stopped, so that the read of a server with two workers is certainly under way, and killed. What the server then
-    finds in the folder is another version, or in one round nothing, in two the version itself. If it is not, the next order has it read
-    other ranks."""
+def test_ranks_that_are_killed_in_the_middle_of_a_read_leave_the_old_version_served_and_the_next_try_exact(
+    tmp_path,
+):
+    """Ten times a rank is stopped, so that the read of a server with two workers is certainly
+    under way, and killed. What the server then finds in the folder is another version, or in one
+    round nothing, in two the version itself. If it is not, the next order has it read other
+    ranks."""
     config = CONFIGS["llama"] | {"tie_word_embeddings": False}
     models = [make_tiny_model(tmp_path / f"{number:06d}", config, number) for number in range(3)]
     contents = [content_in_halves(load_file(version / "model.safetensors")) for version in models]
@@ -220,7 +257,9 @@ def test_ranks_that_are_killed_in_the_middle_of_a_read_leave_the_old_version_ser
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(order, version, trainer, folder, contents[version])
             while connected(ports) <= before:
-                assert not answer.done() and time.monotonic() < deadline, "nobody has tried to read the rank"
+                assert not answer.done() and time.monotonic() < deadline, (
+                    "nobody has tried to read the rank"
+                )
                 time.sleep(0.005)
             check(served)
             victim.kill()
@@ -232,12 +271,19 @@ def test_ranks_that_are_killed_in_the_middle_of_a_read_leave_the_old_version_ser
         check(served)
         for number in range(10):
             version = 1 + number % 2
-            folder = tmp_path / "none" if number % 10 == 3 else models[version if number % 5 == 4 else 0]
-            trainers += [Trainer(models[version], tmp_path / f"{number} {kind}") for kind in ("again", "killed")]
+            folder = (
+                tmp_path / "none" if number % 10 == 3 else models[version if number % 5 == 4 else 0]
+            )
+            trainers += [
+                Trainer(models[version], tmp_path / f"{number} {kind}")
+                for kind in ("again", "killed")
+            ]
             loaded = kill_a_rank(number, version, served, folder)
             trainers.pop().end()
             if folder != models[version]:
-                assert (loaded.status_code, server.status()["policy_version"]) == (404, served), loaded.text
+                assert (loaded.status_code, server.status()["policy_version"]) == (404, served), (
+                    loaded.text
+                )
                 check(served)
                 if number % 4 == 2:
                     wrong = order(version, trainers[-1], models[0], contents[0])
@@ -254,18 +300,30 @@ def test_ranks_that_are_killed_in_the_middle_of_a_read_leave_the_old_version_ser
         for trainer in trainers:
             trainer.end()
     log = (tmp_path / "server" / "log").read_text()
-    assert log.count("cannot be read over the network") >= 10 and "does not match its digests" in log
+    assert (
+        log.count("cannot be read over the network") >= 10 and "does not match its digests" in log
+    )
 
 
 @pytest.mark.proof
 def test_readers_that_are_killed_in_the_middle_do_not_disturb_the_ranks(tmp_path):
-    version = make_tiny_model(tmp_path / "model", CONFIGS["llama"] | {"hidden_size": 512, "intermediate_size": 4096})
-    expected, trainer = content_in_halves(load_file(version / "model.safetensors")), Trainer(version, tmp_path / "ranks")
+    version = make_tiny_model(
+        tmp_path / "model", CONFIGS["llama"] | {"hidden_size": 512, "intermediate_size": 4096}
+    )
+    expected, trainer = (
+        content_in_halves(load_file(version / "model.safetensors")),
+        Trainer(version, tmp_path / "ranks"),
+    )
     try:
         memory = trainer.memory()
         for number in range(10):
             began = tmp_path / f"began{number}"
-            reader = trainer_zygote().fork("tests.inference.network_readers", str(trainer.file), str(began), log=tmp_path / "reader")
+            reader = trainer_zygote().fork(
+                "tests.inference.network_readers",
+                str(trainer.file),
+                str(began),
+                log=tmp_path / "reader",
+            )
             deadline = time.monotonic() + 60
             while not began.exists():
                 assert time.monotonic() < deadline and reader.poll() is None, reader.log.read_text()

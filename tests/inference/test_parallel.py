@@ -1,4 +1,5 @@
-"""A server of several engines, and one of several workers: each holds its part of a version, and all of them the same one."""
+"""A server of several engines, and one of several workers: each holds its part of a version, and
+all of them the same one."""
 
 import asyncio
 from types import SimpleNamespace
@@ -21,7 +22,11 @@ def test_a_fault_of_any_engine_is_seen_before_any_of_them_swaps():
 
     async def call(_utility, method, _timeout, args, _kwargs, *, engine):
         calls.append((engine, method, *args))
-        return [(True, "OSError: it is gone" if engine == "second" else "", 0)] if method == "staging_state" else [None]
+        return (
+            [(True, "OSError: it is gone" if engine == "second" else "", 0)]
+            if method == "staging_state"
+            else [None]
+        )
 
     engine = VersionedEngine.__new__(VersionedEngine)
     engine.engine_core = SimpleNamespace(core_engines=["first", "second"], _call_utility_async=call)
@@ -33,34 +38,59 @@ def test_a_fault_of_any_engine_is_seen_before_any_of_them_swaps():
     engine.engine_core = None  # its destructor asks
 
 
-SPLIT = {"data": "{data_parallel_size = 2}", "tensor": "{tensor_parallel_size = 2}", "experts": "{tensor_parallel_size = 2}"}
-"""Experts are split as other layers are: vLLM's kernel for CPUs ends with a segmentation fault where each worker has whole experts."""
+SPLIT = {
+    "data": "{data_parallel_size = 2}",
+    "tensor": "{tensor_parallel_size = 2}",
+    "experts": "{tensor_parallel_size = 2}",
+}
+"""Experts are split as other layers are: vLLM's kernel for CPUs ends with a segmentation fault
+where each worker has whole experts."""
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", SPLIT)
 def test_several_engines_and_several_workers(tmp_path, kind):
-    """Every engine answers by the version that it says, before and after a load, and workers bit for bit as those that were started with
-    it; a version that one cannot read is loaded by none. A worker of several does not read all."""
+    """Every engine answers by the version that it says, before and after a load, and workers bit
+    for bit as those that were started with it; a version that one cannot read is loaded by none.
+    A worker of several does not read all."""
     config = CONFIGS["qwen3_moe"] | {"tie_word_embeddings": False} if kind == "experts" else None
-    versions = [make_tiny_model(tmp_path / f"{version:06d}", config, version) for version in range(2)]
+    versions = [
+        make_tiny_model(tmp_path / f"{version:06d}", config, version) for version in range(2)
+    ]
     server = start_server(tmp_path / "server", versions, inference__vllm=SPLIT[kind])
     try:
         server.wait_ready()
         for version in (0, 1):
-            answers = [server.post("/generate", token_ids=PROMPT, sampling={"max_tokens": 8}, session=session) for session in range(4)]
+            answers = [
+                server.post(
+                    "/generate", token_ids=PROMPT, sampling={"max_tokens": 8}, session=session
+                )
+                for session in range(4)
+            ]
             for answer in answers:
-                assert answer.status_code == 200 and {span[0] for span in answer.json()["policy_versions"]} == {version}
+                assert answer.status_code == 200 and {
+                    span[0] for span in answer.json()["policy_versions"]
+                } == {version}
                 assert_logprobs(server, PROMPT, answer.json())
             if version == 0:
                 refused = server.load(7, damaged_copy(versions[1], tmp_path / "damaged"))
-                assert (refused.status_code, server.status()["policy_version"]) == (422, 0), refused.text
+                assert (refused.status_code, server.status()["policy_version"]) == (422, 0), (
+                    refused.text
+                )
                 gone = server.load(7, tmp_path / "none")
                 assert gone.status_code == 404
-                path = as_deltas(versions, tmp_path / "deltas")[1] if kind == "tensor" else None  # then all workers read one mirror
-                loaded, size = server.load(1, path).json(), (versions[1] / "model.safetensors").stat().st_size
+                # then all workers read one mirror
+                path = as_deltas(versions, tmp_path / "deltas")[1] if kind == "tensor" else None
+                loaded, size = (
+                    server.load(1, path).json(),
+                    (versions[1] / "model.safetensors").stat().st_size,
+                )
                 assert loaded["policy_version"] == 1
-                assert 0.9 * size < loaded["bytes_read"] <= size if kind == "data" else size / 2 < loaded["bytes_read"] < 0.9 * size
+                assert (
+                    0.9 * size < loaded["bytes_read"] <= size
+                    if kind == "data"
+                    else size / 2 < loaded["bytes_read"] < 0.9 * size
+                )
         if kind == "data":  # each of its engines is one of tests/inference/test_server.py
             return
         greedy = {"max_tokens": 32, "temperature": 0.0}
@@ -76,8 +106,11 @@ def test_several_engines_and_several_workers(tmp_path, kind):
 
 @pytest.mark.proof
 def test_a_first_request_of_one_token_is_answered(tmp_path):
-    """In bfloat16, where the processor has AMX: vLLM's attention ended the engine with an illegal instruction, each time anew."""
-    server = start_server(tmp_path / "server", [make_tiny_model(tmp_path / "model")], model__dtype="bfloat16")
+    """In bfloat16, where the processor has AMX: vLLM's attention ended the engine with an
+    illegal instruction, each time anew."""
+    server = start_server(
+        tmp_path / "server", [make_tiny_model(tmp_path / "model")], model__dtype="bfloat16"
+    )
     try:
         server.wait_ready()
         assert 1 <= len(server.generate([5], max_tokens=3)["token_ids"]) <= 3

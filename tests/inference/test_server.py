@@ -1,4 +1,5 @@
-"""Three real servers (tied head, untied head, experts) on tiny models: what they answer is rescored with transformers, token by token."""
+"""Three real servers (tied head, untied head, experts) on tiny models: what they answer is
+rescored with transformers, token by token."""
 
 import asyncio
 import contextlib
@@ -56,23 +57,40 @@ from tests.inference.servers import (
 from tests.trainer.samples import make_sample
 from tests.waiting import alive, until
 
-KINDS = {"tied": None, "untied": UNTIED, "moe": CONFIGS["qwen3_moe"] | {"tie_word_embeddings": False}}
+KINDS = {
+    "tied": None,
+    "untied": UNTIED,
+    "moe": CONFIGS["qwen3_moe"] | {"tie_word_embeddings": False},
+}
 """Experts are weights that vLLM packs in another way than those of plain layers."""
 
 
-PARSER = {"inference__vllm__enable_auto_tool_choice": "true", "inference__vllm__tool_call_parser": "hermes"}
+PARSER = {
+    "inference__vllm__enable_auto_tool_choice": "true",
+    "inference__vllm__tool_call_parser": "hermes",
+}
 
 
 def make_versions(folder: Path, kind: str) -> list[Path]:
-    """Of the tied kind the base alone holds the head once more, as Qwen3-0.6B does; its trainer writes it once. Of the untied kind the
-    base's files name the end of texts alone, as those of base models do, although its template is ChatML."""
-    versions = [make_tiny_model(folder / f"{version:06d}", KINDS[kind], version) for version in range(4)]
+    """Of the tied kind the base alone holds the head once more, as Qwen3-0.6B does; its trainer
+    writes it once. Of the untied kind the base's files name the end of texts alone, as those of
+    base models do, although its template is ChatML."""
+    versions = [
+        make_tiny_model(folder / f"{version:06d}", KINDS[kind], version) for version in range(4)
+    ]
     if kind == "tied":
         file = versions[0] / "model.safetensors"
         tensors = load_file(file)
-        save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+        save_file(
+            tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+            file,
+            {"format": "pt"},
+        )
     if kind == "untied":
-        for name, fields in (("config.json", {"eos_token_id": 0}), ("tokenizer_config.json", {"eos_token": "<|endoftext|>"})):
+        for name, fields in (
+            ("config.json", {"eos_token_id": 0}),
+            ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
+        ):
             file = versions[0] / name
             file.write_text(json.dumps(json.loads(file.read_text()) | fields))
         (versions[0] / "generation_config.json").write_text('{"eos_token_id": 0}')
@@ -81,8 +99,8 @@ def make_versions(folder: Path, kind: str) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """By the kind of model. They start at the same time; the last tests of this module end them. "untied" is open to others, "moe" has a
-    short patience with its engine."""
+    """By the kind of model. They start at the same time; the last tests of this module end them.
+    "untied" is open to others, "moe" has a short patience with its engine."""
     root = tmp_path_factory.mktemp("servers")
     versions = {kind: make_versions(root / f"versions-{kind}", kind) for kind in KINDS}
     started = {
@@ -101,23 +119,34 @@ def test_sampled_logprobs_and_stops(servers):
     for temperature in (1.0, 0.7):
         answer = server.generate(PROMPT, max_tokens=40, temperature=temperature, seed=1)
         assert_logprobs(server, PROMPT, answer, temperature)
-    of_prompt = server.generate(PROMPT, max_tokens=1, temperature=0.7, prompt_logprobs=True)["prompt_logprobs"]
+    of_prompt = server.generate(PROMPT, max_tokens=1, temperature=0.7, prompt_logprobs=True)[
+        "prompt_logprobs"
+    ]
     assert of_prompt[0] is None and answer["prompt_logprobs"] is None
-    assert (rescore(server.weights[0], PROMPT[:1], PROMPT[1:]) - torch.tensor(of_prompt[1:])).abs().max() < TOLERANCE
+    assert (
+        rescore(server.weights[0], PROMPT[:1], PROMPT[1:]) - torch.tensor(of_prompt[1:])
+    ).abs().max() < TOLERANCE
     long = server.generate(PROMPT, max_tokens=5, temperature=1.0, seed=1, stop_token_ids=[])
     assert (len(long["token_ids"]), long["finish_reason"]) == (5, "length")
     stop = long["token_ids"][2]
     stopped = server.generate(PROMPT, max_tokens=5, temperature=1.0, seed=1, stop_token_ids=[stop])
     index = long["token_ids"].index(stop)
-    assert (stopped["token_ids"], stopped["finish_reason"]) == (long["token_ids"][: index + 1], "stop")
+    assert (stopped["token_ids"], stopped["finish_reason"]) == (
+        long["token_ids"][: index + 1],
+        "stop",
+    )
 
 
 def test_adapters_of_experts_answer_with_the_trainers_log_probabilities(servers, world, tmp_path):
-    """The server merges them into experts that vLLM packs; the trainer computes with the factors, and publishes them."""
+    """The server merges them into experts that vLLM packs; the trainer computes with the
+    factors, and publishes them."""
     server = servers["moe"]
     base = server.weights[0]
     settings = TrainerConfig(lora={"rank": 4, "targets": ["all-linear", "experts"]})
-    config = RLConfig(model=ModelConfig(name=str(base), dtype="float32", max_model_len=MAX_MODEL_LEN), trainer=settings)
+    config = RLConfig(
+        model=ModelConfig(name=str(base), dtype="float32", max_model_len=MAX_MODEL_LEN),
+        trainer=settings,
+    )
     policy = load_policy(str(base), config.model, config.trainer, world)
     generator = torch.Generator().manual_seed(1)
     for parameter in lora.trainable(policy).values():
@@ -127,30 +156,53 @@ def test_adapters_of_experts_answer_with_the_trainers_log_probabilities(servers,
     assert server.load(1, tmp_path / "000001").status_code == 200
     answer = server.generate(PROMPT, max_tokens=40, temperature=1.0, ignore_eos=True)
     assert answer["policy_versions"] == [[1, 40]] and before["policy_versions"] == [[0, 1]]
-    sample = make_sample(PROMPT, answer["token_ids"], logprobs=[0.0] * len(PROMPT) + answer["logprobs"])
-    found = parity_of([difference for _, _, difference in compare(policy, config, TrainBatch(step=1, samples=[sample]), world)])
+    sample = make_sample(
+        PROMPT, answer["token_ids"], logprobs=[0.0] * len(PROMPT) + answer["logprobs"]
+    )
+    found = parity_of(
+        [
+            difference
+            for _, _, difference in compare(
+                policy, config, TrainBatch(step=1, samples=[sample]), world
+            )
+        ]
+    )
     assert found.tokens == 40 and found.kl < 1e-9 and found.largest < 1e-4, found
     without = rescore(base, PROMPT, answer["token_ids"])
-    assert (without - torch.tensor(answer["logprobs"])).abs().max() > 0.1, "the adapters change what is said"
+    assert (without - torch.tensor(answer["logprobs"])).abs().max() > 0.1, (
+        "the adapters change what is said"
+    )
     assert server.load(0).status_code == 200  # the other tests begin with it
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_to_equal_prompts_at_the_same_time_are_each_the_models_own(servers, kind):
-    server, prompt = servers[kind], list(range(5, 80))  # two blocks and a part of one, which all share
+    # two blocks and a part of one, which all share
+    server, prompt = servers[kind], list(range(5, 80))
     with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda last: server.generate([*prompt, last], max_tokens=40), [3] * 8 + [4] * 4))
+        answers = list(
+            pool.map(
+                lambda last: server.generate([*prompt, last], max_tokens=40), [3] * 8 + [4] * 4
+            )
+        )
     for last, answer in zip([3] * 8 + [4] * 4, answers, strict=True):
         assert_logprobs(server, [*prompt, last], answer)
     assert len({tuple(answer["token_ids"]) for answer in answers}) > 1
 
 
 def test_a_seed_draws_the_same_tokens_whoever_is_beside_it(servers):
-    """Its step was drawn by another algorithm when a request beside it was greedy or wanted more log-probabilities."""
+    """Its step was drawn by another algorithm when a request beside it was greedy or wanted more
+    log-probabilities."""
     server = servers["tied"]
     wanted = {"max_tokens": 16, "temperature": 1.0, "seed": 7, "stop_token_ids": []}
     alone, model = server.generate(PROMPT, **wanted)["token_ids"], str(server.weights[0])
-    beside = {"model": model, "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "return_token_ids": True}
+    beside = {
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": 900,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     for other in ({"temperature": 0.0}, {"logprobs": 3}):
         was_beside = False
         for _ in range(5):  # on a busy machine one may end before the other has begun
@@ -176,32 +228,69 @@ def test_a_cut_distribution_is_the_one_whose_logprobs_are_told(servers):
 
 
 def test_turns_with_tools_are_trained_on_as_they_were_sampled(servers, monkeypatch):
-    """Three turns with tool results between them, the second cut short: one sample, whose every token has its sampled logprob again."""
+    """Three turns with tool results between them, the second cut short: one sample, whose every
+    token has its sampled logprob again."""
     server = servers["tied"]
     monkeypatch.setenv("RL_TOKEN", TOKEN)
-    tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}}
-    policy = Policy(PolicySpec(model_path=str(server.weights[0]), max_model_len=MAX_MODEL_LEN, inference_urls=[server.url]), 60.0)
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+    policy = Policy(
+        PolicySpec(
+            model_path=str(server.weights[0]),
+            max_model_len=MAX_MODEL_LEN,
+            inference_urls=[server.url],
+        ),
+        60.0,
+    )
 
     async def talk() -> Conversation:
         conversation = Conversation(policy, 0, {"max_tokens": 24, "temperature": 0.8, "stop": None})
         messages = [{"role": "user", "content": "1 + 1?"}]
         for result in ("2", "3", "4"):
-            _, answer = await conversation.answer(messages, [tool], {"max_tokens": 5 if result == "3" else 24})
-            messages += [assistant_message(answer), {"role": "tool", "content": result, "tool_call_id": "x"}]
+            _, answer = await conversation.answer(
+                messages, [tool], {"max_tokens": 5 if result == "3" else 24}
+            )
+            messages += [
+                assistant_message(answer),
+                {"role": "tool", "content": result, "tool_call_id": "x"},
+            ]
         await policy.servers.close()
         return conversation
 
     turns = asyncio.run(talk()).turns
-    (sample,) = group_samples(Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)], advantages=[1.0], temperature=0.8))
+    (sample,) = group_samples(
+        Group(
+            group_id=0,
+            env="e",
+            task=0,
+            rollouts=[Rollout(turns=turns)],
+            advantages=[1.0],
+            temperature=0.8,
+        )
+    )
     text = policy.renderer.decode(sample.token_ids)
-    assert [text.count(part) for part in ("Add.", "<tool_response>\n2\n", "<tool_response>\n3\n")] == [1, 1, 1]
+    assert [
+        text.count(part) for part in ("Add.", "<tool_response>\n2\n", "<tool_response>\n3\n")
+    ] == [1, 1, 1]
     for before, after in pairwise(turns):
         whole = before.prompt_ids + before.completion_ids
         assert after.prompt_ids[: len(whole)] == whole
     ids = sample.token_ids.tolist()
     expected = [0.0, *rescore(server.weights[0], ids[:1], ids[1:], 0.8).tolist()]
-    differences = [abs(expected[place] - logprob) for place, logprob in zip(sample.trained.tolist(), sample.logprobs.tolist(), strict=True)]
-    assert len(differences) == sum(len(turn.completion_ids) for turn in turns) and max(differences) < TOLERANCE
+    differences = [
+        abs(expected[place] - logprob)
+        for place, logprob in zip(sample.trained.tolist(), sample.logprobs.tolist(), strict=True)
+    ]
+    assert (
+        len(differences) == sum(len(turn.completion_ids) for turn in turns)
+        and max(differences) < TOLERANCE
+    )
 
 
 def test_openai_routes_stay_and_development_routes_are_closed(servers):
@@ -225,8 +314,16 @@ TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 def chat(server, messages: list[dict], **more) -> httpx.Response:
     """Asks as NeMo Gym's model server does."""
-    asked = {"logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": True, "max_tokens": 12, "ignore_eos": True}
-    return server.post("/v1/chat/completions", model=str(server.weights[0]), messages=messages, **(asked | more))
+    asked = {
+        "logprobs": True,
+        "top_logprobs": 0,
+        "return_tokens_as_token_ids": True,
+        "max_tokens": 12,
+        "ignore_eos": True,
+    }
+    return server.post(
+        "/v1/chat/completions", model=str(server.weights[0]), messages=messages, **(asked | more)
+    )
 
 
 def said(response: httpx.Response) -> dict:
@@ -249,8 +346,15 @@ def test_a_chat_continues_the_tokens_that_come_back(servers):
     assert all(continued(*pair) for pair in pairwise(turns))
     tokenizer = load_tokenizer(str(server.weights[0]))
     behind = turns[1]["prompt_token_ids"][len(turns[0]["prompt_token_ids"]) + 12 :]
-    assert tokenizer.decode(behind) == "<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
-    answer = {"token_ids": turns[2]["generation_token_ids"], "logprobs": turns[2]["generation_log_probs"], "policy_versions": [(0, 12)]}
+    assert (
+        tokenizer.decode(behind)
+        == "<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    answer = {
+        "token_ids": turns[2]["generation_token_ids"],
+        "logprobs": turns[2]["generation_log_probs"],
+        "policy_versions": [(0, 12)],
+    }
     assert_logprobs(server, turns[2]["prompt_token_ids"], answer)
 
 
@@ -268,24 +372,42 @@ def test_a_chat_of_a_base_model_ends_where_its_template_ends(servers):
     end = load_tokenizer(str(server.weights[0])).convert_tokens_to_ids("<|im_end|>")
     answer = said(chat(server, [ask], allowed_token_ids=[end], ignore_eos=False))
     assert answer["generation_token_ids"] == [end]
-    after = said(chat(server, [ask, answer, {"role": "user", "content": "and?"}]))["prompt_token_ids"]
-    assert after == said(chat(server, [ask, {"role": "assistant", "content": ""}, {"role": "user", "content": "and?"}]))["prompt_token_ids"]
+    after = said(chat(server, [ask, answer, {"role": "user", "content": "and?"}]))[
+        "prompt_token_ids"
+    ]
+    assert (
+        after
+        == said(
+            chat(
+                server,
+                [ask, {"role": "assistant", "content": ""}, {"role": "user", "content": "and?"}],
+            )
+        )["prompt_token_ids"]
+    )
 
 
 def test_a_special_token_as_stop_string_stops(servers):
     """By itself vLLM searches a text without special tokens."""
-    server, free = servers["tied"], {"max_tokens": 700, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    server, free = (
+        servers["tied"],
+        {"max_tokens": 700, "temperature": 1.0, "seed": 3, "ignore_eos": True},
+    )
     begin = load_tokenizer(str(server.weights[0])).convert_tokens_to_ids("<|im_start|>")
     sampled = server.generate(PROMPT, **free)["token_ids"]
     stopped = server.generate(PROMPT, stop=["<|im_start|>"], **free)
-    assert stopped["token_ids"] == sampled[: sampled.index(begin) + 1] and stopped["finish_reason"] == "stop"
+    assert (
+        stopped["token_ids"] == sampled[: sampled.index(begin) + 1]
+        and stopped["finish_reason"] == "stop"
+    )
 
 
 def test_a_chat_that_was_rewritten_is_rendered_again(servers):
     server, ask = servers["tied"], {"role": "user", "content": "go on"}
     answer = said(chat(server, [ask]))
     behind = {"role": "user", "content": "and?"}
-    plain = said(chat(server, [ask, {"role": "assistant", "content": answer["content"]}, behind]))["prompt_token_ids"]
+    plain = said(chat(server, [ask, {"role": "assistant", "content": answer["content"]}, behind]))[
+        "prompt_token_ids"
+    ]
     assert continued(answer, said(chat(server, [ask, answer | {"reasoning": "hm"}, behind])))
     for rewritten in (
         [ask, answer | {"content": "no"}, behind],
@@ -294,20 +416,41 @@ def test_a_chat_that_was_rewritten_is_rendered_again(servers):
         [ask, answer | {"generation_token_ids": ["x"]}, behind],
     ):
         assert not continued(answer, said(chat(server, rewritten)))
-    assert said(chat(server, [ask, answer | {"generation_token_ids": [1, 2]}, behind]))["prompt_token_ids"] == plain
+    assert (
+        said(chat(server, [ask, answer | {"generation_token_ids": [1, 2]}, behind]))[
+            "prompt_token_ids"
+        ]
+        == plain
+    )
     assert "prompt_token_ids" not in said(chat(server, [ask], return_tokens_as_token_ids=False))
 
 
 def test_no_grammar_chooses_the_tokens_of_a_chat(servers):
-    """With vLLM's defaults it would for these tools, and the trainer would compute other probabilities."""
+    """With vLLM's defaults it would for these tools, and the trainer would compute other
+    probabilities."""
     server, ask = servers["tied"], {"role": "user", "content": "go on"}
-    add = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}, "strict": True}
+    add = {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        "strict": True,
+    }
     offered = {"tools": [{"type": "function", "function": add}], "parallel_tool_calls": False}
     assert len(said(chat(server, [ask], **offered))["generation_token_ids"]) == 12
-    for more in ({**offered, "tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+    for more in (
+        {**offered, "tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+    ):
         refused = chat(server, [ask], **more)
         assert refused.status_code == 400 and "would choose tokens" in refused.text
-    assert server.post("/v1/chat/completions", messages=[ask], response_format={"type": "json_object"}, max_tokens=4).status_code == 200
+    assert (
+        server.post(
+            "/v1/chat/completions",
+            messages=[ask],
+            response_format={"type": "json_object"},
+            max_tokens=4,
+        ).status_code
+        == 200
+    )
 
 
 def test_a_continued_chat_that_is_too_long_is_refused_as_vllm_does(servers):
@@ -330,7 +473,9 @@ def test_the_versions_of_a_chat_are_remembered(servers):
     digests = [answer_digest(*(answer[key] for key in TOKENS)) for answer in (first, second)]
     known, swapped, unknown = server.post("/versions", answers=[*digests, "0" * 32]).json()
     assert (known, unknown) == ([[0, 12]], None)
-    assert [version for version, _ in swapped] == [1, 0] and sum(count for _, count in swapped) == 600
+    assert [version for version, _ in swapped] == [1, 0] and sum(
+        count for _, count in swapped
+    ) == 600
     assert server.post("/versions", answers=3).status_code == 400
 
 
@@ -338,29 +483,54 @@ def test_several_answers_to_one_prompt_outlive_a_new_version(servers):
     server = servers["tied"]
     with ThreadPoolExecutor() as pool:
         with server.held():
-            both = pool.submit(server.post, "/v1/completions", prompt=PROMPT, n=2, seed=1, max_tokens=600, ignore_eos=True)
+            both = pool.submit(
+                server.post,
+                "/v1/completions",
+                prompt=PROMPT,
+                n=2,
+                seed=1,
+                max_tokens=600,
+                ignore_eos=True,
+            )
             until(lambda: server.status()["num_running"] == 2)
         assert server.load(1).status_code == 200
-        assert [len(choice["text"]) > 0 for choice in both.result().json()["choices"]] == [True, True]
+        assert [len(choice["text"]) > 0 for choice in both.result().json()["choices"]] == [
+            True,
+            True,
+        ]
     assert server.load(0).status_code == 200
     unknown = server.post("/v1/completions", prompt=[10**6], n=2, max_tokens=4)
-    assert unknown.status_code == 400 and server.post("/v1/completions", prompt=PROMPT, n=2, max_tokens=4).status_code == 200
+    assert (
+        unknown.status_code == 400
+        and server.post("/v1/completions", prompt=PROMPT, n=2, max_tokens=4).status_code == 200
+    )
 
 
 def test_disconnect_aborts_the_request(servers):
     server = servers["tied"]
     with ThreadPoolExecutor(12) as pool:  # a seed whose answer is long
-        answers = list(pool.map(lambda seed: server.generate(PROMPT, max_tokens=400, temperature=1.0, seed=seed), range(12)))
+        answers = list(
+            pool.map(
+                lambda seed: server.generate(PROMPT, max_tokens=400, temperature=1.0, seed=seed),
+                range(12),
+            )
+        )
     seed = max(range(12), key=lambda seed: len(answers[seed]["token_ids"]))
     body = {"token_ids": PROMPT, "sampling": {"max_tokens": 400, "temperature": 1.0, "seed": seed}}
 
     def part() -> float:
-        """For how much of the time of the whole answer a request runs whose client leaves in its first quarter."""
+        """For how much of the time of the whole answer a request runs whose client leaves in its
+        first quarter."""
         began = time.monotonic()
         server.post("/generate", **body)
         whole_s, began = time.monotonic() - began, time.monotonic()
         with pytest.raises(httpx.TimeoutException):
-            httpx.post(server.url + "/generate", json=body, headers=server.headers, timeout=min(0.15, whole_s / 4))
+            httpx.post(
+                server.url + "/generate",
+                json=body,
+                headers=server.headers,
+                timeout=min(0.15, whole_s / 4),
+            )
         until(lambda: not server.status()["num_running"])
         return (time.monotonic() - began) / whole_s
 
@@ -372,7 +542,8 @@ def test_disconnect_aborts_the_request(servers):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_token_has_its_version_while_weights_are_loaded(servers, kind, tmp_path):
-    """Version 1 is in its trainer's memory alone. So is version 2, which the server is told of in vain: it waits for the folder."""
+    """Version 1 is in its trainer's memory alone. So is version 2, which the server is told of
+    in vain: it waits for the folder."""
     server, version_2 = servers[kind], tmp_path / "000002"
     prompts = [[10 + i, *range(40, 40 + 5 * i)] for i in range(10)]
     written = shutil.copytree(server.weights[2], tmp_path / "written")
@@ -398,7 +569,8 @@ def test_every_token_has_its_version_while_weights_are_loaded(servers, kind, tmp
         assert_logprobs(server, prompt, answer)
     assert max(len(answer["policy_versions"]) for answer in answers) >= 2
     assert server.status()["policy_version"] == 2
-    assert_version(server, 2, prompts[-1])  # nothing of the old weights is left, neither in a cached prefix nor in a packed copy
+    # nothing of the old weights is left, neither in a cached prefix nor in a packed copy
+    assert_version(server, 2, prompts[-1])
 
 
 def assert_version(server: Server, version: int, prompt: list[int] = PROMPT) -> None:
@@ -407,7 +579,9 @@ def assert_version(server: Server, version: int, prompt: list[int] = PROMPT) -> 
     assert_logprobs(server, prompt, answer)
 
 
-def test_a_server_lets_go_of_memory_that_it_has_loaded_and_does_not_read_it_once_it_holds_something_else(servers, tmp_path):
+def test_a_server_lets_go_of_memory_that_it_has_loaded_and_does_not_read_it_once_it_holds_something_else(
+    servers, tmp_path
+):
     server, image = servers["tied"], image_of(servers["tied"].weights[1])
     memory = image.file
     loaded = server.load(1, tmp_path, memory).json()
@@ -416,20 +590,27 @@ def test_a_server_lets_go_of_memory_that_it_has_loaded_and_does_not_read_it_once
     assert image.file, "it is still read"
     image.write_header()
     assert_version(server, 1)
-    assert server.load(2, memory=memory).json()["policy_version"] == 2  # from its folder: that memory holds something else
+    # from its folder: that memory holds something else
+    assert server.load(2, memory=memory).json()["policy_version"] == 2
     assert make_again(image.file)
     assert_version(server, 2)
 
 
 def test_loading_twice(servers):
     server = servers["tied"]
-    assert server.load(2).json() == {"policy_version": 2, "drain_s": 0.0, "pause_s": 0.0, "bytes_read": 0}
+    assert server.load(2).json() == {
+        "policy_version": 2,
+        "drain_s": 0.0,
+        "pause_s": 0.0,
+        "bytes_read": 0,
+    }
     assert server.status()["policy_version"] == 2
     with ThreadPoolExecutor(3) as pool:
         codes = list(pool.map(lambda version: server.load(version).status_code, (3, 1, 2)))
     assert codes == [200, 200, 200]
     server.load(2)
-    for content, is_read in (("a", True), ("a", False), ("", False), ("b", True)):  # trained again, it may have come out otherwise
+    # trained again, it may have come out otherwise
+    for content, is_read in (("a", True), ("a", False), ("", False), ("b", True)):
         assert (server.load(2, content=content).json()["bytes_read"] > 0) is is_read
         assert server.status()["content"] == (content or "a")
 
@@ -444,7 +625,10 @@ def test_bad_weights_are_refused_and_the_old_version_goes_on(servers, tmp_path):
         (corrupt.parent, "its header says"),
         (wide, "has shape"),
         (deep, "is not in the model"),
-        (damaged_copy(server.weights[3], tmp_path / "flipped"), "tensor model.norm.weight is not what was written"),
+        (
+            damaged_copy(server.weights[3], tmp_path / "flipped"),
+            "tensor model.norm.weight is not what was written",
+        ),
     ]:
         refused = server.load(9, path)
         assert refused.status_code == 422
@@ -460,8 +644,8 @@ def test_bad_weights_are_refused_and_the_old_version_goes_on(servers, tmp_path):
 
 
 def test_deltas_are_applied_or_refused_until_a_whole_version_comes(servers, tmp_path):
-    """The server joins late, at a delta. A damaged one, and those after it, are refused; the next whole version is loaded, and deltas on
-    it."""
+    """The server joins late, at a delta. A damaged one, and those after it, are refused; the
+    next whole version is loaded, and deltas on it."""
     server = servers["tied"]
     _, two, three, four = as_deltas([server.weights[version] for version in (3, 1, 2, 3)], tmp_path)
     assert server.load(1, two).status_code == 200
@@ -475,7 +659,10 @@ def test_deltas_are_applied_or_refused_until_a_whole_version_comes(servers, tmp_
         assert f"{file}: damaged" in refused.json()["error"]["message"]
     shutil.move(three, tmp_path / "lost")
     refused = server.load(3, four)
-    assert refused.status_code == 422 and f"changes since {three}, which is missing" in refused.json()["error"]["message"]
+    assert (
+        refused.status_code == 422
+        and f"changes since {three}, which is missing" in refused.json()["error"]["message"]
+    )
     assert_version(server, 1)
     assert server.load(3).status_code == 200  # without checksums, in its folder
     write_digests(shutil.copytree(server.weights[2], three))
@@ -491,7 +678,9 @@ def in_flight(server: Server) -> threading.Thread:
 
     def ask() -> None:
         with contextlib.suppress(httpx.HTTPError):
-            server.post("/generate", token_ids=PROMPT, sampling={"max_tokens": 400, "stop": ["@@@@"]})
+            server.post(
+                "/generate", token_ids=PROMPT, sampling={"max_tokens": 400, "stop": ["@@@@"]}
+            )
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -501,19 +690,42 @@ def in_flight(server: Server) -> threading.Thread:
 
 def test_malformed_bodies_are_refused_and_change_nothing(servers):
     server = servers["tied"]
-    before, version = server.generate(PROMPT, max_tokens=20, temperature=0.0), server.status()["policy_version"]
+    before, version = (
+        server.generate(PROMPT, max_tokens=20, temperature=0.0),
+        server.status()["policy_version"],
+    )
 
     def answer(route: str, body: bytes) -> httpx.Response:
-        return httpx.post(server.url + route, content=body, timeout=60, headers=server.headers | {"Content-Type": "application/json"})
+        return httpx.post(
+            server.url + route,
+            content=body,
+            timeout=60,
+            headers=server.headers | {"Content-Type": "application/json"},
+        )
 
     for body in MALFORMED:
         found = answer("/generate", body)
-        assert found.status_code == 400 and found.json()["error"]["type"] in ("bad_request", "prompt_too_long"), (body[:200], found.text)
-    too_long = server.post("/generate", token_ids=[5] * 1000, sampling={"max_tokens": 1}).json()["error"]
-    assert (too_long["type"], too_long["num_tokens"], too_long["max_model_len"]) == ("prompt_too_long", 1000, MAX_MODEL_LEN)
+        assert found.status_code == 400 and found.json()["error"]["type"] in (
+            "bad_request",
+            "prompt_too_long",
+        ), (body[:200], found.text)
+    too_long = server.post("/generate", token_ids=[5] * 1000, sampling={"max_tokens": 1}).json()[
+        "error"
+    ]
+    assert (too_long["type"], too_long["num_tokens"], too_long["max_model_len"]) == (
+        "prompt_too_long",
+        1000,
+        MAX_MODEL_LEN,
+    )
     for body in HARMLESS:
         assert answer("/generate", body).status_code == 200, body[:200]
-    for route in ("/load_weights", "/v1/completions", "/v1/chat/completions", "/tokenize", "/inference/v1/generate"):
+    for route in (
+        "/load_weights",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/tokenize",
+        "/inference/v1/generate",
+    ):
         for body in MALFORMED[:9]:
             assert answer(route, body).status_code in range(400, 500), (route, body[:100])
     for odd in ODD:
@@ -529,28 +741,62 @@ def test_malformed_bodies_are_refused_and_change_nothing(servers):
 def test_a_seed_gives_the_same_tokens_however_its_prompt_is_cut(servers):
     """Sixty prompts at once do not fit into a step: some are computed in pieces."""
     server = servers["tied"]
-    asked = [{"token_ids": [10 + i % 200, *PROMPT * 3], "sampling": {"max_tokens": 8, "temperature": 1.0, "seed": i}} for i in range(60)]
+    asked = [
+        {
+            "token_ids": [10 + i % 200, *PROMPT * 3],
+            "sampling": {"max_tokens": 8, "temperature": 1.0, "seed": i},
+        }
+        for i in range(60)
+    ]
     alone = [server.post("/generate", **body).json()["token_ids"] for body in asked[::12]]
     with ThreadPoolExecutor(60) as pool:
-        together = list(pool.map(lambda body: server.post("/generate", **body).json()["token_ids"], asked))
+        together = list(
+            pool.map(lambda body: server.post("/generate", **body).json()["token_ids"], asked)
+        )
     assert together[::12] == alone
 
 
 def test_the_token_guards_every_path(servers):
     server = servers["untied"]
-    routes = ["/", "/health", "/metrics", "/docs", "/openapi.json", "/version", "/ping", "/status", "/v1/models"]
-    routes += ["/generate", "/load_weights", "/pause", "/collective_rpc", "/v1/completions", "/tokenize", "/invocations"]
+    routes = [
+        "/",
+        "/health",
+        "/metrics",
+        "/docs",
+        "/openapi.json",
+        "/version",
+        "/ping",
+        "/status",
+        "/v1/models",
+    ]
+    routes += [
+        "/generate",
+        "/load_weights",
+        "/pause",
+        "/collective_rpc",
+        "/v1/completions",
+        "/tokenize",
+        "/invocations",
+    ]
     for route in routes:
         for ask in (httpx.get, httpx.post, httpx.options):
-            expected = 200 if (ask, route) == (httpx.get, "/health") else 401  # probes have no token
+            # probes have no token
+            expected = 200 if (ask, route) == (httpx.get, "/health") else 401
             assert ask(server.url + route).status_code == expected, route
-            assert ask(server.url + route, headers={"Authorization": f"Bearer {TOKEN}x"}).status_code == expected, route
+            assert (
+                ask(server.url + route, headers={"Authorization": f"Bearer {TOKEN}x"}).status_code
+                == expected
+            ), route
     for route in ("/health", "/status", "/v1/models"):
         assert httpx.get(server.url + route, headers={"X-API-Key": TOKEN}).status_code == 200
-    names = [served["id"] for served in httpx.get(server.url + "/v1/models", headers=server.headers).json()["data"]]
+    names = [
+        served["id"]
+        for served in httpx.get(server.url + "/v1/models", headers=server.headers).json()["data"]
+    ]
     assert names == [str(server.weights[0]), server.weights[0].name]
     assert TOKEN not in (server.root / "log").read_text()
-    with socket.create_connection(tuple(server.url.removeprefix("http://").split(":"))) as line:  # headers without an end
+    # headers without an end
+    with socket.create_connection(tuple(server.url.removeprefix("http://").split(":"))) as line:
         line.sendall(b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 200_000)
         line.settimeout(20)
         assert b"400" in line.recv(1000)
@@ -561,7 +807,9 @@ def test_sampled_tokens_show_in_the_status(servers):
 
     def progress() -> int:
         now = time.time()
-        return until(lambda: (reported := server.reported())["heartbeat"] > now and reported)["progress"]
+        return until(lambda: (reported := server.reported())["heartbeat"] > now and reported)[
+            "progress"
+        ]
 
     before = progress()
     tokens = len(server.generate(PROMPT, max_tokens=40, temperature=1.0, seed=3)["token_ids"])
@@ -579,9 +827,13 @@ def test_a_stopped_engine_ends_the_server(servers):
 
 
 def test_signals_while_it_starts_leave_nothing(tmp_path):
-    """SIGTERM to one server and SIGKILL to another, whose engine is stopped too, as soon as they have an engine process."""
+    """SIGTERM to one server and SIGKILL to another, whose engine is stopped too, as soon as they
+    have an engine process."""
     model = make_tiny_model(tmp_path / "model")
-    starting = {signum: start_server(tmp_path / signum.name, [model]) for signum in (signal.SIGTERM, signal.SIGKILL)}
+    starting = {
+        signum: start_server(tmp_path / signum.name, [model])
+        for signum in (signal.SIGTERM, signal.SIGKILL)
+    }
     try:
         for signum, server in starting.items():
             deadline = time.monotonic() + 120
@@ -590,7 +842,9 @@ def test_signals_while_it_starts_leave_nothing(tmp_path):
             if signum == signal.SIGKILL:
                 os.kill(engine, signal.SIGSTOP)
             server.process.send_signal(signum)
-            assert server.process.wait(timeout=30) == (0 if signum == signal.SIGTERM else -signal.SIGKILL)
+            assert server.process.wait(timeout=30) == (
+                0 if signum == signal.SIGTERM else -signal.SIGKILL
+            )
             until(lambda: not alive(engine))
     finally:
         for server in starting.values():
@@ -612,7 +866,11 @@ def test_sigterm_ends_the_server_and_its_engine_and_no_answer_is_cut_off(servers
 
     def ask(seed: int) -> httpx.Response | None:
         with contextlib.suppress(httpx.HTTPError):
-            return server.post("/generate", token_ids=PROMPT, sampling={"max_tokens": 900, "temperature": 1.0, "seed": seed})
+            return server.post(
+                "/generate",
+                token_ids=PROMPT,
+                sampling={"max_tokens": 900, "temperature": 1.0, "seed": seed},
+            )
         return None
 
     with ThreadPoolExecutor(8) as pool:
@@ -622,7 +880,10 @@ def test_sigterm_ends_the_server_and_its_engine_and_no_answer_is_cut_off(servers
             os.killpg(server.process.pid, signal.SIGTERM)
         assert server.process.wait(timeout=30) == 0
     answers = [one.result() for one in asked]
-    reasons = {answer.json()["finish_reason"] for answer in answers if answer and answer.status_code == 200}
+    reasons = {
+        answer.json()["finish_reason"] for answer in answers if answer and answer.status_code == 200
+    }
     assert reasons <= {"stop", "length"}
     until(lambda: not alive(engine))
-    assert "Traceback" not in (server.root / "log").read_text()  # the end of a log is what `rl doctor` shows of a dead run
+    # the end of a log is what `rl doctor` shows of a dead run
+    assert "Traceback" not in (server.root / "log").read_text()

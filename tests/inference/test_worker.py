@@ -14,7 +14,8 @@ from rl.inference.worker import WeightLoader
 
 
 def test_workers_leave_the_processor_to_others_while_they_wait(monkeypatch):
-    """Two that waited around sched_yield, one on each core, kept trainers whose memory they read from answering."""
+    """Two that waited around sched_yield, one on each core, kept trainers whose memory they read
+    from answering."""
     monkeypatch.setattr(utils, "USE_SCHED_YIELD", True)
     monkeypatch.setattr(eager, "speed_up", lambda runner: None)
     WeightLoader.prepare_cpu(SimpleNamespace(model_runner=None))

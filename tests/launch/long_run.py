@@ -29,8 +29,27 @@ NUMBERS = 30
 
 
 def config_of(root: Path, steps: int) -> RLConfig:
-    flags = ["--name", "long", "--output_dir", str(root), "--max_steps", str(steps + 1), "--orchestrator.environment.id", "e"]
-    return build(parse_args([*flags, "--orchestrator.eval.interval", str(EVAL_EVERY), "--orchestrator.show_rollout_every", "0"]))
+    flags = [
+        "--name",
+        "long",
+        "--output_dir",
+        str(root),
+        "--max_steps",
+        str(steps + 1),
+        "--orchestrator.environment.id",
+        "e",
+    ]
+    return build(
+        parse_args(
+            [
+                *flags,
+                "--orchestrator.eval.interval",
+                str(EVAL_EVERY),
+                "--orchestrator.show_rollout_every",
+                "0",
+            ]
+        )
+    )
 
 
 def link_all(paths: Iterator[Path], data: bytes) -> None:
@@ -45,23 +64,41 @@ def link_all(paths: Iterator[Path], data: bytes) -> None:
 
 
 def make_run(root: Path, steps: int) -> RLConfig:
-    """A run directory as a run of so many steps leaves it: tiny batches, rollouts and versions, metrics of their usual size."""
+    """A run directory as a run of so many steps leaves it: tiny batches, rollouts and versions,
+    metrics of their usual size."""
     config = config_of(root, steps)
     run_dir, every = config.run_dir, range(1, steps + 1)
-    for folder in (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.evals, run_dir.status_dir, run_dir.logs):
+    for folder in (
+        run_dir.batches,
+        run_dir.rollouts_dir,
+        run_dir.digests_dir,
+        run_dir.evals,
+        run_dir.status_dir,
+        run_dir.logs,
+    ):
         folder.mkdir(parents=True)
     run_dir.config.write_text(to_toml(config))
-    line = json.dumps({"group_id": 1, "env": "e", "reward": 1.0, "messages": [], "trained": True, "why": None}).encode() + b"\n"
+    line = (
+        json.dumps(
+            {"group_id": 1, "env": "e", "reward": 1.0, "messages": [], "trained": True, "why": None}
+        ).encode()
+        + b"\n"
+    )
     link_all(map(run_dir.batch, every), encode_record(b"a batch of long ago"))
     link_all(map(run_dir.rollouts, every), line)
-    link_all((run_dir.rollouts_dir / f"{step:06d}.sha256" for step in every), f"{sha256(line)}  x\n".encode())
+    link_all(
+        (run_dir.rollouts_dir / f"{step:06d}.sha256" for step in every),
+        f"{sha256(line)}  x\n".encode(),
+    )
     link_all(map(run_dir.digests, every), b'{"hash": "blake3", "tensors": {}}')
     for version in range(0, steps, EVAL_EVERY):
         path = run_dir.eval(version, "e")
         path.parent.mkdir()
         path.write_bytes(line)
     (run_dir.evals / "best.json").write_text("{}")
-    state = OrchestratorState(tasks=TaskSource({"e": EnvTasks(7, 1.0, 2)}, SEED).state([]), settled=[])
+    state = OrchestratorState(
+        tasks=TaskSource({"e": EnvTasks(7, 1.0, 2)}, SEED).state([]), settled=[]
+    )
     run_dir.batch(steps).unlink()
     run_dir.batch(steps).write_bytes(encode_batch(TrainBatch(step=steps, samples=[]), state))
     make_checkpoint(run_dir, steps)
@@ -70,32 +107,51 @@ def make_run(root: Path, steps: int) -> RLConfig:
 
 
 def make_checkpoint(run_dir: RunDir, step: int) -> None:
-    folder, header = run_dir.checkpoint(step), json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    folder, header = (
+        run_dir.checkpoint(step),
+        json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode(),
+    )
     folder.mkdir(parents=True)
     (folder / "__0_0.distcp").write_bytes(bytes(100))
     files = {"__0_0.distcp": checksum(folder / "__0_0.distcp")}
-    (folder / "manifest.json").write_text(json.dumps({"step": step, "world_size": 1, "model": "m", "files": files}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"step": step, "world_size": 1, "model": "m", "files": files})
+    )
     run_dir.weights(step).mkdir(parents=True)
-    (run_dir.weights(step) / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    (run_dir.weights(step) / "digests.json").write_text(json.dumps({"hash": HASH, "tensors": {"w": digest(bytes(8))}}))
+    (run_dir.weights(step) / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(8)
+    )
+    (run_dir.weights(step) / "digests.json").write_text(
+        json.dumps({"hash": HASH, "tensors": {"w": digest(bytes(8))}})
+    )
 
 
 def write_metrics(run_dir: RunDir, steps: int) -> None:
     more = ", ".join(f'"part/of_some_metric_{i}": 0.{i + 1}2345678901' for i in range(NUMBERS))
     sources = {
-        "orchestrator": '"reward/mean": 0.5, "lag/mean": 1.0, "time/batch": 10.0, "perf/inference_idle_fraction": 0.1',
-        "trainer": '"loss/mean": 0.01, "entropy/mean": 1.5, "optim/grad_norm": 0.3, "time/step": 10.0, "time/wait_for_batch": 1.0',
+        "orchestrator": '"reward/mean": 0.5, "lag/mean": 1.0, "time/batch": 10.0, '
+        '"perf/inference_idle_fraction": 0.1',
+        "trainer": '"loss/mean": 0.01, "entropy/mean": 1.5, "optim/grad_norm": 0.3, "time/step": '
+        "10.0, "
+        '"time/wait_for_batch": 1.0',
     }
     with run_dir.metrics.open("w") as file:
         for step in range(1, steps + 1):
             for source, own in sources.items():
-                file.write(f'{{"step": {step}, "time": {1.7e9 + step}, "source": "{source}", {own}, {more}}}\n')
+                file.write(
+                    f'{{"step": {step}, "time": {1.7e9 + step}, "source": "{source}", {own}, '
+                    f"{more}}}\n"
+                )
             if step % EVAL_EVERY == 0:
-                file.write(f'{{"step": {step}, "time": {1.7e9 + step}, "source": "eval", "eval/e/reward_mean": 0.5}}\n')
+                file.write(
+                    f'{{"step": {step}, "time": {1.7e9 + step}, "source": "eval", '
+                    f'"eval/e/reward_mean": 0.5}}\n'
+                )
 
 
 def restored(config: RLConfig) -> Any:
-    """An orchestrator that has read what it needs of the run, without workers, inference or trainer."""
+    """An orchestrator that has read what it needs of the run, without workers, inference or
+    trainer."""
     from rl.orchestrator.evals.evaluator import Evaluator
     from rl.orchestrator.orchestrator import Orchestrator
     from rl.orchestrator.policy.served_policy import ServedPolicy
@@ -103,9 +159,13 @@ def restored(config: RLConfig) -> Any:
 
     run_dir, pool = config.run_dir, SimpleNamespace(lost={}, contents={})
     clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"))
-    evaluator = Evaluator(config, pool, {"e": SimpleNamespace(worker_env="e", num_tasks=4)}, StepClock())
+    evaluator = Evaluator(
+        config, pool, {"e": SimpleNamespace(worker_env="e", num_tasks=4)}, StepClock()
+    )
     policy = ServedPolicy(pool, run_dir, "/base", evaluator, tell=AsyncMock())
     status = SimpleNamespace(current=None, advance=lambda count: None, warn=lambda warning: None)
-    one = Orchestrator(config, pool, policy, TaskSource({"e": EnvTasks(7, 1.0, 2)}, SEED), evaluator, status, {})
+    one = Orchestrator(
+        config, pool, policy, TaskSource({"e": EnvTasks(7, 1.0, 2)}, SEED), evaluator, status, {}
+    )
     asyncio.run(one.builder.restore())
     return one

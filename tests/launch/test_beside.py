@@ -1,4 +1,5 @@
-"""Processes beside a run: curves.png is kept up to date. The page is tested in test_run.py, because it needs a run."""
+"""Processes beside a run: curves.png is kept up to date. The page is tested in test_run.py,
+because it needs a run."""
 
 import sys
 
@@ -15,12 +16,17 @@ def start(run_dir, children, monkeypatch) -> tuple[Beside, list[str]]:
     said: list[str] = []
     started = children.start
     quick = "from rl.launch import curves; curves.EVERY_S, curves.SHARE = 0.0, 1.0; curves.main()"
-    given = lambda name, command, *more: started(name, [sys.executable, "-c", quick, *command[4:]], *more)  # noqa: E731
+
+    def given(name, command, *more):
+        return started(name, [sys.executable, "-c", quick, *command[4:]], *more)
+
     monkeypatch.setattr(children, "start", given)
     return beside.curves(run_dir, "r", children, said.append), said
 
 
-def test_a_picture_comes_with_news_and_its_process_goes_with_the_others(tmp_path, children, monkeypatch):
+def test_a_picture_comes_with_news_and_its_process_goes_with_the_others(
+    tmp_path, children, monkeypatch
+):
     run_dir = synthetic(tmp_path)
     pictures, said = start(run_dir, children, monkeypatch)
     first = until(lambda: run_dir.curves.exists() and run_dir.curves.stat().st_mtime_ns, 60)
@@ -58,7 +64,10 @@ def test_one_that_fails_is_a_warning(tmp_path, children, monkeypatch):
     pictures, said = start(run_dir, children, monkeypatch)
     until(lambda: pictures.poll() or said, 60)
     (log,) = (tmp_path / "logs").iterdir()
-    why = f"is out of date: drawing it failed; it is drawn again when the run ends (exit code 1, log: {log})"
+    why = (
+        "is out of date: drawing it failed; it is drawn again when the run ends (exit code 1, "
+        f"log: {log})"
+    )
     assert said == [f"warning: {run_dir.curves} {why}"] and "IsADirectoryError" in log.read_text()
     pictures.close()
     assert log.exists()

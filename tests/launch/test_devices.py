@@ -13,7 +13,9 @@ def config(*args: str):
 
 
 def divide(num_gpus: int, *args: str, cores: int = 4, **more) -> Split:
-    return split(config(*args), Machine([str(i) for i in range(num_gpus)], list(range(cores)), **more))
+    return split(
+        config(*args), Machine([str(i) for i in range(num_gpus)], list(range(cores)), **more)
+    )
 
 
 TWO_REPLICAS = {"data_parallel_size": 2}
@@ -34,18 +36,50 @@ TWO_REPLICAS = {"data_parallel_size": 2}
         (8, [], [0], [1, 2, 3, 4, 5, 6, 7], 1, {"data_parallel_size": 7}),
         (8, ["--trainer-gpus", "4"], [0, 1, 2, 3], [4, 5, 6, 7], 4, {"data_parallel_size": 4}),
         (8, ["--trainer.ranks", "2"], [0, 1], [2, 3, 4, 5, 6, 7], 2, {"data_parallel_size": 6}),
-        (8, ["--trainer-gpus", "2", "--inference-gpus", "4"], [0, 1], [4, 5, 6, 7], 2, {"data_parallel_size": 4}),
+        (
+            8,
+            ["--trainer-gpus", "2", "--inference-gpus", "4"],
+            [0, 1],
+            [4, 5, 6, 7],
+            2,
+            {"data_parallel_size": 4},
+        ),
         (8, ["--inference-gpus", "0,1"], [2], [0, 1], 1, {"data_parallel_size": 2}),
         (8, ["--trainer-gpus", "6,7"], [6, 7], [0, 1, 2, 3, 4, 5], 2, {"data_parallel_size": 6}),
-        (8, ["--trainer-gpus", "4", "--inference.vllm.tensor_parallel_size", "4"], [0, 1, 2, 3], [4, 5, 6, 7], 4, {}),
-        (8, ["--trainer-gpus", "4", "--inference.vllm.tensor-parallel-size", "2"], [0, 1, 2, 3], [4, 5, 6, 7], 4, TWO_REPLICAS),
-        (8, ["--trainer-gpus", "4", "--inference.vllm.data_parallel_size", "2"], [0, 1, 2, 3], [4, 5, 6, 7], 4, {}),
+        (
+            8,
+            ["--trainer-gpus", "4", "--inference.vllm.tensor_parallel_size", "4"],
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+            4,
+            {},
+        ),
+        (
+            8,
+            ["--trainer-gpus", "4", "--inference.vllm.tensor-parallel-size", "2"],
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+            4,
+            TWO_REPLICAS,
+        ),
+        (
+            8,
+            ["--trainer-gpus", "4", "--inference.vllm.data_parallel_size", "2"],
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+            4,
+            {},
+        ),
         (4, ["--orchestrator.inference_urls", '["http://a:1"]'], [0], [], 1, {}),
     ],
 )
 def test_gpus(num_gpus, args, trainer, inference, ranks, vllm):
     division = divide(num_gpus, *args)
-    assert (division.trainer.gpus, division.inference.gpus, division.ranks) == (trainer, inference, ranks)
+    assert (division.trainer.gpus, division.inference.gpus, division.ranks) == (
+        trainer,
+        inference,
+        ranks,
+    )
     assert division.vllm == vllm
     for share, gpus in ((division.trainer, trainer), (division.inference, inference)):
         assert share.env["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, gpus))
@@ -61,20 +95,47 @@ def test_gpus(num_gpus, args, trainer, inference, ranks, vllm):
         (2, ["--inference-gpus", "0,1"], "trainer.gpus = 1\n    there are 0 free GPUs here"),
         (2, ["--trainer-gpus", "2"], "takes all of them and inference has none"),
         (2, ["--inference-gpus", "2"], "inference.gpus = 2\n    there are 1 free GPUs here"),
-        (8, ["--trainer-gpus", "4", "--trainer.ranks", "2"], "trainer.ranks = 2\n    must be the number of trainer GPUs, 4"),
-        (8, ["--trainer-gpus", "4", "--trainer.dp-replicate", "3"], "trainer.dp_replicate = 3\n    must divide the trainer's ranks, 4"),
-        (0, ["--trainer.ranks", "2", "--trainer.context-parallel", "4"], "trainer.context_parallel = 4\n    must divide the"),
+        (
+            8,
+            ["--trainer-gpus", "4", "--trainer.ranks", "2"],
+            "trainer.ranks = 2\n    must be the number of trainer GPUs, 4",
+        ),
+        (
+            8,
+            ["--trainer-gpus", "4", "--trainer.dp-replicate", "3"],
+            "trainer.dp_replicate = 3\n    must divide the trainer's ranks, 4",
+        ),
+        (
+            0,
+            ["--trainer.ranks", "2", "--trainer.context-parallel", "4"],
+            "trainer.context_parallel = 4\n    must divide the",
+        ),
         (
             0,
             ["--trainer.ranks", "3", "--trainer.expert-parallel", "2"],
             "trainer.expert_parallel = 2\n    must divide the trainer's ranks, 3",
         ),
         (
-            *(0, ["--trainer.ranks", "4", "--trainer.expert-parallel", "4", "--trainer.dp-replicate", "2"]),
-            "trainer.expert_parallel = 4\n    must divide the trainer's ranks / trainer.dp_replicate, 2",
+            *(
+                0,
+                [
+                    "--trainer.ranks",
+                    "4",
+                    "--trainer.expert-parallel",
+                    "4",
+                    "--trainer.dp-replicate",
+                    "2",
+                ],
+            ),
+            "trainer.expert_parallel = 4\n    must divide the trainer's ranks / "
+            "trainer.dp_replicate, 2",
         ),
         (4, ["--inference.vllm.tensor_parallel_size", "4"], "needs 4 GPUs, inference has 3"),
-        (4, ["--inference.vllm.tensor_parallel_size", "2"], "of 2, the GPUs of one replica (inference.vllm): set it, or trainer.gpus"),
+        (
+            4,
+            ["--inference.vllm.tensor_parallel_size", "2"],
+            "of 2, the GPUs of one replica (inference.vllm): set it, or trainer.gpus",
+        ),
         (0, ["--trainer-cpus", "9"], "trainer.cpus = 9\n    there are 4 cores here"),
     ],
 )
@@ -87,10 +148,19 @@ def test_what_is_not_there(num_gpus, args, message):
 def test_cpu_only_shares_all_cores_and_keeps_freed_memory():
     division = divide(0, cores=4)
     assert division.trainer.cores == division.inference.cores == [0, 1, 2, 3]
-    assert division.trainer.env["OMP_NUM_THREADS"] == division.inference.env["OMP_NUM_THREADS"] == "4"
-    assert division.trainer.env["MALLOC_TOP_PAD_"] == division.inference.env["MALLOC_TOP_PAD_"] == "268435456"
+    assert (
+        division.trainer.env["OMP_NUM_THREADS"] == division.inference.env["OMP_NUM_THREADS"] == "4"
+    )
+    assert (
+        division.trainer.env["MALLOC_TOP_PAD_"]
+        == division.inference.env["MALLOC_TOP_PAD_"]
+        == "268435456"
+    )
     on_gpus = divide(2)
-    assert "MALLOC_TOP_PAD_" not in on_gpus.trainer.env and "OMP_NUM_THREADS" not in on_gpus.inference.env
+    assert (
+        "MALLOC_TOP_PAD_" not in on_gpus.trainer.env
+        and "OMP_NUM_THREADS" not in on_gpus.inference.env
+    )
     assert divide(0, "--trainer.ranks", "2", cores=4).trainer.env["OMP_NUM_THREADS"] == "2"
     assert divide(0, "--trainer.ranks", "8", cores=4).trainer.env["OMP_NUM_THREADS"] == "1"
 
@@ -109,7 +179,11 @@ def test_a_containers_quota_bounds_threads():
 
 @pytest.mark.parametrize(
     ("args", "told"),
-    [([], True), (["--inference-gpus", "0"], False), (["--orchestrator.inference_urls", '["http://a:1"]'], False)],
+    [
+        ([], True),
+        (["--inference-gpus", "0"], False),
+        (["--orchestrator.inference_urls", '["http://a:1"]'], False),
+    ],
 )
 def test_the_cpu_build_of_vllm_beside_gpus_is_told(args, told):
     """Regression: seven of eight GPUs were idle without a warning."""
@@ -118,13 +192,20 @@ def test_the_cpu_build_of_vllm_beside_gpus_is_told(args, told):
     for box in (Machine(["0", "1"], [0]), Machine([], [0], gpu_inference=False)):
         assert not check_build(config(*args), box)
     assert divide(2, gpu_inference=False).inference.gpus == []
-    with pytest.raises(ConfigError, match=r"inference.gpus = 1\n.* the installed vLLM is the one for CPUs: `uv sync --no-group cpu"):
+    with pytest.raises(
+        ConfigError,
+        match=r"inference.gpus = 1\n.* the installed vLLM is the one for CPUs: `uv sync --no-group "
+        r"cpu",
+    ):
         check_build(config("--inference-gpus", "1"), Machine(["0"], [0], gpu_inference=False))
 
 
 def test_ids_count_among_the_visible_ones():
     division = split(config("--trainer-gpus", "[1]"), Machine(["4", "GPU-ab"], [0]))
-    assert division.trainer.env["CUDA_VISIBLE_DEVICES"] == "GPU-ab" and division.inference.env["CUDA_VISIBLE_DEVICES"] == "4"
+    assert (
+        division.trainer.env["CUDA_VISIBLE_DEVICES"] == "GPU-ab"
+        and division.inference.env["CUDA_VISIBLE_DEVICES"] == "4"
+    )
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 8])
@@ -133,6 +214,15 @@ def test_the_written_division_divides_the_same_again(num_gpus):
     given = config("--trainer-cpus", "1")
     division = split(given, box)
     written = write_into(given, division)
-    assert written.inference.vllm == division.vllm and written.trainer.cpus == [0] and written.inference.cpus is None
+    assert (
+        written.inference.vllm == division.vllm
+        and written.trainer.cpus == [0]
+        and written.inference.cpus is None
+    )
     again = split(written, box)
-    assert (again.trainer, again.inference, again.ranks, again.vllm) == (division.trainer, division.inference, division.ranks, {})
+    assert (again.trainer, again.inference, again.ranks, again.vllm) == (
+        division.trainer,
+        division.inference,
+        division.ranks,
+        {},
+    )

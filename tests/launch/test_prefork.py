@@ -1,4 +1,5 @@
-"""Warm starts with real processes: the copy waits, takes over, leaves the next one, and never stays behind."""
+"""Warm starts with real processes: the copy waits, takes over, leaves the next one, and never
+stays behind."""
 
 import os
 import signal
@@ -31,10 +32,14 @@ def role(imports: str = "pass", work: str = WAIT) -> list[str]:
     return python(ROLE.format(imports=imports, work=work))
 
 
-def begin(children: Children, tmp_path: Path, command: list[str], warm: bool | None = False) -> Child:
+def begin(
+    children: Children, tmp_path: Path, command: list[str], warm: bool | None = False
+) -> Child:
     """Starts a child and waits until it works."""
     child = children.start("x", command, dict(os.environ), tmp_path, warm=warm)
-    until(lambda: any(line.endswith(("True", "False")) for line in child.log.read_text().splitlines()))
+    until(
+        lambda: any(line.endswith(("True", "False")) for line in child.log.read_text().splitlines())
+    )
     return child
 
 
@@ -59,7 +64,8 @@ def test_a_copy_takes_over_without_importing_again_and_leaves_the_next(children,
         assert not first.temporary.exists()
         first = begin(children, tmp_path, role(), warm=True)
         assert first.pid == waiting and first.log.name == f"x-{attempt}.log"
-        assert said(first) == [f"{waiting} {first.temporary} {attempt} False"]  # its own log, directory and marker
+        # its own log, directory and marker
+        assert said(first) == [f"{waiting} {first.temporary} {attempt} False"]
         assert os.getsid(waiting) == waiting
         pids.append(waiting)
         directories.append(str(first.temporary))
@@ -71,20 +77,27 @@ def test_a_copy_takes_over_without_importing_again_and_leaves_the_next(children,
 
 def test_each_copy_draws_random_numbers_of_its_own(children, tmp_path):
     command = role(
-        imports="global numpy, fingerprint_rng; import numpy.random; from datasets.fingerprint import fingerprint_rng",
+        imports="global numpy, fingerprint_rng; import numpy.random; from datasets.fingerprint "
+        "import fingerprint_rng",
         work=f"print(numpy.random.rand(), fingerprint_rng.random(), True, flush=True)\n{WAIT}",
     )
     drawn = []
     for _ in range(3):
         child = begin(children, tmp_path, command, warm=True)
-        drawn += until(lambda child=child: [line.split()[:2] for line in said(child) if line.startswith("0.")])
+        drawn += until(
+            lambda child=child: [line.split()[:2] for line in said(child) if line.startswith("0.")]
+        )
         until(children.waiting)
         kill(children, child)
     assert len({one for one, _ in drawn}) == len({other for _, other in drawn}) == 3
 
 
-@pytest.mark.parametrize(("signum", "warm"), [(signal.SIGKILL, True), (signal.SIGSTOP, True), (signal.SIGCONT, False)])
-def test_a_copy_that_is_dead_or_stopped_or_not_wanted_ends_and_the_start_is_cold(children, tmp_path, signum, warm):
+@pytest.mark.parametrize(
+    ("signum", "warm"), [(signal.SIGKILL, True), (signal.SIGSTOP, True), (signal.SIGCONT, False)]
+)
+def test_a_copy_that_is_dead_or_stopped_or_not_wanted_ends_and_the_start_is_cold(
+    children, tmp_path, signum, warm
+):
     first = begin(children, tmp_path, role())
     (waiting,) = until(children.waiting)
     os.kill(waiting, signum)
@@ -108,7 +121,11 @@ NO_MEMORY = """
 
 @pytest.mark.parametrize(
     ("imports", "why"),
-    [(THREAD, "1 threads are already running"), (GPU, "a GPU is already in use"), (NO_MEMORY, "[Errno 12] Cannot allocate memory")],
+    [
+        (THREAD, "1 threads are already running"),
+        (GPU, "a GPU is already in use"),
+        (NO_MEMORY, "[Errno 12] Cannot allocate memory"),
+    ],
 )
 def test_where_there_can_be_no_copy_the_process_itself_goes_on(children, tmp_path, imports, why):
     first = begin(children, tmp_path, role(imports))
@@ -132,7 +149,9 @@ if os.fork() == 0:
     until(children.waiting)
     kill(children, first)
     second = begin(children, tmp_path, role(work=work), warm=True)
-    far = int(until(lambda: [line for line in said(second) if line.startswith("far")])[0].split()[1])
+    far = int(
+        until(lambda: [line for line in said(second) if line.startswith("far")])[0].split()[1]
+    )
     (waiting,) = until(children.waiting)
     assert alive(far) and os.getsid(far) == far
     kill(children, second)
@@ -140,7 +159,8 @@ if os.fork() == 0:
 
 
 def test_the_copy_ends_with_the_launcher(tmp_path):
-    """`rl` is killed, so that it ends nothing itself, and there is no guard, so that only the kernel and the pipe can."""
+    """`rl` is killed, so that it ends nothing itself, and there is no guard, so that only the
+    kernel and the pipe can."""
     launcher = f"""
 import os, sys, time
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The rules of the run directory: new, --clean, --resume, --resume N, and what a resume may change."""
+"""The rules of the run directory: new, --clean, --resume, --resume N, and what a resume may
+change."""
 
 import json
 import os
@@ -36,7 +37,14 @@ class Place:
         self.root = self.run_dir.root
 
     def config(self, *args: str, **variables: str) -> RLConfig:
-        base = ["--orchestrator.environment.id", "e", "--name", "r", "--output_dir", str(self.tmp / "outputs")]
+        base = [
+            "--orchestrator.environment.id",
+            "e",
+            "--name",
+            "r",
+            "--output_dir",
+            str(self.tmp / "outputs"),
+        ]
         return build(parse_args([*base, *args], variables)).with_absolute_paths()
 
     def __call__(self, *args: str, resume: int | None = None, clean: bool = False) -> Prepared:
@@ -90,19 +98,30 @@ def test_a_new_run_has_its_resolved_configuration_and_an_existing_one_needs_resu
     assert place().notes == []
     assert from_toml(place.run_dir.config) == place.config()
     place.fill(1)
-    assert place.fails() == f"{place.root} exists: continue that run with --resume, delete it with --clean, or choose another --name"
+    assert (
+        place.fails()
+        == f"{place.root} exists: continue that run with --resume, delete it with --clean, or "
+        "choose another --name"
+    )
     assert "give only one of them" in place.fails(resume=-1, clean=True)
 
 
 def test_resume_of_a_run_that_is_not_there_says_which_there_are(place):
-    assert place.fails(resume=4).startswith(f"--resume: there is no run in {place.root}. Leave it out to start one")
+    assert place.fails(resume=4).startswith(
+        f"--resume: there is no run in {place.root}. Leave it out to start one"
+    )
     assert not place.root.exists()
     place("--name", "r2")
-    assert f"there is no run in {place.root}; in {place.tmp}/outputs there are r2. Leave" in place.fails(resume=-1)
+    assert (
+        f"there is no run in {place.root}; in {place.tmp}/outputs there are r2. Leave"
+        in place.fails(resume=-1)
+    )
     place.root.mkdir()
     (place.root / "config.toml").write_text("max_steps = 3\n")  # the user's own
     for how in ({"resume": -1}, {}, {}, {"clean": True}):
-        assert "is not a run directory, and has config.toml; choose another --name" in place.fails(**how)
+        assert "is not a run directory, and has config.toml; choose another --name" in place.fails(
+            **how
+        )
         assert (place.root / "config.toml").read_text() == "max_steps = 3\n"
 
 
@@ -116,12 +135,29 @@ def test_a_directory_in_which_nothing_was_made_is_used_again(place):
     place.run_dir.logs.mkdir()
     assert place(resume=-1).notes == [f"reusing {place.root}: the run in it had made nothing yet"]
     assert from_toml(place.run_dir.config) == place.config()
-    assert sorted(path.name for path in place.root.iterdir()) == ["config.toml", "logs", "named_files.json", "status"]
+    assert sorted(path.name for path in place.root.iterdir()) == [
+        "config.toml",
+        "logs",
+        "named_files.json",
+        "status",
+    ]
     place.run_dir.evals.mkdir()
-    assert place(resume=-1).notes == [f"resuming {place.root}: checkpoint none, newest batch none"] and place.run_dir.evals.exists()
-    assert place("--max_lag", "0").notes and from_toml(place.run_dir.config).max_lag == 0 and not place.run_dir.evals.exists()
+    assert (
+        place(resume=-1).notes == [f"resuming {place.root}: checkpoint none, newest batch none"]
+        and place.run_dir.evals.exists()
+    )
+    assert (
+        place("--max_lag", "0").notes
+        and from_toml(place.run_dir.config).max_lag == 0
+        and not place.run_dir.evals.exists()
+    )
     assert "--resume 3: needs batches 1 to 3" in place.fails("--max_lag", "0", resume=3)
-    for made in (place.run_dir.batch(1), place.run_dir.pending, place.run_dir.digests(1), place.run_dir.checkpoint(1) / "x"):
+    for made in (
+        place.run_dir.batch(1),
+        place.run_dir.pending,
+        place.run_dir.digests(1),
+        place.run_dir.checkpoint(1) / "x",
+    ):
         made.parent.mkdir(parents=True, exist_ok=True)
         made.write_text("x")
         assert " exists: continue that run with --resume" in place.fails()
@@ -146,21 +182,30 @@ def test_a_run_lives_where_its_config_toml_lies(place):
         "changed: max_steps: 100 -> 7",
     ]
     assert not place.root.exists() and 'name = "moved"' in (there / "config.toml").read_text()
-    assert build(parse_args(["@", str(there / "config.toml"), "--name", "new"])).run_dir.root == there.parent / "new"
+    assert (
+        build(parse_args(["@", str(there / "config.toml"), "--name", "new"])).run_dir.root
+        == there.parent / "new"
+    )
     (there.parent / "link").symlink_to(there)
-    assert build(parse_args(["@", str(there.parent / "link" / "config.toml")])).run_dir.root == there
-    (place.tmp / "config.toml").write_bytes((there / "config.toml").read_bytes())  # a copy of the settings is no run
+    assert (
+        build(parse_args(["@", str(there.parent / "link" / "config.toml")])).run_dir.root == there
+    )
+    # a copy of the settings is no run
+    (place.tmp / "config.toml").write_bytes((there / "config.toml").read_bytes())
     assert build(parse_args(["@", str(place.tmp / "config.toml")])).run_dir.root == there
 
 
-def test_versions_that_lie_elsewhere_go_with_a_renamed_run_and_stay_with_the_one_it_was_copied_from(place):
+def test_versions_that_lie_elsewhere_go_with_a_renamed_run_and_stay_with_the_one_it_was_copied_from(
+    place,
+):
     args = ("--trainer.weights.dir", str(place.tmp / "memory"))
     place(*args)
     place.fill(1, (1,))
     (place.tmp / "memory" / "r" / "000001").mkdir(parents=True)
     renamed = place.root.with_name("s")
     place.root.rename(renamed)
-    assert run_dir_of(renamed, stored_config(renamed)).weights_dir == place.tmp / "memory" / "r"  # the run was not resumed yet
+    # the run was not resumed yet
+    assert run_dir_of(renamed, stored_config(renamed)).weights_dir == place.tmp / "memory" / "r"
     place(*args, "--name", "s", resume=-1)
     assert [path.name for path in (place.tmp / "memory").iterdir()] == ["s"]
     assert run_dir_of(renamed, stored_config(renamed)).weights(1).is_dir()
@@ -168,9 +213,20 @@ def test_versions_that_lie_elsewhere_go_with_a_renamed_run_and_stay_with_the_one
     shutil.copytree(renamed, copy)
     same = build(parse_args(["@", str(copy / "config.toml")]))
     for how in ({"resume": -1, "clean": False}, {"resume": None, "clean": True}):
-        with pytest.raises(RunError, match=f"memory/s holds the versions of {renamed}, of which {copy} is a copy: rename that directory"):
+        with pytest.raises(
+            RunError,
+            match=f"memory/s holds the versions of {renamed}, of which {copy} is a copy: rename "
+            "that directory",
+        ):
             prepare(same, **how)
-    place("--name", "t", *args, "--output_dir", str(copy.rename(copy.with_name("t")).parent), resume=-1)
+    place(
+        "--name",
+        "t",
+        *args,
+        "--output_dir",
+        str(copy.rename(copy.with_name("t")).parent),
+        resume=-1,
+    )
     assert (place.tmp / "memory" / "s" / "000001").is_dir()
 
 
@@ -194,10 +250,16 @@ def test_a_path_that_has_moved_is_no_other_setting(place):
         (place.tmp / name / "model").mkdir()
     place("--model.name", str(place.tmp / "old" / "model"))
     place.fill(1, (1,))
-    assert "model.name: " in place.fails("--model.name", str(place.tmp / "new" / "model"), resume=-1)  # both are there
+    # both are there
+    assert "model.name: " in place.fails(
+        "--model.name", str(place.tmp / "new" / "model"), resume=-1
+    )
     shutil.rmtree(place.tmp / "old")
     assert "model.name: " in place.fails("--model.name", str(place.tmp / "new"), resume=-1)
-    assert any("changed: model.name" in note for note in place("--model.name", str(place.tmp / "new" / "model"), resume=-1).notes)
+    assert any(
+        "changed: model.name" in note
+        for note in place("--model.name", str(place.tmp / "new" / "model"), resume=-1).notes
+    )
 
 
 def test_a_start_that_was_interrupted_before_config_toml_can_be_repeated(place):
@@ -216,12 +278,20 @@ def test_only_run_directories_are_touched(place, how):
 
 def test_a_path_that_no_directory_can_have_names_the_remedy(place):
     place.tmp.joinpath("file").touch()
-    for output_dir, said in ((place.tmp / "file", "Not a directory"), (Path("/proc/x"), "No such file or directory")):
+    for output_dir, said in (
+        (place.tmp / "file", "Not a directory"),
+        (Path("/proc/x"), "No such file or directory"),
+    ):
         message = place.fails("--output_dir", str(output_dir))
-        assert message.startswith(f"{output_dir / 'r'} cannot be made, ") and f": {said}; choose another output_dir" in message
+        assert (
+            message.startswith(f"{output_dir / 'r'} cannot be made, ")
+            and f": {said}; choose another output_dir" in message
+        )
     place.root.parent.mkdir()
     place.root.touch()
-    assert f"{place.root} cannot be made, {place.root}: File exists; choose another" in place.fails()
+    assert (
+        f"{place.root} cannot be made, {place.root}: File exists; choose another" in place.fails()
+    )
 
 
 def test_clean_starts_over(place):
@@ -229,12 +299,25 @@ def test_clean_starts_over(place):
     place.fill(3, (2,))
     (place.root / "wandb.json").write_text("{}")
     place.run_dir.status("trainer").write_text("{}")
-    until = f"as soon as this one has finished a group or a step; until then it is in {place.run_dir.cleaned}"
+    until = (
+        "as soon as this one has finished a group or a step; until then it is in "
+        f"{place.run_dir.cleaned}"
+    )
     assert place("--max_lag", "0", clean=True).notes == [f"deletes the run in {place.root} {until}"]
-    assert sorted(path.name for path in place.root.iterdir()) == [".cleaned", "config.toml", "named_files.json", "status"]
-    assert sorted(path.name for path in place.run_dir.status_dir.iterdir()) == ["rl.000002.lease", "rl.lock"]
+    assert sorted(path.name for path in place.root.iterdir()) == [
+        ".cleaned",
+        "config.toml",
+        "named_files.json",
+        "status",
+    ]
+    assert sorted(path.name for path in place.run_dir.status_dir.iterdir()) == [
+        "rl.000002.lease",
+        "rl.lock",
+    ]
     assert from_toml(place.run_dir.config).max_lag == 0
-    assert place(clean=True).notes == [f"deleted the run in {place.root}"], "a second one, after a start that made nothing, costs nothing"
+    assert place(clean=True).notes == [f"deleted the run in {place.root}"], (
+        "a second one, after a start that made nothing, costs nothing"
+    )
     kept = RunDir(place.run_dir.cleaned, place.run_dir.cleaned / "weights")
     assert kept.newest_batch() == 3 and kept.status("trainer").exists()
     kept.root.rename(place.root.with_name("back"))
@@ -263,7 +346,17 @@ def test_another_configuration_is_refused_with_every_difference(place):
     place()
     place.fill(1)
     before = place.run_dir.config.read_bytes()
-    said = place.fails("--seed", "1", "--max_lag", "0", "--orchestrator.environment.args.n", "5", "--max_steps", "9", resume=-1)
+    said = place.fails(
+        "--seed",
+        "1",
+        "--max_lag",
+        "0",
+        "--orchestrator.environment.args.n",
+        "5",
+        "--max_steps",
+        "9",
+        resume=-1,
+    )
     assert said.splitlines()[:4] == [
         f"{place.root} was made with another configuration, 3 settings differ:",
         "  seed: 0 -> 1",
@@ -271,7 +364,9 @@ def test_another_configuration_is_refused_with_every_difference(place):
         "  orchestrator.environment.0.args.n: None -> 5",
     ]
     assert "--name" in said and "--clean" in said
-    assert place.run_dir.config.read_bytes() == before and not (place.root / "changes.jsonl").exists()
+    assert (
+        place.run_dir.config.read_bytes() == before and not (place.root / "changes.jsonl").exists()
+    )
 
 
 @pytest.mark.parametrize(
@@ -294,11 +389,15 @@ def test_what_may_change_is_recorded(place, key, value, old, new):
     place()
     place.fill(3, (2,))
     changes = place.root / "changes.jsonl"
-    assert place(resume=-1).notes == [f"resuming {place.root}: checkpoint 2, newest batch 3"] and not changes.exists()
+    assert (
+        place(resume=-1).notes == [f"resuming {place.root}: checkpoint 2, newest batch 3"]
+        and not changes.exists()
+    )
     prepared = place(f"--{key}", value, resume=-1)
     lines = [json.loads(line) for line in changes.read_text().splitlines()]
     (line,) = [line for line in lines if line["key"] == key]
-    assert len(lines) == 1 or key.startswith("wandb.")  # which is there now, with its other settings
+    # which is there now, with its other settings
+    assert len(lines) == 1 or key.startswith("wandb.")
     assert line.pop("time") > 1.7e9
     assert line == {"step": 2, "key": key, "old": old, "new": new}
     assert f"changed: {key}: {old!r} -> {new!r}" in prepared.notes
@@ -310,16 +409,26 @@ def test_a_learning_rate_that_another_max_steps_changes_is_said_and_must_be_conf
     linear = ("--trainer.optim.schedule", "linear", "--learning_rate", "1e-3")
     place(*linear, "--max_steps", "4")
     place.fill(4, (2, 4))
-    rates = "learning rate of step 4: 0.00025 before, 0.000925 with these settings, which go on from there"
+    rates = (
+        "learning rate of step 4: 0.00025 before, 0.000925 with these settings, which go on from "
+        "there"
+    )
     refused = f"max_steps: 4 -> 40: {rates}. To accept that, name the step: --resume 4"
     assert place.fails(*linear, "--max_steps", "40", resume=-1) == refused
     assert from_toml(place.run_dir.config).max_steps == 4 and place.run_dir.newest_batch() == 4
-    assert place(*linear, "--max_steps", "40", resume=4).notes[1:] == [rates, "changed: max_steps: 4 -> 40"]
-    assert len(place(*linear, "--max_steps", "40", resume=-1).notes) == 1  # it is the run's own from then on
+    assert place(*linear, "--max_steps", "40", resume=4).notes[1:] == [
+        rates,
+        "changed: max_steps: 4 -> 40",
+    ]
+    # it is the run's own from then on
+    assert len(place(*linear, "--max_steps", "40", resume=-1).notes) == 1
     linear += ("--trainer.optim.warmup_steps", "9")
     place(*linear, "--max_steps", "40", clean=True)
     place.fill(4, (4,))
-    assert place(*linear, "--max_steps", "20", resume=-1).notes[1:] == ["changed: max_steps: 40 -> 20"]  # a warm-up goes on as before
+    # a warm-up goes on as before
+    assert place(*linear, "--max_steps", "20", resume=-1).notes[1:] == [
+        "changed: max_steps: 40 -> 20"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -344,11 +453,28 @@ class Rows(Place):
     """Prepares runs whose settings name files."""
 
     def config(self, *args: str, **variables: str) -> RLConfig:
-        files = {"environment.dataset": "rows.jsonl", "environment.reward": "r.py:f", "credit.function": "c.py:g"}
+        files = {
+            "environment.dataset": "rows.jsonl",
+            "environment.reward": "r.py:f",
+            "credit.function": "c.py:g",
+        }
         files |= {"eval.dataset": "held.jsonl", "eval.reward": "other.py:f"}
-        words = [word for key, name in files.items() for word in (f"--orchestrator.{key}", str(self.tmp / name))]
-        words += ["--model.name", str(self.tmp / "base"), "--model.chat_template", str(self.tmp / "chat.jinja"), "--name", "r"]
-        return build(parse_args([*words, "--output_dir", str(self.tmp / "outputs"), *args], variables)).with_absolute_paths()
+        words = [
+            word
+            for key, name in files.items()
+            for word in (f"--orchestrator.{key}", str(self.tmp / name))
+        ]
+        words += [
+            "--model.name",
+            str(self.tmp / "base"),
+            "--model.chat_template",
+            str(self.tmp / "chat.jinja"),
+            "--name",
+            "r",
+        ]
+        return build(
+            parse_args([*words, "--output_dir", str(self.tmp / "outputs"), *args], variables)
+        ).with_absolute_paths()
 
 
 @pytest.mark.parametrize(
@@ -363,7 +489,8 @@ class Rows(Place):
     ],
 )
 def test_a_file_that_was_edited_in_place_is_another_setting(tmp_path, file, key):
-    """Regression: rows, templates and weights that were edited before --resume were trained without a word."""
+    """Regression: rows, templates and weights that were edited before --resume were trained
+    without a word."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
     for name in ("rows.jsonl", "held.jsonl", "chat.jinja", "r.py", "c.py"):
@@ -377,14 +504,19 @@ def test_a_file_that_was_edited_in_place_is_another_setting(tmp_path, file, key)
         save_file({"w": np.ones(4, np.float32)}, tmp_path / file)
     else:
         (tmp_path / file).write_text("after it")
-    told = f"{key or 'orchestrator.eval.0.dataset'} (content of {'base' if key == 'model.name' else file}): "
+    told = (
+        f"{key or 'orchestrator.eval.0.dataset'} (content of "
+        f"{'base' if key == 'model.name' else file}): "
+    )
     if key.startswith(("model", "orchestrator.environment.0.dataset")):
         assert "1 setting differs:\n  " + told in place.fails(resume=-1)
         return
     notes = place(resume=-1).notes
     assert notes[1].startswith(f"changed: {told}") and len(notes) == 2
     (line,) = map(json.loads, (place.root / "changes.jsonl").read_text().splitlines())
-    assert line["key"] == told.removesuffix(": ") and line["old"] != line["new"] and line["step"] == 2
+    assert (
+        line["key"] == told.removesuffix(": ") and line["old"] != line["new"] and line["step"] == 2
+    )
     assert len(place(resume=-1).notes) == 1, "said once"
 
 
@@ -402,18 +534,31 @@ def test_fewer_steps_than_there_are_is_refused(place):
 def test_a_run_with_all_its_steps_is_done(place):
     place("--max_steps", "3")
     place.fill(3, (3,))
-    assert not place("--max_steps", "3", resume=-1).is_done  # it did not report its end: the last evaluation may be missing
+    # it did not report its end: the last evaluation may be missing
+    assert not place("--max_steps", "3", resume=-1).is_done
     place.run_dir.run_end.write_bytes(msgspec.json.encode(RunEnd("3 steps done", 1.0)))
     assert place("--max_steps", "3", resume=-1).is_done
-    assert not place("--max_steps", "4", resume=-1).is_done and not place("--max_steps", "4", resume=2).is_done
+    assert (
+        not place("--max_steps", "4", resume=-1).is_done
+        and not place("--max_steps", "4", resume=2).is_done
+    )
 
 
 def test_workers_and_evals_may_change_in_their_lists_and_nan_is_the_same_setting_as_nan(place):
     own = ("--trainer.loss.function", "math:fsum", "--trainer.loss.args.fill", "nan")
     place("--orchestrator.eval.interval", "5", *own)
     place.fill(1)
-    place("--orchestrator.eval.interval", "2", "--orchestrator.environment.workers", "3", *own, resume=-1)
-    keys = [json.loads(line)["key"] for line in (place.root / "changes.jsonl").read_text().splitlines()]
+    place(
+        "--orchestrator.eval.interval",
+        "2",
+        "--orchestrator.environment.workers",
+        "3",
+        *own,
+        resume=-1,
+    )
+    keys = [
+        json.loads(line)["key"] for line in (place.root / "changes.jsonl").read_text().splitlines()
+    ]
     assert sorted(keys) == ["orchestrator.environment.0.workers", "orchestrator.eval.0.interval"]
 
 
@@ -423,21 +568,48 @@ def test_resume_at_a_step_moves_the_rest_away(place):
     (place.root / "wandb.json").write_text("{}")
     prepared = place(resume=2)
     (away,) = place.run_dir.discarded.iterdir()
-    assert prepared.notes == [f"resuming {place.root}: checkpoint 1, newest batch 2", f"moved everything after step 2 to {away}"]
+    assert prepared.notes == [
+        f"resuming {place.root}: checkpoint 1, newest batch 2",
+        f"moved everything after step 2 to {away}",
+    ]
     assert prepared.run_dir.newest_batch() == 2
     left = sorted(
-        str(path.relative_to(place.root)) for path in place.root.rglob("*") if path.name[:6].isdigit() and away not in path.parents
+        str(path.relative_to(place.root))
+        for path in place.root.rglob("*")
+        if path.name[:6].isdigit() and away not in path.parents
     )
     assert [path for path in left if not path.startswith("discarded")] == [
-        "batches/000001.batch", "batches/000002.batch", "checkpoints/000001", "rollouts/000001.jsonl", "rollouts/000002.jsonl",
-        "weights/000001", "weights/000002",
-    ]  # fmt: skip
-    assert sorted(str(path.relative_to(away)) for path in away.rglob("*") if path.suffix or path.name.isdigit()) == [
-        "batches/000003.batch", "batches/000004.batch", "batches/pending.log", "checkpoints/000003", "metrics.jsonl",
-        "rollouts/000003.jsonl", "rollouts/000004.jsonl", "rollouts/pending.jsonl", "wandb.json", "weights/000003", "weights/000004",
-    ]  # fmt: skip
-    assert [json.loads(line)["step"] for line in place.run_dir.metrics.read_text().splitlines()] == [1, 2]
-    assert [json.loads(line)["step"] for line in (away / "metrics.jsonl").read_text().splitlines()] == [3, 4]
+        "batches/000001.batch",
+        "batches/000002.batch",
+        "checkpoints/000001",
+        "rollouts/000001.jsonl",
+        "rollouts/000002.jsonl",
+        "weights/000001",
+        "weights/000002",
+    ]
+    assert sorted(
+        str(path.relative_to(away))
+        for path in away.rglob("*")
+        if path.suffix or path.name.isdigit()
+    ) == [
+        "batches/000003.batch",
+        "batches/000004.batch",
+        "batches/pending.log",
+        "checkpoints/000003",
+        "metrics.jsonl",
+        "rollouts/000003.jsonl",
+        "rollouts/000004.jsonl",
+        "rollouts/pending.jsonl",
+        "wandb.json",
+        "weights/000003",
+        "weights/000004",
+    ]
+    assert [
+        json.loads(line)["step"] for line in place.run_dir.metrics.read_text().splitlines()
+    ] == [1, 2]
+    assert [
+        json.loads(line)["step"] for line in (away / "metrics.jsonl").read_text().splitlines()
+    ] == [3, 4]
 
 
 def test_a_cut_that_was_killed_before_its_end_leaves_no_line_of_what_is_gone(place):
@@ -447,16 +619,26 @@ def test_a_cut_that_was_killed_before_its_end_leaves_no_line_of_what_is_gone(pla
     for step in (3, 4):
         place.run_dir.batch(step).unlink()
     place(resume=-1)
-    assert [json.loads(line)["step"] for line in place.run_dir.metrics.read_text().splitlines()] == [1, 2]
+    assert [
+        json.loads(line)["step"] for line in place.run_dir.metrics.read_text().splitlines()
+    ] == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (2, "--resume 2: needs batches 1 to 2 of {root}, 2 missing; there are batches 1, 3-5 and checkpoints 3"),
+        (
+            2,
+            "--resume 2: needs batches 1 to 2 of {root}, 2 missing; there are batches 1, 3-5 "
+            "and checkpoints 3",
+        ),
         (3, None),
         (5, None),
-        (7, "--resume 7: needs batches 4 to 7 of {root}, 6-7 missing; there are batches 1, 3-5 and checkpoints 3"),
+        (
+            7,
+            "--resume 7: needs batches 4 to 7 of {root}, 6-7 missing; there are batches 1, "
+            "3-5 and checkpoints 3",
+        ),
         (1, None),
         (0, None),
     ],
@@ -467,7 +649,10 @@ def test_resume_at_a_step_needs_the_batches_after_the_checkpoint(place, step, me
     place.run_dir.batch(2).unlink()
     if message:
         assert place.fails(resume=step) == message.format(root=place.root)
-        assert not place.run_dir.discarded.exists() and place.run_dir.metrics.read_text().count("\n") == 5
+        assert (
+            not place.run_dir.discarded.exists()
+            and place.run_dir.metrics.read_text().count("\n") == 5
+        )
     else:
         assert place(resume=step).run_dir.newest_batch() == step
 
@@ -475,18 +660,29 @@ def test_resume_at_a_step_needs_the_batches_after_the_checkpoint(place, step, me
 def test_a_changed_variable_is_a_changed_setting_of_a_resume(place):
     place()
     place.fill(1)
-    with pytest.raises(RunError, match=r"made with another configuration, 1 setting differs:\n  seed: 0 -> 1\n"):
+    with pytest.raises(
+        RunError, match=r"made with another configuration, 1 setting differs:\n  seed: 0 -> 1\n"
+    ):
         prepare(place.config(RL__SEED="1"), resume=-1, clean=False)
-    prepared = prepare(place.config("--max_steps", "7", RL__MAX_STEPS="8", RL__SUPERVISOR__MAX_RESTARTS="1"), resume=-1, clean=False)
+    prepared = prepare(
+        place.config("--max_steps", "7", RL__MAX_STEPS="8", RL__SUPERVISOR__MAX_RESTARTS="1"),
+        resume=-1,
+        clean=False,
+    )
     prepared.lease.close()
-    assert from_toml(place.run_dir.config) == place.config("--max_steps", "7", "--supervisor.max_restarts", "1")
+    assert from_toml(place.run_dir.config) == place.config(
+        "--max_steps", "7", "--supervisor.max_restarts", "1"
+    )
 
 
 def test_survivors_of_a_dead_rl_are_waited_for(place, monkeypatch):
     monkeypatch.setattr("rl.launch.prepare.ROLE_WAIT_S", 0.3)
     place()
     survivor = hold_role(place.run_dir.lock("trainer"))
-    assert f"{place.root}: trainer of this run is already running (pid {os.getpid()} on " in place.fails(resume=-1)
+    assert (
+        f"{place.root}: trainer of this run is already running (pid {os.getpid()} on "
+        in place.fails(resume=-1)
+    )
     survivor.close()
     place(resume=-1)
 
@@ -507,23 +703,32 @@ def test_dead_roles_on_another_host_are_watched_together(place, monkeypatch):
     monkeypatch.setattr(lease, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
     monkeypatch.setattr(Staleness.__init__, "__defaults__", (lambda: now[0],))
     place(resume=-1)
-    assert 30.0 <= now[0] < 3 * 30.0  # four, one after another, take 120 s; threads that sleep at once each move the clock
+    # four, one after another, take 120 s; threads that sleep at once each move the clock
+    assert 30.0 <= now[0] < 3 * 30.0
 
 
-def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_clean(place, monkeypatch):
+def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_clean(
+    place, monkeypatch
+):
     monkeypatch.setattr("rl.launch.prepare.ROLE_WAIT_S", 0.1)
     place()
     lives, dead = "inference-a-1", "inference-a-2"
     for name in (lives, dead):
         place.run_dir.status(name).write_text("{}")
     lease = hold_role(place.run_dir.lock(lives))
-    beat = place.run_dir.status_dir / f".{lives}.json.0123abcd-1-{os.getpid()}-7.tmp"  # being written by a server on another host
+    # being written by a server on another host
+    beat = place.run_dir.status_dir / f".{lives}.json.0123abcd-1-{os.getpid()}-7.tmp"
     beat.touch()
     place.run_dir.status("inference").write_text("{}")  # of the last attempt
     place(resume=-1)
     assert not place.run_dir.status("inference").exists()
-    assert place.run_dir.status(lives).exists() and not place.run_dir.status(dead).exists() and beat.exists()
-    assert f"{lives} of this run is already running" in place.fails(clean=True)  # it holds the run's token
+    assert (
+        place.run_dir.status(lives).exists()
+        and not place.run_dir.status(dead).exists()
+        and beat.exists()
+    )
+    # it holds the run's token
+    assert f"{lives} of this run is already running" in place.fails(clean=True)
     lease.close()
     place(clean=True)
 
@@ -531,8 +736,25 @@ def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_
 def test_paths_mean_the_same_everywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    args = ["--orchestrator.environment.id", "e", "--model.name", "model", "--trainer.weights.dir", "w", "--model.chat_template", "t.jinja"]
+    args = [
+        "--orchestrator.environment.id",
+        "e",
+        "--model.name",
+        "model",
+        "--trainer.weights.dir",
+        "w",
+        "--model.chat_template",
+        "t.jinja",
+    ]
     config = build(parse_args(args)).with_absolute_paths()
-    assert config.model.name == str(tmp_path / "model") and config.model.chat_template == str(tmp_path / "t.jinja")
-    assert config.run_dir.root == tmp_path / "outputs" / "e-model" and config.run_dir.weights_dir == tmp_path / "w" / "e-model"
-    assert build(parse_args([*args, "--model.name", "owner/m"])).with_absolute_paths().model.name == "owner/m"
+    assert config.model.name == str(tmp_path / "model") and config.model.chat_template == str(
+        tmp_path / "t.jinja"
+    )
+    assert (
+        config.run_dir.root == tmp_path / "outputs" / "e-model"
+        and config.run_dir.weights_dir == tmp_path / "w" / "e-model"
+    )
+    assert (
+        build(parse_args([*args, "--model.name", "owner/m"])).with_absolute_paths().model.name
+        == "owner/m"
+    )

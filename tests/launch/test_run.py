@@ -1,4 +1,5 @@
-"""The command `rl`, with small scripts in place of the three processes: what it starts, watches, prints and leaves behind."""
+"""The command `rl`, with small scripts in place of the three processes: what it starts, watches,
+prints and leaves behind."""
 
 import errno
 import json
@@ -104,11 +105,23 @@ class Run:
 
     def start(self, *args: str, **scripts: str) -> subprocess.Popen:
         code = DRIVER.replace("{scripts!r}", repr(SCRIPTS | scripts))
-        environment = ["--orchestrator.environment.id", "say-digit", "--orchestrator.environment.name", "e"]
+        environment = [
+            "--orchestrator.environment.id",
+            "say-digit",
+            "--orchestrator.environment.name",
+            "e",
+        ]
         base = ["--name", "r", "--max_steps", "3", "--output_dir", str(self.tmp / "outputs")]
         command_line = [sys.executable, "-c", code, *environment, *base, *args]
         env = os.environ | {"PYTHONPATH": str(ENVIRONMENTS)}
-        process = subprocess.Popen(command_line, cwd=self.tmp, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command_line,
+            cwd=self.tmp,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         self.processes.append(process)
         return process
 
@@ -123,7 +136,8 @@ class Run:
         return [int(word) for word in path.read_text().split()]
 
     def nobody_left(self) -> bool:
-        """Returns whether none of its processes runs; ended ones may be zombies until init has reaped them."""
+        """Returns whether none of its processes runs; ended ones may be zombies until init has
+        reaped them."""
         return not any(alive(pid) for pid in self.pids(1))
 
 
@@ -138,7 +152,10 @@ def rl(tmp_path, classic_home):
 
 @pytest.mark.parametrize(("kind", "head"), [("early", ""), ("doubtful", "warning: ")])
 def test_why_a_run_ended_before_its_last_step_is_said(rl, kind, head):
-    end = f"from rl.run_dir.status import RunEnd\nimport msgspec\nend = msgspec.json.encode(RunEnd('solved', 1.0, {kind!r}))\n"
+    end = (
+        "from rl.run_dir.status import RunEnd\nimport msgspec\nend = "
+        f"msgspec.json.encode(RunEnd('solved', 1.0, {kind!r}))\n"
+    )
     writes_it = f"{end}time.sleep(0.5)\n(root / 'status/orchestrator.end').write_bytes(end)\n"
     code, out, err = rl("--max_steps", "5", orchestrator=writes_it, trainer="")
     said = f"{head}the run ended at step 0 of 5: solved"
@@ -149,7 +166,9 @@ def test_why_a_run_ended_before_its_last_step_is_said(rl, kind, head):
 
 def test_who_has_lost_the_run_to_another_rl_leaves_it_alone(rl):
     """Its host slept: the other one holds the next lease."""
-    process = rl.start("--orchestrator.inference_urls", "http://127.0.0.1:1", orchestrator=FOREVER, trainer=FOREVER)
+    process = rl.start(
+        "--orchestrator.inference_urls", "http://127.0.0.1:1", orchestrator=FOREVER, trainer=FOREVER
+    )
     rl.pids(3)
     owner = LockOwner(1, "far", "elsewhere")
     lease_path(rl.run_dir.lock("rl"), 2).write_bytes(msgspec.json.encode(owner))
@@ -158,20 +177,44 @@ def test_who_has_lost_the_run_to_another_rl_leaves_it_alone(rl):
     subprocess.run([sys.executable, "-c", write, str(rl.run_dir.metrics)], check=True)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 3
-    assert err.startswith(f"rl: {rl.root}: another process (pid 1 on far) has taken over as rl of this run") and err.count("\n") == 1
+    assert (
+        err.startswith(
+            f"rl: {rl.root}: another process (pid 1 on far) has taken over as rl of this run"
+        )
+        and err.count("\n") == 1
+    )
     assert "resume with" not in out + err and not rl.run_dir.curves.exists() and rl.nobody_left()
 
 
 @pytest.mark.parametrize("code", [1, 3])
 def test_who_has_lost_the_run_judges_no_death(rl, code):
-    """Regression: one that was stopped for long, and whose trainer ended because another `rl` had one, too, wrote that it gives up."""
-    dies = f"while not (root / 'status/rl.000002.lease').exists():\n    time.sleep(0.05)\nsys.exit({code})"
-    process = rl.start("--orchestrator.inference_urls", "http://127.0.0.1:1", orchestrator=FOREVER, trainer=dies)
-    until(lambda: [event for event in read_events(rl.run_dir.events) if (event.event, event.process) == ("start", "trainer")], 60)
-    lease_path(rl.run_dir.lock("rl"), 2).write_bytes(msgspec.json.encode(LockOwner(1, "far", "elsewhere")))
+    """Regression: one that was stopped for long, and whose trainer ended because another `rl`
+    had one, too, wrote that it gives up."""
+    dies = (
+        "while not (root / 'status/rl.000002.lease').exists():\n    "
+        f"time.sleep(0.05)\nsys.exit({code})"
+    )
+    process = rl.start(
+        "--orchestrator.inference_urls", "http://127.0.0.1:1", orchestrator=FOREVER, trainer=dies
+    )
+    until(
+        lambda: [
+            event
+            for event in read_events(rl.run_dir.events)
+            if (event.event, event.process) == ("start", "trainer")
+        ],
+        60,
+    )
+    lease_path(rl.run_dir.lock("rl"), 2).write_bytes(
+        msgspec.json.encode(LockOwner(1, "far", "elsewhere"))
+    )
     _, err = process.communicate(timeout=120)
     assert process.returncode == 3 and "has taken over as rl of this run" in err
-    assert not {event.event for event in read_events(rl.run_dir.events)} & {"death", "give_up", "stop"}
+    assert not {event.event for event in read_events(rl.run_dir.events)} & {
+        "death",
+        "give_up",
+        "stop",
+    }
 
 
 @pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
@@ -180,84 +223,155 @@ def test_without_shared_memory_it_says_so_before_anything_starts(tmp_path):
     hidden = ["bwrap", "--dev-bind", "/", "/", "--tmpfs", "/dev/shm", "--remount-ro", "/dev/shm"]
     command = [*hidden, sys.executable, "-m", "rl.main", "--orchestrator.environment.id", "e"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and ended.stderr.startswith("rl: /dev/shm cannot be written, and torch and vLLM keep locks")
+    assert ended.returncode == 1 and ended.stderr.startswith(
+        "rl: /dev/shm cannot be written, and torch and vLLM keep locks"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_from_start_to_report(rl):
-    code, out, err = rl(inference=SCRIPTS["inference"].replace("time.sleep(0.3)", "time.sleep(1.5)"))  # for that to be seen
+    # for that to be seen
+    code, out, err = rl(
+        inference=SCRIPTS["inference"].replace("time.sleep(0.3)", "time.sleep(1.5)")
+    )
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert "  inference: loading the model" in lines and "  eval at version 0: e 0.100" in lines
-    assert [line.split()[:2] for line in lines if line[:6].strip().isdigit()] == [["1", "0.100"], ["2", "0.200"], ["3", "0.300"]]
+    assert [line.split()[:2] for line in lines if line[:6].strip().isdigit()] == [
+        ["1", "0.100"],
+        ["2", "0.200"],
+        ["3", "0.300"],
+    ]
     assert "  assistant: 2" in lines
     assert "3 steps in 6.0 s; trainer waited for batches 25% of the time" in lines
     assert "reward    0.100 -> 0.300   (mean of the first and of the last steps)" in lines
     assert "eval      0.100 -> 0.900   (e, version 0 and version 3)" in lines
     assert rl.run_dir.curves.stat().st_size > 20_000
-    assert {path.name for path in rl.run_dir.logs.iterdir()} == {f"{name}-1.log" for name in SCRIPTS}
+    assert {path.name for path in rl.run_dir.logs.iterdir()} == {
+        f"{name}-1.log" for name in SCRIPTS
+    }
     assert rl.nobody_left()
     config = from_toml(rl.run_dir.config)
     assert config.trainer.ranks == 1 and config.run_dir.root == rl.root
 
 
 def test_a_run_that_trained_no_step_does_not_end_with_0(rl):
-    skips = "log = MetricsLog(root / 'metrics.jsonl', name)\nfor step in (1, 2, 3): log.write(step, {'quarantined': 1.0})\n"
+    skips = (
+        "log = MetricsLog(root / 'metrics.jsonl', name)\nfor step in (1, 2, 3): log.write(step, "
+        "{'quarantined': 1.0})\n"
+    )
     code, _, err = rl(trainer=skips)
     assert code == 1
-    assert err.startswith("rl: no step was trained: every batch was quarantined (see batches/*.quarantined); fix the cause, then")
-    assert rl("--clean", trainer="(root / 'discarded').mkdir(exist_ok=True)\n" + skips)[2].endswith(" --resume 0\n")
+    assert err.startswith(
+        "rl: no step was trained: every batch was quarantined (see batches/*.quarantined); "
+        "fix the cause, then"
+    )
+    assert rl("--clean", trainer="(root / 'discarded').mkdir(exist_ok=True)\n" + skips)[2].endswith(
+        " --resume 0\n"
+    )
     assert rl("--clean", trainer=skips + "log.write(4, {'loss/mean': 1.0})")[0] == 0
 
 
 def test_with_no_restarts_a_child_that_fails_ends_the_run(rl):
     """The server runs elsewhere."""
-    dying = "for i in range(30): print('line', i)\nprint('out of luck', file=sys.stderr)\ntime.sleep(0.5)\nsys.exit(7)\n"
+    dying = (
+        "for i in range(30): print('line', i)\nprint('out of luck', "
+        "file=sys.stderr)\ntime.sleep(0.5)\nsys.exit(7)\n"
+    )
     elsewhere = ("--orchestrator.inference_urls", '["http://127.0.0.1:1"]')
-    code, _, err = rl("--supervisor.max_restarts", "0", *elsewhere, orchestrator=FOREVER, trainer=dying)
+    code, _, err = rl(
+        "--supervisor.max_restarts", "0", *elsewhere, orchestrator=FOREVER, trainer=dying
+    )
     assert code == 1 and not list(rl.run_dir.logs.glob("inference*"))
-    assert "rl: trainer ended with exit code 7, saying: out of luck. The end of its log:\n  | line 11\n" in err
-    assert f"  | line 29\n  | out of luck\n  the whole log: {rl.run_dir.logs}/trainer-1.log\n" in err
-    assert err.endswith("\nnothing was made yet: a start with other settings reuses the directory\n")
+    assert (
+        "rl: trainer ended with exit code 7, saying: out of luck. The end of its log:\n  | "
+        "line 11\n" in err
+    )
+    assert (
+        f"  | line 29\n  | out of luck\n  the whole log: {rl.run_dir.logs}/trainer-1.log\n" in err
+    )
+    assert err.endswith(
+        "\nnothing was made yet: a start with other settings reuses the directory\n"
+    )
     assert rl.nobody_left()
 
 
 def test_a_run_whose_processes_are_killed_ends_well(rl):
-    """Each is killed once, one of them with a garbled environment; the run continues without a human."""
-    crash = "attempt = len(list((root / 'logs').glob(f'{name}-*.log')))\nif attempt == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
-    code, out, err = rl("--supervisor.backoff_s", "0.1", **{name: crash + script for name, script in SCRIPTS.items()})
+    """Each is killed once, one of them with a garbled environment; the run continues without a
+    human."""
+    crash = (
+        "attempt = len(list((root / 'logs').glob(f'{name}-*.log')))\nif attempt == 1: "
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    code, out, err = rl(
+        "--supervisor.backoff_s",
+        "0.1",
+        **{name: crash + script for name, script in SCRIPTS.items()},
+    )
     assert (code, err) == (0, "")
     events = [json.loads(line) for line in rl.run_dir.events.read_text().splitlines()]
     for name in SCRIPTS:
         mine = [(event["event"], event["attempt"]) for event in events if event["process"] == name]
         assert mine[:3] == STARTED_TWICE[name == "model" :]
-        assert f"  {name} was ended by SIGKILL (the kernel does that when memory runs out: see `dmesg`), before its first status; it" in out
+        assert (
+            f"  {name} was ended by SIGKILL (the kernel does that when memory runs out: see "
+            "`dmesg`), before its first status; it" in out
+        )
     assert "3 steps in 6.0 s" in out and rl.nobody_left()
 
 
 def test_a_server_that_does_not_come_up_in_time(rl):
-    """The deadline is a multiple of a bare start's time on this machine: the server reports its phase well before it."""
+    """The deadline is a multiple of a bare start's time on this machine: the server reports its
+    phase well before it."""
     before = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import rl.config.command_line, rl.run_dir.metrics, rl.run_dir.status"], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import rl.config.command_line, rl.run_dir.metrics, rl.run_dir.status",
+        ],
+        check=True,
+    )
     deadline_s = 2 + 5 * math.ceil(time.monotonic() - before)
-    slow = "status = Status(root / 'status/inference.json', name)\nstatus.enter(Phase.LOADING_MODEL)\ntime.sleep(60)\n"
-    code, _, err = rl("--inference.startup_timeout_s", str(deadline_s), inference=slow, orchestrator=FOREVER, trainer=FOREVER)
+    slow = (
+        "status = Status(root / 'status/inference.json', "
+        "name)\nstatus.enter(Phase.LOADING_MODEL)\ntime.sleep(60)\n"
+    )
+    code, _, err = rl(
+        "--inference.startup_timeout_s",
+        str(deadline_s),
+        inference=slow,
+        orchestrator=FOREVER,
+        trainer=FOREVER,
+    )
     assert code == 1
-    assert f"inference is not ready after inference.startup_timeout_s = {deadline_s} s; it was doing: loading the model" in err
+    assert (
+        f"inference is not ready after inference.startup_timeout_s = {deadline_s} s; it was "
+        "doing: loading the model" in err
+    )
 
 
 def test_a_trial_ends_with_a_verdict(rl):
     """Its weights stay; its checkpoints, of 2 GiB each for a small model, do not."""
-    save = "(root / 'weights/000002').mkdir(parents=True)\n(root / 'checkpoints/000002').mkdir(parents=True)\n"
+    save = (
+        "(root / 'weights/000002').mkdir(parents=True)\n(root / "
+        "'checkpoints/000002').mkdir(parents=True)\n"
+    )
     code, out, err = rl("--quick", trainer=SCRIPTS["trainer"] + save)
     assert (code, err) == (0, "")
     root = rl.root.with_name("r-quick")
     assert (root / "weights/000002").is_dir() and not (root / "checkpoints").exists()
-    assert out.splitlines()[-1] == f"verdict   trained 2 steps; e: all rewards 1: something to learn in 1 of 1 groups; see {root}/rollouts"
+    assert (
+        out.splitlines()[-1]
+        == "verdict   trained 2 steps; e: all rewards 1: something to learn in 1 of 1 groups; "
+        f"see {root}/rollouts"
+    )
 
 
 @pytest.mark.parametrize("place", ["orchestrator", "inference", "serve"])
-def test_a_port_in_use_is_told_before_anything_is_made_and_by_a_dry_run(monkeypatch, tmp_path, place):
+def test_a_port_in_use_is_told_before_anything_is_made_and_by_a_dry_run(
+    monkeypatch, tmp_path, place
+):
     """It was found after the model was loaded."""
     monkeypatch.setattr("rl.launch.run.bind", partial(bind, wait_s=0.0))
     with bind("127.0.0.1", 0, "x") as taken:
@@ -267,16 +381,26 @@ def test_a_port_in_use_is_told_before_anything_is_made_and_by_a_dry_run(monkeypa
         config = RLConfig.model_validate({"output_dir": str(tmp_path / "o")} | kind)
         told = f"{place}.port = {port} on 127.0.0.1: Address already in use; choose another"
         for start in (dry_run, lambda config: launch(config, CommandLine(), Children(), "again")):
-            with pytest.raises(RunError, match="belongs to|start it with `rl serve" if config.serve and start != dry_run else told):
+            with pytest.raises(
+                RunError,
+                match="belongs to|start it with `rl serve"
+                if config.serve and start != dry_run
+                else told,
+            ):
                 start(config)
-        assert dry_run(config.model_copy(update={"cluster": ClusterConfig(engine="none")})), "its machines are others"
+        assert dry_run(config.model_copy(update={"cluster": ClusterConfig(engine="none")})), (
+            "its machines are others"
+        )
     assert not (tmp_path / "o").exists()
 
 
 def test_an_environment_that_is_missing_is_told_before_anything_is_made(rl):
     for name, said in (
         ("nope", "nope is not installed: there is no ./nope.py"),
-        ("owner/nope", "owner/nope: the Environments Hub does not answer (http://127.0.0.1:9/owner/nope"),
+        (
+            "owner/nope",
+            "owner/nope: the Environments Hub does not answer (http://127.0.0.1:9/owner/nope",
+        ),
     ):
         code, out, err = rl("--orchestrator.environment.id", name)
         assert (code, out) == (1, "") and err.startswith(f"rl: environment {said}")
@@ -284,14 +408,30 @@ def test_an_environment_that_is_missing_is_told_before_anything_is_made(rl):
 
 
 def test_a_home_is_told_once_for_all_of_its_environments():
-    one = Home(digest="d", id="./e", module="e", api="classic", version="1.0", why="classic, verifiers 0.3.1", python="3.12.1", packages=[])
+    one = Home(
+        digest="d",
+        id="./e",
+        module="e",
+        api="classic",
+        version="1.0",
+        why="classic, verifiers 0.3.1",
+        python="3.12.1",
+        packages=[],
+    )
     rows = msgspec.structs.replace(one, id="classic", version="")
     homes = {name: Record("k", home) for name, home in {"a": one, "b": one, "c": rows}.items()}
-    assert home_lines(homes) == ["environments a, b: ./e 1.0: classic, verifiers 0.3.1, Python 3.12.1"]
+    assert home_lines(homes) == [
+        "environments a, b: ./e 1.0: classic, verifiers 0.3.1, Python 3.12.1"
+    ]
 
 
 @pytest.mark.parametrize(
-    ("phase", "signum", "expected"), [("model", signal.SIGINT, 130), ("start-up", signal.SIGTERM, 143), ("running", signal.SIGINT, 130)]
+    ("phase", "signum", "expected"),
+    [
+        ("model", signal.SIGINT, 130),
+        ("start-up", signal.SIGTERM, 143),
+        ("running", signal.SIGINT, 130),
+    ],
 )
 def test_a_signal_stops_everything_and_says_how_to_resume(rl, phase, signum, expected):
     scripts = {"orchestrator": FOREVER, "trainer": FOREVER}
@@ -306,9 +446,15 @@ def test_a_signal_stops_everything_and_says_how_to_resume(rl, phase, signum, exp
     assert process.returncode == expected
     assert f"{signum.name}: stopping" in err and "resume with: rl " in err
     assert rl.nobody_left() and not list(rl.root.glob("status/*.json"))
-    assert '"event":"stop","process":"rl"' in (said := rl.run_dir.events.read_text().splitlines()[-1]) and signum.name in said
+    assert (
+        '"event":"stop","process":"rl"' in (said := rl.run_dir.events.read_text().splitlines()[-1])
+        and signum.name in said
+    )
     found = diagnose(rl.run_dir, from_toml(rl.run_dir.config))
-    assert (found.state, f"the run was stopped by {signum.name} " in found.bottleneck) == ("stopped", True)
+    assert (found.state, f"the run was stopped by {signum.name} " in found.bottleneck) == (
+        "stopped",
+        True,
+    )
 
 
 def test_a_second_rl_on_the_same_run_is_refused(rl):
@@ -326,7 +472,10 @@ def test_clean_keeps_the_run_until_the_next_one_has_made_something(rl):
     (rl.root / "config.toml").touch()
     code, _, err = rl("--clean", model="sys.exit('no such model')")
     assert code == 1 and (rl.run_dir.cleaned / "checkpoints/000003").is_dir()
-    assert err.endswith(f"the run that was there before --clean is in {rl.run_dir.cleaned}: move it elsewhere to continue it\n")
+    assert err.endswith(
+        f"the run that was there before --clean is in {rl.run_dir.cleaned}: move it "
+        "elsewhere to continue it\n"
+    )
     assert rl("--clean", trainer=trains)[0] == 0
     assert (rl.root / "checkpoints/000003").is_dir() and not rl.run_dir.cleaned.exists()
 
@@ -334,13 +483,24 @@ def test_clean_keeps_the_run_until_the_next_one_has_made_something(rl):
 def test_resume_continues_without_printing_old_steps(rl):
     assert rl()[0] == 0
     for step in (1, 2, 3):  # a step without its batch was undone, and its line is removed
-        write_batch(rl.root / "batches" / f"{step:06d}.batch", TrainBatch(step=step, samples=[]), None)
+        write_batch(
+            rl.root / "batches" / f"{step:06d}.batch", TrainBatch(step=step, samples=[]), None
+        )
     code, _, err = rl()
-    assert (code, err) == (1, f"rl: {rl.root} exists: continue that run with --resume, delete it with --clean, or choose another --name\n")
-    last = "log = MetricsLog(root / 'metrics.jsonl', name)\nfor step in (3, 4): log.write(step, {'loss/mean': 5.0, 'reward/mean': 0.5})\n"
+    assert (code, err) == (
+        1,
+        f"rl: {rl.root} exists: continue that run with --resume, delete it with --clean, or "
+        "choose another --name\n",
+    )
+    last = (
+        "log = MetricsLog(root / 'metrics.jsonl', name)\nfor step in (3, 4): log.write(step, "
+        "{'loss/mean': 5.0, 'reward/mean': 0.5})\n"
+    )
     code, out, err = rl("--max_steps", "4", "--resume", orchestrator=last, trainer=last)
     assert (code, err) == (0, "")
-    assert f"resuming {rl.root}: checkpoint none, newest batch 3\nchanged: max_steps: 3 -> 4\n" in out
+    assert (
+        f"resuming {rl.root}: checkpoint none, newest batch 3\nchanged: max_steps: 3 -> 4\n" in out
+    )
     assert [line.split()[0] for line in out.splitlines() if line[:6].strip().isdigit()] == ["4"]
     assert (rl.run_dir.logs / "trainer-2.log").exists()
 
@@ -349,17 +509,26 @@ def test_a_disk_that_cannot_be_written_has_a_remedy(rl):
     (rl.tmp / "outputs").touch()
     code, _, err = rl()
     assert (
-        code == 1 and f"rl: {rl.tmp}/outputs/r cannot be made, " in err and "Not a directory; choose another output_dir or --name\n" in err
+        code == 1
+        and f"rl: {rl.tmp}/outputs/r cannot be made, " in err
+        and "Not a directory; choose another output_dir or --name\n" in err
     )
-    full, gone = (OSError(number, os.strerror(number), "/disk/file") for number in (errno.ENOSPC, errno.ENOENT))
-    assert system_error(full) == "/disk/file: No space left on device; free space or make it writable, or use another directory " + (
-        "(for a run: output_dir)"
+    full, gone = (
+        OSError(number, os.strerror(number), "/disk/file")
+        for number in (errno.ENOSPC, errno.ENOENT)
+    )
+    assert (
+        system_error(full)
+        == "/disk/file: No space left on device; free space or make it writable, or use another "
+        "directory " + ("(for a run: output_dir)")
     )
     assert system_error(gone) == "/disk/file: No such file or directory"
     assert system_error(OSError("strange")) == "the run directory: strange"
 
 
-def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_on(tmp_path, monkeypatch, capsys):
+def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_on(
+    tmp_path, monkeypatch, capsys
+):
     """Regression: neither was printed where the system refused anything but a start."""
 
     class Broken(SimpleNamespace):
@@ -372,10 +541,17 @@ def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_o
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     run_dir.batch(1).parent.mkdir()
     run_dir.batch(1).touch()
-    placement, children = Placement(SimpleNamespace(sft=None, is_remote=False), lambda _: []), SimpleNamespace(stop=lambda _: [])
-    assert run(SimpleNamespace(run_dir=run_dir), placement, children, "rl @ x.toml --resume") == 1 and closed == [1]
+    placement, children = (
+        Placement(SimpleNamespace(sft=None, is_remote=False), lambda _: []),
+        SimpleNamespace(stop=lambda _: []),
+    )
+    assert run(
+        SimpleNamespace(run_dir=run_dir), placement, children, "rl @ x.toml --resume"
+    ) == 1 and closed == [1]
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("rl: /disk/status/trainer.json: Read-only file system; free space or make it writable")
+    assert said[0].startswith(
+        "rl: /disk/status/trainer.json: Read-only file system; free space or make it writable"
+    )
     assert said[1] == "resume with: rl @ x.toml --resume"
 
 
@@ -383,7 +559,10 @@ def test_a_resume_on_other_gpus_implies_again_what_the_start_implied(tmp_path, m
     """Regression: engines and ranks were taken for the user's, and GPUs were idle in silence."""
 
     def place(num_gpus: int, config: RLConfig) -> tuple[RLConfig, list[str]]:
-        monkeypatch.setattr("rl.launch.run.machine", lambda: Machine([str(number) for number in range(num_gpus)], [0]))
+        monkeypatch.setattr(
+            "rl.launch.run.machine",
+            lambda: Machine([str(number) for number in range(num_gpus)], [0]),
+        )
         placement = on_this_machine(config)
         return placement.config, placement.notes
 
@@ -393,18 +572,33 @@ def test_a_resume_on_other_gpus_implies_again_what_the_start_implied(tmp_path, m
             getattr(config, section).gpus = number
         return place(num_gpus, config)
 
-    about = {"name": "r", "output_dir": str(tmp_path), "orchestrator": {"environment": [{"id": "say-digit"}]}}
+    about = {
+        "name": "r",
+        "output_dir": str(tmp_path),
+        "orchestrator": {"environment": [{"id": "say-digit"}]},
+    }
     started, notes = place(4, RLConfig.model_validate(about))
     write_config(started.run_dir.config, started)
-    assert started.inference.vllm == {"data_parallel_size": 3} and started.trainer.ranks == 1 and not notes
+    assert (
+        started.inference.vllm == {"data_parallel_size": 3}
+        and started.trainer.ranks == 1
+        and not notes
+    )
     config, notes = resumed(4)
     assert to_toml(config) == to_toml(started) and not notes
     config, notes = resumed(8, inference=7)
     assert config.inference.vllm == {"data_parallel_size": 7} and not notes
     config, notes = resumed(8, trainer=2, inference=6)
-    assert (config.trainer.ranks, config.trainer.gpus, config.inference.vllm) == (2, [0, 1], {"data_parallel_size": 6})
+    assert (config.trainer.ranks, config.trainer.gpus, config.inference.vllm) == (
+        2,
+        [0, 1],
+        {"data_parallel_size": 6},
+    )
     config, notes = resumed(8)
-    assert notes == ["GPUs 4, 5, 6, 7 of this machine are not used by this run: trainer.gpus = [0], inference.gpus = [1, 2, 3]"]
+    assert notes == [
+        "GPUs 4, 5, 6, 7 of this machine are not used by this run: trainer.gpus = [0], "
+        "inference.gpus = [1, 2, 3]"
+    ]
     assert to_toml(config) == to_toml(started)
     config, notes = resumed(2)
     assert (config.trainer.gpus, config.inference.gpus, config.inference.vllm) == ([0], [1], {})
@@ -413,13 +607,27 @@ def test_a_resume_on_other_gpus_implies_again_what_the_start_implied(tmp_path, m
 
 
 class Loop(Watch):
-    """The loop of `rl` alone, whose supervisor meets these errors, one at each poll; None is a good poll. Then all processes end."""
+    """The loop of `rl` alone, whose supervisor meets these errors, one at each poll; None is a
+    good poll. Then all processes end."""
 
     def __init__(self, root: Path, *errors: int | None):
-        self.run_dir, self.said, self.polls = RunDir(root, root / "weights"), list[str](), iter(errors)
+        self.run_dir, self.said, self.polls = (
+            RunDir(root, root / "weights"),
+            list[str](),
+            iter(errors),
+        )
         self.console = SimpleNamespace(say=self.said.append, update=lambda _: None)
-        self.supervisor = SimpleNamespace(begin=lambda _: None, poll=self.meet, keeper=SimpleNamespace(finished=False))
-        self.merger, self.reader, self.unshown, self.cleaned, self.beside, self.curves_at = None, None, [], None, [], math.inf
+        self.supervisor = SimpleNamespace(
+            begin=lambda _: None, poll=self.meet, keeper=SimpleNamespace(finished=False)
+        )
+        self.merger, self.reader, self.unshown, self.cleaned, self.beside, self.curves_at = (
+            None,
+            None,
+            [],
+            None,
+            [],
+            math.inf,
+        )
         self.trackers = SimpleNamespace(send=lambda _: None)
         self.shown = list[object]()
 
@@ -432,7 +640,8 @@ class Loop(Watch):
 
 
 def test_a_disk_that_does_not_answer_for_a_moment_does_not_end_a_run(tmp_path, monkeypatch):
-    """Regression: one error of a shared disk under the leader ended the run on all machines, for good."""
+    """Regression: one error of a shared disk under the leader ended the run on all machines, for
+    good."""
     monkeypatch.setattr("rl.launch.run.POLL_S", 0.0)
     loop = Loop(tmp_path, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, None, errno.EIO)
     lines = iter([["a"], ["b"]])
@@ -446,11 +655,16 @@ def test_a_disk_that_does_not_answer_for_a_moment_does_not_end_a_run(tmp_path, m
     monkeypatch.setattr("rl.launch.run.check_fence", check_fence)
     loop.until_finished([])
     failed = "Input/output error; this is tried again for 30 s"
-    assert loop.said == [f"warning: /disk/rl.000001.lease: {failed}", f"warning: /disk/x: {failed}"], "once until a good poll"
+    assert loop.said == [
+        f"warning: /disk/rl.000001.lease: {failed}",
+        f"warning: /disk/x: {failed}",
+    ], "once until a good poll"
     assert loop.shown == ["a", "b"], "no line is lost"
 
 
-@pytest.mark.parametrize(("error", "patience_s"), [(errno.EIO, 0.0), (errno.EROFS, 30.0), (errno.EPIPE, 30.0)])
+@pytest.mark.parametrize(
+    ("error", "patience_s"), [(errno.EIO, 0.0), (errno.EROFS, 30.0), (errno.EPIPE, 30.0)]
+)
 def test_an_error_that_stays_ends_the_run(tmp_path, monkeypatch, error, patience_s):
     monkeypatch.setattr("rl.launch.run.POLL_S", 0.0)
     monkeypatch.setattr("rl.launch.run.LEASE_S", patience_s)
@@ -464,13 +678,21 @@ def test_an_error_that_stays_ends_the_run(tmp_path, monkeypatch, error, patience
 def test_a_reader_that_has_gone_stops_the_run(rl):
     """As `head` does. Regression: the run directory was said to be a broken pipe."""
     waits = "while not (root / 'gone').exists(): time.sleep(0.05)\n"
-    process = rl.start(orchestrator=waits + SCRIPTS["orchestrator"] + FOREVER, trainer=waits + SCRIPTS["trainer"] + FOREVER)
+    process = rl.start(
+        orchestrator=waits + SCRIPTS["orchestrator"] + FOREVER,
+        trainer=waits + SCRIPTS["trainer"] + FOREVER,
+    )
     rl.pids(4)
     assert process.stdout and process.stderr
     process.stdout.close()
     (rl.root / "gone").touch()
     err = process.stderr.read()
-    assert process.wait(60) == 128 + signal.SIGPIPE and "Broken pipe" not in err and "resume with: rl" in err and rl.nobody_left()
+    assert (
+        process.wait(60) == 128 + signal.SIGPIPE
+        and "Broken pipe" not in err
+        and "resume with: rl" in err
+        and rl.nobody_left()
+    )
 
 
 def test_configuration_errors_exit_with_2(rl):
@@ -484,7 +706,9 @@ def test_configuration_errors_exit_with_2(rl):
 def test_a_page_beside_the_run_says_its_address_and_ends_with_the_run(rl):
     """The orchestrator waits for a file that the test writes after it has seen the page."""
     waits = "while not (root / 'seen').exists(): time.sleep(0.05)\n"
-    process = rl.start("--view", orchestrator=waits + SCRIPTS["orchestrator"], trainer=waits + SCRIPTS["trainer"])
+    process = rl.start(
+        "--view", orchestrator=waits + SCRIPTS["orchestrator"], trainer=waits + SCRIPTS["trainer"]
+    )
     lines = (line.split()[1] for line in process.stdout if line.startswith("view "))
     link, browser, other = next(lines), httpx.Client(), httpx.Client()
     with browser, other:
@@ -493,20 +717,28 @@ def test_a_page_beside_the_run_says_its_address_and_ends_with_the_run(rl):
         assert other.get(link).status_code == 401  # it was used
         enter(other, next(lines))
     log = (rl.root / "logs/view-1.log").read_text()
-    assert (row["key"], row["state"]) == ("r", "live") and link.partition("link=")[2] not in log and "link=" not in log
+    assert (
+        (row["key"], row["state"]) == ("r", "live")
+        and link.partition("link=")[2] not in log
+        and "link=" not in log
+    )
     (rl.root / "seen").touch()
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "") and "3 steps in" in out
     assert not (rl.root / "logs/view-1.log").exists() and rl.nobody_left()
     kept = rl.root / "status/view.secret"
-    assert kept.read_text() == page_secret(rl.run_dir.status_dir)  # an open tab keeps working after a resume
+    # an open tab keeps working after a resume
+    assert kept.read_text() == page_secret(rl.run_dir.status_dir)
     assert kept.read_text() not in out and kept.stat().st_mode & 0o777 == 0o600
     with pytest.raises(httpx.ConnectError):
         httpx.get(link)
 
 
 def test_resume_command():
-    assert resume_command(["@", "run.toml", "--clean", "--x", "a b"]) == "rl @ run.toml --x 'a b' --resume"
+    assert (
+        resume_command(["@", "run.toml", "--clean", "--x", "a b"])
+        == "rl @ run.toml --x 'a b' --resume"
+    )
     assert resume_command(["@run.toml", "--resume", "40"]) == "rl @run.toml --resume"
 
 

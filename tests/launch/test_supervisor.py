@@ -1,4 +1,5 @@
-"""The restart policy, with small scripts in place of the processes: restarts, waits, messages and leftovers."""
+"""The restart policy, with small scripts in place of the processes: restarts, waits, messages
+and leftovers."""
 
 import errno
 import json
@@ -61,7 +62,12 @@ class Run:
 
     def __init__(self, tmp_path, **settings):
         config = {"max_restarts": 5, "backoff_s": 0.05, "silence_s": 60.0} | settings
-        self.config = RLConfig(name="r", output_dir=str(tmp_path), supervisor=config, orchestrator={"environment": [{"id": "e"}]})
+        self.config = RLConfig(
+            name="r",
+            output_dir=str(tmp_path),
+            supervisor=config,
+            orchestrator={"environment": [{"id": "e"}]},
+        )
         self.run_dir, self.said = self.config.run_dir, list[str]()
         self.root = self.run_dir.root
         for name in ("logs", "status", "batches"):
@@ -71,9 +77,13 @@ class Run:
         self.supervisor = Supervisor(self.config, self.run_dir, self.children, self.said.append)
 
     def begin(self, after_server=False, **scripts):
-        commands = {name: [sys.executable, "-S", "-c", PRELUDE + code, name, str(self.root)] for name, code in (WORK | scripts).items()}
+        commands = {
+            name: [sys.executable, "-S", "-c", PRELUDE + code, name, str(self.root)]
+            for name, code in (WORK | scripts).items()
+        }
         roles = [
-            Role(name, command, dict(os.environ), after_server=after_server and name == "trainer") for name, command in commands.items()
+            Role(name, command, dict(os.environ), after_server=after_server and name == "trainer")
+            for name, command in commands.items()
         ]
         self.supervisor.begin(roles)
 
@@ -94,13 +104,18 @@ class Run:
 
     def events(self, kind="", process=""):
         events = [json.loads(line) for line in self.run_dir.events.read_text().splitlines()]
-        return [event for event in events if kind in ("", event["event"]) and process in ("", event["process"])]
+        return [
+            event
+            for event in events
+            if kind in ("", event["event"]) and process in ("", event["process"])
+        ]
 
     def ready(self, name, times=1):
         self.until(lambda: len(self.events("ready", name)) >= times)
 
     def silent(self, name, after_s=0.6):
-        """The event of a process that gives no sign of life; until then, for as long as it does, none counts as silent."""
+        """The event of a process that gives no sign of life; until then, for as long as it does,
+        none counts as silent."""
         self.supervisor.keeper.settings.silence_s = after_s
         self.until(lambda: self.events("silent", name))
         self.supervisor.keeper.settings.silence_s = 60.0
@@ -140,7 +155,12 @@ def gone(pid):
 
 def test_who_came_up_starts_warm_next_time_and_who_did_not_or_gets_nowhere_from_nothing(make):
     run = make()
-    attempts = [("training", 1, 1), ("training", 2, 0), ("training", 2, 0), ("loading_model", None, 0)]
+    attempts = [
+        ("training", 1, 1),
+        ("training", 2, 0),
+        ("training", 2, 0),
+        ("loading_model", None, 0),
+    ]
     run.begin_warm(
         "trainer",
         f"""
@@ -159,7 +179,10 @@ if attempt <= len(attempts):
 
 def test_a_dead_process_is_started_again_and_the_others_wait_for_it(make):
     run = make(backoff_s=0.2)
-    run.begin(trainer="if attempt < 4: come_up('waiting_for_batch', 1); print('out of luck'); sys.exit(7)\nbeat('training', 1)")
+    run.begin(
+        trainer="if attempt < 4: come_up('waiting_for_batch', 1); print('out of luck'); "
+        "sys.exit(7)\nbeat('training', 1)"
+    )
     run.ready("inference")
     others = [run.child(name).pid for name in ("inference", "orchestrator")]
     run.ready("trainer", 4)
@@ -167,14 +190,24 @@ def test_a_dead_process_is_started_again_and_the_others_wait_for_it(make):
     assert [(d["attempt"], d["exit"], d["reason"], d["said"]) for d in deaths] == [
         (attempt, 7, "ended with exit code 7", "out of luck") for attempt in (1, 2, 3)
     ]
-    delays = [after["time"] - before["time"] for before, after in zip(deaths, restarts, strict=True)]
-    assert [line.partition("again in ")[2].partition(" s")[0] for line in run.said if "again in" in line] == ["0.2", "0.4", "0.8"]
+    delays = [
+        after["time"] - before["time"] for before, after in zip(deaths, restarts, strict=True)
+    ]
+    assert [
+        line.partition("again in ")[2].partition(" s")[0] for line in run.said if "again in" in line
+    ] == ["0.2", "0.4", "0.8"]
     assert sum(delays) > 0.7
-    assert run.events("ready", "trainer")[-1]["attempt"] == 4 and run.events("ready", "trainer")[-1]["seconds"] > 0.3
-    assert run.said[0] == (
-        f"  trainer ended with exit code 7, waiting for batch 1; it starts again in 0.2 s (log: {run.run_dir.logs}/trainer-1.log)"
+    assert (
+        run.events("ready", "trainer")[-1]["attempt"] == 4
+        and run.events("ready", "trainer")[-1]["seconds"] > 0.3
     )
-    assert run.said[-1].startswith("  trainer is back after ") and run.said[-1].endswith(" s (training step 1)")
+    assert run.said[0] == (
+        "  trainer ended with exit code 7, waiting for batch 1; it starts again in 0.2 s "
+        f"(log: {run.run_dir.logs}/trainer-1.log)"
+    )
+    assert run.said[-1].startswith("  trainer is back after ") and run.said[-1].endswith(
+        " s (training step 1)"
+    )
     assert [run.child(name).pid for name in ("inference", "orchestrator")] == others
     run.enough()
     run.finish()
@@ -183,32 +216,64 @@ def test_a_dead_process_is_started_again_and_the_others_wait_for_it(make):
 
 def test_a_process_says_what_its_user_is_to_know_once_in_each_attempt(make):
     run = make()
-    one, two = ({"about": about, "env": env, "text": f"environment {env}: no"} for about, env in (("failed", "e"), ("lost", "f")))
+    one, two = (
+        {"about": about, "env": env, "text": f"environment {env}: no"}
+        for about, env in (("failed", "e"), ("lost", "f"))
+    )
     again = f"beat('filling_batch', 1, warnings={[one, two]})"
-    come = f"if attempt > 1: {again}\nbeat('filling_batch', 1, seconds=0.3, warnings={[one]}); exit(1)"
+    come = (
+        f"if attempt > 1: {again}\nbeat('filling_batch', 1, seconds=0.3, warnings={[one]}); exit(1)"
+    )
     run.begin(orchestrator=come)
     run.until(lambda: len(run.events("warning", "orchestrator")) == 3)
     texts = ["environment e: no"] * 2 + ["environment f: no"]
-    assert [(event["env"], event["reason"]) for event in run.events("warning")] == [(text[12], text) for text in texts]
+    assert [(event["env"], event["reason"]) for event in run.events("warning")] == [
+        (text[12], text) for text in texts
+    ]
     assert [event["about"] for event in run.events("warning")] == ["failed", "failed", "lost"]
-    assert [text for text in run.said if "environment" in text] == [f"warning: {text}" for text in texts]
+    assert [text for text in run.said if "environment" in text] == [
+        f"warning: {text}" for text in texts
+    ]
 
 
 def test_who_made_progress_starts_again_at_once(make):
     run = make(backoff_s=0.05)
-    run.begin(orchestrator="status('filling_batch', 1, progress=int(attempt != 2))\ntime.sleep(0.1)\nif attempt < 5: sys.exit(1)")
+    run.begin(
+        orchestrator="status('filling_batch', 1, progress=int(attempt != "
+        "2))\ntime.sleep(0.1)\nif attempt "
+        "< 5: sys.exit(1)"
+    )
     run.until(lambda: len(run.events("death", "orchestrator")) == 4)
-    starts = [line.partition("starts again ")[2].partition(" (")[0] for line in run.said if "starts again" in line]
+    starts = [
+        line.partition("starts again ")[2].partition(" (")[0]
+        for line in run.said
+        if "starts again" in line
+    ]
     assert starts == ["now", "in 0.05 s", "now", "now"]
     assert [death["doing"] for death in run.events("death")] == ["filling batch 1"] * 4
-    assert [(death["phase"], death["step"]) for death in run.events("death")] == [("filling_batch", 1)] * 4
+    assert [(death["phase"], death["step"]) for death in run.events("death")] == [
+        ("filling_batch", 1)
+    ] * 4
 
 
 def test_a_server_that_ends_well_is_dead_all_the_same_and_one_that_was_ready_may_be_late(make):
     run = make()
-    keeper, code = run.supervisor.keeper, "if attempt == 1: sys.exit(come_up('serving', address='http://x'))\n"
-    run.begin(inference=f"{code}status('loading_model')\nif attempt == 2: time.sleep(60)\nbeat('serving', address='http://x')")
-    run.until(lambda: (attempt := keeper.states["inference"].attempt) and attempt.child.attempt == 2 and attempt.statuses)
+    keeper, code = (
+        run.supervisor.keeper,
+        "if attempt == 1: sys.exit(come_up('serving', address='http://x'))\n",
+    )
+    run.begin(
+        inference=f"{code}status('loading_model')\nif attempt == 2: "
+        "time.sleep(60)\nbeat('serving', "
+        "address='http://x')"
+    )
+    run.until(
+        lambda: (
+            (attempt := keeper.states["inference"].attempt)
+            and attempt.child.attempt == 2
+            and attempt.statuses
+        )
+    )
     keeper.startup_timeout_s = 0.5
     run.until(lambda: len(run.events("death")) == 2)
     keeper.startup_timeout_s = 60.0
@@ -224,14 +289,21 @@ def test_too_many_deaths_end_the_run_with_a_summary(make):
     run = make(max_restarts=2, backoff_s=0.01)
     run.begin(
         inference="if attempt == 1: sys.exit(5)\n" + WORK["inference"],
-        trainer="if attempt == 1: come_up('training', 1)\nstatus('loading_model'); print('no luck'); os.kill(os.getpid(), 11)",
+        trainer="if attempt == 1: come_up('training', 1)\nstatus('loading_model'); print('no "
+        "luck'); "
+        "os.kill(os.getpid(), 11)",
     )
     with pytest.raises(RunError) as error:
         run.finish()
     lines = str(error.value).splitlines()
-    assert lines[0] == "trainer died once more: 2 restarts within 1800 s are the limit (supervisor.max_restarts, window_s)."
+    assert (
+        lines[0] == "trainer died once more: 2 restarts within 1800 s are the limit "
+        "(supervisor.max_restarts, window_s)."
+    )
     assert lines[1] == "  inference died once:" and lines[3] == "  trainer died 3 times:"
-    assert [line.split(" ", 5)[5] for line in lines[4:7]] == [f"attempt {i}, loading the model: was ended by SIGSEGV" for i in (1, 2, 3)]
+    assert [line.split(" ", 5)[5] for line in lines[4:7]] == [
+        f"attempt {i}, loading the model: was ended by SIGSEGV" for i in (1, 2, 3)
+    ]
     assert lines[7:] == [
         "trainer was ended by SIGSEGV. The end of its log:",
         "  | no luck",
@@ -250,15 +322,25 @@ sys.exit(1)
 
 
 def test_what_never_came_up_is_tried_twice_and_its_own_error_is_told(make):
-    """The last line is skipped, where vLLM's server only refers to its engine's error. A SIGKILL comes from outside and does not count."""
+    """The last line is skipped, where vLLM's server only refers to its engine's error. A SIGKILL
+    comes from outside and does not count."""
     run = make(backoff_s=0.01)
     run.begin(inference="if attempt == 1: os.kill(os.getpid(), 9)\n" + ENGINE)
     with pytest.raises(RunError) as error:
         run.finish()
-    never = "never came up: attempt 3 ended with exit code 1, too, saying: ValueError: no such activation: swish"
+    never = (
+        "never came up: attempt 3 ended with exit code 1, too, saying: ValueError: no such "
+        "activation: swish"
+    )
     assert str(error.value).startswith(f"inference {never}. The end of its log:\n")
-    assert run.events("give_up")[0]["reason"] == never and run.events("death")[1]["said"] == "ValueError: no such activation: swish"
-    assert "ended with exit code 1, loading the model, saying: ValueError: no such activation: swish; it starts again in " in run.said[1]
+    assert (
+        run.events("give_up")[0]["reason"] == never
+        and run.events("death")[1]["said"] == "ValueError: no such activation: swish"
+    )
+    assert (
+        "ended with exit code 1, loading the model, saying: ValueError: no such activation: "
+        "swish; it starts again in " in run.said[1]
+    )
     assert len(run.events("death")) == 3
 
 
@@ -266,15 +348,20 @@ def test_what_never_came_up_is_tried_twice_and_its_own_error_is_told(make):
     "ending",
     [
         f"sys.exit({KILLED})",  # of the launcher of worlds
-        f"open(root + '/status/trainer.exit', 'w').write('{RESTART}'); print({REPORT!r}); sys.exit(1)",  # of torchrun's agent
+        # of torchrun's agent
+        f"open(root + '/status/trainer.exit', 'w').write('{RESTART}'); print({REPORT!r}); "
+        "sys.exit(1)",
     ],
 )
 def test_what_was_ended_from_outside_before_it_came_up_is_tried_again(make, ending):
-    """Regression: two machines that were lost, or ranks that were killed, before the first step ended the run."""
+    """Regression: two machines that were lost, or ranks that were killed, before the first step
+    ended the run."""
     run = make(backoff_s=0.01)
     run.begin(trainer=f"status('loading_model')\nif attempt < 4: {ending}\n" + WORK["trainer"])
     run.ready("trainer")
-    assert [death["exit"] for death in run.events("death")] == [KILLED] * 3 and not run.events("give_up")
+    assert [death["exit"] for death in run.events("death")] == [KILLED] * 3 and not run.events(
+        "give_up"
+    )
 
 
 DEATH = """
@@ -288,13 +375,19 @@ sys.exit(1)
 
 
 def test_a_server_that_dies_twice_of_its_first_request_ends_the_run(make):
-    """It came up, so its start is not at fault; but the same error would end every attempt, and 20 restarts take 15 minutes."""
+    """It came up, so its start is not at fault; but the same error would end every attempt, and
+    20 restarts take 15 minutes."""
     run = make(backoff_s=0.01)
     run.begin(inference=DEATH)
     with pytest.raises(RunError) as error:
         run.finish()
-    why = "has not sampled one token: attempt 2 ended with exit code 1, too, saying: RuntimeError: no kernel for head_dim=16"
-    assert str(error.value).startswith(f"inference {why}. The end of its log:\n") and "[shutdown]" not in str(error.value)
+    why = (
+        "has not sampled one token: attempt 2 ended with exit code 1, too, saying: RuntimeError: "
+        "no kernel for head_dim=16"
+    )
+    assert str(error.value).startswith(
+        f"inference {why}. The end of its log:\n"
+    ) and "[shutdown]" not in str(error.value)
     assert ", saying: RuntimeError: no kernel for head_dim=16; it starts again " in run.said[0]
 
 
@@ -310,11 +403,20 @@ def test_an_error_above_the_end_of_a_log_is_told(tmp_path):
     """As in `rl eval` for a server that does not come up."""
     log = tmp_path / "inference-1.log"
     engine = "(EngineCore pid=7) ValueError: no such activation: swish\n"
-    log.write_text(engine + "Traceback\n" * 30 + "RuntimeError: Engine core initialization failed. See root cause above.\n")
+    log.write_text(
+        engine
+        + "Traceback\n" * 30
+        + "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
     child = types.SimpleNamespace(name="inference", log=log)
-    assert str(failure(child, "ended with exit code 1")).startswith("inference ended with exit code 1, saying: ValueError: no such activa")
+    assert str(failure(child, "ended with exit code 1")).startswith(
+        "inference ended with exit code 1, saying: ValueError: no such activa"
+    )
     log.write_text("out of luck\n")
-    assert str(failure(child, "ended")) == f"inference ended. The end of its log:\n  | out of luck\n  the whole log: {log}"
+    assert (
+        str(failure(child, "ended"))
+        == f"inference ended. The end of its log:\n  | out of luck\n  the whole log: {log}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -332,7 +434,11 @@ def test_an_error_above_the_end_of_a_log_is_told(tmp_path):
 def test_a_diagnosis_that_a_restart_does_not_change_ends_the_run(make, role, ending, code):
     run = make()
     run.begin(**{role: f"print('model.name: not there'); {ending}"})
-    with pytest.raises(RunError, match=rf"{role} ended with exit code {code}. The end of its log:\n  \| model.name: not there\n"):
+    with pytest.raises(
+        RunError,
+        match=rf"{role} ended with exit code {code}. The end of its log:\n  \| model.name: not "
+        r"there\n",
+    ):
         run.finish()
     assert not run.events("death")
 
@@ -348,14 +454,23 @@ deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
 
 
 def test_nothing_stays_of_a_dead_process_and_everything_of_the_others(make):
-    """Leftovers are orphans in their own session, stopped ones, and one that lost its environment but not its session."""
+    """Leftovers are orphans in their own session, stopped ones, and one that lost its
+    environment but not its session."""
     run = make(backoff_s=0.3)
-    leaves = LEAVES + "leave(deaf)\nleave(deaf, env={}, session=False)\nleave('import os; os.kill(os.getpid(), 19)')\n"
-    run.begin(orchestrator=LEAVES + "leave(deaf)\nbeat('filling_batch')", inference=leaves + WORK["inference"])
+    leaves = (
+        LEAVES + "leave(deaf)\nleave(deaf, env={}, session=False)\nleave('import os; "
+        "os.kill(os.getpid(), 19)')\n"
+    )
+    run.begin(
+        orchestrator=LEAVES + "leave(deaf)\nbeat('filling_batch')",
+        inference=leaves + WORK["inference"],
+    )
     pids = run.pids(4)
     run.ready("inference")
     run.ready("orchestrator")
-    (theirs,) = [pid for pid in pids if any(word.endswith(":orchestrator:1") for word in markers(pid))]
+    (theirs,) = [
+        pid for pid in pids if any(word.endswith(":orchestrator:1") for word in markers(pid))
+    ]
     first = run.child("inference").pid
     os.kill(first, signal.SIGKILL)
     run.until(lambda: run.events("death"))
@@ -371,7 +486,10 @@ def test_a_trainer_that_shares_a_gpu_starts_when_the_server_is_up_or_has_had_its
     run = make()
     run.begin(after_server=True, inference="beat('loading_model', None, 0.3)\n" + WORK["inference"])
     assert run.child("orchestrator") and run.child("trainer") is None
-    assert run.supervisor.keeper.states["trainer"].start_at == run.supervisor.keeper.clock + run.config.inference.startup_timeout_s
+    assert (
+        run.supervisor.keeper.states["trainer"].start_at
+        == run.supervisor.keeper.clock + run.config.inference.startup_timeout_s
+    )
     run.until(lambda: run.child("trainer"))
     assert run.events("ready", "inference")
     run.ready("trainer")
@@ -381,17 +499,25 @@ def test_a_trainer_that_shares_a_gpu_starts_when_the_server_is_up_or_has_had_its
 
 def test_temporary_files_go_with_their_process_and_all_with_the_run(make):
     run = make(backoff_s=0.3)
-    code = "names = map(os.environ.get, ('TMPDIR', 'VLLM_RPC_BASE_PATH', 'TORCHINDUCTOR_CACHE_DIR'))\n"
+    code = (
+        "names = map(os.environ.get, ('TMPDIR', 'VLLM_RPC_BASE_PATH', 'TORCHINDUCTOR_CACHE_DIR'))\n"
+    )
     code += "print(*names, file=open(root + '/tmp', 'a'), flush=True)\n"
     code += "open(os.environ['TMPDIR'] + '/socket', 'w')\n"
-    run.begin(inference=code + "if attempt == 1: sys.exit(beat('starting', None, 0.3))\n" + WORK["inference"])
+    run.begin(
+        inference=code
+        + "if attempt == 1: sys.exit(beat('starting', None, 0.3))\n"
+        + WORK["inference"]
+    )
     run.ready("inference", 1)
     lines = [line.split() for line in (run.root / "tmp").read_text().splitlines()]
     assert all(directory == base and len(directory) < 60 for directory, base, _ in lines)
     (first, _, compiled), (second, _, compiled_again) = lines
-    assert compiled == compiled_again and not compiled.startswith(str(run.children.directory))  # outlives both
+    # outlives both
+    assert compiled == compiled_again and not compiled.startswith(str(run.children.directory))
     assert not os.path.exists(first) and os.path.exists(second + "/socket")
-    assert os.path.realpath(f"{second}/torchinductor_{user_name()}") == os.path.realpath(compiled)  # where torch puts its headers
+    # where torch puts its headers
+    assert os.path.realpath(f"{second}/torchinductor_{user_name()}") == os.path.realpath(compiled)
     guard = run.children.guard.process
     run.enough()
     run.until(lambda: run.child("inference") is None)
@@ -400,22 +526,33 @@ def test_temporary_files_go_with_their_process_and_all_with_the_run(make):
 
 
 def test_a_log_is_cut_on_the_host_of_its_writer_alone(make, monkeypatch):
-    """Regression: on a cluster each machine that serves cut the logs of all, in the same moment as others."""
+    """Regression: on a cluster each machine that serves cut the logs of all, in the same moment
+    as others."""
     for name, size in (("MAX_LOG_BYTES", 6_000), ("FIRST_BYTES", 800), ("NEWEST_BYTES", 2_400)):
         monkeypatch.setattr(f"rl.run_dir.logs.{name}", size)
     run = make()
-    own, worker, far = (run.run_dir.logs / f"{name}.log" for name in ("inference-1", "worker-e-0", "inference-node3-1"))
+    own, worker, far = (
+        run.run_dir.logs / f"{name}.log"
+        for name in ("inference-1", "worker-e-0", "inference-node3-1")
+    )
     for log in (worker, far):
         log.write_bytes(b"x" * 10_000)
     run.begin(inference="print('x' * 10_000)\n" + WORK["inference"])
-    run.until(lambda: all(log.exists() and b"bytes were cut out here" in log.read_bytes() for log in (own, worker)))
+    run.until(
+        lambda: all(
+            log.exists() and b"bytes were cut out here" in log.read_bytes() for log in (own, worker)
+        )
+    )
     assert far.stat().st_size == 10_000
 
 
 @pytest.mark.parametrize("victim", ["leader", "below"])
 def test_a_stopped_process_is_noticed_like_a_dead_one(make, victim):
     run = make()
-    below = "note(subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], start_new_session=True).pid)\n"
+    below = (
+        "note(subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], "
+        "start_new_session=True).pid)\n"
+    )
     run.begin(inference=below + WORK["inference"])
     (grandchild,) = run.pids(1)
     run.ready("inference")
@@ -430,7 +567,9 @@ def test_a_stopped_process_is_noticed_like_a_dead_one(make, victim):
 
 def test_every_rank_of_the_trainer_must_have_a_heartbeat(make):
     run = make()
-    run.begin(trainer="status('training', file='trainer-1') if attempt == 1 else None\n" + WORK["trainer"])
+    run.begin(
+        trainer="status('training', file='trainer-1') if attempt == 1 else None\n" + WORK["trainer"]
+    )
     run.ready("trainer")
     assert run.silent("trainer")[0]["reason"].startswith("gave no heartbeat of trainer rank 1 for ")
     run.ready("trainer", 2)
@@ -458,13 +597,20 @@ def test_a_rank_that_stands_still_is_named_with_its_machine_within_a_minute(make
 
 
 def test_a_first_rank_that_has_left_is_not_silent_while_the_launcher_of_worlds_is_there(make):
-    """Regression: a planned departure of its machine was a death of all, silence_s later. Without any status the last one is judged."""
+    """Regression: a planned departure of its machine was a death of all, silence_s later.
+    Without any status the last one is judged."""
     run = make()
     command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
     run.supervisor.begin([Role("trainer", command, dict(os.environ))])
-    keeper, rank, launcher = run.supervisor.keeper, run.run_dir.status("trainer"), run.run_dir.status("trainer-launcher")
+    keeper, rank, launcher = (
+        run.supervisor.keeper,
+        run.run_dir.status("trainer"),
+        run.run_dir.status("trainer-launcher"),
+    )
     for beat, path in enumerate([rank, launcher]):
-        write_status(path, RoleStatus(process=path.stem, phase=Phase.TRAINING, step=1, heartbeat=float(beat)))
+        write_status(
+            path, RoleStatus(process=path.stem, phase=Phase.TRAINING, step=1, heartbeat=float(beat))
+        )
     run.until(lambda: len(keeper.states["trainer"].attempt.statuses) == 2)
     rank.unlink()
     write_status(launcher, RoleStatus(process=launcher.stem, heartbeat=2.0))
@@ -476,11 +622,17 @@ def test_a_first_rank_that_has_left_is_not_silent_while_the_launcher_of_worlds_i
 
 
 def test_the_statuses_of_hundreds_of_ranks_are_read_every_two_seconds_only(make, monkeypatch):
-    """Each is a file on the shared disk of a cluster. One that is gone, because its rank is no longer needed, counts no more."""
+    """Each is a file on the shared disk of a cluster. One that is gone, because its rank is no
+    longer needed, counts no more."""
     reads = []
-    monkeypatch.setattr("rl.launch.keeper.read_status", lambda path: reads.append(path.stem) or read_status(path))
+    monkeypatch.setattr(
+        "rl.launch.keeper.read_status", lambda path: reads.append(path.stem) or read_status(path)
+    )
     run = make()
-    run.begin(trainer="[status('training', file=f'trainer-{i}') for i in range(1, 101)]\n" + WORK["trainer"])
+    run.begin(
+        trainer="[status('training', file=f'trainer-{i}') for i in range(1, 101)]\n"
+        + WORK["trainer"]
+    )
     keeper = run.supervisor.keeper
     run.until(lambda: len(keeper.states["trainer"].attempt.statuses) == 101)
     monkeypatch.setattr("rl.launch.keeper.SLOW_POLL_S", 60.0)
@@ -496,7 +648,8 @@ def test_the_statuses_of_hundreds_of_ranks_are_read_every_two_seconds_only(make,
 
 
 def test_a_pause_of_rl_itself_makes_nobody_silent(make, monkeypatch):
-    """Its children were stopped with it, as on a sleeping machine: their heartbeats are as old as its last poll."""
+    """Its children were stopped with it, as on a sleeping machine: their heartbeats are as old
+    as its last poll."""
     monkeypatch.setattr("rl.launch.keeper.LONGEST_POLL_S", 0.1)
     run = make(silence_s=0.9)
     run.begin()
@@ -528,18 +681,33 @@ def test_a_batch_that_kills_its_reader_is_quarantined(make):
     (run.root / "good").touch()
     run.begin(trainer=POISON)
     run.until(lambda: run.supervisor.keeper.states["trainer"].done)
-    assert len(run.events("death", "trainer")) == 4  # a death while loading does not count against a batch
+    # a death while loading does not count against a batch
+    assert len(run.events("death", "trainer")) == 4
     record = json.loads(run.run_dir.quarantined(3).read_text())
-    assert record["step"] == 3 and record["why"] == "ended with exit code 1" and len(record["deaths"]) == 3
+    assert (
+        record["step"] == 3
+        and record["why"] == "ended with exit code 1"
+        and len(record["deaths"]) == 3
+    )
     assert [(event["step"], event["deaths"]) for event in run.events("quarantine")] == [(3, 3)]
-    assert any(f"{run.run_dir.batch(3)} is quarantined, and version 3 will equal version 2" in line for line in run.said)
+    assert any(
+        f"{run.run_dir.batch(3)} is quarantined, and version 3 will equal version 2" in line
+        for line in run.said
+    )
 
 
 def test_a_step_that_was_done_in_between_starts_the_count_anew(make):
-    """The trainer died three times in step 3, but completed it in between: the batch is not poisonous."""
+    """The trainer died three times in step 3, but completed it in between: the batch is not
+    poisonous."""
     run = make(backoff_s=0.01)
-    done = "print(json.dumps({'step': 3, 'source': 'trainer'}), file=open(root + '/metrics.jsonl', 'a'))\n"
-    run.begin(trainer=f"if attempt == 5: sys.exit()\nif attempt == 3:\n    {done}    time.sleep(0.3)\nstatus('training', 3)\nsys.exit(1)")
+    done = (
+        "print(json.dumps({'step': 3, 'source': 'trainer'}), file=open(root + '/metrics.jsonl', "
+        "'a'))\n"
+    )
+    run.begin(
+        trainer=f"if attempt == 5: sys.exit()\nif attempt == 3:\n    {done}    "
+        "time.sleep(0.3)\nstatus('training', 3)\nsys.exit(1)"
+    )
     run.until(lambda: run.supervisor.keeper.states["trainer"].done)
     assert len(run.events("death")) == 4 and not run.events("quarantine")
 
@@ -547,17 +715,23 @@ def test_a_step_that_was_done_in_between_starts_the_count_anew(make):
 def test_three_batches_in_a_row_are_not_the_batches_fault(make):
     run = make(backoff_s=0.0, quarantine_after=1, max_restarts=20)
     run.begin(trainer=POISON.replace("attempt == 2", "False"))
-    with pytest.raises(RunError, match="batches 3, 4, 5 were quarantined with no good step between") as error:
+    with pytest.raises(
+        RunError, match="batches 3, 4, 5 were quarantined with no good step between"
+    ) as error:
         run.finish()
-    assert "trainer died 3 times:" in str(error.value) and sorted(os.listdir(run.run_dir.batches)) == [
-        f"00000{step}.quarantined" for step in (3, 4, 5)
-    ]
+    assert "trainer died 3 times:" in str(error.value) and sorted(
+        os.listdir(run.run_dir.batches)
+    ) == [f"00000{step}.quarantined" for step in (3, 4, 5)]
 
 
 @pytest.mark.parametrize(
     ("ending", "same"),
     [
-        ("print(f'trainer: step {step}: loss nan, gradient norm {step}.5; nothing of the step was applied')", True),
+        (
+            "print(f'trainer: step {step}: loss nan, gradient norm {step}.5; nothing of the "
+            "step was applied')",
+            True,
+        ),
         ("print(f'[rank0]: ValueError: {step}', '[rank1]: RuntimeError: closed', sep='\\n')", True),
         ("print('ValueError: of step', ['three', 'four', 'five'][step - 3])", False),
         ("os.kill(os.getpid(), 9)", False),
@@ -565,20 +739,29 @@ def test_three_batches_in_a_row_are_not_the_batches_fault(make):
 )
 def test_the_same_error_with_the_next_batch_is_no_poison(make, ending, same):
     run = make(backoff_s=0.0, quarantine_after=2, max_restarts=20)
-    run.begin(trainer=POISON.replace("attempt == 2", "False").replace("sys.exit(1)", ending + "\nsys.exit(1)"))
+    run.begin(
+        trainer=POISON.replace("attempt == 2", "False").replace(
+            "sys.exit(1)", ending + "\nsys.exit(1)"
+        )
+    )
     with pytest.raises(RunError) as error:
         run.finish()
     quarantined = sorted(os.listdir(run.run_dir.batches))
     if same:
         assert str(error.value).startswith(
-            "the same error in step 4 as in step 3, whose batch was quarantined: no batch is the cause; fix the cause, then continue "
-            "before the skipped batch: --resume 2\ntrainer ended with exit code 1. The end of its log:\n"
+            "the same error in step 4 as in step 3, whose batch was quarantined: no batch is "
+            "the cause; fix the cause, then continue "
+            "before the skipped batch: --resume 2\ntrainer ended with exit code 1. The end "
+            "of its log:\n"
         )
         assert error.value.resume_at == 2
         assert len(run.events("death")) == 3 and quarantined == ["000003.quarantined"]
         assert run.events("give_up", "trainer")[0]["reason"].endswith("no batch is the cause")
     else:
-        assert "were quarantined with no good step between" in str(error.value) and len(quarantined) == 3
+        assert (
+            "were quarantined with no good step between" in str(error.value)
+            and len(quarantined) == 3
+        )
 
 
 def test_damage_is_repaired_while_nobody_works_with_it(make, monkeypatch):
@@ -590,20 +773,31 @@ def test_damage_is_repaired_while_nobody_works_with_it(make, monkeypatch):
         return ["moved batches/000003.batch away"]
 
     monkeypatch.setitem(sys.modules, "rl.launch.repair", types.SimpleNamespace(repair=repair))
-    code = f"status('loading_model')\ntime.sleep(0.3)\nif not os.path.exists(root + '/mended'): sys.exit({DAMAGED})\n"
+    code = (
+        "status('loading_model')\ntime.sleep(0.3)\nif not os.path.exists(root + '/mended'): "
+        f"sys.exit({DAMAGED})\n"
+    )
     run.begin(trainer=code + WORK["trainer"])
     run.ready("trainer")
     run.ready("orchestrator", 2)
-    assert running == ["inference"] and run.child("inference").attempt == 1 and run.child("orchestrator").attempt == 2
+    assert (
+        running == ["inference"]
+        and run.child("inference").attempt == 1
+        and run.child("orchestrator").attempt == 2
+    )
     assert run.events("repair")[0]["lines"] == ["moved batches/000003.batch away"]
     assert "  moved batches/000003.batch away" in run.said and len(run.events("death")) == 1
 
 
 def test_a_process_that_is_ended_for_a_repair_has_its_own_time_for_it(make, monkeypatch):
-    """Regression: the launcher of worlds was killed after 20 s, while its ranks on other machines saved."""
+    """Regression: the launcher of worlds was killed after 20 s, while its ranks on other
+    machines saved."""
     monkeypatch.setattr(Children.end, "__defaults__", (0.1,))
     run = make()
-    code = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.0), open(root + '/saved', 'w'), os._exit(143)))\n" + WORK["trainer"]
+    code = (
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.0), open(root + '/saved', "
+        "'w'), os._exit(143)))\n" + WORK["trainer"]
+    )
     command = [sys.executable, "-S", "-c", PRELUDE + code, "trainer", str(run.root)]
     run.supervisor.begin([Role("trainer", command, dict(os.environ), stop_s=60.0)])
     run.ready("trainer")
@@ -613,7 +807,11 @@ def test_a_process_that_is_ended_for_a_repair_has_its_own_time_for_it(make, monk
 
 def test_damage_is_repaired_before_a_run_ends_because_of_it(make, monkeypatch):
     repaired = []
-    monkeypatch.setitem(sys.modules, "rl.launch.repair", types.SimpleNamespace(repair=lambda *_, **__: repaired.append(1) or ["moved"]))
+    monkeypatch.setitem(
+        sys.modules,
+        "rl.launch.repair",
+        types.SimpleNamespace(repair=lambda *_, **__: repaired.append(1) or ["moved"]),
+    )
     run = make(max_restarts=0)
     run.begin(trainer=f"sys.exit({DAMAGED})")
     with pytest.raises(RunError, match="ended with exit code 4"):
@@ -622,20 +820,40 @@ def test_damage_is_repaired_before_a_run_ends_because_of_it(make, monkeypatch):
 
 
 def test_damage_that_only_another_machine_sees_ends_the_run(make, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rl.launch.repair", types.SimpleNamespace(repair=lambda *_, **__: []))
+    monkeypatch.setitem(
+        sys.modules, "rl.launch.repair", types.SimpleNamespace(repair=lambda *_, **__: [])
+    )
     run = make()
-    run.begin(trainer=f"print('checkpoints/000003: not what was written, as rank 1 on b reads it')\nsys.exit({DAMAGED})")
-    with pytest.raises(RunError, match=r"(?s)finds damage where this machine finds none, twice:.*as rank 1 on b reads it"):
+    run.begin(
+        trainer="print('checkpoints/000003: not what was written, as rank 1 on b reads "
+        f"it')\nsys.exit({DAMAGED})"
+    )
+    with pytest.raises(
+        RunError,
+        match=r"(?s)finds damage where this machine finds none, twice:.*as rank 1 on b reads it",
+    ):
         run.finish()
     assert len(run.events("repair")) == 2
 
 
 @pytest.mark.parametrize("first", ["orchestrator", "trainer"])
 def test_an_orchestrator_that_has_ended_well_comes_back_for_a_trainer_that_has_not(make, first):
-    """Also if it ended while the trainer was dead, which it took for finished: the next attempt would wait for a missing process."""
-    run, ends = make(backoff_s=1.5 if first == "trainer" else 0.05), "status('waiting_for_trainer_end')\n"
-    after_death = """until_event('"event":"death","process":"trainer"', 'waiting_for_trainer_end')\n""" if first == "trainer" else ""
-    after_end = "while not os.path.exists(root + '/ended'): beat('training', 9, 0.05)\n" if first == "orchestrator" else ""
+    """Also if it ended while the trainer was dead, which it took for finished: the next attempt
+    would wait for a missing process."""
+    run, ends = (
+        make(backoff_s=1.5 if first == "trainer" else 0.05),
+        "status('waiting_for_trainer_end')\n",
+    )
+    after_death = (
+        """until_event('"event":"death","process":"trainer"', 'waiting_for_trainer_end')\n"""
+        if first == "trainer"
+        else ""
+    )
+    after_end = (
+        "while not os.path.exists(root + '/ended'): beat('training', 9, 0.05)\n"
+        if first == "orchestrator"
+        else ""
+    )
     run.begin(
         orchestrator=f"{after_death}{ends}open(root + '/ended', 'w')",
         trainer=f"{after_end}beat('training', 9, 0.3)\nsys.exit(attempt == 1)",
@@ -646,8 +864,14 @@ def test_an_orchestrator_that_has_ended_well_comes_back_for_a_trainer_that_has_n
 
 
 def test_a_stall_is_told_with_what_everything_waits_for(make, monkeypatch):
-    found = types.SimpleNamespace(bottleneck="the trainer waits for batch 2", all_lines=["orchestrator: filling"])
-    monkeypatch.setattr("rl.diagnosis.waits.diagnose", lambda run_dir, config: time.sleep(1.0) or found, raising=False)
+    found = types.SimpleNamespace(
+        bottleneck="the trainer waits for batch 2", all_lines=["orchestrator: filling"]
+    )
+    monkeypatch.setattr(
+        "rl.diagnosis.waits.diagnose",
+        lambda run_dir, config: time.sleep(1.0) or found,
+        raising=False,
+    )
     run = make(stall_s=0.5)
     poll, polls = run.supervisor.poll, []
 
@@ -665,7 +889,8 @@ def test_a_stall_is_told_with_what_everything_waits_for(make, monkeypatch):
     assert first["time"] - began > 1.1 and second["time"] - first["time"] > 0.45
     assert first["reason"] == "the trainer waits for batch 2" and not run.events("death")
     text = (
-        "warning: no token, rollout, batch or step for 0.5 s (supervisor.stall_s): the trainer waits for batch 2\n  orchestrator: filling"
+        "warning: no token, rollout, batch or step for 0.5 s (supervisor.stall_s): the trainer "
+        "waits for batch 2\n  orchestrator: filling"
     )
     assert run.said == [text, text]
     assert sorted(polls)[-2] < 0.9  # the diagnosis does not run within a poll
@@ -674,22 +899,47 @@ def test_a_stall_is_told_with_what_everything_waits_for(make, monkeypatch):
 def test_a_search_for_the_model_that_hangs_is_told_again_and_again(make):
     run = make(stall_s=0.3)
     code = PRELUDE + "print('Fetching 12 files:  33%', flush=True); time.sleep(60)"
-    run.supervisor.begin([Role("model", [sys.executable, "-S", "-c", code, "model", str(run.root)], dict(os.environ))])
+    run.supervisor.begin(
+        [
+            Role(
+                "model",
+                [sys.executable, "-S", "-c", code, "model", str(run.root)],
+                dict(os.environ),
+            )
+        ]
+    )
     run.until(lambda: len(run.said) == 2)
     for text in run.said:
-        assert text.startswith("warning: the model is being found or downloaded, for ") and "so far: Fetching 12 files:  33% (log: " in text
+        assert (
+            text.startswith("warning: the model is being found or downloaded, for ")
+            and "so far: Fetching 12 files:  33% (log: " in text
+        )
 
 
-def test_a_model_that_cannot_be_found_ends_the_run_with_its_last_line_and_a_killed_search_is_repeated(make):
+def test_a_model_that_cannot_be_found_ends_the_run_with_its_last_line_and_a_killed_search_is_repeated(
+    make,
+):
     run = make()
     code = PRELUDE + "if attempt == 1: os.kill(os.getpid(), 9)\nsys.exit('model.name: not there')"
-    run.supervisor.begin([Role("model", [sys.executable, "-S", "-c", code, "model", str(run.root)], dict(os.environ))])
-    with pytest.raises(RunError, match=rf"^model.name: not there\n  the whole log: {run.run_dir.logs}/model-2.log$"):
+    run.supervisor.begin(
+        [
+            Role(
+                "model",
+                [sys.executable, "-S", "-c", code, "model", str(run.root)],
+                dict(os.environ),
+            )
+        ]
+    )
+    with pytest.raises(
+        RunError, match=rf"^model.name: not there\n  the whole log: {run.run_dir.logs}/model-2.log$"
+    ):
         run.finish()
     assert len(run.events("death", "model")) == 1
 
 
-def test_a_start_that_the_system_refuses_is_tried_again_as_often_as_one_that_dies(make, monkeypatch):
+def test_a_start_that_the_system_refuses_is_tried_again_as_often_as_one_that_dies(
+    make, monkeypatch
+):
     """Regression: it ended the run without a back-off, a report, or the command to continue."""
     run, begin = make(max_restarts=3), Children.start
     refusals = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")] * 2
@@ -702,11 +952,18 @@ def test_a_start_that_the_system_refuses_is_tried_again_as_often_as_one_that_die
     monkeypatch.setattr(Children, "start", start)
     run.begin()
     run.ready("trainer")
-    assert [event["reason"] for event in run.events("death")] == ["could not be started: Resource temporarily unavailable"] * 2
+    assert [event["reason"] for event in run.events("death")] == [
+        "could not be started: Resource temporarily unavailable"
+    ] * 2
     assert [text for text in run.said if "tried again" in text] == [
-        f"warning: trainer could not be started: Resource temporarily unavailable; it is tried again in {s} s" for s in (0.05, 0.1)
+        "warning: trainer could not be started: Resource temporarily unavailable; it is "
+        f"tried again in {s} s"
+        for s in (0.05, 0.1)
     ]
     refusals.append(OSError(errno.ENOSPC, "No space left on device", "/full"))
     os.kill(run.child("trainer").pid, signal.SIGKILL)
-    with pytest.raises(RunError, match=r"could not be started: No space left on device \(/full\), 4 times; make room"):
+    with pytest.raises(
+        RunError,
+        match=r"could not be started: No space left on device \(/full\), 4 times; make room",
+    ):
         run.until(lambda: False)

@@ -15,7 +15,13 @@ from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 
 LINES = [
-    {"step": 1, "time": 1_790_000_000.5, "source": "orchestrator", "reward/mean": 0.25, "reward/none": None},
+    {
+        "step": 1,
+        "time": 1_790_000_000.5,
+        "source": "orchestrator",
+        "reward/mean": 0.25,
+        "reward/none": None,
+    },
     {"step": 1, "time": 1_790_000_001.0, "source": "trainer", "loss/mean": -0.5},
     {"step": 2, "time": 1_790_000_002.0, "source": "orchestrator", "reward/mean": 0.75},
 ]
@@ -48,32 +54,46 @@ def test_a_start_writes_all_lines_anew_so_none_is_there_twice(run_dir):
         log.send(LINES[2:])
         log.close(0)
     (file,) = run_dir.tensorboard.iterdir()
-    assert scalars(file) == {"reward/mean": [(1, 0.25), (2, 0.75)], "loss/mean": [(1, -0.5)]} and said == []
+    assert (
+        scalars(file) == {"reward/mean": [(1, 0.25), (2, 0.75)], "loss/mean": [(1, -0.5)]}
+        and said == []
+    )
     assert Trackers(RLConfig(), run_dir, said.append).left == []
 
 
 def test_a_step_that_is_trained_again_is_there_once(run_dir):
     log = Trackers(RLConfig(tensorboard=True), run_dir, print)
     log.send([*LINES, LINES[2] | {"reward/mean": 0.5}])
-    log.send([LINES[1], {"step": 2, "time": 1_790_000_003.0, "source": "trainer", "loss/mean": 0.5}])
+    log.send(
+        [LINES[1], {"step": 2, "time": 1_790_000_003.0, "source": "trainer", "loss/mean": 0.5}]
+    )
     log.close(0)
     (file,) = run_dir.tensorboard.iterdir()
-    assert scalars(file) == {"reward/mean": [(1, 0.25), (2, 0.75)], "loss/mean": [(1, -0.5), (2, 0.5)]}
+    assert scalars(file) == {
+        "reward/mean": [(1, 0.25), (2, 0.75)],
+        "loss/mean": [(1, -0.5), (2, 0.5)],
+    }
 
 
 def test_each_of_several_evaluations_is_sent_to_wandb_once(run_dir):
     log = WandbLog(RLConfig(wandb=WandbConfig(rollouts=0)), run_dir)
     sent: list[dict[str, object]] = []
     log.run = SimpleNamespace(log=sent.append)
-    evals = [{"step": 10, "time": 1.0, "source": "eval", f"eval/{name}/reward_mean": 0.5} for name in ("a", "b")]
+    evals = [
+        {"step": 10, "time": 1.0, "source": "eval", f"eval/{name}/reward_mean": 0.5}
+        for name in ("a", "b")
+    ]
     log.send(evals[:1])
     log.send(evals[1:])
     log.send(evals)
     assert sent == [{"step": 10, f"eval/{name}/reward_mean": 0.5} for name in ("a", "b")]
 
 
-def test_a_wandb_that_does_not_answer_is_waited_for_a_minute_and_named_with_the_remedy(run_dir, monkeypatch):
-    """Regression: a run that had ended waited for W&B until Ctrl-C, and its first process for a dead host."""
+def test_a_wandb_that_does_not_answer_is_waited_for_a_minute_and_named_with_the_remedy(
+    run_dir, monkeypatch
+):
+    """Regression: a run that had ended waited for W&B until Ctrl-C, and its first process for a
+    dead host."""
     asked = []
 
     def finish(exit_code: int) -> None:
@@ -88,14 +108,27 @@ def test_a_wandb_that_does_not_answer_is_waited_for_a_minute_and_named_with_the_
     trackers.send(LINES)
     trackers.close(0)
     limits = asked[0]["settings"]
-    assert (limits.init_timeout, limits.finish_timeout, limits.finish_timeout_raises) == (20, 60, True)
+    assert (limits.init_timeout, limits.finish_timeout, limits.finish_timeout_raises) == (
+        20,
+        60,
+        True,
+    )
     assert (asked[0]["project"], asked[0]["name"]) == ("shell's", "named there")
     (line,) = said
     assert "the run continues: TimeoutError: Timed out finishing run.; `wandb sync " in line
-    assert line.endswith(f"`wandb sync {run_dir.root / 'wandb' / 'latest-run'}` sends what it has not got")
-    again = Trackers(RLConfig(name="x", wandb=WandbConfig(project="p", name="n")), run_dir, said.append)
-    assert (asked[1]["project"], asked[1]["name"]) == ("p", "n") and asked[1]["id"] == asked[0]["id"]
-    assert isinstance(again.left[0], WandbLog) and again.left[0].sent == {"orchestrator": 2, "trainer": 1}
+    assert line.endswith(
+        f"`wandb sync {run_dir.root / 'wandb' / 'latest-run'}` sends what it has not got"
+    )
+    again = Trackers(
+        RLConfig(name="x", wandb=WandbConfig(project="p", name="n")), run_dir, said.append
+    )
+    assert (asked[1]["project"], asked[1]["name"]) == ("p", "n") and asked[1]["id"] == asked[0][
+        "id"
+    ]
+    assert isinstance(again.left[0], WandbLog) and again.left[0].sent == {
+        "orchestrator": 2,
+        "trainer": 1,
+    }
 
 
 def test_a_disk_that_cannot_be_written_is_a_warning(run_dir):
@@ -104,7 +137,9 @@ def test_a_disk_that_cannot_be_written_is_a_warning(run_dir):
     log = Trackers(RLConfig(tensorboard=True), run_dir, said.append)
     log.send(LINES)
     log.close(0)
-    assert len(said) == 1 and said[0].startswith("warning: TensorBoard gets no more data, the run continues: [Errno 17] File exists")
+    assert len(said) == 1 and said[0].startswith(
+        "warning: TensorBoard gets no more data, the run continues: [Errno 17] File exists"
+    )
 
 
 def test_without_the_package_the_run_does_not_start(run_dir, monkeypatch):

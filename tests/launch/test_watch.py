@@ -40,12 +40,17 @@ def rl(run: Run, *words: str) -> tuple[int, str, str]:
 def test_a_reader_sees_the_steps_and_the_end(run):
     """Its processes are scripts that leave no checkpoint, so the run has not ended well."""
     steps = "while not (root / 'read').exists(): time.sleep(0.05)\n"
-    steps += "log = MetricsLog(root / 'metrics.jsonl', name)\nfor step in range(1, 4):\n    log.write(step, {})\n"
+    steps += (
+        "log = MetricsLog(root / 'metrics.jsonl', name)\nfor step in range(1, 4):\n    "
+        "log.write(step, {})\n"
+    )
     run.start(trainer=steps)
     until(run.run_dir.config.exists, 60)
     files = (path for path in run.root.rglob("*") if path.is_file() and path.suffix != ".tmp")
     before = {path for path in files if path.parent.name not in ("status", "metrics", "spans")}
-    reader = subprocess.Popen([RL, "watch", "outputs/r"], cwd=run.tmp, stdout=subprocess.PIPE, text=True)
+    reader = subprocess.Popen(
+        [RL, "watch", "outputs/r"], cwd=run.tmp, stdout=subprocess.PIPE, text=True
+    )
     assert reader.stdout
     out = reader.stdout.readline()
     (run.root / "read").touch()
@@ -58,7 +63,9 @@ def test_a_reader_sees_the_steps_and_the_end(run):
 def test_ctrl_c_ends_the_reader_and_not_the_run(run):
     process = run.start(orchestrator=FOREVER, trainer=FOREVER)
     run.pids(4)
-    reader = subprocess.Popen([RL, "watch", "outputs/r"], cwd=run.tmp, stdout=subprocess.PIPE, text=True)
+    reader = subprocess.Popen(
+        [RL, "watch", "outputs/r"], cwd=run.tmp, stdout=subprocess.PIPE, text=True
+    )
     assert reader.stdout and "steps of" in reader.stdout.readline() + reader.stdout.readline()
     reader.send_signal(signal.SIGINT)
     said = reader.communicate(timeout=60)[0]
@@ -67,7 +74,8 @@ def test_ctrl_c_ends_the_reader_and_not_the_run(run):
 
 
 def test_stop_ends_a_run_as_ctrl_c_does(run):
-    """Also one that takes a while: `rl stop` repeats its request, and `rl` once met it again before its report."""
+    """Also one that takes a while: `rl stop` repeats its request, and `rl` once met it again
+    before its report."""
     slow = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), os._exit(143)))\n"
     process = run.start(orchestrator=FOREVER, trainer=slow + FOREVER)
     pids = run.pids(4)
@@ -87,24 +95,36 @@ def test_logs_are_listed_printed_and_searched_by_name(run):
         + "log = MetricsLog(root / 'metrics.jsonl', name)\nlog.write(1, {})\n"
     )
     code, out, _ = rl(run, "logs", "outputs/r")
-    assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["inference", "model", "orchestrator", "trainer"]
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == [
+        "inference",
+        "model",
+        "orchestrator",
+        "trainer",
+    ]
     assert rl(run, "logs", "outputs/r", "trainer", "-n", "1")[1] == "second\n"
     code, _, error = rl(run, "logs", "outputs/r", "trainr")
     assert code == 1 and "there are inference, model, orchestrator, trainer" in error
 
 
 def test_logs_follow_processes_that_start_later_until_the_run_is_over(run):
-    """Regression: the reader knew only the processes that had a log when it began, and never ended."""
+    """Regression: the reader knew only the processes that had a log when it began, and never
+    ended."""
     until_read = "while not (root / 'read').exists(): time.sleep(0.05)\n"
     trainer = (
-        "print('attempt of', os.getpid(), flush=True)\nif not (root / 'died').exists():\n    (root / 'died').touch()\n    sys.exit(1)\n"
+        "print('attempt of', os.getpid(), flush=True)\nif not (root / 'died').exists():\n    "
+        "(root / 'died').touch()\n    sys.exit(1)\n"
     )
     trainer = f"print('begins', flush=True)\n{until_read}{trainer}"
-    trainer += "MetricsLog(root / 'metrics.jsonl', name).write(1, {})\nprint('last words', end='', flush=True)\n"
+    trainer += (
+        "MetricsLog(root / 'metrics.jsonl', name).write(1, {})\nprint('last words', end='', "
+        "flush=True)\n"
+    )
     run.start("--max_steps", "1", "--supervisor.backoff_s", "0.5", trainer=trainer)
     until(run.run_dir.logs.exists, 60)
     pipe = subprocess.PIPE
-    process = subprocess.Popen([RL, "logs", "outputs/r", "-f"], cwd=run.tmp, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(
+        [RL, "logs", "outputs/r", "-f"], cwd=run.tmp, stdout=pipe, stderr=pipe, text=True
+    )
     assert process.stdout and process.stderr
     lines = [process.stdout.readline()]
     while lines[-1] and not lines[-1].endswith("begins\n"):
@@ -112,7 +132,11 @@ def test_logs_follow_processes_that_start_later_until_the_run_is_over(run):
     (run.root / "read").touch()
     out, error = process.stdout.read(), process.stderr.read()
     assert process.wait(60) == 0 and error.startswith("rl logs: the run "), error
-    said = [line.partition("| ")[2] for line in ("".join(lines) + out).splitlines() if line.startswith("trainer ")]
+    said = [
+        line.partition("| ")[2]
+        for line in ("".join(lines) + out).splitlines()
+        if line.startswith("trainer ")
+    ]
     assert [line.partition(" of")[0] for line in said if line not in ("", "--- attempt 1")] == [
         *("begins", "attempt", "--- attempt 2", "begins", "attempt", "last words")
     ]
@@ -120,26 +144,49 @@ def test_logs_follow_processes_that_start_later_until_the_run_is_over(run):
     assert (code, out) == (0, "last words\n") and "continue it with" in error, "a run that is dead"
 
 
-# Runs on a cluster, written by hand ---------------------------------------------------------------------------------------
+# Runs on a cluster, written by hand ---------------------------------------------------------------
 
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
     """A run on three machines, one of which trains; nobody waits long."""
-    for name, seconds in (("ASK_S", 0.2), ("LOOK_S", 0.0), ("POLL_S", 0.05), ("LEASE_S", 0.5), ("SILENT_S", 0.0)):
+    for name, seconds in (
+        ("ASK_S", 0.2),
+        ("LOOK_S", 0.0),
+        ("POLL_S", 0.05),
+        ("LEASE_S", 0.5),
+        ("SILENT_S", 0.0),
+    ):
         monkeypatch.setattr(watch, name, seconds)
     monkeypatch.setattr(logs, "POLL_S", 0.05)
     monkeypatch.setattr(logs, "LOOK_S", 0.0)
-    place = {"name": "x", "output_dir": str(tmp_path), "orchestrator": {"environment": [{"id": "first-half"}]}}
+    place = {
+        "name": "x",
+        "output_dir": str(tmp_path),
+        "orchestrator": {"environment": [{"id": "first-half"}]},
+    }
     config = RLConfig.model_validate(place | {"cluster": {"engine": "slurm", "nodes": 3}})
     config.run_dir.logs.mkdir(parents=True)
     nodes = Nodes(config.run_dir)
     nodes.folder.mkdir(parents=True)
 
     def machine(index: int, *roles: str) -> None:
-        about = {"address": "", "port": 0, "ranks": 0, "gpus": 0, "software": "", "config": "", "lease": 1, "pid": 1, "place": "elsewhere"}
+        about = {
+            "address": "",
+            "port": 0,
+            "ranks": 0,
+            "gpus": 0,
+            "software": "",
+            "config": "",
+            "lease": 1,
+            "pid": 1,
+            "place": "elsewhere",
+        }
         now = {"started": time.time(), "heartbeat": time.time()}
-        nodes.write(nodes.status_path(index), NodeStatus(index=index, host=f"host{index}", roles=[*roles], **now, **about))
+        nodes.write(
+            nodes.status_path(index),
+            NodeStatus(index=index, host=f"host{index}", roles=[*roles], **now, **about),
+        )
 
     return SimpleNamespace(config=config, dir=config.run_dir, nodes=nodes, machine=machine)
 
@@ -151,7 +198,10 @@ def test_events_of_machines_and_what_becomes_of_these_are_shown(cluster, capsys,
     assert seen.look() is None
     append_event(cluster.dir.events, Event(time=1.0, event="start", process="rl"))
     append_event(cluster.dir.events, Event(time=3.0, event="ready", process="trainer", seconds=4))
-    append_event(cluster.dir.root / "events-node1.jsonl", Event(time=2.0, event="death", process="inference-node1", reason="was killed"))
+    append_event(
+        cluster.dir.root / "events-node1.jsonl",
+        Event(time=2.0, event="death", process="inference-node1", reason="was killed"),
+    )
     seen.show()
     cluster.nodes.status_path(1).unlink()
     seen.look()
@@ -161,7 +211,8 @@ def test_events_of_machines_and_what_becomes_of_these_are_shown(cluster, capsys,
         "  inference-node1 was killed, not started",
         "  trainer is up after 4 s",
         "  machine 1 has left",
-        "no machine of the run is there: waiting for one up to cluster.join_timeout_s = 1800 s after the last sign of life seen here",
+        "no machine of the run is there: waiting for one up to cluster.join_timeout_s = 1800 "
+        "s after the last sign of life seen here",
     ]
 
 
@@ -170,11 +221,20 @@ def test_a_run_on_a_cluster_that_stands_still_is_diagnosed(cluster, capsys):
     cluster.config.supervisor.stall_s = 0.01
     cluster.machine(0, "trainer", "leader")
     seen = watch.Watch(cluster.dir, cluster.config, watch.Life(cluster.dir, cluster.config))
-    until(lambda: seen.show() or ("nothing new for" in (said := capsys.readouterr().out) and "the trainer has no status yet" in said))
+    until(
+        lambda: (
+            seen.show()
+            or (
+                "nothing new for" in (said := capsys.readouterr().out)
+                and "the trainer has no status yet" in said
+            )
+        )
+    )
 
 
 def test_a_run_whose_jobs_are_gone_is_over(cluster, capsys):
-    """Regression: after `scancel` the console waited for ever. A queue that is empty only for a moment says nothing."""
+    """Regression: after `scancel` the console waited for ever. A queue that is empty only for a
+    moment says nothing."""
     queue = iter([True, False, True, False, False])
     cluster.nodes.write(cluster.nodes.jobs_path, Jobs("slurm", ["12"]))
     assert watch.watch(cluster.dir, cluster.config, is_queued=lambda: next(queue)) == 1
@@ -183,8 +243,11 @@ def test_a_run_whose_jobs_are_gone_is_over(cluster, capsys):
     assert said.count("waiting for its jobs, 12 (`squeue --jobs=12`)") == 1
 
 
-def test_a_run_whose_machines_no_engine_replaces_is_waited_for_as_long_as_they_wait_for_each_other(cluster, monkeypatch):
-    """By this process's clock. Regression: one that was ahead of the disk's ended the wait at once."""
+def test_a_run_whose_machines_no_engine_replaces_is_waited_for_as_long_as_they_wait_for_each_other(
+    cluster, monkeypatch
+):
+    """By this process's clock. Regression: one that was ahead of the disk's ended the wait at
+    once."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock.now, time=time.time))
     monkeypatch.setattr(Staleness.__init__, "__defaults__", (lambda: clock.now,))
@@ -194,14 +257,19 @@ def test_a_run_whose_machines_no_engine_replaces_is_waited_for_as_long_as_they_w
     assert life.end() is None and not life.waiting, "its heartbeat has not been seen to stand still"
     for seconds in (1.0, 1790.0):
         clock.now += seconds
-        assert life.end() is None and "up to cluster.join_timeout_s = 1800 s after the last sign" in life.waiting
+        assert (
+            life.end() is None
+            and "up to cluster.join_timeout_s = 1800 s after the last sign" in life.waiting
+        )
     os.utime(cluster.nodes.folder, (6.0, 6.0))
     for seconds in (20.0, 1790.0):
         clock.now += seconds
         assert life.end() is None
     clock.now += 20.0
     code, text = life.end()
-    assert code == 1 and text.startswith("no machine has given a sign of life for cluster.join_timeout_s = 1800 s: ")
+    assert code == 1 and text.startswith(
+        "no machine has given a sign of life for cluster.join_timeout_s = 1800 s: "
+    )
     cluster.machine(0, "trainer")
     life = watch.Life(cluster.dir, cluster.config)
     cluster.nodes.write(cluster.nodes.over_path, RunOver(exit_code=7, text="done", time=1.0))
@@ -209,7 +277,15 @@ def test_a_run_whose_machines_no_engine_replaces_is_waited_for_as_long_as_they_w
 
 
 def test_logs_of_a_role_on_all_machines_and_on_one(cluster, capsys):
-    for name in ("trainer-1", "trainer-node0-1", "trainer-node1-1", "trainer-node1-2", "node-1-1", "inference-node2-1", "slurm-5_1"):
+    for name in (
+        "trainer-1",
+        "trainer-node0-1",
+        "trainer-node1-1",
+        "trainer-node1-2",
+        "node-1-1",
+        "inference-node2-1",
+        "slurm-5_1",
+    ):
         (cluster.dir.logs / f"{name}.log").write_text(f"of {name}\n")
     view = logs.View(cluster.dir.logs, "trainer", None, None, 5)
     view.start(view.found())

@@ -13,23 +13,30 @@ from rl.models.tiny import write_tokenizer
 from rl.system.errors import RunError
 
 DROPS_THINKING = (
-    "{% set last = namespace(user=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}"
+    "{% set last = namespace(user=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% "
+    "set last.user = loop.index0 %}{% endif %}"
     "{% endfor %}"
-    "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}{{ HEADER }}"
+    "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ "
+    "messages[0].content + '\n\n' }}{% endif %}{{ HEADER }}"
     "{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}{{ FOOTER }}<|im_end|>\n"
-    "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
+    "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content "
+    "}}<|im_end|>\n{% endif %}"
     "{% for m in messages %}"
     "{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
     "{% elif m.role == 'assistant' %}<|im_start|>assistant\n"
     "{% if loop.index0 > last.user and (loop.last or m.reasoning_content) %}"
     "<think>\n{{ (m.reasoning_content or '').strip('\n') }}\n</think>\n\n{% endif %}{{ m.content }}"
     "{% for call in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments }}}\n</tool_call>{% endfor %}<|im_end|>\n'
-    "{% elif m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ '
+    "call.function.arguments }}}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% elif m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' "
+    "%}<|im_start|>user{% endif %}"
     "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
-    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}{% endif %}{% endfor %}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}{% "
+    "endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% "
+    "endif %}{% endif %}"
 )
 
 
@@ -48,21 +55,39 @@ def smol(smol_path):
 
 @pytest.fixture(scope="module")
 def qwen_path(tmp_path_factory):
-    """A byte-level BPE with some merges, Qwen3's tokens, and a template that drops the thinking of earlier rounds as Qwen3's does."""
+    """A byte-level BPE with some merges, Qwen3's tokens, and a template that drops the thinking
+    of earlier rounds as Qwen3's does."""
     from renderers.qwen3 import _TOOLS_FOOTER, _TOOLS_HEADER
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
-    backend.train_from_iterator(["assistant user system tool the answer is three, I think; one and two", DROPS_THINKING] * 3, trainer)
-    tags = [f"<{slash}{name}>" for name in ("think", "tool_call", "tool_response") for slash in ("", "/")]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    backend.train_from_iterator(
+        ["assistant user system tool the answer is three, I think; one and two", DROPS_THINKING]
+        * 3,
+        trainer,
+    )
+    tags = [
+        f"<{slash}{name}>"
+        for name in ("think", "tool_call", "tool_response")
+        for slash in ("", "/")
+    ]
     backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    tokenizer.chat_template = DROPS_THINKING.replace("HEADER", json.dumps(_TOOLS_HEADER)).replace("FOOTER", json.dumps(_TOOLS_FOOTER))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = DROPS_THINKING.replace("HEADER", json.dumps(_TOOLS_HEADER)).replace(
+        "FOOTER", json.dumps(_TOOLS_FOOTER)
+    )
     path = tmp_path_factory.mktemp("some-local-model")
     tokenizer.save_pretrained(path)
     return str(path)
@@ -85,7 +110,9 @@ def templated(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def load(path, template, **settings):
-        return load_renderer(str(with_template(Path(path), template.encode())), RendererConfig(**settings))
+        return load_renderer(
+            str(with_template(Path(path), template.encode())), RendererConfig(**settings)
+        )
 
     return load
 

@@ -4,7 +4,11 @@ import re
 
 ADD = {
     "type": "function",
-    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
 }
 
 
@@ -16,8 +20,12 @@ def call_of(name="add", arguments='{"a": 1}', id="1"):
 
 
 def odd_ids(renderer, text):
-    """Ids of `text` that no tokenizer would choose: each character alone, but tags that are one token stay one."""
-    pieces = [[tag] if len(renderer.encode(tag)) == 1 else tag for tag in re.split("(</?tool_call>)", text)]
+    """Ids of `text` that no tokenizer would choose: each character alone, but tags that are one
+    token stay one."""
+    pieces = [
+        [tag] if len(renderer.encode(tag)) == 1 else tag
+        for tag in re.split("(</?tool_call>)", text)
+    ]
     ids = [id for piece in pieces for character in piece for id in renderer.encode(character)]
     assert ids != renderer.encode(text) and renderer.decode(ids) == text
     return ids
@@ -30,14 +38,30 @@ PARSED = [
     ("Just text. ", "Just text. ", [], []),
     (GOOD, "", [("add", '{"a": 1}')], []),
     (f"Both:\n{GOOD}\n{GOOD}", "Both:", [("add", '{"a": 1}')] * 2, []),
-    ('<tool_call>{"arguments":{"s":"é"},"name":"other"}</tool_call>', "", [("other", '{"s": "é"}')], []),  # unknown tools are calls
+    # unknown tools are calls
+    (
+        '<tool_call>{"arguments":{"s":"é"},"name":"other"}</tool_call>',
+        "",
+        [("other", '{"s": "é"}')],
+        [],
+    ),
     ('<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")], []),
-    ("<tool_call>add(1)</tool_call>", "<tool_call>add(1)</tool_call>", [], ["<tool_call>add(1)</tool_call>"]),
+    (
+        "<tool_call>add(1)</tool_call>",
+        "<tool_call>add(1)</tool_call>",
+        [],
+        ["<tool_call>add(1)</tool_call>"],
+    ),
     (
         '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
         [],
         ['<tool_call>{"arguments": {}}</tool_call>'],
     ),
-    ('x <tool_call>\n{"name": "add", "a', 'x <tool_call>\n{"name": "add", "a', [], ['<tool_call>\n{"name": "add", "a']),
+    (
+        'x <tool_call>\n{"name": "add", "a',
+        'x <tool_call>\n{"name": "add", "a',
+        [],
+        ['<tool_call>\n{"name": "add", "a'],
+    ),
 ]

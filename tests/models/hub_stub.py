@@ -12,7 +12,8 @@ TOKEN = "hf_of_the_test_0123456789"
 
 
 class HubStub(WebServer):
-    """Repositories by name: whether each is private, and its files. A token other than TOKEN may do nothing."""
+    """Repositories by name: whether each is private, and its files. A token other than TOKEN may
+    do nothing."""
 
     def __init__(self) -> None:
         api = "/api/models/{owner}/{name}"
@@ -39,31 +40,50 @@ class HubStub(WebServer):
         if request.headers.get("Authorization") != f"Bearer {TOKEN}":
             return web.json_response({"error": "Invalid credentials"}, status=401)
         if repo not in self.files:
-            return web.json_response({"error": "Repository not found"}, status=404, headers={"X-Error-Code": "RepoNotFound"})
+            return web.json_response(
+                {"error": "Repository not found"},
+                status=404,
+                headers={"X-Error-Code": "RepoNotFound"},
+            )
         return None
 
     async def info(self, request: web.Request) -> web.Response:
         repo = self.repo(request)
         siblings = [{"rfilename": name} for name in self.files.get(repo, {})]
-        found = {"id": repo, "private": self.private.get(repo), "siblings": siblings, "sha": "0" * 40}
+        found = {
+            "id": repo,
+            "private": self.private.get(repo),
+            "siblings": siblings,
+            "sha": "0" * 40,
+        }
         return self.refusal(request, repo) or web.json_response(found)
 
     async def tree(self, request: web.Request) -> web.Response:
         files = self.files.get(self.repo(request), {})
-        entries = [{"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in files.items()]
+        entries = [
+            {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+            for name, data in files.items()
+        ]
         return self.refusal(request, self.repo(request)) or web.json_response(entries)
 
     async def create(self, request: web.Request) -> web.Response:
         body: dict[str, Any] = await request.json()
-        repo = f"{body['organization']}/{body['name']}" if body.get("organization") else body["name"]
+        repo = (
+            f"{body['organization']}/{body['name']}" if body.get("organization") else body["name"]
+        )
         if repo in self.files:
             return web.json_response({"url": f"{self.url}/{repo}", "error": "exists"}, status=409)
-        self.files[repo], self.private[repo] = {}, bool(body.get("private") or body.get("visibility") == "private")
+        self.files[repo], self.private[repo] = (
+            {},
+            bool(body.get("private") or body.get("visibility") == "private"),
+        )
         return web.json_response({"url": f"{self.url}/{repo}"})
 
     async def preupload(self, request: web.Request) -> web.Response:
         files = (await request.json())["files"]
-        modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
+        modes = [
+            {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files
+        ]
         return self.refusal(request, self.repo(request)) or web.json_response({"files": modes})
 
     async def commit(self, request: web.Request) -> web.Response:
@@ -75,5 +95,9 @@ class HubStub(WebServer):
             elif entry["key"] == "deletedFile":
                 self.files[repo].pop(entry["value"]["path"])
             else:
-                self.files[repo][entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-        return web.json_response({"commitUrl": f"{self.url}/{repo}/commit/1", "commitOid": "1" * 40, "success": True})
+                self.files[repo][entry["value"]["path"]] = base64.b64decode(
+                    entry["value"]["content"]
+                )
+        return web.json_response(
+            {"commitUrl": f"{self.url}/{repo}/commit/1", "commitOid": "1" * 40, "success": True}
+        )

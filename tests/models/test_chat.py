@@ -7,18 +7,38 @@ import pytest
 from tests.models.conversations import ADD, GOOD, PARSED
 
 STRICT = [
-    ('<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}}</tool_call>', "", [("add", '{"a": "</tool_call>"}')], []),
-    (r'<tool_call>{"name": "add", "arguments": {"a": "\ud83d"}}</tool_call>', "", [("add", r'{"a": "\ud83d"}')], []),
+    (
+        '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}}</tool_call>',
+        "",
+        [("add", '{"a": "</tool_call>"}')],
+        [],
+    ),
+    (
+        r'<tool_call>{"name": "add", "arguments": {"a": "\ud83d"}}</tool_call>',
+        "",
+        [("add", r'{"a": "\ud83d"}')],
+        [],
+    ),
     (f"<tool_call>{GOOD} end", "<tool_call> end", [("add", '{"a": 1}')], ["<tool_call>"]),
     *(
-        (f"<tool_call>{call}</tool_call>", f"<tool_call>{call}</tool_call>", [], [f"<tool_call>{call}</tool_call>"])
+        (
+            f"<tool_call>{call}</tool_call>",
+            f"<tool_call>{call}</tool_call>",
+            [],
+            [f"<tool_call>{call}</tool_call>"],
+        )
         for call in (
             '{"name": "add", "parameters": {"a": 1}}',
             '{"name": "add", "arguments": {"a": 1}, "arguments": {"a": 2}}',
             '{"name": "add", "arguments": {"a": 1, "a": 2}}',
         )
     ),
-    (f"<tool_call>no</tool_call>\n{GOOD}", "<tool_call>no</tool_call>", [("add", '{"a": 1}')], ["<tool_call>no</tool_call>"]),
+    (
+        f"<tool_call>no</tool_call>\n{GOOD}",
+        "<tool_call>no</tool_call>",
+        [("add", '{"a": 1}')],
+        ["<tool_call>no</tool_call>"],
+    ),
 ]
 
 
@@ -49,4 +69,8 @@ def test_what_json_readers_refuse_is_no_call(smol, qwen, arguments):
     parameters = '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>'
     for renderer, text in itertools.product((smol, qwen()), (written, parameters)):
         answer = renderer.parse(renderer.encode(text), [ADD])
-        assert answer.tool_calls == [] and [len(bad) for bad in answer.bad_tool_calls] == [len(text)] and text in answer.content
+        assert (
+            answer.tool_calls == []
+            and [len(bad) for bad in answer.bad_tool_calls] == [len(text)]
+            and text in answer.content
+        )

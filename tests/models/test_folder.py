@@ -11,7 +11,14 @@ from huggingface_hub.utils import filter_repo_objects
 from rl.config.run import ModelConfig, RLConfig
 from rl.inference.weight_files import weight_files
 from rl.models import folder as model_folder
-from rl.models.folder import cache_root, longest_sequence, make_once, resolve_model, sound_model, weights_digest
+from rl.models.folder import (
+    cache_root,
+    longest_sequence,
+    make_once,
+    resolve_model,
+    sound_model,
+    weights_digest,
+)
 from rl.models.gguf import gguf_of_package
 from rl.models.renderer import load_renderer
 from rl.models.tiny import make_tiny_model
@@ -47,21 +54,37 @@ def test_a_complete_folder_is_itself(model, monkeypatch):
 def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder):
     """One of another run, whose digests lie in it; a model without any is taken as it is."""
     digests = {"hash": HASH, "tensors": tensor_digests(model_files(folder)[0])}
-    config = RLConfig(name="r", model={"name": str(folder), "max_model_len": 1024}, orchestrator={"environment": [{"id": "e"}]})
+    config = RLConfig(
+        name="r",
+        model={"name": str(folder), "max_model_len": 1024},
+        orchestrator={"environment": [{"id": "e"}]},
+    )
     assert sound_model(config) == str(folder)
     (folder / "digests.json").write_text(json.dumps(digests))
     assert sound_model(config) == str(folder)
     first = next(iter(digests["tensors"]))
-    (folder / "digests.json").write_text(json.dumps(digests | {"tensors": digests["tensors"] | {first: "00"}}))
-    with pytest.raises(RunError, match=rf"tensor {re.escape(first)} is not what was written; copy .* again, or give another model\.name"):
+    (folder / "digests.json").write_text(
+        json.dumps(digests | {"tensors": digests["tensors"] | {first: "00"}})
+    )
+    with pytest.raises(
+        RunError,
+        match=rf"tensor {re.escape(first)} is not what was written; copy .* again, or give another "
+        r"model\.name",
+    ):
         sound_model(config)
 
 
 def test_a_run_longer_than_its_model_is_told_before_anything_starts(folder, monkeypatch):
     """vLLM would refuse it minutes later, and name a variable that allows it."""
-    config = RLConfig(name="r", model={"name": str(folder), "max_model_len": 1025}, orchestrator={"environment": [{"id": "e"}]})
+    config = RLConfig(
+        name="r",
+        model={"name": str(folder), "max_model_len": 1025},
+        orchestrator={"environment": [{"id": "e"}]},
+    )
     with pytest.raises(
-        RunError, match=r"max_model_len = 1025 is more than the 1024 tokens of the model .*; set model\.max_model_len to at most"
+        RunError,
+        match=r"max_model_len = 1025 is more than the 1024 tokens of the model .*; set "
+        r"model\.max_model_len to at most",
     ):
         sound_model(config)
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
@@ -72,9 +95,23 @@ def test_a_run_longer_than_its_model_is_told_before_anything_starts(folder, monk
     "config, longest",
     [
         ({"max_position_embeddings": 8}, 8),
-        ({"text_config": {"max_position_embeddings": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}}, 8),
+        (
+            {
+                "text_config": {
+                    "max_position_embeddings": 8,
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+            8,
+        ),
         ({"max_position_embeddings": 8, "rope_scaling": {"type": "linear", "factor": 2.0}}, None),
-        ({"max_position_embeddings": 8, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, None),
+        (
+            {
+                "max_position_embeddings": 8,
+                "rope_parameters": {"full_attention": {"rope_type": "default"}},
+            },
+            None,
+        ),
         ({}, None),
     ],
 )
@@ -83,7 +120,12 @@ def test_only_plain_positions_have_a_longest_sequence(config, longest):
 
 
 @pytest.mark.parametrize(
-    "file, words", [("config.json", "config.json"), ("tokenizer.json", "a tokenizer"), ("model.safetensors", "weights")]
+    "file, words",
+    [
+        ("config.json", "config.json"),
+        ("tokenizer.json", "a tokenizer"),
+        ("model.safetensors", "weights"),
+    ],
 )
 def test_what_a_folder_lacks_is_named(folder, file, words):
     (folder / file).unlink()
@@ -110,7 +152,9 @@ def test_a_damaged_tokenizer_is_told_before_anything_starts(folder, text, fault)
 def test_a_delta_version_is_no_model(folder):
     (folder / "delta.json").touch()
     with pytest.raises(
-        RunError, match=rf"only what differs from the version before; `rl export RUN@{folder.name} --to DIR` makes it whole"
+        RunError,
+        match=rf"only what differs from the version before; `rl export RUN@{folder.name} --to DIR` "
+        r"makes it whole",
     ):
         resolve_model(ModelConfig(name=str(folder)))
 
@@ -146,32 +190,57 @@ def test_chat_template(folder, cache, tmp_path):
     assert resolve_model(ModelConfig(name=str(folder), chat_template=str(template))) == resolved
     from transformers import AutoTokenizer
 
-    assert AutoTokenizer.from_pretrained(resolved).apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|im_start|>"}))
+    assert (
+        AutoTokenizer.from_pretrained(resolved).apply_chat_template(
+            [{"role": "user", "content": "hi"}], tokenize=False
+        )
+        == "hi!"
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | {"eos_token": "<|im_start|>"})
+    )
     corrected = resolve_model(ModelConfig(name=str(folder), chat_template=str(template)))
-    assert corrected != resolved and AutoTokenizer.from_pretrained(corrected).eos_token == "<|im_start|>"
+    assert (
+        corrected != resolved
+        and AutoTokenizer.from_pretrained(corrected).eos_token == "<|im_start|>"
+    )
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
 
 
 def test_chatml_is_built_in(folder, cache, monkeypatch):
-    """As ChatML's tokens are the model's own; a model without them ends messages as it ends texts, and begins with its own first token."""
+    """As ChatML's tokens are the model's own; a model without them ends messages as it ends
+    texts, and begins with its own first token."""
     from transformers import AutoTokenizer
 
     monkeypatch.chdir(folder)
     (folder / "chatml").write_text("a file of that name is ./chatml")
-    config = RLConfig.model_validate({"model": {"name": str(folder), "chat_template": "chatml"}}).with_absolute_paths()
+    config = RLConfig.model_validate(
+        {"model": {"name": str(folder), "chat_template": "chatml"}}
+    ).with_absolute_paths()
     renderer = load_renderer(resolve_model(config.model), config.renderer)
-    assert renderer.render(CHAT) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n<|im_start|>assistant\n"
-    assert renderer.supports_tools and renderer.tokenizer.convert_ids_to_tokens(renderer.stop_token_ids) == ["<|im_end|>"]
+    assert (
+        renderer.render(CHAT)
+        == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert renderer.supports_tools and renderer.tokenizer.convert_ids_to_tokens(
+        renderer.stop_token_ids
+    ) == ["<|im_end|>"]
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        text = (folder / name).read_text().replace("<|im_end|>", "</s>").replace("<|im_start|>", "<s>")
+        text = (
+            (folder / name).read_text().replace("<|im_end|>", "</s>").replace("<|im_start|>", "<s>")
+        )
         (folder / name).unlink()
         (folder / name).write_text(text)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model))
-    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == "<s><|im_start|>user\nhi</s>\n<|im_start|>assistant\nso</s>\n"
-    assert load_renderer(resolve_model(config.model), config.renderer).stop_token_ids == [tokenizer.eos_token_id]
+    assert (
+        tokenizer.apply_chat_template(CHAT, tokenize=False)
+        == "<s><|im_start|>user\nhi</s>\n<|im_start|>assistant\nso</s>\n"
+    )
+    assert load_renderer(resolve_model(config.model), config.renderer).stop_token_ids == [
+        tokenizer.eos_token_id
+    ]
 
 
 @pytest.fixture
@@ -191,18 +260,26 @@ def base(tmp_path):
 
 @pytest.mark.parametrize("given", ["chatml", ""])
 def test_a_base_model_ends_answers_where_its_chat_template_does(base, cache, given):
-    """Given ChatML, or with it in its own tokenizer, as Qwen3-0.6B-Base. The policy learns to end with <|im_end|>, and who loads its files
-    stops where these say: vLLM's own routes, transformers, and whatever reads a version or an export."""
+    """Given ChatML, or with it in its own tokenizer, as Qwen3-0.6B-Base. The policy learns to
+    end with <|im_end|>, and who loads its files stops where these say: vLLM's own routes,
+    transformers, and whatever reads a version or an export."""
     from transformers import AutoTokenizer, GenerationConfig
 
     config = RLConfig.model_validate({"model": {"name": str(base), "chat_template": given}})
     folder = Path(resolve_model(config.model))
-    assert folder.parent == cache and load_renderer(str(folder), config.renderer).stop_token_ids == [2, 0, 9]
+    assert folder.parent == cache and load_renderer(
+        str(folder), config.renderer
+    ).stop_token_ids == [2, 0, 9]
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.apply_chat_template(CHAT, tokenize=False).count("<|im_end|>") == 2
+    assert (
+        tokenizer.eos_token == "<|im_end|>"
+        and tokenizer.apply_chat_template(CHAT, tokenize=False).count("<|im_end|>") == 2
+    )
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, 0, 9]
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [2, 0, 9]
-    assert resolve_model(ModelConfig(name=str(folder))) == str(folder), "its versions say it themselves"
+    assert resolve_model(ModelConfig(name=str(folder))) == str(folder), (
+        "its versions say it themselves"
+    )
     assert AutoTokenizer.from_pretrained(base).eos_token == "<|endoftext|>"
 
 
@@ -214,7 +291,9 @@ def test_the_tokens_at_which_vllm_stops_end_an_answer(base):
     (base / "config.json").write_text('{"eos_token_id": 7}')
     assert load_renderer(str(base), config.renderer).stop_token_ids == [2, 0, 7]
     (base / "generation_config.json").write_text("{")
-    with pytest.raises(RunError, match=r"generation_config\.json: not readable as JSON .*; copy the model again"):
+    with pytest.raises(
+        RunError, match=r"generation_config\.json: not readable as JSON .*; copy the model again"
+    ):
         resolve_model(config.model)
 
 
@@ -222,11 +301,19 @@ def test_the_converted_model_is_made_once_and_found_without_the_hub(cache, monke
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(model_folder, "gguf_of_package", lambda name: tmp_path / "package" / "x.gguf" if name == SMOLLM else None)
+    monkeypatch.setattr(
+        model_folder,
+        "gguf_of_package",
+        lambda name: tmp_path / "package" / "x.gguf" if name == SMOLLM else None,
+    )
     made = []
-    monkeypatch.setattr(model_folder, "convert_gguf", lambda gguf, folder: made.append(make_tiny_model(folder)))
+    monkeypatch.setattr(
+        model_folder, "convert_gguf", lambda gguf, folder: made.append(make_tiny_model(folder))
+    )
     for _ in range(2):
-        assert resolve_model(ModelConfig(name=SMOLLM)) == str(cache / "HuggingFaceTB--SmolLM2-135M-Instruct")
+        assert resolve_model(ModelConfig(name=SMOLLM)) == str(
+            cache / "HuggingFaceTB--SmolLM2-135M-Instruct"
+        )
     assert len(made) == 1
     with pytest.raises(RunError, match="the hub is out of reach"):
         resolve_model(ModelConfig(name="some/other"))
@@ -239,7 +326,9 @@ def test_who_waits_for_another_process_that_makes_a_folder_says_so(tmp_path, mon
 
     monkeypatch.setattr(fcntl, "flock", flock)
     made = make_once(tmp_path / "made", lambda folder: (folder / "file").touch())
-    assert (made / "file").exists() and capsys.readouterr().err == f"waiting for another process that is making {made}\n"
+    assert (
+        made / "file"
+    ).exists() and capsys.readouterr().err == f"waiting for another process that is making {made}\n"
 
 
 def test_the_gguf_is_found_without_importing_its_package():
@@ -259,9 +348,15 @@ def test_the_real_conversion():
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == end == tokenizer.eos_token_id
+    assert (
+        json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+        == end
+        == tokenizer.eos_token_id
+    )
     assert tokenizer.tokenize("12+3") == ["1", "2", "+", "3"]
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -286,10 +381,20 @@ def test_every_tensor_counts_in_the_digest_of_weights(folder):
 
 def test_files_beside_the_model_are_not_the_model(folder):
     """With an index, that is; without one vLLM reads them all, and transformers one or none."""
-    model, copy, index = (folder / f"{name}" for name in ("model.safetensors", "consolidated.safetensors", "model.safetensors.index.json"))
+    model, copy, index = (
+        folder / f"{name}"
+        for name in (
+            "model.safetensors",
+            "consolidated.safetensors",
+            "model.safetensors.index.json",
+        )
+    )
     before = weights_digest(folder)
     copy.write_bytes(model.read_bytes())
-    with pytest.raises(RunError, match=r"lacks an index .* of consolidated.safetensors, model.safetensors; add it, or leave"):
+    with pytest.raises(
+        RunError,
+        match=r"lacks an index .* of consolidated.safetensors, model.safetensors; add it, or leave",
+    ):
         resolve_model(ModelConfig(name=str(folder)))
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
     assert model_files(folder) == weight_files(folder) == [model]
@@ -302,14 +407,19 @@ def test_files_beside_the_model_are_not_the_model(folder):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"adapter_config.json": "{}"}, r"has adapters \(adapter_config.json\), .*; merge them .*, or move that file away"),
+        (
+            {"adapter_config.json": "{}"},
+            r"has adapters \(adapter_config.json\), .*; merge them .*, or move that file away",
+        ),
         (
             {"model-00001-of-00002.safetensors": ""},
-            r"lacks an index \(model.safetensors.index.json\) of model-00001-of-00002.safetensors; a",
+            r"lacks an index \(model.safetensors.index.json\) of "
+            r"model-00001-of-00002.safetensors; a",
         ),
         (
             {"pytorch_model.bin": ""},
-            r"lacks weights \(\*.safetensors; no others are read: write \*.bin again with transformers' save_pretr",
+            r"lacks weights \(\*.safetensors; no others are read: write \*.bin again with "
+            r"transformers' save_pretr",
         ),
         (
             {"tokenizer_config.json": '{"chat_template": [{"name": "tool_use", "template": "x"}]}'},
@@ -318,7 +428,8 @@ def test_files_beside_the_model_are_not_the_model(folder):
     ],
 )
 def test_what_would_be_a_traceback_of_a_rank_is_said_at_the_first_check(folder, change, said):
-    """transformers adds adapters that lie beside a model, vLLM does not; and neither takes shards without an index."""
+    """transformers adds adapters that lie beside a model, vLLM does not; and neither takes
+    shards without an index."""
     for name, text in change.items():
         (folder / name).unlink(missing_ok=True)
         (folder / name).write_text(text)
@@ -330,16 +441,36 @@ def test_what_would_be_a_traceback_of_a_rank_is_said_at_the_first_check(folder, 
 
 def test_a_template_over_a_version_of_another_run(folder, cache):
     config = folder / "tokenizer_config.json"
-    content = {"hash": HASH, "tensors": tensor_digests(folder / "model.safetensors"), "files": {config.name: digest_of_file(config)}}
+    content = {
+        "hash": HASH,
+        "tensors": tensor_digests(folder / "model.safetensors"),
+        "files": {config.name: digest_of_file(config)},
+    }
     (folder / "digests.json").write_text(json.dumps(content | {"made_by": {}}))
     run = RLConfig.model_validate(
-        {"model": {"name": str(folder), "chat_template": "chatml", "max_model_len": 64}, "orchestrator": {"environment": [{"id": "e"}]}}
+        {
+            "model": {"name": str(folder), "chat_template": "chatml", "max_model_len": 64},
+            "orchestrator": {"environment": [{"id": "e"}]},
+        }
     )
     assert sound_model(run).startswith(str(cache))
 
 
 def test_second_copies_of_a_hub_models_weights_are_not_downloaded():
-    names = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja"]
-    copies = ["original/params.json", "consolidated.safetensors", "checkpoint-500/model.safetensors", "model.fp16.safetensors"]
-    patterns = {"allow_patterns": model_folder.HUB_FILES, "ignore_patterns": model_folder.HUB_COPIES}
+    names = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    ]
+    copies = [
+        "original/params.json",
+        "consolidated.safetensors",
+        "checkpoint-500/model.safetensors",
+        "model.fp16.safetensors",
+    ]
+    patterns = {
+        "allow_patterns": model_folder.HUB_FILES,
+        "ignore_patterns": model_folder.HUB_COPIES,
+    }
     assert list(filter_repo_objects(names + copies, **patterns)) == names

@@ -18,9 +18,20 @@ from tests.web import serving
 
 def test_the_size_is_that_of_what_is_downloaded(monkeypatch, capsys):
     """Regression: second copies counted, 41 GB for 14."""
-    sizes = {"model.safetensors": 100, "config.json": 7, "vocab.txt": 3, "consolidated.safetensors": 100, "original/a.safetensors": 100}
-    files = [SimpleNamespace(rfilename=name, size=size) for name, size in (sizes | {"pytorch_model.bin": 100}).items()]
-    monkeypatch.setattr("huggingface_hub.model_info", lambda name, **_: SimpleNamespace(siblings=files))
+    sizes = {
+        "model.safetensors": 100,
+        "config.json": 7,
+        "vocab.txt": 3,
+        "consolidated.safetensors": 100,
+        "original/a.safetensors": 100,
+    }
+    files = [
+        SimpleNamespace(rfilename=name, size=size)
+        for name, size in (sizes | {"pytorch_model.bin": 100}).items()
+    ]
+    monkeypatch.setattr(
+        "huggingface_hub.model_info", lambda name, **_: SimpleNamespace(siblings=files)
+    )
     monkeypatch.setattr(hub, "hub_fault", lambda: "")
     monkeypatch.setattr("sys.argv", ["hub", "owner/name"])
     hub.main()
@@ -37,8 +48,15 @@ def test_a_hub_out_of_reach_is_told_at_once(listens, monkeypatch):
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         began = time.monotonic()
-        with pytest.raises(RunError, match=f"not in the cache of this machine, and {endpoint} does not answer .*network, or give a file"):
-            hub_rows(Source("nobody/nothing", "train", "sft.dataset"), SftConfig(dataset="nobody/nothing"))
+        with pytest.raises(
+            RunError,
+            match=f"not in the cache of this machine, and {endpoint} does not answer .*network, or "
+            "give a file",
+        ):
+            hub_rows(
+                Source("nobody/nothing", "train", "sft.dataset"),
+                SftConfig(dataset="nobody/nothing"),
+            )
         assert time.monotonic() - began < 10
     assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
 
@@ -66,17 +84,33 @@ def model(folder, **files):
 
 def test_a_model_is_pushed_to_a_repository_that_is_private_unless_wanted_otherwise(stub, tmp_path):
     folder = model(tmp_path / "m")
-    for repo, public, seen in (("me/mine", False, "private"), ("me/ours", True, "seen by everybody")):
+    for repo, public, seen in (
+        ("me/mine", False, "private"),
+        ("me/ours", True, "seen by everybody"),
+    ):
         hub.check_push(repo, public=public, overwrite=False)
-        assert hub.push(folder, repo, "Step 3 of x", public=public, overwrite=False) == (f"{stub.url}/{repo}", seen)
-        assert stub.files[repo] == {"config.json": b"{}", "model.safetensors": b"weights"} and stub.private[repo] != public
+        assert hub.push(folder, repo, "Step 3 of x", public=public, overwrite=False) == (
+            f"{stub.url}/{repo}",
+            seen,
+        )
+        assert (
+            stub.files[repo] == {"config.json": b"{}", "model.safetensors": b"weights"}
+            and stub.private[repo] != public
+        )
     assert stub.commits == ["Step 3 of x"] * 2
 
 
 def test_a_model_that_is_there_is_replaced_whole_where_that_is_wanted(stub, tmp_path):
     stub.private["me/mine"] = True
-    stub.files["me/mine"] = {"README.md": b"mine", "model-00001.safetensors": b"old", "adapter_config.json": b"{}"}
-    with pytest.raises(RunError, match="--push me/mine: there is a model already; give another name, or --overwrite"):
+    stub.files["me/mine"] = {
+        "README.md": b"mine",
+        "model-00001.safetensors": b"old",
+        "adapter_config.json": b"{}",
+    }
+    with pytest.raises(
+        RunError,
+        match="--push me/mine: there is a model already; give another name, or --overwrite",
+    ):
         hub.check_push("me/mine", public=False, overwrite=False)
     hub.check_push("me/mine", public=False, overwrite=True)
     hub.push(model(tmp_path / "m"), "me/mine", "again", public=False, overwrite=True)
@@ -95,12 +129,20 @@ def test_what_may_not_be_pushed(stub, tmp_path, monkeypatch):
             hub.check_push(repo, public=False, overwrite=False)
     hub.check_push("me/open", public=True, overwrite=False)
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else_12345")
-    with pytest.raises(RunError, match=r"the hub answered 401 \(.*\); your token may not write there: `hf auth login`"):
+    with pytest.raises(
+        RunError,
+        match=r"the hub answered 401 \(.*\); your token may not write there: `hf auth login`",
+    ):
         hub.push(model(tmp_path / "m"), "me/open", "x", public=True, overwrite=False)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(RunError, match=r"there is no token for .*; `hf auth login`, or set HF_TOKEN"):
+    with pytest.raises(
+        RunError, match=r"there is no token for .*; `hf auth login`, or set HF_TOKEN"
+    ):
         hub.check_push("me/new", public=False, overwrite=False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(RunError, match=r"127\.0\.0\.1:9 does not answer .*; check the network, or export with --to alone"):
+    with pytest.raises(
+        RunError,
+        match=r"127\.0\.0\.1:9 does not answer .*; check the network, or export with --to alone",
+    ):
         hub.check_push("me/new", public=False, overwrite=False)

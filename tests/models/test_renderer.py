@@ -1,4 +1,5 @@
-"""Rendering and parsing on SmolLM2's own tokenizer, and on a small trained one with a template in the manner of Qwen3."""
+"""Rendering and parsing on SmolLM2's own tokenizer, and on a small trained one with a template
+in the manner of Qwen3."""
 
 import json
 import shutil
@@ -22,11 +23,18 @@ from tests.models.conversations import ADD, PARSED, QUESTION, call_of, odd_ids
 
 
 def test_a_chatml_template_that_drops_tools_is_found_out(smol_path, smol, plain_path):
-    assert type(smol).__name__ == "ChatMLRenderer" and smol.supports_tools and smol.stop_token_ids == [2]
+    assert (
+        type(smol).__name__ == "ChatMLRenderer"
+        and smol.supports_tools
+        and smol.stop_token_ids == [2]
+    )
     assert type(load_renderer(plain_path, RendererConfig())).__name__ == "ChatMLRenderer"
     own = load_renderer(smol_path, RendererConfig(name="template"))
     assert not own.supports_tools
-    for ask in (lambda: own.prompt_ids([QUESTION], [ADD]), lambda: own.next_prompt_ids([1, 2], [QUESTION, QUESTION], 1, [ADD])):
+    for ask in (
+        lambda: own.prompt_ids([QUESTION], [ADD]),
+        lambda: own.next_prompt_ids([1, 2], [QUESTION, QUESTION], 1, [ADD]),
+    ):
         with pytest.raises(RendererError, match=r'renderer\.name = "chatml"'):
             ask()
     assert own.prompt_ids([QUESTION]) == smol.prompt_ids([QUESTION])
@@ -36,15 +44,24 @@ def test_a_local_copy_of_qwen3_is_known_by_its_template(qwen_path, caplog):
     caplog.set_level("INFO", "rl.models.renderer")
     renderer = load_renderer(qwen_path, RendererConfig())
     assert renderer.name == "qwen3" and renderer.supports_tools
-    assert "equals the model's template on 6 conversations" in caplog.text and caplog.text.count("\n") == 1
+    assert (
+        "equals the model's template on 6 conversations" in caplog.text
+        and caplog.text.count("\n") == 1
+    )
 
 
 def test_a_changed_template_is_not_taken_for_qwen3(qwen, qwen_path, templated):
-    changed = qwen().tokenizer.chat_template.replace("<tool_response>\n{{", "<tool_response>\nResult: {{")
+    changed = qwen().tokenizer.chat_template.replace(
+        "<tool_response>\n{{", "<tool_response>\nResult: {{"
+    )
     assert changed != qwen().tokenizer.chat_template
     renderer = templated(qwen_path, changed)
     assert type(renderer).__name__ == "TemplateRenderer" and renderer.supports_tools
-    messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call_of()]}, {"role": "tool", "content": "3"}]
+    messages = [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call_of()]},
+        {"role": "tool", "content": "3"},
+    ]
     assert "<tool_response>\nResult: 3\n" in renderer.text(renderer.prompt_ids(messages, [ADD]))
 
 
@@ -63,7 +80,10 @@ def test_errors_name_the_remedy(tmp_path, plain_path, templated):
     for name in ("nonsense", "qwen3"):  # no such renderer; one whose tokens this model lacks
         with pytest.raises(RendererError, match=rf'renderer\.name = "{name}" does not fit.*"auto"'):
             load_renderer(plain_path, RendererConfig(name=name))
-    strict = templated(plain_path, CHAT_TEMPLATE + "{% if messages|length > 2 %}{{ raise_exception('long') }}{% endif %}")
+    strict = templated(
+        plain_path,
+        CHAT_TEMPLATE + "{% if messages|length > 2 %}{{ raise_exception('long') }}{% endif %}",
+    )
     with pytest.raises(RendererError, match=r"user, assistant, user: long; .*model\.chat_template"):
         strict.prompt_ids([QUESTION, {"role": "assistant", "content": "3"}, QUESTION])
     with pytest.raises(RendererError, match="a user message has content of type image_url"):
@@ -73,23 +93,45 @@ def test_errors_name_the_remedy(tmp_path, plain_path, templated):
 def test_importing_is_light():
     heavy = "('torch', 'transformers', 'renderers', 'jinja2', 'verifiers')"
     code = f"import rl.models.renderer, sys; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 # Where answers end
 
 
-GLM = [*SPECIAL_TOKENS, "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+GLM = [
+    *SPECIAL_TOKENS,
+    "[gMASK]",
+    "<sop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+]
 
 
 @pytest.mark.parametrize(("name", "thinks"), [("glm-4.5", None), ("glm-5", False)])
 def test_an_answer_of_glm_ends_with_the_token_that_begins_the_next_turn(tmp_path, name, thinks):
-    """GLM's template writes nothing after an answer: the model ends it with the role of whoever speaks next."""
+    """GLM's template writes nothing after an answer: the model ends it with the role of whoever
+    speaks next."""
     backend = byte_tokenizer()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in GLM[3:]])
-    tags = [f"<{slash}{tag}>" for tag in ("think", "tool_call", "arg_key", "arg_value", "tool_response") for slash in ("", "/")]
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in GLM[3:]]
+    )
+    tags = [
+        f"<{slash}{tag}>"
+        for tag in ("think", "tool_call", "arg_key", "arg_value", "tool_response")
+        for slash in ("", "/")
+    ]
     backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
     tokenizer.save_pretrained(tmp_path)
     ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
@@ -109,7 +151,8 @@ def test_an_answer_of_glm_ends_with_the_token_that_begins_the_next_turn(tmp_path
 
 
 def three_turns(renderer, end):
-    """Plays call, call cut off, question; returns the last prompt, and checks at every turn that nothing old has changed."""
+    """Plays call, call cut off, question; returns the last prompt, and checks at every turn that
+    nothing old has changed."""
     spoken = [
         'I add.\n<tool_call>\n{"arguments":{"a":1},  "name":"add"}\n</tool_call>',
         'Again <tool_call>\n{"name": "add", "ar',
@@ -129,9 +172,16 @@ def three_turns(renderer, end):
         ids = renderer.next_prompt_ids(before, messages, num_old, [ADD])
         assert ids[: len(before)] == before
         assert ids[len(before)] == end if turn == 1 else ids[len(before)] != end
-        role = "user\n<tool_response>\n1\n</tool_response>" if turn == 0 else f"user\n{addition['content']}"
+        role = (
+            "user\n<tool_response>\n1\n</tool_response>"
+            if turn == 0
+            else f"user\n{addition['content']}"
+        )
         closed = "<|im_end|>" if turn == 1 else ""
-        assert renderer.text(ids[len(before) :]) == f"{closed}\n<|im_start|>{role}<|im_end|>\n<|im_start|>assistant\n"
+        assert (
+            renderer.text(ids[len(before) :])
+            == f"{closed}\n<|im_start|>{role}<|im_end|>\n<|im_start|>assistant\n"
+        )
     assert messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     return messages, ids
 
@@ -141,7 +191,10 @@ def test_three_turns_are_append_only_whatever_was_sampled(smol, qwen):
     for settings in ({}, {"name": "template"}):
         renderer = qwen(**settings)
         messages, ids = three_turns(renderer, renderer.tokenizer.eos_token_id)
-        assert ids != renderer.prompt_ids(messages, [ADD]) and renderer.text(ids).count("<|im_start|>") == 9
+        assert (
+            ids != renderer.prompt_ids(messages, [ADD])
+            and renderer.text(ids).count("<|im_start|>") == 9
+        )
 
 
 # Answers
@@ -156,14 +209,20 @@ def test_a_renderer_of_the_package_and_ours_read_alike(qwen, name, text, content
     assert [(call.name, call.arguments) for call in answer.tool_calls] == calls
     assert answer.content.split() == content.split()
     untold = renderer.parse(renderer.encode(f"{text}<|im_end|>"))
-    assert untold.tool_calls == untold.bad_tool_calls == [] and untold.content.split() == text.split()
+    assert (
+        untold.tool_calls == untold.bad_tool_calls == [] and untold.content.split() == text.split()
+    )
 
 
 @pytest.mark.parametrize(
     "message",
     [
         {"role": "assistant", "content": "Three, I think."},
-        {"role": "assistant", "content": "I add.", "tool_calls": [call_of(), call_of("add", '{"a": {"b": [1, "é\\n\\""]}}')]},
+        {
+            "role": "assistant",
+            "content": "I add.",
+            "tool_calls": [call_of(), call_of("add", '{"a": {"b": [1, "é\\n\\""]}}')],
+        },
         {"role": "assistant", "content": "", "tool_calls": [call_of()]},
         {"role": "assistant", "content": "Three.", "reasoning_content": "One and\ntwo."},
         {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call_of()]},
@@ -171,10 +230,16 @@ def test_a_renderer_of_the_package_and_ours_read_alike(qwen, name, text, content
 )
 def test_a_rendered_message_is_read_back(smol, qwen, message):
     thinks = "reasoning_content" in message
-    for renderer in (qwen(), qwen(name="template")) if thinks else (smol, qwen(), qwen(name="template")):
+    for renderer in (
+        (qwen(), qwen(name="template")) if thinks else (smol, qwen(), qwen(name="template"))
+    ):
         prompt = renderer.render([QUESTION], [ADD])
         whole = renderer.render([QUESTION, message], [ADD], header=False)
-        ids = whole[len(prompt) :] if isinstance(whole, list) else renderer.encode(whole[len(prompt) :])
+        ids = (
+            whole[len(prompt) :]
+            if isinstance(whole, list)
+            else renderer.encode(whole[len(prompt) :])
+        )
         back = assistant_message(renderer.parse(ids, [ADD]))
         for call in back.get("tool_calls", []):
             call["id"] = "1"
@@ -186,25 +251,46 @@ def test_a_rendered_message_is_read_back(smol, qwen, message):
 
 @pytest.mark.parametrize("name", ["auto", "template"])
 def test_thinking_is_kept_or_dropped_as_set(qwen, name):
-    ask = [QUESTION, {"role": "assistant", "content": "3", "reasoning_content": "Hm."}, {"role": "user", "content": "Sure?"}]
-    call = [QUESTION, {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call_of()]}]
+    ask = [
+        QUESTION,
+        {"role": "assistant", "content": "3", "reasoning_content": "Hm."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    call = [
+        QUESTION,
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call_of()]},
+    ]
     call.append({"role": "tool", "tool_call_id": "1", "content": "3"})
     extended = {}
     for retention in ("all", "tool_cycle", "template"):
         renderer = qwen(name=name, thinking_retention=retention)
-        for messages, said in ((ask, "3"), (call, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')):
+        for messages, said in (
+            (ask, "3"),
+            (call, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'),
+        ):
             spoken = renderer.encode(f"<think>\nHm.\n</think>\n\n{said}<|im_end|>")
             before = renderer.prompt_ids([QUESTION], [ADD]) + spoken
             ids = renderer.next_prompt_ids(before, messages, 2, [ADD])
             extended[retention, messages[-1]["role"]] = ids is not None
             if ids:
-                tail = "user\nSure?" if messages is ask else "user\n<tool_response>\n3\n</tool_response>"
+                tail = (
+                    "user\nSure?"
+                    if messages is ask
+                    else "user\n<tool_response>\n3\n</tool_response>"
+                )
                 assert ids[: len(before)] == before
-                assert renderer.text(ids[len(before) :]) == f"\n<|im_start|>{tail}<|im_end|>\n<|im_start|>assistant\n"
+                assert (
+                    renderer.text(ids[len(before) :])
+                    == f"\n<|im_start|>{tail}<|im_end|>\n<|im_start|>assistant\n"
+                )
             if messages is call:
                 assert ids == renderer.prompt_ids(messages, [ADD])
     asked = {"all": True, "tool_cycle": False, "template": False}
-    assert extended == {(key, role): role == "tool" or keeps for key, keeps in asked.items() for role in ("user", "tool")}
+    assert extended == {
+        (key, role): role == "tool" or keeps
+        for key, keeps in asked.items()
+        for role in ("user", "tool")
+    }
 
 
 @pytest.mark.parametrize(("name", "close"), [("auto", "</think>"), ("template", "\n</think>\n\n")])
@@ -214,11 +300,21 @@ def test_thinking_that_was_cut_off_is_closed(qwen, name, close):
     answer = renderer.parse(spoken, [ADD])
     assert (answer.content, answer.reasoning.strip(), answer.tool_calls) == ("", "Hm, one and", [])
     before = renderer.prompt_ids([QUESTION]) + spoken
-    ids = renderer.next_prompt_ids(before, [QUESTION, assistant_message(answer), {"role": "user", "content": "Go on."}], 2)
+    ids = renderer.next_prompt_ids(
+        before, [QUESTION, assistant_message(answer), {"role": "user", "content": "Go on."}], 2
+    )
     assert ids[: len(before)] == before
-    assert renderer.text(ids[len(before) :]) == f"{close}<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        renderer.text(ids[len(before) :])
+        == f"{close}<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+    )
     faithful = qwen(name=name, thinking_retention="template")
-    assert faithful.next_prompt_ids(before, [QUESTION, assistant_message(answer), {"role": "user", "content": "Go on."}], 2) is None
+    assert (
+        faithful.next_prompt_ids(
+            before, [QUESTION, assistant_message(answer), {"role": "user", "content": "Go on."}], 2
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("name", ["auto", "template"])
@@ -227,17 +323,30 @@ def test_thinking_can_be_switched_off(qwen, name):
     prompt = renderer.prompt_ids([QUESTION])
     assert renderer.text(prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     before = prompt + renderer.encode("3<|im_end|>")
-    ids = renderer.next_prompt_ids(before, [QUESTION, {"role": "assistant", "content": "3"}, {"role": "user", "content": "Sure?"}], 2)
-    assert ids[: len(before)] == before and renderer.text(ids).endswith("assistant\n<think>\n\n</think>\n\n")
+    ids = renderer.next_prompt_ids(
+        before,
+        [QUESTION, {"role": "assistant", "content": "3"}, {"role": "user", "content": "Sure?"}],
+        2,
+    )
+    assert ids[: len(before)] == before and renderer.text(ids).endswith(
+        "assistant\n<think>\n\n</think>\n\n"
+    )
     assert renderer.parse(renderer.encode("3<|im_end|>"), prompt_ids=prompt).content == "3"
 
 
-def test_a_tokenizer_that_brings_its_own_code_is_loaded_where_that_is_trusted(plain_path, tmp_path, monkeypatch):
+def test_a_tokenizer_that_brings_its_own_code_is_loaded_where_that_is_trusted(
+    plain_path, tmp_path, monkeypatch
+):
     """model.trust_remote_code holds for the renderer as it does for the model."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     folder = tmp_path / "own"
     shutil.copytree(plain_path, folder)
-    (folder / "own.py").write_text("from transformers import PreTrainedTokenizerFast\n\n\nclass Own(PreTrainedTokenizerFast):\n    pass\n")
+    (folder / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass "
+        "Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
     config = json.loads((folder / "tokenizer_config.json").read_text())
     own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config | own))

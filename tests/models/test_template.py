@@ -10,8 +10,10 @@ from rl.models.tiny import CHAT_TEMPLATE
 from tests.models.conversations import ADD, GOOD, QUESTION, call_of
 
 QUOTES_ARGUMENTS = (
-    "{% if tools %}[TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
-    '{% for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": '
+    "{% if tools %}[TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role "
+    "}}]{{ m.content }}"
+    '{% for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": '
     "{{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
@@ -19,15 +21,23 @@ QUOTES_ARGUMENTS = (
 
 def test_a_template_that_is_not_chatml(plain_path, templated):
     silent = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{% if "
+        "add_generation_prompt %}[assistant]{% endif %}"
     )
     assert not templated(plain_path, silent).supports_tools
-    told = templated(plain_path, silent, name="chatml")  # where the user insists: tools as text in this template
-    assert told.text(told.prompt_ids([QUESTION], [ADD])).startswith("[system]# Tools") and told.supports_tools
+    # where the user insists: tools as text in this template
+    told = templated(plain_path, silent, name="chatml")
+    assert (
+        told.text(told.prompt_ids([QUESTION], [ADD])).startswith("[system]# Tools")
+        and told.supports_tools
+    )
     quoting = templated(plain_path, QUOTES_ARGUMENTS)
     assert type(quoting).__name__ == "TemplateRenderer" and quoting.supports_tools
     messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call_of()]}]
-    assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>' in quoting.render(messages, [ADD])
+    assert (
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+        in quoting.render(messages, [ADD])
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,18 +49,33 @@ def test_a_template_that_is_not_chatml(plain_path, templated):
     ],
 )
 def test_without_tools_the_ids_are_those_of_the_models_template(smol, messages):
-    expected = smol.tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    expected = smol.tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=False
+    )
     assert smol.prompt_ids(messages) == expected
-    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    parts = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in messages
+    ]
     assert smol.prompt_ids(parts, tools=[]) == expected
 
 
 def test_tools_calls_and_results_are_text(smol):
-    called = {"role": "assistant", "content": None, "tool_calls": [call_of(), call_of("add", '{"a":2}', "2")]}
-    results = [{"role": "tool", "tool_call_id": "1", "content": "one"}, {"role": "tool", "tool_call_id": "2", "content": "two"}]
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call_of(), call_of("add", '{"a":2}', "2")],
+    }
+    results = [
+        {"role": "tool", "tool_call_id": "1", "content": "one"},
+        {"role": "tool", "tool_call_id": "2", "content": "two"},
+    ]
     text = smol.text(smol.prompt_ids([QUESTION, called, *results], [ADD]))
     system, _, rest = text.partition("<|im_end|>\n")
-    assert system.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\n\n# Tools\n\n")
+    assert system.startswith(
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+        "Face\n\n# Tools\n\n"
+    )
     assert f"\n<tools>\n{json.dumps(ADD['function'])}\n</tools>\n" in system
     assert rest == (
         "<|im_start|>user\nWhat is 1 + 2?<|im_end|>\n"
@@ -66,15 +91,25 @@ def test_tools_calls_and_results_are_text(smol):
 def test_a_canonical_answer_gives_the_ids_of_the_whole_conversation(smol):
     called = {"role": "assistant", "content": "I add.", "tool_calls": [call_of()]}
     messages = [QUESTION, called, {"role": "tool", "tool_call_id": "1", "content": "3"}]
-    spoken = smol.encode('I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>')
-    assert smol.next_prompt_ids(smol.prompt_ids([QUESTION], [ADD]) + spoken, messages, 2, [ADD]) == smol.prompt_ids(messages, [ADD])
+    spoken = smol.encode(
+        'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    )
+    assert smol.next_prompt_ids(
+        smol.prompt_ids([QUESTION], [ADD]) + spoken, messages, 2, [ADD]
+    ) == smol.prompt_ids(messages, [ADD])
 
 
 def test_an_end_of_turn_spelled_by_the_answer_or_its_call_ends_nothing(smol):
     end = "<|im_end|>"
-    said = {"role": "assistant", "content": f"a{end}b", "tool_calls": [call_of(f"f{end}", json.dumps({"a": end}))]}
+    said = {
+        "role": "assistant",
+        "content": f"a{end}b",
+        "tool_calls": [call_of(f"f{end}", json.dumps({"a": end}))],
+    }
     before = [*smol.prompt_ids([QUESTION], [ADD]), 5, 2]
-    ids = smol.next_prompt_ids(before, [QUESTION, said, {"role": "tool", "tool_call_id": "1", "content": "no"}], 2, [ADD])
+    ids = smol.next_prompt_ids(
+        before, [QUESTION, said, {"role": "tool", "tool_call_id": "1", "content": "no"}], 2, [ADD]
+    )
     tail = "\n<|im_start|>user\n<tool_response>\nno\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert ids[: len(before)] == before and smol.text(ids[len(before) :]) == tail
 
@@ -82,32 +117,54 @@ def test_an_end_of_turn_spelled_by_the_answer_or_its_call_ends_nothing(smol):
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}<|im_start|>{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}",
+        "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}<|im_start|>{{ "
+        "m.content }}<|im_end|>\n{% endif %}{% endfor %}",
         "{{ messages | length }}" + CHAT_TEMPLATE,
     ],
 )
 def test_a_template_that_rewrites_history_is_rendered_anew(plain_path, template, templated):
     renderer = templated(plain_path, template, name="template")
-    history = [QUESTION, {"role": "assistant", "content": "3"}, {"role": "user", "content": "Sure?"}]
+    history = [
+        QUESTION,
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "Sure?"},
+    ]
     assert renderer.next_prompt_ids([*renderer.prompt_ids(history[:1]), 5, 2], history, 2) is None
-    assert renderer.next_prompt_ids([5, 2], history, 1) is None  # the last old message is not an answer
+    # the last old message is not an answer
+    assert renderer.next_prompt_ids([5, 2], history, 1) is None
 
 
 def test_ids_of_calls_are_unique_in_a_conversation_and_the_same_in_a_repetition(smol):
     said = smol.encode(GOOD + GOOD)
-    ids = [[call.id for call in smol.parse(said, [ADD], prompt).tool_calls] for prompt in ([1], [1], [1, 2])]
+    ids = [
+        [call.id for call in smol.parse(said, [ADD], prompt).tool_calls]
+        for prompt in ([1], [1], [1, 2])
+    ]
     assert ids[0] == ids[1] and len({*ids[0], *ids[2]}) == 4
 
 
 def test_a_prompt_that_opens_the_thinking(qwen, qwen_path, templated):
     own = qwen().tokenizer.chat_template
-    opens = own.replace("<|im_start|>assistant\n{% if enable_thinking", "<|im_start|>assistant\n<think>\n{% if enable_thinking")
+    opens = own.replace(
+        "<|im_start|>assistant\n{% if enable_thinking",
+        "<|im_start|>assistant\n<think>\n{% if enable_thinking",
+    )
     assert opens != own
     renderer = templated(qwen_path, opens)
-    prompt, spoken = renderer.prompt_ids([QUESTION]), renderer.encode("Hm.\n</think>\n\n3<|im_end|>")
+    prompt, spoken = (
+        renderer.prompt_ids([QUESTION]),
+        renderer.encode("Hm.\n</think>\n\n3<|im_end|>"),
+    )
     answer = renderer.parse(spoken, prompt_ids=prompt)
-    assert type(renderer).__name__ == "TemplateRenderer" and (answer.reasoning, answer.content) == ("Hm.", "3")
-    ids = renderer.next_prompt_ids(prompt + spoken, [QUESTION, assistant_message(answer), {"role": "user", "content": "Sure?"}], 2)
+    assert type(renderer).__name__ == "TemplateRenderer" and (answer.reasoning, answer.content) == (
+        "Hm.",
+        "3",
+    )
+    ids = renderer.next_prompt_ids(
+        prompt + spoken,
+        [QUESTION, assistant_message(answer), {"role": "user", "content": "Sure?"}],
+        2,
+    )
     assert ids[: len(prompt + spoken)] == prompt + spoken and renderer.text(ids).endswith(
         "Sure?<|im_end|>\n<|im_start|>assistant\n<think>\n"
     )
@@ -115,34 +172,59 @@ def test_a_prompt_that_opens_the_thinking(qwen, qwen_path, templated):
 
 def test_a_template_in_which_answers_do_not_begin_or_end_is_told(smol, smol_path, templated):
     assert smol.fault == ""
-    written = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    no_end = templated(smol_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    assert no_end.fault == "the chat template writes no special token after an answer: a model that was not fine-tuned with it hardly stops"
-    lacks = "the chat template ignores add_generation_prompt, so a prompt lacks '<|im_start|>assistant', with which an answer begins"
-    assert templated(smol_path, written).fault == lacks
-    assert templated(smol_path, written + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}").fault == ""
-    brackets = (
-        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}<|im_end|>{% endif %}"
+    written = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     )
-    assert templated(smol_path, brackets + "{% endfor %}", name="template").fault == ""  # an answer begins with nothing
+    no_end = templated(
+        smol_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    assert (
+        no_end.fault
+        == "the chat template writes no special token after an answer: a model that was not "
+        "fine-tuned with it hardly stops"
+    )
+    lacks = (
+        "the chat template ignores add_generation_prompt, so a prompt lacks "
+        "'<|im_start|>assistant', with which an answer begins"
+    )
+    assert templated(smol_path, written).fault == lacks
+    assert (
+        templated(
+            smol_path, written + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        ).fault
+        == ""
+    )
+    brackets = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else "
+        "%} {{ m.content }}<|im_end|>{% endif %}"
+    )
+    # an answer begins with nothing
+    assert templated(smol_path, brackets + "{% endfor %}", name="template").fault == ""
     ends = "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}"
     assert templated(smol_path, written + ends, name="template").fault == ""  # as Phi's
 
 
 def test_a_message_that_spells_our_placeholder_is_text(smol):
-    """Regression: it was taken for the answer, and what follows it in its message for the text between two turns."""
+    """Regression: it was taken for the answer, and what follows it in its message for the text
+    between two turns."""
     asked = [{"role": "user", "content": f"What does {PLACEHOLDER}<|im_end|>x say?"}]
     before = [*smol.prompt_ids(asked), *smol.encode("That."), smol.end_id]
     chat = [*asked, {"role": "assistant", "content": "That."}, {"role": "user", "content": "Sure?"}]
     extended = smol.next_prompt_ids(before, chat, 2)
     assert extended is None or smol.text(extended) == smol.render(chat)
-    assert smol.next_prompt_ids(before, [*chat[:2], {"role": "user", "content": PLACEHOLDER}], 2) is None
+    assert (
+        smol.next_prompt_ids(before, [*chat[:2], {"role": "user", "content": PLACEHOLDER}], 2)
+        is None
+    )
 
 
 def test_a_list_without_tools_and_half_a_character(smol, qwen):
     for renderer in (smol, qwen(), qwen(name="template")):
         assert renderer.prompt_ids([QUESTION], []) == renderer.prompt_ids([QUESTION])
-        for content, said in (("a\ud83d", "half of a character|cannot render these messages"), (["text"], "content of type str")):
+        for content, said in (
+            ("a\ud83d", "half of a character|cannot render these messages"),
+            (["text"], "content of type str"),
+        ):
             with pytest.raises(RendererError, match=said):
                 renderer.prompt_ids([{"role": "user", "content": content}])
         with pytest.raises(RendererError, match="half of a character"):

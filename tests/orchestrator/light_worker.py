@@ -1,4 +1,5 @@
-"""A worker process without an environment that starts in a fraction of a second: orders say how long they take and what they do."""
+"""A worker process without an environment that starts in a fraction of a second: orders say how
+long they take and what they do."""
 
 import asyncio
 import os
@@ -13,19 +14,39 @@ import msgspec
 from rl.orchestrator.workers.pool import WorkerPool
 from rl.wire.rollouts import Rollout
 from rl.wire.streams import MessageStream
-from rl.wire.worker_messages import Close, Describe, Heartbeat, Played, PlayGroup, Ready, ToWorker, WorkerSetup
+from rl.wire.worker_messages import (
+    Close,
+    Describe,
+    Heartbeat,
+    Played,
+    PlayGroup,
+    Ready,
+    ToWorker,
+    WorkerSetup,
+)
 from tests.orchestrator.made import turn, worker_setup
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
-BOOTSTRAP = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from tests.orchestrator.light_worker import main; main(sys.argv[2])"
+BOOTSTRAP = (
+    f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from tests.orchestrator.light_worker import "
+    "main; main(sys.argv[2])"
+)
 
 
 def start(pool: WorkerPool, monkeypatch, name: str = "light", workers: int = 1, **args) -> None:
     """Starts light workers in `pool`, as workers with their own interpreter. `args`: see `work`."""
     monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", BOOTSTRAP)
     for i in range(workers):
-        pool.start(worker_setup(name, worker_id=f"{name}-{i}", args=args, orchestrator=pool.address, python=sys.executable))
+        pool.start(
+            worker_setup(
+                name,
+                worker_id=f"{name}-{i}",
+                args=args,
+                orchestrator=pool.address,
+                python=sys.executable,
+            )
+        )
 
 
 def run(tmp_path: Path, monkeypatch, work: Callable[[WorkerPool], Awaitable[T]], **args: Any) -> T:
@@ -45,11 +66,13 @@ def run(tmp_path: Path, monkeypatch, work: Callable[[WorkerPool], Awaitable[T]],
 
 
 async def work(setup: WorkerSetup) -> None:
-    """Plays each episode for the seconds given by the order's sampling, and sends it at once; those from number `args.held` on take as long
-    as the file `args.hold` is there. With `args.lies` it reports -1 unfinished episodes.
+    """Plays each episode for the seconds given by the order's sampling, and sends it at once; those
+    from number `args.held` on take as long as the file `args.hold` is there. With `args.lies` it
+    reports -1 unfinished episodes.
 
-    It dies when asked for a description, or with `args.deaf` never answers. `args.log` gets a line `task episode` for each finished
-    episode. With `args.address` the reward is the answer of that address, 0 for none, and the message lists the environment variables.
+    It dies when asked for a description, or with `args.deaf` never answers. `args.log` gets a line
+    `task episode` for each finished episode. With `args.address` the reward is the answer of that
+    address, 0 for none, and the message lists the environment variables.
     """
     encode, args = msgspec.msgpack.Encoder().encode, setup.env.args
     pool = await MessageStream.connect(setup.orchestrator)
@@ -70,10 +93,17 @@ async def work(setup: WorkerSetup) -> None:
                 with open(args["log"], "a") as file:
                     file.write(f"{order.task} {i}\n")
             left.remove(i)
-            rollout = Rollout(turns=[turn(completion=[2 + i])], episode=i, reward=float(order.task + i))
+            rollout = Rollout(
+                turns=[turn(completion=[2 + i])], episode=i, reward=float(order.task + i)
+            )
             if "address" in args:
-                rollout.reward, rollout.messages = answer_of(args["address"]), [{"role": "user", "content": " ".join(sorted(os.environ))}]
-            await pool.send(encode(Played(order.play_id, [rollout], -1 if args.get("lies") else len(left))))
+                rollout.reward, rollout.messages = (
+                    answer_of(args["address"]),
+                    [{"role": "user", "content": " ".join(sorted(os.environ))}],
+                )
+            await pool.send(
+                encode(Played(order.play_id, [rollout], -1 if args.get("lies") else len(left)))
+            )
 
         await asyncio.gather(*map(episode, list(left)))
 

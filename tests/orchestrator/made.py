@@ -8,14 +8,27 @@ from rl.wire.rollouts import Turn
 from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
 
 
-def turn(prompt: Sequence[int] = (1,), completion: Sequence[int] = (2,), version: int = 0, **changes: Any) -> Turn:
+def turn(
+    prompt: Sequence[int] = (1,), completion: Sequence[int] = (2,), version: int = 0, **changes: Any
+) -> Turn:
     """Returns a turn whose completion is of one policy version."""
-    fields = {"logprobs": [-1.0] * len(completion), "policy_versions": [VersionSpan(version, len(completion))], "finish_reason": "stop"}
+    fields = {
+        "logprobs": [-1.0] * len(completion),
+        "policy_versions": [VersionSpan(version, len(completion))],
+        "finish_reason": "stop",
+    }
     return Turn(prompt_ids=[*prompt], completion_ids=[*completion], **fields | changes)
 
 
 def worker_setup(name: str = "a", **changes: Any) -> WorkerSetup:
-    """Returns the setup of the first worker of an environment; `changes` are fields of WorkerSetup or EnvSpec."""
+    """Returns the setup of the first worker of an environment; `changes` are fields of
+    WorkerSetup or EnvSpec."""
     env = {key: changes.pop(key) for key in [*changes] if key in EnvSpec.__struct_fields__}
-    fields = {"policy": PolicySpec(), "orchestrator": "", "worker_id": f"{name}-0", "max_tokens": 4, "retries": 0}
+    fields = {
+        "policy": PolicySpec(),
+        "orchestrator": "",
+        "worker_id": f"{name}-0",
+        "max_tokens": 4,
+        "retries": 0,
+    }
     return WorkerSetup(env=EnvSpec(name=name, **env), **fields | changes)

@@ -1,4 +1,5 @@
-"""An inference server for tests that samples digits; newer versions sample the right one more often."""
+"""An inference server for tests that samples digits; newer versions sample the right one more
+often."""
 
 import random
 import time
@@ -21,7 +22,8 @@ class StubInference(StubServer):
         self.random = random.Random(0)
         self.log: list[tuple[str, dict]] = []
         self.deaths: dict[tuple[str, int], int] = {}
-        """(route, index of the request): the server dies at this request, and comes back with this version."""
+        """(route, index of the request): the server dies at this request, and comes back with
+        this version."""
         self.down_until = 0.0
 
     def dies(self, request: web.Request) -> bool:
@@ -45,7 +47,12 @@ class StubInference(StubServer):
         ids = [*self.tokenizer.encode(said, add_special_tokens=False), self.tokenizer.eos_token_id]
         ids = ids[: body["sampling"]["max_tokens"]]
         spans = [[self.version, len(ids)]]
-        answer = {"token_ids": ids, "logprobs": [-0.5] * len(ids), "policy_versions": spans, "finish_reason": "stop"}
+        answer = {
+            "token_ids": ids,
+            "logprobs": [-0.5] * len(ids),
+            "policy_versions": spans,
+            "finish_reason": "stop",
+        }
         return web.json_response(answer)
 
     async def load(self, request: web.Request) -> web.Response:

@@ -1,4 +1,5 @@
-"""A teacher for tests: the used subset of vLLM's OpenAI routes, with log-probabilities that are easy to predict."""
+"""A teacher for tests: the used subset of vLLM's OpenAI routes, with log-probabilities that are
+easy to predict."""
 
 import asyncio
 
@@ -13,17 +14,23 @@ def logprob(ids: list[int], t: int) -> float:
 
 
 class StubTeacher(WebServer):
-    """Answers /v1/models, /v1/completions and /detokenize. `requests` holds the ids of each scoring request."""
+    """Answers /v1/models, /v1/completions and /detokenize. `requests` holds the ids of each
+    scoring request."""
 
     def __init__(self, *, max_model_len: int = 4096, tokenizer=None, key: str = ""):
-        routes = web.get("/v1/models", self.models), web.post("/v1/completions", self.completions), web.post("/detokenize", self.detokenize)
+        routes = (
+            web.get("/v1/models", self.models),
+            web.post("/v1/completions", self.completions),
+            web.post("/detokenize", self.detokenize),
+        )
         super().__init__(*routes, path="/v1")
         self.max_model_len = max_model_len
         self.tokenizer = tokenizer
         self.key = key
         self.requests: list[list[int]] = []
         self.answers: list[web.Response | None] = []
-        """What the next scoring requests get instead of an answer; None: no answer for a long time."""
+        """What the next scoring requests get instead of an answer; None: no answer for a long
+        time."""
 
     async def models(self, request: web.Request) -> web.Response:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -33,7 +40,13 @@ class StubTeacher(WebServer):
     async def detokenize(self, request: web.Request) -> web.Response:
         if self.tokenizer is None:
             return web.Response(status=404)
-        return web.json_response({"prompt": self.tokenizer.decode((await request.json())["tokens"], skip_special_tokens=False)})
+        return web.json_response(
+            {
+                "prompt": self.tokenizer.decode(
+                    (await request.json())["tokens"], skip_special_tokens=False
+                )
+            }
+        )
 
     async def completions(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -45,5 +58,13 @@ class StubTeacher(WebServer):
             return answer
         ids = body["prompt"]
         self.requests.append(ids)
-        entries = [None, *({str(ids[t]): {"logprob": logprob(ids, t), "rank": 1, "decoded_token": "x"}} for t in range(1, len(ids)))]
-        return web.json_response({"choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]})
+        entries = [
+            None,
+            *(
+                {str(ids[t]): {"logprob": logprob(ids, t), "rank": 1, "decoded_token": "x"}}
+                for t in range(1, len(ids))
+            ),
+        ]
+        return web.json_response(
+            {"choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]}
+        )

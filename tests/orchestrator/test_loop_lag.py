@@ -27,8 +27,9 @@ HELD_S = 0.05
 
 
 def least_hold(make, attempts=12):
-    """Returns the longest block in the first attempt in which it is below HELD_S, as others use the machine, too; if there is none, the
-    minimum over all attempts. `make()` is what is measured."""
+    """Returns the longest block in the first attempt in which it is below HELD_S, as others use
+    the machine, too; if there is none, the minimum over all attempts. `make()` is what is
+    measured."""
 
     async def attempt():
         with LoopLag() as lag:
@@ -44,7 +45,16 @@ def least_hold(make, attempts=12):
 
 
 def config(tmp_path, *flags):
-    base = ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment.id", "e", "--max_steps", "9"]
+    base = [
+        "--name",
+        "r",
+        "--output_dir",
+        str(tmp_path),
+        "--orchestrator.environment.id",
+        "e",
+        "--max_steps",
+        "9",
+    ]
     return build(parse_args([*base, *flags]))
 
 
@@ -52,11 +62,20 @@ def builder(tmp_path, size, difficulty=None):
     settings = config(tmp_path, "--orchestrator.batch_size", "8", "--orchestrator.group_size", "8")
     source, clock = TaskSource({"e": EnvTasks(size, difficulty=difficulty)}, seed=3), StepClock()
     clock.start()
-    return BatchBuilder(settings, Admission(settings, source), {"e": Rules()}, Progress(9), clock, {}, lambda warning: None)
+    return BatchBuilder(
+        settings,
+        Admission(settings, source),
+        {"e": Rules()},
+        Progress(9),
+        clock,
+        {},
+        lambda warning: None,
+    )
 
 
 def long_group(group_id, turns, new):
-    """Returns a group of eight rollouts, each turn with `new` prompt tokens and as many answer tokens; and its number of tokens."""
+    """Returns a group of eight rollouts, each turn with `new` prompt tokens and as many answer
+    tokens; and its number of tokens."""
     rollouts = []
     for episode in range(8):
         history, made = [], []
@@ -66,7 +85,9 @@ def long_group(group_id, turns, new):
             made.append(turn(history, answer))
             history = history + answer
         messages = [{"role": "assistant", "content": "word " * new}] * turns
-        rollouts.append(Rollout(turns=made, text=messages, reward=float(episode % 2), episode=episode))
+        rollouts.append(
+            Rollout(turns=made, text=messages, reward=float(episode % 2), episode=episode)
+        )
     return Group(group_id=group_id, env="e", task=group_id, rollouts=rollouts)
 
 
@@ -74,7 +95,9 @@ def test_a_batch_of_many_tokens_is_taken_in_and_committed_beside_the_loop(tmp_pa
     """A million tokens, three quarters of a second of work."""
     groups = [long_group(0, 100, 600)]
     sent = msgspec.msgpack.encode(Played(1, groups[0].rollouts))
-    tokens = sum(chain.num_tokens for rollout in groups[0].rollouts for chain in rollout.turns.chains)
+    tokens = sum(
+        chain.num_tokens for rollout in groups[0].rollouts for chain in rollout.turns.chains
+    )
     assert tokens == 960_000 and len(sent) < 40 * tokens
 
     async def work():
@@ -100,7 +123,9 @@ def test_a_million_solve_rates_are_settled_and_written_beside_the_loop(tmp_path)
 
     async def work():
         step = one.progress.newest
-        await one.add([Group(group_id=step, env="e", task=step, rollouts=long_group(0, 1, 5).rollouts)])
+        await one.add(
+            [Group(group_id=step, env="e", task=step, rollouts=long_group(0, 1, 5).rollouts)]
+        )
         await one.commit_full_batches()
         assert one.progress.newest == step + 1
 
@@ -110,9 +135,13 @@ def test_a_million_solve_rates_are_settled_and_written_beside_the_loop(tmp_path)
 
 def test_an_evaluation_of_many_rollouts_is_written_beside_the_loop(tmp_path):
     """Regression: 2,000 tasks of 8 rollouts took 0.55 s."""
-    settings = config(tmp_path, "--orchestrator.eval.samples", "8", "--orchestrator.eval.interval", "1")
+    settings = config(
+        tmp_path, "--orchestrator.eval.samples", "8", "--orchestrator.eval.interval", "1"
+    )
     results = [(task, long_group(0, 2, 20).rollouts) for task in range(2000)]
-    evaluator = Evaluator(settings, SimpleNamespace(lost={}), {"e": EvalEnv("e", 2000)}, StepClock())
+    evaluator = Evaluator(
+        settings, SimpleNamespace(lost={}), {"e": EvalEnv("e", 2000)}, StepClock()
+    )
     evaluator.clock.start()
 
     async def play(*_):
@@ -124,7 +153,11 @@ def test_an_evaluation_of_many_rollouts_is_written_beside_the_loop(tmp_path):
     async def work():
         version = next(versions)
         await evaluator.evaluate(settings.orchestrator.eval[0], version, lambda: asyncio.sleep(0))
-        assert settings.run_dir.eval(version, "e").exists() and evaluator.best["e"] == (True, 0.5, 0)
+        assert settings.run_dir.eval(version, "e").exists() and evaluator.best["e"] == (
+            True,
+            0.5,
+            0,
+        )
 
     assert least_hold(work) < HELD_S
 
@@ -133,9 +166,15 @@ def test_an_evaluation_plays_as_many_rollouts_at_once_as_training_may(tmp_path):
     """Results are in the order of the tasks, whichever finishes first."""
     settings = config(
         tmp_path,
-        "--orchestrator.batch_size", "8", "--orchestrator.group_size", "8", "--orchestrator.max_off_policy_steps", "1",
-        "--orchestrator.eval.samples", "3",
-    )  # fmt: skip
+        "--orchestrator.batch_size",
+        "8",
+        "--orchestrator.group_size",
+        "8",
+        "--orchestrator.max_off_policy_steps",
+        "1",
+        "--orchestrator.eval.samples",
+        "3",
+    )
 
     class Pool:
         lost: dict[str, str] = {}
@@ -155,5 +194,8 @@ def test_an_evaluation_plays_as_many_rollouts_at_once_as_training_may(tmp_path):
         return evaluator.pool.peak
 
     assert asyncio.run(main()) == 15 < settings.orchestrator.max_in_flight == 16
-    lines = [msgspec.json.decode(line) for line in settings.run_dir.eval(0, "e").read_bytes().splitlines()]
+    lines = [
+        msgspec.json.decode(line)
+        for line in settings.run_dir.eval(0, "e").read_bytes().splitlines()
+    ]
     assert [line["task"] for line in lines] == [task for task in range(50) for _ in range(3)]

@@ -1,4 +1,5 @@
-"""The orchestrator's loops with real workers, real environments and the real transport; only model and trainer are stubs."""
+"""The orchestrator's loops with real workers, real environments and the real transport; only
+model and trainer are stubs."""
 
 import asyncio
 import json
@@ -36,14 +37,31 @@ def environments(monkeypatch, tmp_path):
 
 
 def make_config(tmp_path, *flags):
-    base = ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment.id", "say-digit", "--max_steps", "3"]
-    base += ["--orchestrator.batch_size", "8", "--orchestrator.group_size", "4", "--orchestrator.sampling.max_tokens", "8"]
+    base = [
+        "--name",
+        "r",
+        "--output_dir",
+        str(tmp_path),
+        "--orchestrator.environment.id",
+        "say-digit",
+        "--max_steps",
+        "3",
+    ]
+    base += [
+        "--orchestrator.batch_size",
+        "8",
+        "--orchestrator.group_size",
+        "4",
+        "--orchestrator.sampling.max_tokens",
+        "8",
+    ]
     base += ["--model.max_model_len", "256", "--orchestrator.rollout_retries", "1"]
     return build(parse_args([*base, *flags]))
 
 
 def train(config, steps, step_s=0.0):
-    """A trainer without a model: asks for batches and publishes empty versions. Returns the batches it got."""
+    """A trainer without a model: asks for batches and publishes empty versions. Returns the
+    batches it got."""
     client, wait = OrchestratorClient(config.run_dir), Wait(150.0, lambda *_: None)
     given = []
     for step in steps:
@@ -70,7 +88,9 @@ def play(config, model, *, steps=None, stub_options=None, during=None, step_s=0.
         async with stub:
             steps_wanted = range(1, config.max_steps + 1) if steps is None else steps
             trainer = asyncio.create_task(asyncio.to_thread(train, config, steps_wanted, step_s))
-            runner = asyncio.create_task(run(config, status, str(model), homes_of(config, print, recorded=True)))
+            runner = asyncio.create_task(
+                run(config, status, str(model), homes_of(config, print, recorded=True))
+            )
             if during:
                 await during(stub, runner)
             try:
@@ -88,7 +108,15 @@ def lines(path):
 
 
 def test_three_steps_on_policy(tmp_path, model, monkeypatch):
-    config = make_config(tmp_path, "--max_lag", "0", "--orchestrator.eval.interval", "2", "--orchestrator.eval.samples", "2")
+    config = make_config(
+        tmp_path,
+        "--max_lag",
+        "0",
+        "--orchestrator.eval.interval",
+        "2",
+        "--orchestrator.eval.samples",
+        "2",
+    )
     answered, had_it = threading.Event(), []
 
     def answer(path):
@@ -111,46 +139,71 @@ def test_three_steps_on_policy(tmp_path, model, monkeypatch):
     monkeypatch.setattr(BatchBuilder, "_write_after_batch", write_after_batch)
     ended, given, stub = play(config, model)
     assert ended == "3 steps done" and had_it == [True] * 3
-    assert evaluated_after == [(0, 1), (2, 3), (3, 3)]  # during the training of the version's batch, not before its sampling
+    # during the training of the version's batch, not before its sampling
+    assert evaluated_after == [(0, 1), (2, 3), (3, 3)]
     assert [batch.step for batch in given] == [1, 2, 3]
     for batch in given:
-        assert {version for sample in batch.samples for version in sample.versions} == {batch.step - 1}
+        assert {version for sample in batch.samples for version in sample.versions} == {
+            batch.step - 1
+        }
         for sample in batch.samples:
             assert stub.tokenizer.decode(sample.token_ids).startswith("<|im_start|>user\nsay ")
-            assert sample.trained.tolist() == [sample.num_tokens - 2, sample.num_tokens - 1]  # a digit and the end of turn
+            # a digit and the end of turn
+            assert sample.trained.tolist() == [sample.num_tokens - 2, sample.num_tokens - 1]
             assert sample.logprobs.tolist() == [-0.5, -0.5]
         by_group = {}
         for sample in batch.samples:
             by_group.setdefault(sample.group_id, []).append(float(sample.advantages[-1]))
-        assert all(len(group) == 4 and sum(group) == pytest.approx(0) and any(group) for group in by_group.values())
+        assert all(
+            len(group) == 4 and sum(group) == pytest.approx(0) and any(group)
+            for group in by_group.values()
+        )
     metrics = read_metrics(config.run_dir.metrics)
-    assert metrics[2, "orchestrator"]["lag/max"] == 0 and 0 < metrics[2, "orchestrator"]["reward/mean"] < 1
+    assert (
+        metrics[2, "orchestrator"]["lag/max"] == 0
+        and 0 < metrics[2, "orchestrator"]["reward/mean"] < 1
+    )
     assert [key for key in metrics if key[1] == "eval"] == [(0, "eval"), (2, "eval"), (3, "eval")]
     assert len(lines(config.run_dir.eval(2, "say-digit"))) == 4
     prompts = {
-        (body["session"], tuple(body["token_ids"])) for route, body in stub.log if "token_ids" in body and "seed" not in body["sampling"]
+        (body["session"], tuple(body["token_ids"]))
+        for route, body in stub.log
+        if "token_ids" in body and "seed" not in body["sampling"]
     }
-    assert len(prompts) == len({session for session, _ in prompts})  # a group is a session, which stays on one of several servers
+    # a group is a session, which stays on one of several servers
+    assert len(prompts) == len({session for session, _ in prompts})
     rollouts = [line for step in (1, 2, 3) for line in lines(config.run_dir.rollouts(step))]
     assert sum(line["trained"] for line in rollouts) == sum(len(batch.samples) for batch in given)
-    assert {None, "no_signal"} <= {line["why"] for line in rollouts} <= {None, "no_signal", "surplus"} and len(
-        {(r["group_id"], r["rollout_id"]) for r in rollouts}
-    ) == len(rollouts)
+    assert {None, "no_signal"} <= {line["why"] for line in rollouts} <= {
+        None,
+        "no_signal",
+        "surplus",
+    } and len({(r["group_id"], r["rollout_id"]) for r in rollouts}) == len(rollouts)
     assert metrics[1, "orchestrator"]["rollouts/finished"] == len(lines(config.run_dir.rollouts(1)))
 
 
 def test_weights_hold_and_a_slow_environment_does_not_hold_up_the_other(tmp_path, model):
-    """A slow rollout takes three steps. Batches do not wait for it, and its environment still gets its share, only later."""
-    envs = '[{id = "say-digit", name = "fast"}, {id = "say-digit", name = "slow", group_size = 2, args = {delay = 1.5}}]'
-    config = make_config(tmp_path, "--orchestrator.environment", envs, "--max_steps", "16", "--max_lag", "1")
+    """A slow rollout takes three steps. Batches do not wait for it, and its environment still
+    gets its share, only later."""
+    envs = (
+        '[{id = "say-digit", name = "fast"}, {id = "say-digit", name = "slow", group_size = 2, '
+        "args = {delay = 1.5}}]"
+    )
+    config = make_config(
+        tmp_path, "--orchestrator.environment", envs, "--max_steps", "16", "--max_lag", "1"
+    )
     _, given, _ = play(config, model, step_s=0.5)
     rollouts = [line for step in range(3, 17) for line in lines(config.run_dir.rollouts(step))]
-    assert sum(line["env"] == "slow" for line in rollouts) / len(rollouts) == pytest.approx(0.5, abs=0.2)
+    assert sum(line["env"] == "slow" for line in rollouts) / len(rollouts) == pytest.approx(
+        0.5, abs=0.2
+    )
     metrics = read_metrics(config.run_dir.metrics)
     waited = sorted(metrics[step, "orchestrator"]["time/batch"] for step in range(2, 17))
-    assert waited[7] < 0.9 and sum(waited) < 15 * 1.2, waited  # the trainer takes 0.5 s, a slow rollout 1.5 s
+    # the trainer takes 0.5 s, a slow rollout 1.5 s
+    assert waited[7] < 0.9 and sum(waited) < 15 * 1.2, waited
     lags = [batch.step - 1 - sample.versions[0] for batch in given for sample in batch.samples]
-    # The slow half may be the three steps old that it takes, the fast half as old as max_lag: 2 on average is the bound.
+    # The slow half may be the three steps old that it takes, the fast half as old as max_lag: 2 on
+    # average is the bound.
     assert sum(lags) / len(lags) <= 2 and max(lags) <= config.orchestrator.max_off_policy_steps
 
 
@@ -163,29 +216,51 @@ def test_multi_turn_samples_keep_sampled_ids(tmp_path, model):
         text = stub.tokenizer.decode(sample.token_ids)
         assert text.count("<|im_start|>assistant\n") == 3 and text.count("and again") == 2
     sent = [body["token_ids"] for route, body in stub.log if route == "generate"]
-    assert all(any(sample.token_ids[: len(ids)].tolist() == ids for ids in sent) for sample in batch.samples)
+    assert all(
+        any(sample.token_ids[: len(ids)].tolist() == ids for ids in sent)
+        for sample in batch.samples
+    )
 
 
-def test_inference_dies_in_every_phase_and_comes_back_with_any_version(tmp_path, model, monkeypatch):
+def test_inference_dies_in_every_phase_and_comes_back_with_any_version(
+    tmp_path, model, monkeypatch
+):
     monkeypatch.setattr("rl.orchestrator.orchestrator.RECONCILE_EVERY_S", 0.1)
     flags = ["--max_steps", "5", "--max_lag", "1", "--orchestrator.max_off_policy_steps", "2"]
-    config = make_config(tmp_path, *flags, "--orchestrator.eval.interval", "2", "--orchestrator.eval.samples", "4")
+    config = make_config(
+        tmp_path, *flags, "--orchestrator.eval.interval", "2", "--orchestrator.eval.samples", "4"
+    )
 
     async def kill(stub, runner):
-        """During the eval of version 0, while groups are played, before and after a load, and while the versions are polled."""
-        stub.deaths = {("/generate", 3): 7, ("/generate", 25): 0, ("/generate", 60): 1, ("/status", 9): 0}
+        """During the eval of version 0, while groups are played, before and after a load, and
+        while the versions are polled."""
+        stub.deaths = {
+            ("/generate", 3): 7,
+            ("/generate", 25): 0,
+            ("/generate", 60): 1,
+            ("/status", 9): 0,
+        }
         stub.deaths |= {("/load_weights", 1): 0, ("/load_weights", 3): 2, ("/load_weights", 5): 0}
 
     ended, given, stub = play(config, model, during=kill, step_s=0.4)
     assert ended == "5 steps done" and [batch.step for batch in given] == [1, 2, 3, 4, 5]
     assert stub.counts["/load_weights"] >= 6 and stub.counts["/generate"] > 60
-    lags = [batch.step - 1 - span.policy_version for batch in given for sample in batch.samples for span in sample.spans]
+    lags = [
+        batch.step - 1 - span.policy_version
+        for batch in given
+        for sample in batch.samples
+        for span in sample.spans
+    ]
     assert max(lags) <= 2
     for version in (0, 2, 4, 5):
         rows = lines(config.run_dir.eval(version, "say-digit"))
-        assert len(rows) == 8 and all(row["versions"] == [version] and "error" not in row for row in rows)
+        assert len(rows) == 8 and all(
+            row["versions"] == [version] and "error" not in row for row in rows
+        )
     rollouts = [line for step in range(1, 6) for line in lines(config.run_dir.rollouts(step))]
-    assert len({(r["group_id"], r["rollout_id"]) for r in rollouts}) == len(rollouts) and not any("error" in r for r in rollouts)
+    assert len({(r["group_id"], r["rollout_id"]) for r in rollouts}) == len(rollouts) and not any(
+        "error" in r for r in rollouts
+    )
 
 
 DEATH = "it ended with code 7 (its output"
@@ -198,7 +273,9 @@ def test_environment_trouble_costs_a_retry(tmp_path, model, fail):
     assert len(given[0].samples) == 8
     assert not any("error" in line for line in lines(config.run_dir.rollouts(1)))
     assert fail != "exit_once" or os.path.exists(tmp_path / "exited")
-    assert [one.split(": ")[:2] for one in stub.warnings] == [["worker say-digit-0 is restarted", DEATH]] * (fail == "exit_once")
+    assert [one.split(": ")[:2] for one in stub.warnings] == [
+        ["worker say-digit-0 is restarted", DEATH]
+    ] * (fail == "exit_once")
 
 
 def beside_teacher(teacher, tmp_path, model, *flags, **options):
@@ -224,11 +301,25 @@ def none(group, config):
 """
 
 
-def test_a_teacher_scores_what_is_trained_and_groups_without_signal_are_trained_too(tmp_path, model):
-    flags = ["--orchestrator.environment.args.constant", "1.0", "--orchestrator.environment.args.turns", "2", "--max_steps", "2"]
+def test_a_teacher_scores_what_is_trained_and_groups_without_signal_are_trained_too(
+    tmp_path, model
+):
+    flags = [
+        "--orchestrator.environment.args.constant",
+        "1.0",
+        "--orchestrator.environment.args.turns",
+        "2",
+        "--max_steps",
+        "2",
+    ]
     teacher = StubTeacher(tokenizer=Tokenizer.from_file(str(model / "tokenizer.json")))
     (tmp_path / "own.py").write_text(NO_CREDIT)
-    credit = ["--orchestrator.credit.function", f"{tmp_path}/own.py:none", "--orchestrator.credit.args.log", f"{tmp_path}/log"]
+    credit = [
+        "--orchestrator.credit.function",
+        f"{tmp_path}/own.py:none",
+        "--orchestrator.credit.args.log",
+        f"{tmp_path}/log",
+    ]
     config, (_, given, _) = beside_teacher(teacher, tmp_path, model, *flags, *credit)
     judged = (tmp_path / "log").read_text().split()
     assert len(judged) == len({*judged}) >= 4  # each group once, not before and after its teacher
@@ -236,11 +327,17 @@ def test_a_teacher_scores_what_is_trained_and_groups_without_signal_are_trained_
         assert len(batch.samples) == 8
         for sample in batch.samples:
             ids = sample.token_ids.tolist()
-            assert sample.teacher_logprobs.tolist() == pytest.approx([logprob(ids, t) for t in sample.trained.tolist()])
+            assert sample.teacher_logprobs.tolist() == pytest.approx(
+                [logprob(ids, t) for t in sample.trained.tolist()]
+            )
             assert ids in teacher.requests and not any(sample.advantages)
     metrics = read_metrics(config.run_dir.metrics)[1, "orchestrator"]
     assert metrics["rollouts/replaced_groups"] == 0 and metrics["reward/mean"] == 1.0
-    gaps = [gap for sample in given[0].samples for gap in (sample.logprobs - sample.teacher_logprobs).tolist()]
+    gaps = [
+        gap
+        for sample in given[0].samples
+        for gap in (sample.logprobs - sample.teacher_logprobs).tolist()
+    ]
     assert metrics["teacher_kl/say-digit/mean"] == pytest.approx(sum(gaps) / len(gaps))
 
 
@@ -258,7 +355,8 @@ class SilentTeacher(StubTeacher):
 
 
 def test_what_is_played_is_kept_while_a_teacher_is_asked(tmp_path, model):
-    """The last episodes of a group were in memory alone until its teacher had answered, which may take ten minutes."""
+    """The last episodes of a group were in memory alone until its teacher had answered, which
+    may take ten minutes."""
     silent, kept = SilentTeacher(), {}
 
     async def kill(stub, runner):
@@ -268,7 +366,9 @@ def test_what_is_played_is_kept_while_a_teacher_is_asked(tmp_path, model):
             await asyncio.sleep(0.05)
             for record in read_groups(pending)[0]:
                 assert isinstance(record, Members)
-                kept.setdefault(record.group_id, []).extend(rollout.turns.token_ids(0) for rollout in record.members)
+                kept.setdefault(record.group_id, []).extend(
+                    rollout.turns.token_ids(0) for rollout in record.members
+                )
             for group in [group for group, members in kept.items() if len(members) < 4]:
                 del kept[group]
         raise KilledError
@@ -279,7 +379,9 @@ def test_what_is_played_is_kept_while_a_teacher_is_asked(tmp_path, model):
     teacher = StubTeacher()
     _, (_, given, _) = beside_teacher(teacher, tmp_path, model, "--max_steps", "1")
     scored = {tuple(ids) for ids in teacher.requests}
-    assert len(given) == 1 and all(scored & {tuple(ids) for ids in members} for members in kept.values())
+    assert len(given) == 1 and all(
+        scored & {tuple(ids) for ids in members} for members in kept.values()
+    )
 
 
 def unwrap(error):
@@ -289,11 +391,23 @@ def unwrap(error):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--orchestrator.environment.args.fail", "load"], "load_environment raised KeyError: 'SOME_DATA_PATH'"),
+        (
+            ["--orchestrator.environment.args.fail", "load"],
+            "load_environment raised KeyError: 'SOME_DATA_PATH'",
+        ),
         (["--orchestrator.environment.args.unknown", "1"], "unexpected keyword argument 'unknown'"),
-        (["--orchestrator.environment.args.tasks", "0"], "has no training examples; check its arguments"),
-        (["--model.max_model_len", "30"], "exceed model.max_model_len = 30; raise model.max_model_len to"),
-        (["--orchestrator.environment.args.fail", "always"], "ZeroDivisionError: broken environment"),
+        (
+            ["--orchestrator.environment.args.tasks", "0"],
+            "has no training examples; check its arguments",
+        ),
+        (
+            ["--model.max_model_len", "30"],
+            "exceed model.max_model_len = 30; raise model.max_model_len to",
+        ),
+        (
+            ["--orchestrator.environment.args.fail", "always"],
+            "ZeroDivisionError: broken environment",
+        ),
         (["--orchestrator.environment.args.constant", "0.0"], "without any signal"),
     ],
 )
@@ -304,28 +418,47 @@ def test_what_cannot_work_ends_with_a_remedy(tmp_path, model, flags, text):
     error = unwrap(caught.value)
     assert isinstance(error, RunError) and error.exit_code == GIVE_UP and text in str(error)
     readable = config.run_dir.pending_rollouts  # of what was played until then
-    lines = [json.loads(line) for line in readable.read_bytes().splitlines()] if readable.exists() else []
-    assert {line["why"] for line in lines} == {"always": {"environment"}, "0.0": {"no_signal"}}.get(flags[1], set())
+    lines = (
+        [json.loads(line) for line in readable.read_bytes().splitlines()]
+        if readable.exists()
+        else []
+    )
+    assert {line["why"] for line in lines} == {"always": {"environment"}, "0.0": {"no_signal"}}.get(
+        flags[1], set()
+    )
     assert not lines or f"`rl show {config.run_dir.root}` shows them" in str(error)
 
 
 def test_a_solved_task_ends_the_run(tmp_path, model):
-    config = make_config(tmp_path, "--max_steps", "50", "--max_lag", "0", "--orchestrator.eval.interval", "100")
+    config = make_config(
+        tmp_path, "--max_steps", "50", "--max_lag", "0", "--orchestrator.eval.interval", "100"
+    )
 
     async def learn(stub, runner):
         while config.run_dir.newest_batch() < 2:
             await asyncio.sleep(0.02)
         stub.skill = 1.0
 
-    # A group of wrong answers alone that is still in flight when the task is learned would count as a task that is too hard.
+    # A group of wrong answers alone that is still in flight when the task is learned would count as
+    # a task that is too hard.
     ended, given, _ = play(config, model, stub_options={"skill": 0.9}, during=learn)
     assert ended.startswith("solved: the last ") and given[-1] == RunEnded(ended)
     last = given[-2].step
-    assert config.run_dir.eval(last, "say-digit").exists() and config.run_dir.eval(0, "say-digit").exists()
+    assert (
+        config.run_dir.eval(last, "say-digit").exists()
+        and config.run_dir.eval(0, "say-digit").exists()
+    )
 
 
 def test_an_eval_that_reaches_its_target_ends_the_run_and_the_best_version_is_kept(tmp_path, model):
-    flags = ["--orchestrator.eval.interval", "1", "--orchestrator.eval.samples", "4", "--orchestrator.eval.target", "0.95"]
+    flags = [
+        "--orchestrator.eval.interval",
+        "1",
+        "--orchestrator.eval.samples",
+        "4",
+        "--orchestrator.eval.target",
+        "0.95",
+    ]
     config = make_config(tmp_path, "--max_steps", "50", "--max_lag", "0", *flags)
 
     async def learn(stub, runner):
@@ -335,11 +468,22 @@ def test_an_eval_that_reaches_its_target_ends_the_run_and_the_best_version_is_ke
 
     ended, given, _ = play(config, model, during=learn)
     metrics = read_metrics(config.run_dir.metrics)
-    rewards = {step: values["eval/say-digit/reward_mean"] for (step, source), values in metrics.items() if source == "eval"}
+    rewards = {
+        step: values["eval/say-digit/reward_mean"]
+        for (step, source), values in metrics.items()
+        if source == "eval"
+    }
     best = max(rewards, key=lambda step: (rewards[step], -step))
-    assert ended == f"eval say-digit reached 1.000 at version {best}; its target is 0.95" and given[-1] == RunEnded(ended)
-    assert len(given) < 12 and rewards[best] == 1.0 > max(reward for step, reward in rewards.items() if step < best)
-    assert json.loads((config.run_dir.evals / "best.json").read_text()) == {"say-digit": {"policy_version": best, "reward_mean": 1.0}}
-    assert {f"eval/say-digit/{name}" for name in ("pass@1", "pass@4", "pass@4_stderr", "avg@4", "reward_mean_stderr")} <= set(
-        metrics[0, "eval"]
+    assert ended == f"eval say-digit reached 1.000 at version {best}; its target is 0.95" and given[
+        -1
+    ] == RunEnded(ended)
+    assert len(given) < 12 and rewards[best] == 1.0 > max(
+        reward for step, reward in rewards.items() if step < best
     )
+    assert json.loads((config.run_dir.evals / "best.json").read_text()) == {
+        "say-digit": {"policy_version": best, "reward_mean": 1.0}
+    }
+    assert {
+        f"eval/say-digit/{name}"
+        for name in ("pass@1", "pass@4", "pass@4_stderr", "avg@4", "reward_mean_stderr")
+    } <= set(metrics[0, "eval"])

@@ -1,7 +1,9 @@
-"""Two hosts share a run directory: one orchestrator is stopped, taken for dead by the other, and then continues.
+"""Two hosts share a run directory: one orchestrator is stopped, taken for dead by the other, and
+then continues.
 
-Whatever it was doing, every batch is by exactly one of them, the stopped one learns what has happened and ends, no temporary file of a live
-process is deleted, and no line of numbers is torn, lost or duplicated.
+Whatever it was doing, every batch is by exactly one of them, the stopped one learns what has
+happened and ends, no temporary file of a live process is deleted, and no line of numbers is torn,
+lost or duplicated.
 """
 
 import errno
@@ -25,7 +27,13 @@ from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Status
 from rl.system import faults
 from rl.system.errors import GIVE_UP
-from rl.wire.batch_file import EncodedBatch, check_rollouts, decode_batch, remove_rollouts, write_batch
+from rl.wire.batch_file import (
+    EncodedBatch,
+    check_rollouts,
+    decode_batch,
+    remove_rollouts,
+    write_batch,
+)
 from rl.wire.messages import TrainBatch
 from tests.hosts import Host, LateListings, permitted
 from tests.waiting import until
@@ -33,9 +41,18 @@ from tests.waiting import until
 pytestmark = pytest.mark.skipif(not permitted(), reason="may not make pid namespaces")
 STEPS, STOPPED_AT = 6, 3
 ENVIRONMENT = {"no locks": 0.0, "late listings": 0.3}
-POINTS = ("rollouts.write", "rollouts.rename", "batch.torn", "batch.rename", "batch.linked", "batch.fsync_dir", "metrics.write")
-"""Not in the middle of a line of numbers: that is one system call, in which no process is stopped. And not between a merge's check of the
-lease and its append, which would duplicate lines in metrics.jsonl (the last one counts)."""
+POINTS = (
+    "rollouts.write",
+    "rollouts.rename",
+    "batch.torn",
+    "batch.rename",
+    "batch.linked",
+    "batch.fsync_dir",
+    "metrics.write",
+)
+"""Not in the middle of a line of numbers: that is one system call, in which no process is
+stopped. And not between a merge's check of the lease and its append, which would duplicate lines
+in metrics.jsonl (the last one counts)."""
 
 
 class Stops(faults.Plan):
@@ -83,7 +100,8 @@ def orchestrate(root, environment: str, host: str, point: str = "") -> None:
 
 
 def train(root, environment: str) -> None:
-    """A live process on the first host: it writes numbers, its status, and a version for as long as all this lasts."""
+    """A live process on the first host: it writes numbers, its status, and a version for as long
+    as all this lasts."""
     set_up(root, environment)
     run_dir = RunDir(root, root / "weights")
     hold_role(run_dir.lock("trainer"), 20)
@@ -109,7 +127,8 @@ def train(root, environment: str) -> None:
 
 
 def a_takeover(root, environment: str, point: str) -> list[str]:
-    """Checks the guarantees with the first host stopped when it reaches `point` for the third time. Returns whose the batches are."""
+    """Checks the guarantees with the first host stopped when it reaches `point` for the third
+    time. Returns whose the batches are."""
     run_dir = RunDir(root, root / "weights")
     for folder in run_dir.folders:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +145,9 @@ def a_takeover(root, environment: str, point: str) -> list[str]:
         said = (root / "a.log").read_text().splitlines()[-1]
         assert "RunError: " in said and " on b) has taken over as orchestrator of this run" in said
         (root / "end").touch()
-        assert (trainer.wait(), second.wait()) == (0, 0), (root / "t.log").read_text() + (root / "b.log").read_text()
+        assert (trainer.wait(), second.wait()) == (0, 0), (root / "t.log").read_text() + (
+            root / "b.log"
+        ).read_text()
     finally:
         for host in hosts:
             host.close()
@@ -141,16 +162,27 @@ def check(run_dir: RunDir) -> list[str]:
         assert json.loads(run_dir.rollouts(step).read_bytes()) == state
         owners.append(state["host"])
     assert owners == sorted(owners) and set(owners) == {"a", "b"}
-    assert list(numbered(run_dir.batches, ".batch")) == list(range(1, STEPS + 1)) and not list(run_dir.root.rglob(".*"))
+    assert list(numbered(run_dir.batches, ".batch")) == list(range(1, STEPS + 1)) and not list(
+        run_dir.root.rglob(".*")
+    )
     assert sorted(path.name for path in run_dir.weights(1).iterdir()) == ["a", "b"]
     merged = run_dir.metrics.read_bytes().splitlines()
-    sources = [line for path in (run_dir.root / "metrics").iterdir() for line in path.read_bytes().splitlines()]
-    assert sorted(merged) == sorted(sources) and len(set(merged)) == len(merged) > STEPS and all(map(json.loads, merged))
+    sources = [
+        line
+        for path in (run_dir.root / "metrics").iterdir()
+        for line in path.read_bytes().splitlines()
+    ]
+    assert (
+        sorted(merged) == sorted(sources)
+        and len(set(merged)) == len(merged) > STEPS
+        and all(map(json.loads, merged))
+    )
     return owners
 
 
 @pytest.mark.parametrize(
-    ("environment", "point", "owners"), [("no locks", "batch.rename", "aabbbb"), ("late listings", "batch.linked", "aaabbb")]
+    ("environment", "point", "owners"),
+    [("no locks", "batch.rename", "aabbbb"), ("late listings", "batch.linked", "aaabbb")],
 )
 def test_who_was_taken_for_dead_ends_and_changes_nothing(tmp_path, environment, point, owners):
     assert "".join(a_takeover(tmp_path / "r", environment, point)) == owners
@@ -164,13 +196,16 @@ def test_wherever_it_was_stopped(tmp_path, environment):
 
 
 def commit_all(root, host: str) -> None:
-    """Commits batches without a role, at the same time as another host; reports which were its own."""
+    """Commits batches without a role, at the same time as another host; reports which were its
+    own."""
     until(lambda: len([*root.glob("*.ready")]) == 2)
     os.fsync = lambda fd: None
     mine = []
     for step in range(1, 101):
         try:
-            write_batch(root / f"{step:06d}.batch", TrainBatch(step=step, samples=[]), {"host": host})
+            write_batch(
+                root / f"{step:06d}.batch", TrainBatch(step=step, samples=[]), {"host": host}
+            )
             mine.append(step)
         except TakenError:
             pass
@@ -178,10 +213,21 @@ def commit_all(root, host: str) -> None:
 
 
 def test_of_two_that_commit_at_once_one_wins(tmp_path):
-    hosts = [Host(name, partial(commit_all, tmp_path, name), tmp_path / f"{name}.log") for name in "ab"]
+    hosts = [
+        Host(name, partial(commit_all, tmp_path, name), tmp_path / f"{name}.log") for name in "ab"
+    ]
     for name in "ab":
         (tmp_path / f"{name}.ready").touch()
     assert [host.wait() for host in hosts] == [0, 0]
-    owners = sorted((step, name) for name in "ab" for step in json.loads((tmp_path / name).read_text()))
-    states = [msgspec.msgpack.decode(decode_batch((tmp_path / f"{step:06d}.batch").read_bytes(), "x").state) for step in range(1, 101)]
-    assert owners == [(step, state["host"]) for step, state in enumerate(states, 1)] and not list(tmp_path.glob(".*"))
+    owners = sorted(
+        (step, name) for name in "ab" for step in json.loads((tmp_path / name).read_text())
+    )
+    states = [
+        msgspec.msgpack.decode(
+            decode_batch((tmp_path / f"{step:06d}.batch").read_bytes(), "x").state
+        )
+        for step in range(1, 101)
+    ]
+    assert owners == [(step, state["host"]) for step, state in enumerate(states, 1)] and not list(
+        tmp_path.glob(".*")
+    )

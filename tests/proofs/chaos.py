@@ -2,11 +2,13 @@
 
     uv run -m tests.proofs.chaos @ CONFIG [rl's flags] --kills 20 --every 60 --seed 7 --targets trainer,engine --signals KILL,STOP,SEGV
 
-The kills fall at random times and on random processes, by the seed. A dead `rl` is started again with --resume, all else is its to bring
-back; but a further inference server (`server`, of `--servers N`), which is started again as by hand. With the targets host-train and
-host-serve the run is started by hand on two hosts, which die as a whole (chaos_hosts.py); with machine-0, machine-1, ... and [cluster] it
-is a run on a cluster, whose machines die as a whole and are replaced (chaos_machines.py). At the end: exactly once, equal to `rl replay`
-bit for bit, no orphan, nothing left behind, lag bounds; and a table. Exit code 1 if any of it is broken.
+The kills fall at random times and on random processes, by the seed. A dead `rl` is started again
+with --resume, all else is its to bring back; but a further inference server (`server`, of
+`--servers N`), which is started again as by hand. With the targets host-train and host-serve the
+run is started by hand on two hosts, which die as a whole (chaos_hosts.py); with machine-0,
+machine-1, ... and [cluster] it is a run on a cluster, whose machines die as a whole and are
+replaced (chaos_machines.py). At the end: exactly once, equal to `rl replay` bit for bit, no orphan,
+nothing left behind, lag bounds; and a table. Exit code 1 if any of it is broken.
 """
 
 import argparse
@@ -34,7 +36,18 @@ from tests.proofs.chaos_hosts import HOSTS, HostRun
 from tests.proofs.chaos_machines import MachinesRun
 from tests.proofs.chaos_run import UP_S, EndedError, Run
 
-TARGETS = ("trainer", "rank", "orchestrator", "worker", "inference", "engine", "server", "rl", "guard", *HOSTS)
+TARGETS = (
+    "trainer",
+    "rank",
+    "orchestrator",
+    "worker",
+    "inference",
+    "engine",
+    "server",
+    "rl",
+    "guard",
+    *HOSTS,
+)
 LOOK_S = 0.2
 PATIENCE_S = 120.0
 """A kill waits so long for its target to be there."""
@@ -94,7 +107,8 @@ class Chaos:
         return time.monotonic() - self.began
 
     def look(self) -> None:
-        """Notes what is new; starts again what nobody else does; raises EndedError when the run ended by itself."""
+        """Notes what is new; starts again what nobody else does; raises EndedError when the run
+        ended by itself."""
         time.sleep(LOOK_S)
         run, now = self.run, self.now()
         self.note_pending()
@@ -106,7 +120,12 @@ class Chaos:
             os.kill(self.stopped, signal.SIGCONT)
         run.revive()
         self.note_orphans(now)
-        if self.open and not self.wake_at and run.all_up() and not any(alive(kill) for kill in self.open):
+        if (
+            self.open
+            and not self.wake_at
+            and run.all_up()
+            and not any(alive(kill) for kill in self.open)
+        ):
             self.down_s += now - self.open[0].at_s
             for kill in self.open:
                 kill.recovered_s, kill.overlapped = now - kill.at_s, len(self.open) > 1
@@ -118,7 +137,10 @@ class Chaos:
     def note_pending(self) -> None:
         """Which groups have ever been finished."""
         path = self.run.run_dir.pending
-        if path.exists() and (stamp := (path.stat().st_mtime_ns, path.stat().st_size)) != self.pending_stamp:
+        if (
+            path.exists()
+            and (stamp := (path.stat().st_mtime_ns, path.stat().st_size)) != self.pending_stamp
+        ):
             self.pending_stamp = stamp
             self.seen |= promises.pending_groups(path)
 
@@ -131,17 +153,23 @@ class Chaos:
             left = promises.told(promises.processes_with(word))
             if not left or time.monotonic() - when > ORPHAN_S:
                 self.run.doomed.remove((when, word))
-                self.report.broken += [f"{ORPHAN_S:.0f} s after its death there is still {line}" for line in left]
+                self.report.broken += [
+                    f"{ORPHAN_S:.0f} s after its death there is still {line}" for line in left
+                ]
 
     def until(self, what: str, reached: Callable[[], bool], limit_s: float) -> None:
         since = self.now()
         while not reached():
             self.look()
             if self.now() - since > limit_s:
-                raise TimeoutError(f"waited {limit_s:.0f} s for {what}; see {self.run.output} and {self.run.run_dir.logs}")
+                raise TimeoutError(
+                    f"waited {limit_s:.0f} s for {what}; see {self.run.output} and "
+                    f"{self.run.run_dir.logs}"
+                )
 
     def kill(self) -> None:
-        """One random target gets one random signal, as soon as it is there. One that is never there leaves its turn to another."""
+        """One random target gets one random signal, as soon as it is there. One that is never
+        there leaves its turn to another."""
         if not self.queue:
             self.queue = self.random.sample(self.options.targets, len(self.options.targets))
         target, _, name = self.queue.pop().partition(":")
@@ -162,7 +190,11 @@ class Chaos:
         kill = Kill(self.now(), target, number.name.removeprefix("SIG"), phase, pid)
         self.report.kills.append(kill)
         self.open.append(kill)
-        print(f"{kill.at_s:7.0f} s  SIG{kill.signal:<4} to {target} ({pid}), while the run is {phase}", flush=True)
+        print(
+            f"{kill.at_s:7.0f} s  SIG{kill.signal:<4} to {target} ({pid}), while the run is "
+            f"{phase}",
+            flush=True,
+        )
 
     def steps_done(self) -> int:
         return max(self.step_times, default=0)
@@ -172,7 +204,11 @@ class Chaos:
         options, run = self.options, self.run
         run.start()
         try:
-            self.until("the first start", lambda: run.all_up() and self.steps_done() >= options.undisturbed, UP_S)
+            self.until(
+                "the first start",
+                lambda: run.all_up() and self.steps_done() >= options.undisturbed,
+                UP_S,
+            )
             pace = self.pace()
             first, since = self.steps_done(), self.now()
             for _ in range(options.kills):
@@ -187,11 +223,19 @@ class Chaos:
             self.until("word on orphans", lambda: not run.doomed, 2 * ORPHAN_S)
             code = run.end()
             self.report.figures["ended"] = f"stopped by SIGTERM: {code}"
-            self.report.broken += [] if code in (0, 143) else [f"the run ended with {code} after SIGTERM, not with 143"]
+            self.report.broken += (
+                []
+                if code in (0, 143)
+                else [f"the run ended with {code} after SIGTERM, not with 143"]
+            )
         except EndedError as end:
             self.report.figures["ended"] = f"by itself: {end.code}"
             if end.code != 0:
-                self.report.broken.append(f"the run ended with {end.code}" if end.code is not None else f"no recovery within {UP_S:.0f} s")
+                self.report.broken.append(
+                    f"the run ended with {end.code}"
+                    if end.code is not None
+                    else f"no recovery within {UP_S:.0f} s"
+                )
         except TimeoutError as error:
             self.report.broken.append(str(error))
         finally:
@@ -220,7 +264,9 @@ class Chaos:
             "undisturbed_step_s": pace,
             "steps_repeated": repeated,
             "downtime_s": self.down_s,
-            "effective_by_downtime": max(0.0, 1 - (self.down_s + repeated_s) / wall) if wall else None,
+            "effective_by_downtime": max(0.0, 1 - (self.down_s + repeated_s) / wall)
+            if wall
+            else None,
             "effective_by_pace": steps * pace / wall if wall and pace else None,
         }
 
@@ -236,24 +282,34 @@ class Chaos:
             report.broken += broken
             broken, mean, largest = promises.lag(run.run_dir, run.config)
             report.figures |= {"lag_mean": mean, "lag_max": largest, "groups_seen": len(self.seen)}
-            report.broken += broken + promises.every_step_trained(run.run_dir) + promises.numbers_once(run.run_dir)
+            report.broken += (
+                broken
+                + promises.every_step_trained(run.run_dir)
+                + promises.numbers_once(run.run_dir)
+            )
         report.figures |= events(run.run_dir.root / "events.jsonl")
         if not self.options.no_replay:
-            broken, said = promises.replay_equal(run.run_dir, run.environment(), self.options.replay_timeout)
+            broken, said = promises.replay_equal(
+                run.run_dir, run.environment(), self.options.replay_timeout
+            )
             report.figures["replay"] = said.splitlines()[-1] if said else ""
             report.broken += broken
         shutil.rmtree(run.temporary, ignore_errors=True)
 
 
 def events(path: Path) -> dict[str, Any]:
-    """What `rl` noted of the run, by kind; and for each process how long it took from a death until it worked again."""
+    """What `rl` noted of the run, by kind; and for each process how long it took from a death
+    until it worked again."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     back: dict[str, list[float]] = {}
     for line in lines:
         if line["event"] == "ready" and line["attempt"] > 1:
             back.setdefault(line["process"], []).append(line["seconds"])
     counts = dict(sorted(Counter(line["event"] for line in lines).items()))
-    return {"events": counts} | {f"{name}_back_s": f"median {median(each):.1f}, max {max(each):.1f}" for name, each in sorted(back.items())}
+    return {"events": counts} | {
+        f"{name}_back_s": f"median {median(each):.1f}, max {max(each):.1f}"
+        for name, each in sorted(back.items())
+    }
 
 
 def alive(kill: Kill) -> bool:
@@ -270,31 +326,53 @@ def table(report: Report) -> str:
         shown = f"{median(times):.1f} | {max(times):.1f}" if times else "- | -"
         lines.append(f"| {target} | {len(kills)} | {shown} |")
     lines += ["", "| target | signal | while | kills |", "|---|---|---|---|"]
-    for (target, name, phase), count in sorted(Counter((kill.target, kill.signal, kill.phase) for kill in report.kills).items()):
+    for (target, name, phase), count in sorted(
+        Counter((kill.target, kill.signal, kill.phase) for kill in report.kills).items()
+    ):
         lines.append(f"| {target} | {name} | {phase} | {count} |")
     lines += ["", "| figure | |", "|---|---|"]
-    lines += [f"| {name} | {f'{value:.3g}' if isinstance(value, float) else value} |" for name, value in report.figures.items()]
+    lines += [
+        f"| {name} | {f'{value:.3g}' if isinstance(value, float) else value} |"
+        for name, value in report.figures.items()
+    ]
     lines += ["", "every promise was kept" if not report.broken else "BROKEN:"]
     return "\n".join([*lines, *(f"- {sentence}" for sentence in report.broken)])
 
 
 def options_of(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument(
-        "--every", type=float, default=60.0, help="seconds between two kills, on average; each is between a half and one and a half"
+        "--every",
+        type=float,
+        default=60.0,
+        help="seconds between two kills, on average; each is between a half and one and a half",
     )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument(
         "--targets",
         default=",".join(target for target in TARGETS if target not in HOSTS),
-        help=f"trainer or trainer:STOP, ...; out of {', '.join(TARGETS)}; one that is not there is passed over",
+        help=f"trainer or trainer:STOP, ...; out of {', '.join(TARGETS)}; one that is not there "
+        "is passed over",
     )
-    parser.add_argument("--servers", type=int, default=0, help="inference servers beside the one of `rl`")
+    parser.add_argument(
+        "--servers", type=int, default=0, help="inference servers beside the one of `rl`"
+    )
     parser.add_argument("--signals", default="KILL", help="KILL, STOP, SEGV: one of these a kill")
-    parser.add_argument("--undisturbed", type=int, default=4, help="steps before the first kill: the pace to compare with")
+    parser.add_argument(
+        "--undisturbed",
+        type=int,
+        default=4,
+        help="steps before the first kill: the pace to compare with",
+    )
     parser.add_argument("--settle", type=int, default=2, help="steps after the last recovery")
-    parser.add_argument("--out", type=Path, help="folder of run, log and report; default: a new one under outputs/")
+    parser.add_argument(
+        "--out", type=Path, help="folder of run, log and report; default: a new one under outputs/"
+    )
     parser.add_argument("--no-replay", action="store_true")
     parser.add_argument("--replay-timeout", type=float, default=7200.0)
     options, rest = parser.parse_known_args(args)
@@ -304,8 +382,13 @@ def options_of(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if unknown := targets - set(TARGETS) if not options.by_machines else ():
         parser.error(f"--targets: {', '.join(sorted(unknown))} is none of {', '.join(TARGETS)}")
     options.by_hosts = not targets.isdisjoint(HOSTS)
-    if options.by_hosts and (not targets <= set(HOSTS) or options.signals != ["KILL"] or options.servers):
-        parser.error(f"--targets: {' and '.join(HOSTS)} go with each other alone, are killed (KILL), and have no further --servers")
+    if options.by_hosts and (
+        not targets <= set(HOSTS) or options.signals != ["KILL"] or options.servers
+    ):
+        parser.error(
+            f"--targets: {' and '.join(HOSTS)} go with each other alone, are killed (KILL), "
+            "and have no further --servers"
+        )
     return options, rest
 
 
@@ -314,12 +397,19 @@ def main() -> int:
     folder = options.out or Path("outputs") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
     folder.mkdir(parents=True)
     flags = ["--output_dir", str(folder), "--name", "run"]
-    if not any(word in ("--max_steps", "--steps") or word.startswith(("--max_steps=", "--steps=")) for word in rest):
+    if not any(
+        word in ("--max_steps", "--steps") or word.startswith(("--max_steps=", "--steps="))
+        for word in rest
+    ):
         flags += ["--max_steps", "999999"]  # the schedule ends the run
     if options.by_machines:
         run = MachinesRun([*rest, *flags], folder)
     else:
-        run = HostRun([*rest, *flags], folder) if options.by_hosts else Run([*rest, *flags], folder, options.servers)
+        run = (
+            HostRun([*rest, *flags], folder)
+            if options.by_hosts
+            else Run([*rest, *flags], folder, options.servers)
+        )
     if (run.config.trainer.ranks or 1) == 1:
         options.targets = [target for target in options.targets if not target.startswith("rank")]
     chaos = Chaos(run, options)
@@ -327,7 +417,9 @@ def main() -> int:
     chaos.check()
     report = chaos.report
     report.figures["versions"] = max(numbered(run.run_dir.weights_dir), default=0)
-    (folder / "chaos.json").write_text(json.dumps(asdict(report) | {"command": sys.argv[1:]}, indent=1))
+    (folder / "chaos.json").write_text(
+        json.dumps(asdict(report) | {"command": sys.argv[1:]}, indent=1)
+    )
     (folder / "chaos.md").write_text(table(report) + "\n")
     print(table(report))
     return 1 if report.broken else 0

@@ -1,7 +1,9 @@
-"""A run on two hosts over one directory, started by hand: orchestrator and trainer on one, inference on the other. Hosts die as a whole.
+"""A run on two hosts over one directory, started by hand: orchestrator and trainer on one,
+inference on the other. Hosts die as a whole.
 
-A host is a pid namespace with its own /proc, name, boot id, /tmp and /dev/shm (tests/hosts.py; unshare, as root), so that the other's
-processes are seen from it in the run directory alone. Each that dies is followed by a new one of another name, with the same roles.
+A host is a pid namespace with its own /proc, name, boot id, /tmp and /dev/shm (tests/hosts.py;
+unshare, as root), so that the other's processes are seen from it in the run directory alone. Each
+that dies is followed by a new one of another name, with the same roles.
 """
 
 import os
@@ -56,10 +58,13 @@ class HostRun(Run):
         self.words[target] = environment["RL_CHAOS"]
         added = {key: value for key, value in environment.items() if os.environ.get(key) != value}
         mine = [self.commands[role] for role in HOSTS[target]]
-        self.hosts[target] = Host(name, partial(keep, mine, added, self.output), self.folder.absolute() / f"{name}.log")
+        self.hosts[target] = Host(
+            name, partial(keep, mine, added, self.output), self.folder.absolute() / f"{name}.log"
+        )
 
     def revive(self) -> None:
-        """Starts the roles of a dead host on a new one. Raises EndedError when one ended by itself."""
+        """Starts the roles of a dead host on a new one. Raises EndedError when one ended by
+        itself."""
         for target, host in list(self.hosts.items()):
             if (code := host.poll()) is not None:
                 if code != -signal.SIGKILL:
@@ -68,7 +73,8 @@ class HostRun(Run):
                 self.start_host(target)
 
     def end(self) -> int | None:
-        """Ends all hosts. Returns the first exit code that is not 0, None if there are none. Raises TimeoutError."""
+        """Ends all hosts. Returns the first exit code that is not 0, None if there are none.
+        Raises TimeoutError."""
         hosts, self.hosts, deadline = list(self.hosts.values()), {}, time.monotonic() + END_S
         for host in hosts:
             if process := host.process():
@@ -92,7 +98,9 @@ class HostRun(Run):
 
     def lives(self, role: str, status: RoleStatus) -> bool:
         """By its host: a pid of there means nothing here."""
-        return status.host in [self.hosts[target].name for target, on_it in HOSTS.items() if role in on_it]
+        return status.host in [
+            self.hosts[target].name for target, on_it in HOSTS.items() if role in on_it
+        ]
 
     def find(self, target: str) -> tuple[int, str] | None:
         """(pid of the process that the host ends with, the trainer's phase)."""
@@ -109,7 +117,11 @@ def keep(mine: list[Role], environment: dict[str, str], output: Path) -> None:
         os.sched_setaffinity(0, role.cores or range(os.cpu_count() or 1))
         with output.open("ab") as file:
             process = subprocess.Popen(
-                role.command, env=os.environ | role.env | environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                role.command,
+                env=os.environ | role.env | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
             )
         processes.append(process)
     while not stopped and all(process.poll() is None for process in processes):

@@ -1,6 +1,8 @@
-"""A run on a cluster of machines on this one: each is a pid namespace in which `rl node` runs (tests/hosts.py), and dies as a whole.
+"""A run on a cluster of machines on this one: each is a pid namespace in which `rl node` runs
+(tests/hosts.py), and dies as a whole.
 
-`[cluster]` in the configuration says how many there are. A dead machine is replaced, with its index, after REPLACED_S, as an engine would.
+`[cluster]` in the configuration says how many there are. A dead machine is replaced, with its
+index, after REPLACED_S, as an engine would.
 """
 
 import os
@@ -47,7 +49,11 @@ class MachinesRun(Run):
         name, environment = f"{target}-{self.attempt}", self.environment()
         self.words[target] = environment["RL_CHAOS"]
         log = self.folder.absolute() / f"{name}.log"
-        self.machines[target] = Host(name, partial(run_node, self.folder.absolute() / "run.toml", target[8:], environment, log), log)
+        self.machines[target] = Host(
+            name,
+            partial(run_node, self.folder.absolute() / "run.toml", target[8:], environment, log),
+            log,
+        )
 
     def revive(self) -> None:
         """Replaces dead machines. Raises EndedError when one ended by itself."""
@@ -64,8 +70,13 @@ class MachinesRun(Run):
                 self.start_machine(target)
 
     def end(self) -> int | None:
-        """Ends all machines. Returns the first exit code that is not 0, None if there are none. Raises TimeoutError."""
-        machines, self.machines, deadline = list(self.machines.values()), {}, time.monotonic() + END_S
+        """Ends all machines. Returns the first exit code that is not 0, None if there are none.
+        Raises TimeoutError."""
+        machines, self.machines, deadline = (
+            list(self.machines.values()),
+            {},
+            time.monotonic() + END_S,
+        )
         for machine in machines:
             if process := machine.process():
                 process.terminate()
@@ -75,14 +86,24 @@ class MachinesRun(Run):
                     machine.close()
                 raise TimeoutError(f"machines do not end on SIGTERM within {END_S:.0f} s")
             time.sleep(POLL_S)
-        return 0 if all(machine.code in (0, 75) for machine in machines) else max((machine.code or 0 for machine in machines), default=None)
+        return (
+            0
+            if all(machine.code in (0, 75) for machine in machines)
+            else max((machine.code or 0 for machine in machines), default=None)
+        )
 
     def note_kill(self, target: str) -> None:
         index = int(target[8:])
-        self.not_before |= dict.fromkeys(["trainer"] if index < self.plan.trainers else [f"inference-node{index}"], time.time())
+        self.not_before |= dict.fromkeys(
+            ["trainer"] if index < self.plan.trainers else [f"inference-node{index}"], time.time()
+        )
 
     def roles(self) -> list[str]:
-        return ["trainer", "orchestrator", *(f"inference-node{index}" for index in range(self.plan.trainers, self.plan.nodes))]
+        return [
+            "trainer",
+            "orchestrator",
+            *(f"inference-node{index}" for index in range(self.plan.trainers, self.plan.nodes)),
+        ]
 
     def up(self, role: str) -> bool:
         return super().up(role) and not self.due
@@ -95,7 +116,12 @@ class MachinesRun(Run):
         """(pid of the process that the machine ends with, what the machine does)."""
         machine = self.machines.get(target)
         status = Nodes(self.run_dir).statuses().get(int(target[8:]))
-        if machine is None or status is None or status.host != machine.name or time.time() - status.heartbeat > FRESH_S:
+        if (
+            machine is None
+            or status is None
+            or status.host != machine.name
+            or time.time() - status.heartbeat > FRESH_S
+        ):
             return None
         return machine.pid, " and ".join(status.roles)
 
@@ -106,6 +132,8 @@ def run_node(config: Path, index: str, environment: dict[str, str], log: Path) -
         LIBC.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, None)
     command = [sys.executable, "-m", "rl.main", "node", "@", str(config), "--cluster.index", index]
     with log.open("ab") as output:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     os._exit(process.wait() & 0xFF)

@@ -31,8 +31,8 @@ class EndedError(Exception):
 
 
 class Run:
-    """The command `rl`, started anew with --resume when it is killed, everything below it, and `num_servers` inference servers beside it,
-    which are started anew, too."""
+    """The command `rl`, started anew with --resume when it is killed, everything below it, and
+    `num_servers` inference servers beside it, which are started anew, too."""
 
     def __init__(self, args: list[str], folder: Path, num_servers: int = 0):
         self.args, self.folder, self.num_servers = args, folder, num_servers
@@ -44,27 +44,42 @@ class Run:
         self.attempt, self.output = 0, folder / "rl.log"
         self.rl: subprocess.Popen[bytes] | None = None
         self.doomed: list[tuple[float, str]] = []
-        """(when by time.monotonic, word of a killed attempt): nothing of it may be alive a while later."""
+        """(when by time.monotonic, word of a killed attempt): nothing of it may be alive a while
+        later."""
         self.not_before: dict[str, float] = {}
         """When a role was last killed, by the clock of its status."""
 
     def environment(self) -> dict[str, str]:
-        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+        compiled = os.environ.get(
+            "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+        )
         return os.environ | {
             "RL_CHAOS": f"{self.word}:{self.attempt}.",
             "TMPDIR": str(self.temporary),
-            "TORCHINDUCTOR_CACHE_DIR": compiled,  # what vLLM compiled for itself before: half a minute of a first step
+            # what vLLM compiled for itself before: half a minute of a first step
+            "TORCHINDUCTOR_CACHE_DIR": compiled,
             "PYTHONUNBUFFERED": "1",  # what was said before a SIGKILL is in the log
         }
 
     def start(self) -> None:
         self.attempt += 1
-        command = [str(Path(sys.executable).parent / "rl"), *self.args, *(["--resume"] if self.run_dir.config.exists() else [])]
+        command = [
+            str(Path(sys.executable).parent / "rl"),
+            *self.args,
+            *(["--resume"] if self.run_dir.config.exists() else []),
+        ]
         with self.output.open("ab") as output:
-            self.rl = subprocess.Popen(command, env=self.environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            self.rl = subprocess.Popen(
+                command,
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
 
     def revive(self) -> None:
-        """Starts again what nobody else does: a dead `rl`, and further servers. Raises EndedError when `rl` ended by itself."""
+        """Starts again what nobody else does: a dead `rl`, and further servers. Raises
+        EndedError when `rl` ended by itself."""
         assert self.rl
         self.keep_servers()
         if (code := self.rl.poll()) is not None:
@@ -74,7 +89,8 @@ class Run:
             self.start()
 
     def end(self) -> int | None:
-        """Ends everything. Returns the exit code of `rl`, None before its start. Raises TimeoutError."""
+        """Ends everything. Returns the exit code of `rl`, None before its start. Raises
+        TimeoutError."""
         self.end_servers()
         if self.rl is None:
             return None
@@ -92,7 +108,9 @@ class Run:
         if target == "rl":
             self.not_before = dict.fromkeys(self.roles(), time.time())
         elif target not in ("worker", "guard", "server"):
-            self.not_before[{"engine": "inference", "rank": "trainer"}.get(target, target)] = time.time()
+            self.not_before[{"engine": "inference", "rank": "trainer"}.get(target, target)] = (
+                time.time()
+            )
 
     def start_server(self) -> subprocess.Popen[bytes]:
         """A further inference server, as by hand."""
@@ -100,11 +118,15 @@ class Run:
         environment.pop("TMPDIR")
         command = [str(Path(sys.executable).parent / "inference"), "@", str(self.run_dir.config)]
         with (self.folder / "servers.log").open("ab") as output:
-            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
 
     def keep_servers(self) -> None:
         """Starts those that are not there."""
-        self.servers = [server if server.poll() is None else self.start_server() for server in self.servers]
+        self.servers = [
+            server if server.poll() is None else self.start_server() for server in self.servers
+        ]
         while len(self.servers) < self.num_servers and self.run_dir.config.exists():
             self.servers.append(self.start_server())
 
@@ -119,22 +141,33 @@ class Run:
 
     def servers_up(self) -> list[RoleStatus]:
         """The further servers that answer."""
-        statuses = {status.pid: status for path in self.run_dir.status_dir.glob("inference-*.json") if (status := read_status(path))}
+        statuses = {
+            status.pid: status
+            for path in self.run_dir.status_dir.glob("inference-*.json")
+            if (status := read_status(path))
+        }
         found = [statuses[server.pid] for server in self.servers if server.pid in statuses]
-        return [status for status in found if status.address and time.time() - (status.heartbeat or 0) < FRESH_S]
+        return [
+            status
+            for status in found
+            if status.address and time.time() - (status.heartbeat or 0) < FRESH_S
+        ]
 
     def status(self, role: str) -> RoleStatus:
         return read_status(self.run_dir.status(role)) or RoleStatus()
 
     def up(self, role: str) -> bool:
-        """The process lives, is younger than the last kill that it does not outlive, shows its heartbeat, and is past its start."""
+        """The process lives, is younger than the last kill that it does not outlive, shows its
+        heartbeat, and is past its start."""
         status = self.status(role)
         if (status.started or 0) < self.not_before.get(role, 0):
             return False
         fresh = time.time() - (status.heartbeat or 0) < FRESH_S and self.lives(role, status)
         if role == "trainer":
             return fresh and status.phase in TRAINER_STEPS
-        return fresh and status.address is not None and status.phase is not Phase.LOADING_ENVIRONMENTS
+        return (
+            fresh and status.address is not None and status.phase is not Phase.LOADING_ENVIRONMENTS
+        )
 
     def lives(self, role: str, status: RoleStatus) -> bool:
         """Whether the process of a status is there."""
@@ -143,7 +176,11 @@ class Run:
     def roles(self) -> list[str]:
         if self.config.sft:
             return ["trainer"]
-        return ["trainer", "orchestrator", *([] if self.config.orchestrator.inference_urls else ["inference"])]
+        return [
+            "trainer",
+            "orchestrator",
+            *([] if self.config.orchestrator.inference_urls else ["inference"]),
+        ]
 
     def all_up(self) -> bool:
         return all(map(self.up, self.roles())) and len(self.servers_up()) == self.num_servers
@@ -151,18 +188,26 @@ class Run:
     def find(self, target: str) -> tuple[int, str] | None:
         """(pid, phase) of a target, if it is there now."""
         assert self.rl
-        role = {"rank": "trainer-1", "engine": "inference", "worker": "orchestrator"}.get(target, target)
+        role = {"rank": "trainer-1", "engine": "inference", "worker": "orchestrator"}.get(
+            target, target
+        )
         status = self.status(role)
         pid, phase = status.pid, status.phase or "?"
         if target == "server":
-            pid, phase = next(((status.pid, status.phase or "?") for status in self.servers_up()), (None, "?"))
+            pid, phase = next(
+                ((status.pid, status.phase or "?") for status in self.servers_up()), (None, "?")
+            )
         if target in ("rl", "guard"):
             pid = self.rl.pid
             phase = self.status("trainer").phase or Phase.STARTING
         if not pid or not psutil.pid_exists(pid):
             return None
         if target in ("engine", "worker", "guard"):
-            word = {"engine": "EngineCore", "worker": "rl.envs.worker", "guard": "process_table.py"}[target]
+            word = {
+                "engine": "EngineCore",
+                "worker": "rl.envs.worker",
+                "guard": "process_table.py",
+            }[target]
             found = [process.pid for process in below(pid) if word in title(process)]
             return (min(found), phase) if found else None
         return pid, phase

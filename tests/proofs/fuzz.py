@@ -1,9 +1,11 @@
-"""Feeds mutated messages and files to everything that decodes them, and to what then uses them: only the errors foreseen may come.
+"""Feeds mutated messages and files to everything that decodes them, and to what then uses them:
+only the errors foreseen may come.
 
     uv run -m tests.proofs.fuzz --seconds 600 --seed 1 [--targets request,batch] [--save]
 
-Starts from real examples and from what it kept earlier in tests/corpus/. An input that ends in another exception is a fault: it is printed
-and, with --save, kept in the corpus; so are the few that ended in a message that none did before. tests/test_fuzz.py replays all of them.
+Starts from real examples and from what it kept earlier in tests/corpus/. An input that ends in
+another exception is a fault: it is printed and, with --save, kept in the corpus; so are the few
+that ended in a message that none did before. tests/test_fuzz.py replays all of them.
 """
 
 import argparse
@@ -57,13 +59,26 @@ class Target(NamedTuple):
     """Something that takes bytes from elsewhere."""
 
     take: Callable[[bytes, Path], object]
-    """Decodes, and uses what came of it as the product does. The directory is an empty one of its own."""
+    """Decodes, and uses what came of it as the product does. The directory is an empty one of
+    its own."""
     allowed: tuple[type[Exception], ...]
     examples: list[bytes]
 
 
-TURN = Turn(prompt_ids=[1, 2], completion_ids=[3, 4], logprobs=[-0.5, -1.5], policy_versions=[VersionSpan(3, 2)], finish_reason="stop")
-ROLLOUT = Rollout(turns=[TURN], text=[{"role": "user", "content": "hé"}], reward=1.0, metrics={"m": 0.5}, stop="done")
+TURN = Turn(
+    prompt_ids=[1, 2],
+    completion_ids=[3, 4],
+    logprobs=[-0.5, -1.5],
+    policy_versions=[VersionSpan(3, 2)],
+    finish_reason="stop",
+)
+ROLLOUT = Rollout(
+    turns=[TURN],
+    text=[{"role": "user", "content": "hé"}],
+    reward=1.0,
+    metrics={"m": 0.5},
+    stop="done",
+)
 GROUP = Group(group_id=7, env="e", task=1, rollouts=[ROLLOUT, ROLLOUT], advantages=[0.5, -0.5])
 SAMPLE = TrainingSample.of(
     token_ids=[1, 2, 3],
@@ -193,7 +208,9 @@ TARGETS = {
         UNREADABLE,
         packed(
             messages.BatchReady(3, bytes(16)),
-            messages.NotReady(RoleStatus(process="orchestrator", pid=12, phase=Phase.FILLING_BATCH, step=3)),
+            messages.NotReady(
+                RoleStatus(process="orchestrator", pid=12, phase=Phase.FILLING_BATCH, step=3)
+            ),
             messages.RunEnded("solved"),
             messages.Acknowledged(2, [1]),
             messages.Probe([SAMPLE]),
@@ -203,33 +220,83 @@ TARGETS = {
         from_worker,
         UNREADABLE,
         packed(
-            Played(3, [ROLLOUT, ROLLOUT]), Ready(10, None), LoadFailed("no"), Heartbeat(), Description({"kind": "x"}, [{"prompt": "p"}])
+            Played(3, [ROLLOUT, ROLLOUT]),
+            Ready(10, None),
+            LoadFailed("no"),
+            Heartbeat(),
+            Description({"kind": "x"}, [{"prompt": "p"}]),
         ),
     ),
     "batch": Target(
-        batch_file, (), [encode_batch(BATCH, {"tasks": {}}), *packed({"batch": BATCH, "state": {"tasks": {"n": 1}}}, {"batch": BATCH})]
+        batch_file,
+        (),
+        [
+            encode_batch(BATCH, {"tasks": {}}),
+            *packed({"batch": BATCH, "state": {"tasks": {"n": 1}}}, {"batch": BATCH}),
+        ],
     ),
-    "state": Target(lambda data, _: decode_state(msgspec.Raw(data)), (CorruptFileError,), packed(*[{"tasks": {}, "settled": [1, 2]}] * 1)),
+    "state": Target(
+        lambda data, _: decode_state(msgspec.Raw(data)),
+        (CorruptFileError,),
+        packed(*[{"tasks": {}, "settled": [1, 2]}] * 1),
+    ),
     "pending": Target(pending_log, (), [*packed(GROUP), encode_record(ENCODER.encode(GROUP)) * 2]),
     "status": Target(
         status_file,
         (),
-        as_json({"process": "trainer", "pid": 12, "phase": "training", "step": 3, "heartbeat": 1.5, "address": "tcp://a:1"}),
+        as_json(
+            {
+                "process": "trainer",
+                "pid": 12,
+                "phase": "training",
+                "step": 3,
+                "heartbeat": 1.5,
+                "address": "tcp://a:1",
+            }
+        ),
     ),
     "events": Target(
         events_file,
         (),
-        as_json({"time": 1.5, "event": "death", "process": "trainer", "phase": "training", "step": 3, "reason": "x", "lines": ["y"]}),
+        as_json(
+            {
+                "time": 1.5,
+                "event": "death",
+                "process": "trainer",
+                "phase": "training",
+                "step": 3,
+                "reason": "x",
+                "lines": ["y"],
+            }
+        ),
     ),
     "metrics": Target(
         metrics_file,
         (),
-        [b"\n".join(as_json({"step": 1, "time": 1.5, "source": "trainer", "reward/e/mean": 1.0}, {"step": 5, "source": "eval"})) + b"\n"],
+        [
+            b"\n".join(
+                as_json(
+                    {"step": 1, "time": 1.5, "source": "trainer", "reward/e/mean": 1.0},
+                    {"step": 5, "source": "eval"},
+                )
+            )
+            + b"\n"
+        ],
     ),
     "manifest": Target(
         manifest,
         (RunError,),
-        as_json(*[{"step": 1, "world_size": 1, "model": "x", "files": {"manifest.json": {"size": 3, n: "00"}}} for n in (HASH, "sha256")]),
+        as_json(
+            *[
+                {
+                    "step": 1,
+                    "world_size": 1,
+                    "model": "x",
+                    "files": {"manifest.json": {"size": 3, n: "00"}},
+                }
+                for n in (HASH, "sha256")
+            ]
+        ),
     ),
     "digests": Target(
         digests,
@@ -239,25 +306,46 @@ TARGETS = {
     "safetensors": Target(
         safetensors,
         (CorruptFileError,),
-        [header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {"k": "v"}}, 8)],
+        [
+            header(
+                {
+                    "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+                    "__metadata__": {"k": "v"},
+                },
+                8,
+            )
+        ],
     ),
     "inference": Target(
         from_inference,
         (InferenceLostError, ValueError),
-        as_json(Generation([1, 2], [-0.5, -1.0], [VersionSpan(3, 2)], "stop"), HeldVersion(3), HeldVersion(3, pause_s=0.5), Refusal()),
+        as_json(
+            Generation([1, 2], [-0.5, -1.0], [VersionSpan(3, 2)], "stop"),
+            HeldVersion(3),
+            HeldVersion(3, pause_s=0.5),
+            Refusal(),
+        ),
     ),
     "config": Target(
         configuration,
         (ConfigError,),
         [
-            b'max_steps = 3\n[model]\nname = "m"\n[[orchestrator.environment]]\nid = "a/b@1"\nargs = { x = [1, 2.5], y.z = "t" }\n[sft]\n',
-            b'wandb = true\n[trainer.optim]\nlr = 1e-6\n[orchestrator.environment]\nid = "e"\n[inference.vllm]\nmax_num_seqs = 4\n',
+            b'max_steps = 3\n[model]\nname = "m"\n[[orchestrator.environment]]\nid = '
+            b'"a/b@1"\nargs = { x = [1, 2.5], y.z = "t" }\n[sft]\n',
+            b"wandb = true\n[trainer.optim]\nlr = 1e-6\n[orchestrator.environment]\nid = "
+            b'"e"\n[inference.vllm]\nmax_num_seqs = 4\n',
         ],
     ),
 }
 
 PIECES = [
-    *(b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\x7f\xff\xff\xff", b"\x91" * 3000),
+    *(
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xdb\x7f\xff\xff\xff",
+        b"\x91" * 3000,
+    ),
     *(
         b"\x81\xa1a" * 2000,
         b"\xc1",
@@ -267,8 +355,33 @@ PIECES = [
         b"\xcf" + b"\xff" * 8,
         b"\xd3\x80" + bytes(7),
     ),
-    *(b"null", b"NaN", b"1e999", b"-1", b"9" * 400, b"[" * 3000, b'{"a":' * 3000, b'"\\ud800"', b"\xff\xfe", b"\0", b'"', b"]", b"}"),
-    *(b"\n", b"=", b"true", b"{}", b"[]", b"../../x", b"18446744073709551616", b"0.1", b"\xed\xa0\x80", b"rl1\n"),
+    *(
+        b"null",
+        b"NaN",
+        b"1e999",
+        b"-1",
+        b"9" * 400,
+        b"[" * 3000,
+        b'{"a":' * 3000,
+        b'"\\ud800"',
+        b"\xff\xfe",
+        b"\0",
+        b'"',
+        b"]",
+        b"}",
+    ),
+    *(
+        b"\n",
+        b"=",
+        b"true",
+        b"{}",
+        b"[]",
+        b"../../x",
+        b"18446744073709551616",
+        b"0.1",
+        b"\xed\xa0\x80",
+        b"rl1\n",
+    ),
 ]
 """What decoders have tripped over before: huge lengths, depth, odd numbers, half characters."""
 
@@ -283,13 +396,21 @@ def mutated(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
         data = rng.choice(
             [
                 lambda d, s, e: d[:s] + bytes([rng.randrange(256)]) + d[max(e, s + 1) :],
-                lambda d, s, e: d[:s] + bytes([(d[s] if s < len(d) else 0) ^ 1 << rng.randrange(8)]) + d[s + 1 :],
+                lambda d, s, e: (
+                    d[:s]
+                    + bytes([(d[s] if s < len(d) else 0) ^ 1 << rng.randrange(8)])
+                    + d[s + 1 :]
+                ),
                 lambda d, s, e: d[:s] + rng.choice(PIECES) + d[e:],
                 lambda d, s, e: d[:s] + d[e:],
                 lambda d, s, e: d[:s] + d[s:e] * rng.choice([2, 3, 50]) + d[e:],
                 lambda d, s, e, o=other, c=cut: d[:s] + o[c:],
                 lambda d, s, e, o=other, c=cut: d[:s] + o[c : c + 20] + d[e:],
-                lambda d, s, e: re.sub(rb"[0-9]+", lambda m: rng.choice([m[0], b"-1", b"0", b"1e9", b'"x"', b"null"]), d),
+                lambda d, s, e: re.sub(
+                    rb"[0-9]+",
+                    lambda m: rng.choice([m[0], b"-1", b"0", b"1e9", b'"x"', b"null"]),
+                    d,
+                ),
             ]
         )(data, start, end)[:MAX_BYTES]
     return data
@@ -300,7 +421,9 @@ def outcome(target: Target, data: bytes, folder: Path) -> tuple[str, Exception |
     try:
         target.take(data, folder)
     except target.allowed as error:
-        general = re.sub(r"0x\w+|-?\d+|'[^']*'|`[^`]*`|\(.*|'.*", "_", str(error).replace(str(folder), ""))
+        general = re.sub(
+            r"0x\w+|-?\d+|'[^']*'|`[^`]*`|\(.*|'.*", "_", str(error).replace(str(folder), "")
+        )
         return f"{type(error).__name__}: {general[:30]}", None
     except Exception as error:  # whatever it is: that is what is looked for
         return f"{type(error).__name__}", error
@@ -319,8 +442,11 @@ def save(name: str, data: bytes) -> Path:
     return path
 
 
-def fuzz(name: str, folder: Path, rng: random.Random, go_on: Callable[[int], bool], keep: bool = False) -> tuple[int, list[str]]:
-    """Mutates one target's inputs as long as `go_on(inputs so far)`. Returns how many there were, and an account of each new fault."""
+def fuzz(
+    name: str, folder: Path, rng: random.Random, go_on: Callable[[int], bool], keep: bool = False
+) -> tuple[int, list[str]]:
+    """Mutates one target's inputs as long as `go_on(inputs so far)`. Returns how many there
+    were, and an account of each new fault."""
     target = TARGETS[name]
     pool = [*target.examples, *saved(name)]
     known = {outcome(target, data, folder)[0] for data in pool}
@@ -334,7 +460,10 @@ def fuzz(name: str, folder: Path, rng: random.Random, go_on: Callable[[int], boo
             place = traceback.extract_tb(fault.__traceback__)[-1]
             said = f"{said} at {Path(place.filename).name}:{place.lineno}"
             if said not in faults:
-                faults[said] = f"{name}: {said}: {str(fault)[:200]}; input {data[:200]!r}{f', kept as {save(name, data)}' if keep else ''}"
+                faults[said] = (
+                    f"{name}: {said}: {str(fault)[:200]}; input "
+                    f"{data[:200]!r}{f', kept as {save(name, data)}' if keep else ''}"
+                )
         elif said not in known:
             pool.append(data)
             if keep and len(data) < 300 and len(saved(name)) < MAX_KEPT:
@@ -357,9 +486,13 @@ def main() -> int:
     faults = []
     for name in names:
         end = time.monotonic() + args.seconds / len(names)
-        with tempfile.TemporaryDirectory(prefix="rl-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="rl-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+        ) as folder:
             rng = random.Random(f"{args.seed} {name}")
-            count, found = fuzz(name, Path(folder), rng, lambda _, end=end: time.monotonic() < end, args.save)
+            count, found = fuzz(
+                name, Path(folder), rng, lambda _, end=end: time.monotonic() < end, args.save
+            )
         print(f"{name:12} {count:8} inputs, {len(found)} faults", flush=True)
         faults += found
     print("\n".join(faults))

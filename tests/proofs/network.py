@@ -2,8 +2,9 @@
 
     uv run -m tests.proofs.network [SCENE ...] [--out DIR]    # as root
 
-Machines 0 and 1 train, 0 leads, 2 serves; `rl node` on each is started again as an engine would. Prints a line for each scene: what was
-done, what happened, and what is broken. Exit code 1 if anything is.
+Machines 0 and 1 train, 0 leads, 2 serves; `rl node` on each is started again as an engine would.
+Prints a line for each scene: what was done, what happened, and what is broken. Exit code 1 if
+anything is.
 """
 
 import argparse
@@ -41,8 +42,17 @@ DELAY_S, LOSS = 0.1, 0.01
 CONFIG: dict[str, Any] = {
     "max_steps": 999999,
     "model": {"dtype": "float32", "max_model_len": 128},
-    "trainer": {"micro_batch_tokens": 128, "gpus": 0, "optim": {"lr": 1e-7}, "checkpoint": {"interval": 5}},
-    "orchestrator": {"environment": [{"id": "first-half"}], "batch_size": 16, "sampling": {"max_tokens": 16}},
+    "trainer": {
+        "micro_batch_tokens": 128,
+        "gpus": 0,
+        "optim": {"lr": 1e-7},
+        "checkpoint": {"interval": 5},
+    },
+    "orchestrator": {
+        "environment": [{"id": "first-half"}],
+        "batch_size": 16,
+        "sampling": {"max_tokens": 16},
+    },
     "inference": {"gpus": 0},
     "cluster": {"nodes": 3, "trainer_nodes": 2, "min_trainer_nodes": 1},
 }
@@ -69,8 +79,17 @@ class SlowMachines(Machines):
         if len(self.booted) < self.count:
             return
         pids = [str(self.first(other)) for other in range(self.count)]
-        command = [sys.executable, "-m", "tests.proofs.slow_switch", str(self.delay_s), str(self.loss), *pids]
-        self.switch = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "tests.proofs.slow_switch",
+            str(self.delay_s),
+            str(self.loss),
+            *pids,
+        ]
+        self.switch = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         if not self.switch.stdout or self.switch.stdout.readline() != "up\n":
             raise OSError("no interfaces: is there /dev/net/tun?")
         for other in range(self.count):
@@ -111,11 +130,16 @@ class Engine:
         return max(numbered(self.config.run_dir.weights_dir), default=0)
 
     def environment(self, index: int) -> dict[str, str]:
-        common = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[1] / "environments")}
+        common = {
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(Path(__file__).parents[1] / "environments"),
+        }
         return os.environ | common | self.variables.get(index, {})
 
     def look(self) -> None:
-        """Starts what is due. Raises BrokenError when a machine says that it must not be started again."""
+        """Starts what is due. Raises BrokenError when a machine says that it must not be started
+        again."""
         time.sleep(LOOK_S)
         for index, role in self.indices.items():
             node = self.nodes.get(index)
@@ -128,7 +152,9 @@ class Engine:
                     raise BrokenError(f"machine {index}: rl node {node.ending()}; see {node.log}")
             if index not in self.nodes and index not in self.given_up:
                 command = self.machines.inside(index, node_command(self.folder / "run.toml", role))
-                self.nodes[index] = self.children.start(f"node-{index}", command, self.environment(index), self.folder)
+                self.nodes[index] = self.children.start(
+                    f"node-{index}", command, self.environment(index), self.folder
+                )
         if self.config.run_dir.pending.exists():
             self.seen |= promises.pending_groups(self.config.run_dir.pending)
         self.sizes |= {len(self.world())} - {0}
@@ -160,21 +186,30 @@ class Engine:
         return found.nodes if found and not found.stop else []
 
     def end(self) -> None:
-        """Ends the run as `rl stop` does, and checks that every machine that is there ends well and empty, also one that comes later."""
+        """Ends the run as `rl stop` does, and checks that every machine that is there ends well
+        and empty, also one that comes later."""
         stop = [sys.executable, "-m", "rl.main", "stop", str(self.config.run_dir.root)]
         done = subprocess.run(stop, capture_output=True, text=True, env=self.environment(0))
         if done.returncode:
             raise BrokenError(f"rl stop: {done.stderr.strip()}")
         deadline = time.monotonic() + END_S
-        while (running := [index for index, node in self.nodes.items() if node.exit_code is None]) and time.monotonic() < deadline:
+        while (
+            running := [index for index, node in self.nodes.items() if node.exit_code is None]
+        ) and time.monotonic() < deadline:
             time.sleep(LOOK_S)
         codes = {index: node.exit_code for index, node in self.nodes.items()}
         if running or any(codes.values()):
-            raise BrokenError(f"after the end of the run, rl node on each machine ended with {codes}")
-        late = self.machines.inside(index := min(codes), node_command(self.folder / "run.toml", self.indices[index]))
+            raise BrokenError(
+                f"after the end of the run, rl node on each machine ended with {codes}"
+            )
+        late = self.machines.inside(
+            index := min(codes), node_command(self.folder / "run.toml", self.indices[index])
+        )
         came = self.children.start("late", late, self.environment(index), self.folder)
         if came.wait(END_S) != 0:
-            raise BrokenError(f"machine {index}, started after the end: rl node {came.ending()}; see {came.log}")
+            raise BrokenError(
+                f"machine {index}, started after the end: rl node {came.ending()}; see {came.log}"
+            )
         for index in codes:
             if left := promises.told(self.machines.processes(index)):
                 raise BrokenError(f"machine {index}: left is {left}")
@@ -182,7 +217,10 @@ class Engine:
 
 def slow(engine: Engine) -> str:
     """One in a hundred frames is lost, the others are late."""
-    return f"{UNDISTURBED} steps in {engine.steps(UNDISTURBED):.0f} s; {len(engine.ends)} machines started again"
+    return (
+        f"{UNDISTURBED} steps in {engine.steps(UNDISTURBED):.0f} s; {len(engine.ends)} machines "
+        "started again"
+    )
 
 
 def cut_for_a_while(index: int, engine: Engine) -> str:
@@ -194,7 +232,10 @@ def cut_for_a_while(index: int, engine: Engine) -> str:
     engine.say("mended")
     seconds = engine.steps(SETTLE)
     engine.until("a world of both machines", lambda: engine.world() == [0, 1])
-    return f"{SETTLE} steps {seconds:.0f} s after it was mended; {len(engine.ends) - before} machines started again"
+    return (
+        f"{SETTLE} steps {seconds:.0f} s after it was mended; {len(engine.ends) - before} "
+        "machines started again"
+    )
 
 
 def cut_for_ever(index: int, engine: Engine) -> str:
@@ -216,7 +257,9 @@ def frozen(index: int, engine: Engine) -> str:
     engine.say("it goes on")
     seconds = engine.until("a world of both machines", lambda: engine.world() == [0, 1])
     engine.steps(SETTLE)
-    return f"{meanwhile} steps meanwhile; both machines train again {seconds:.0f} s after it went on"
+    return (
+        f"{meanwhile} steps meanwhile; both machines train again {seconds:.0f} s after it went on"
+    )
 
 
 def replaced(engine: Engine) -> str:
@@ -228,7 +271,9 @@ def replaced(engine: Engine) -> str:
 
     def hosts() -> list[str]:
         statuses = Nodes(engine.config.run_dir).statuses()
-        return [statuses[index].host for index in engine.world() if statuses[index].agent == "running"]
+        return [
+            statuses[index].host for index in engine.world() if statuses[index].agent == "running"
+        ]
 
     seconds = engine.until("a world with machine 3", lambda: hosts() == ["machine-0", "machine-3"])
     engine.steps(SETTLE)
@@ -242,15 +287,23 @@ def replaced(engine: Engine) -> str:
     if hosts() != ["machine-0", "machine-3"]:
         raise BrokenError(f"now {hosts()} train")
     code = engine.ends[-1][1]
-    return f"its replacement trained after {seconds:.0f} s; the old one ended {ended:.0f} s after it went on, with exit code {code}"
+    return (
+        f"its replacement trained after {seconds:.0f} s; the old one ended {ended:.0f} s after "
+        f"it went on, with exit code {code}"
+    )
 
 
 def clocks(engine: Engine) -> str:
     """Machine 1's clock is an hour ahead, machine 2's an hour behind."""
-    beats = {index: status.heartbeat - time.time() for index, status in Nodes(engine.config.run_dir).statuses().items()}
+    beats = {
+        index: status.heartbeat - time.time()
+        for index, status in Nodes(engine.config.run_dir).statuses().items()
+    }
     if not (beats[1] > HOUR_S - UP_S and beats[2] < UP_S - HOUR_S):
         raise BrokenError(f"the clocks are not off: heartbeats are {beats}")
-    return f"{SETTLE} steps in {engine.steps(SETTLE):.0f} s; {len(engine.ends)} machines started again"
+    return (
+        f"{SETTLE} steps in {engine.steps(SETTLE):.0f} s; {len(engine.ends)} machines started again"
+    )
 
 
 SCENES: dict[str, Callable[[Engine], str]] = {
@@ -268,14 +321,19 @@ SCENES: dict[str, Callable[[Engine], str]] = {
 
 
 def variables(scene: str, folder: Path) -> dict[int, dict[str, str]]:
-    """Returns each machine's variables: its clock, and, where a frozen process would hold them, no locks."""
+    """Returns each machine's variables: its clock, and, where a frozen process would hold them,
+    no locks."""
     library = folder / "other_machine.so"
     source = Path(__file__).with_name("other_machine.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
     preload = {"LD_PRELOAD": str(library)}
     if scene == "clocks":
         return {1: preload | {"RL_CLOCK_S": str(HOUR_S)}, 2: preload | {"RL_CLOCK_S": str(-HOUR_S)}}
-    return dict.fromkeys(range(4), preload | {"RL_NO_LOCKS": "1"}) if scene.startswith("frozen") else {}
+    return (
+        dict.fromkeys(range(4), preload | {"RL_NO_LOCKS": "1"})
+        if scene.startswith("frozen")
+        else {}
+    )
 
 
 def check(engine: Engine) -> list[str]:
@@ -283,8 +341,16 @@ def check(engine: Engine) -> list[str]:
     run_dir, config = engine.config.run_dir, engine.config
     broken, lost = promises.exactly_once(run_dir, engine.seen)
     broken += [f"{lost} rollouts lost"] if lost else []
-    broken += [f"{event.process} gave up: {event.reason}" for event in read_events(run_dir.events) if event.event == "give_up"]
-    broken += promises.every_step_trained(run_dir) + promises.numbers_once(run_dir) + promises.lag(run_dir, config)[0]
+    broken += [
+        f"{event.process} gave up: {event.reason}"
+        for event in read_events(run_dir.events)
+        if event.event == "give_up"
+    ]
+    broken += (
+        promises.every_step_trained(run_dir)
+        + promises.numbers_once(run_dir)
+        + promises.lag(run_dir, config)[0]
+    )
     if len(engine.sizes) > 1:  # bits depend on the number of ranks
         return broken
     return broken + promises.replay_equal(run_dir, engine.environment(0), 600)[0]
@@ -294,7 +360,14 @@ def play(scene: str, folder: Path) -> tuple[str, list[str]]:
     """Returns what happened in a scene, and what is broken."""
     folder.mkdir()
     model = make_tiny_model(folder / "model")
-    config = RLConfig.model_validate(CONFIG | {"name": "run", "output_dir": str(folder), "model": CONFIG["model"] | {"name": str(model)}})
+    config = RLConfig.model_validate(
+        CONFIG
+        | {
+            "name": "run",
+            "output_dir": str(folder),
+            "model": CONFIG["model"] | {"name": str(model)},
+        }
+    )
     write_config(folder / "run.toml", config)
     happened, broken = "", []
     with SlowMachines(3, DELAY_S, LOSS) if scene == "slow" else Machines(4) as machines:
@@ -314,7 +387,9 @@ def play(scene: str, folder: Path) -> tuple[str, list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("scenes", nargs="*", default=list(SCENES), help=", ".join(SCENES))
     parser.add_argument("--out", type=Path, help="folder for the runs and logs; default: a new one")
     options = parser.parse_args()

@@ -1,7 +1,9 @@
-"""A network that delays and loses, where the kernel cannot (no sch_netem): `python -m tests.proofs.slow_switch DELAY_S LOSS PID ...`.
+"""A network that delays and loses, where the kernel cannot (no sch_netem): `python -m
+tests.proofs.slow_switch DELAY_S LOSS PID ...`.
 
-In the network namespace of each process it makes the interface eth0 (TAP), and carries every frame to the one that has its address, or to
-all, DELAY_S later, except the share LOSS of them. Says `up` and ends when its input does.
+In the network namespace of each process it makes the interface eth0 (TAP), and carries every frame
+to the one that has its address, or to all, DELAY_S later, except the share LOSS of them. Says `up`
+and ends when its input does.
 """
 
 import contextlib
@@ -48,7 +50,11 @@ def carry(ports: list[int], delay_s: float, loss: float) -> None:
             with contextlib.suppress(OSError):  # an interface that is down
                 frame = os.read(fd, LARGEST)
                 known[frame[6:12]] = fd
-                to = [known[frame[:6]]] if frame[:6] in known else [port for port in ports if port != fd]
+                to = (
+                    [known[frame[:6]]]
+                    if frame[:6] in known
+                    else [port for port in ports if port != fd]
+                )
                 if draw.random() >= loss and len(under_way) < HELD:
                     heapq.heappush(under_way, (time.monotonic() + delay_s, next(order), frame, to))
         while under_way and under_way[0][0] <= time.monotonic():

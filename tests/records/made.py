@@ -20,8 +20,15 @@ RULES = {"sums": Rules(), "words": Rules()}
 
 def make_run(root: Path, **more) -> RunDir:
     """A directory with nothing but its configuration."""
-    settings = {"name": root.name, "output_dir": str(root.parent), "model": {"name": "none"}, "max_steps": 9}
-    config = RLConfig.model_validate(settings | {"orchestrator": {"environment": [{"id": "sums"}]}} | more)
+    settings = {
+        "name": root.name,
+        "output_dir": str(root.parent),
+        "model": {"name": "none"},
+        "max_steps": 9,
+    }
+    config = RLConfig.model_validate(
+        settings | {"orchestrator": {"environment": [{"id": "sums"}]}} | more
+    )
     write_config(config.run_dir.config, config)
     return config.run_dir
 
@@ -29,12 +36,29 @@ def make_run(root: Path, **more) -> RunDir:
 def rollout(reward: float, version: int = 0, text: str = "four", **more) -> Rollout:
     """One answer of three tokens."""
     spans = [VersionSpan(version, 3)]
-    turn = Turn(prompt_ids=[1, 2], completion_ids=[3, 4, 5], logprobs=[-0.5, -1.0, -0.25], policy_versions=spans, finish_reason="stop")
+    turn = Turn(
+        prompt_ids=[1, 2],
+        completion_ids=[3, 4, 5],
+        logprobs=[-0.5, -1.0, -0.25],
+        policy_versions=spans,
+        finish_reason="stop",
+    )
     messages = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": text}]
-    return Rollout(**{"turns": [turn], "messages": messages, "reward": reward, "metrics": {"exact": reward}, "stop": "stop"} | more)
+    return Rollout(
+        **{
+            "turns": [turn],
+            "messages": messages,
+            "reward": reward,
+            "metrics": {"exact": reward},
+            "stop": "stop",
+        }
+        | more
+    )
 
 
-def group(group_id: int, rewards: list[float], env: str = "sums", task: int = 0, version: int = 0, **more) -> Group:
+def group(
+    group_id: int, rewards: list[float], env: str = "sums", task: int = 0, version: int = 0, **more
+) -> Group:
     """A judged group."""
     rollouts = [rollout(reward, version, episode=i, **more) for i, reward in enumerate(rewards)]
     return credit_group(Group(group_id=group_id, env=env, task=task, rollouts=rollouts), RULES[env])
@@ -47,13 +71,22 @@ def write_step(run_dir: RunDir, step: int, groups: list[Group]) -> None:
 
 def write_eval_of(run_dir: RunDir, version: int, rewards: list[float]) -> None:
     """An evaluation `held-out` of a version, an example for each reward."""
-    write_eval(run_dir.eval(version, "held-out"), version, "held-out", [(i, [rollout(r, version)]) for i, r in enumerate(rewards)])
-    MetricsLog(run_dir.metrics, "eval").write(version, {"eval/held-out/reward_mean": sum(rewards) / len(rewards)})
+    write_eval(
+        run_dir.eval(version, "held-out"),
+        version,
+        "held-out",
+        [(i, [rollout(r, version)]) for i, r in enumerate(rewards)],
+    )
+    MetricsLog(run_dir.metrics, "eval").write(
+        version, {"eval/held-out/reward_mean": sum(rewards) / len(rewards)}
+    )
     best = {"held-out": {"policy_version": version, "reward_mean": 0.0}}
     (run_dir.evals / "best.json").write_text(json.dumps(best))
 
 
-def sample(group_id: int, rollout_id: int, tokens: int = 3, version: int = 0, teacher: bool = False) -> TrainingSample:
+def sample(
+    group_id: int, rollout_id: int, tokens: int = 3, version: int = 0, teacher: bool = False
+) -> TrainingSample:
     """Two tokens of a prompt, then the trained ones."""
     return TrainingSample.of(
         token_ids=[1, 2, *range(3, 3 + tokens)],

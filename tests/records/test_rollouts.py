@@ -1,4 +1,5 @@
-"""Rollouts of a run directory: chosen, followed while they are written, and what is damaged, deleted or taken back."""
+"""Rollouts of a run directory: chosen, followed while they are written, and what is damaged,
+deleted or taken back."""
 
 import math
 import shutil
@@ -23,7 +24,11 @@ def run_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run_dir = make_run(tmp_path / "x")
     write_step(run_dir, 1, [group(0, [0.0, 1.0], task=3), group(1, [1.0, 1.0], task=4)])
-    write_step(run_dir, 2, [group(2, [0.0, 0.5], task=3, version=1), group(3, [0.0, 0.0], "words", version=1)])
+    write_step(
+        run_dir,
+        2,
+        [group(2, [0.0, 0.5], task=3, version=1), group(3, [0.0, 0.0], "words", version=1)],
+    )
     return run_dir
 
 
@@ -39,35 +44,79 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
     assert ids(run.rollouts(why=["no_signal"], env="sums")) == [(1, 0), (1, 1)]
     with pytest.raises(RunError, match="env = nobody: has no rollouts; there are: sums, words"):
         run.rollouts(env=["sums", "nobody"])
-    assert ids(run.rollouts(step=2, task={3})) == ids(run.rollouts(version=1, task=3)) == [(2, 0), (2, 1)]
+    assert (
+        ids(run.rollouts(step=2, task={3}))
+        == ids(run.rollouts(version=1, task=3))
+        == [(2, 0), (2, 1)]
+    )
     assert ids(run.rollouts(step=range(1, 2), reward=(0.5, None))) == [(0, 1), (1, 0), (1, 1)]
-    assert ids(run.rollouts(exact=(None, 0.5), step=[1, 2], env=["sums"])) == [(0, 0), (2, 0), (2, 1)]
+    assert ids(run.rollouts(exact=(None, 0.5), step=[1, 2], env=["sums"])) == [
+        (0, 0),
+        (2, 0),
+        (2, 1),
+    ]
     best = found.sorted("reward", descending=True)
     assert ids(best[:4]) == [(0, 1), (1, 0), (1, 1), (2, 1)] and ids(best[4:6]) == [(0, 0), (2, 0)]
     assert ids(found.sorted("env", descending=True)[:2]) == [(3, 0), (3, 1)]
-    assert found.counts("why") == {"trained": 4, "no_signal": 4} and found.counts("kind") == {"train": 8}
-    assert {version: ids(part) for version, part in run.task("sums", 3).items()} == {0: [(0, 0), (0, 1)], 1: [(2, 0), (2, 1)]}
+    assert found.counts("why") == {"trained": 4, "no_signal": 4} and found.counts("kind") == {
+        "train": 8
+    }
+    assert {version: ids(part) for version, part in run.task("sums", 3).items()} == {
+        0: [(0, 0), (0, 1)],
+        1: [(2, 0), (2, 1)],
+    }
     assert ids(run.group(2)) == [(2, 0), (2, 1)]
     one = found[5]
-    assert (one.kind, one.step, one.version, one.env, one.task, one.reward, one.why) == ("train", 2, 1, "sums", 3, 0.5, "trained")
-    assert (one["num_tokens"], one["outcome"], one.metrics, one.advantage) == (3, "finished", {"exact": 0.5}, 0.25)
-    assert one.messages[1]["content"] == "four" and one.row["stop"] == "stop" and "assistant: four" in one.text
-    assert [ids([hit]) for hit in found.containing("fou")] == [[place] for place in ids(found)] and not [*found.containing("five")]
-    assert not [*found.containing("role")] and not [*found.containing("assistant")]  # which no one wrote
+    assert (one.kind, one.step, one.version, one.env, one.task, one.reward, one.why) == (
+        "train",
+        2,
+        1,
+        "sums",
+        3,
+        0.5,
+        "trained",
+    )
+    assert (one["num_tokens"], one["outcome"], one.metrics, one.advantage) == (
+        3,
+        "finished",
+        {"exact": 0.5},
+        0.25,
+    )
+    assert (
+        one.messages[1]["content"] == "four"
+        and one.row["stop"] == "stop"
+        and "assistant: four" in one.text
+    )
+    assert [ids([hit]) for hit in found.containing("fou")] == [
+        [place] for place in ids(found)
+    ] and not [*found.containing("five")]
+    # which no one wrote
+    assert not [*found.containing("role")] and not [*found.containing("assistant")]
     assert len(found.where(exact=[0.5, 0.1])) == 1
-    with pytest.raises(RunError, match=r"length_mean: rollouts have no such field; there are: kind, step, .*exact"):
+    with pytest.raises(
+        RunError, match=r"length_mean: rollouts have no such field; there are: kind, step, .*exact"
+    ):
         run.rollouts(length_mean=1)
     with pytest.raises(RunError, match="give several words as a list"):
         run.rollouts(why=("trained", "error"))
-    with pytest.raises(RunError, match="why = no-signal: no rollout of the run has it; there are: trained, no_signal"):
+    with pytest.raises(
+        RunError,
+        match="why = no-signal: no rollout of the run has it; there are: trained, no_signal",
+    ):
         run.rollouts(why="no-signal")
     assert len(run.rollouts(why="error")) == 0  # which is a word of the reader's own
     with pytest.raises(RunError, match="step = '1': give a number"):
         run.rollouts(step="1")
     for wanted, words in (
-        ({"step": slice(1, 2)}, "step = slice\\(1, 2, None\\): give a number, several in a list or a range, or a pair"),
+        (
+            {"step": slice(1, 2)},
+            "step = slice\\(1, 2, None\\): give a number, several in a list or a range, or a pair",
+        ),
         ({"reward": float("nan")}, "reward = nan: give a number"),
-        ({"reward": (1, 0)}, "reward = \\(1, 0\\): give the minimum and the maximum, in this order"),
+        (
+            {"reward": (1, 0)},
+            "reward = \\(1, 0\\): give the minimum and the maximum, in this order",
+        ),
         ({"reward": ("a", None)}, "give the minimum and the maximum"),
         ({"env": 3}, "env = 3: has no rollouts"),
     ):
@@ -78,7 +127,10 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
         (lambda: run.task("sums", 99), "task 99 of sums: has no rollouts"),
         (lambda: run.tokens(step="10"), "step = '10': give a whole number from 1"),
         (lambda: run.timeline(begin="x"), "begin = 'x', end = None: give two numbers"),
-        (lambda: run.timeline(begin=5, end=1), "begin = 5, end = 1: give two numbers in this order"),
+        (
+            lambda: run.timeline(begin=5, end=1),
+            "begin = 5, end = 1: give two numbers in this order",
+        ),
         (lambda: run.log("trainer", lines=-1), "lines = -1: give a whole number from 0"),
     ):
         with pytest.raises(RunError, match=words):
@@ -88,12 +140,18 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
 def test_a_metric_is_found_by_values_that_float32_has_not(run_dir):
     write_step(run_dir, 3, [group(4, [0.1, 0.2]), group(5, [1 / 3, 0.0])])
     run = Run(run_dir.root)
-    assert ids(run.rollouts(step=3, exact=[0.1, 1 / 3])) == [(4, 0), (5, 0)] and ids(run.rollouts(step=3, exact=0.2)) == [(4, 1)]
+    assert ids(run.rollouts(step=3, exact=[0.1, 1 / 3])) == [(4, 0), (5, 0)] and ids(
+        run.rollouts(step=3, exact=0.2)
+    ) == [(4, 1)]
 
 
 def test_a_metric_that_is_called_as_a_field_is_told_from_it(run_dir):
     rollouts = [rollout(0.0), rollout(1.0, metrics={"num_turns": 7.0})]
-    write_step(run_dir, 3, [credit_group(Group(group_id=4, env="sums", task=1, rollouts=rollouts), RULES["sums"])])
+    write_step(
+        run_dir,
+        3,
+        [credit_group(Group(group_id=4, env="sums", task=1, rollouts=rollouts), RULES["sums"])],
+    )
     found = Run(run_dir.root).rollouts(step=3).sorted("metrics/num_turns")
     assert [one["num_turns"] for one in found] == [1, 1] and found[0].metrics == {"num_turns": 7.0}
     assert len(set(found.fields)) == len(found.fields)
@@ -112,8 +170,15 @@ def test_another_run_in_the_place_of_one_is_read_anew(run_dir):
 
 def test_a_table_has_all_fields(run_dir):
     frame = Run(run_dir.root).rollouts(step=1).frame("pandas")
-    assert frame.reward.tolist() == [0.0, 1.0, 1.0, 1.0] and frame.why.tolist() == ["trained", "trained", "no_signal", "no_signal"]
-    assert frame.exact.tolist() == frame.reward.tolist() and frame.kind.unique().tolist() == ["train"]
+    assert frame.reward.tolist() == [0.0, 1.0, 1.0, 1.0] and frame.why.tolist() == [
+        "trained",
+        "trained",
+        "no_signal",
+        "no_signal",
+    ]
+    assert frame.exact.tolist() == frame.reward.tolist() and frame.kind.unique().tolist() == [
+        "train"
+    ]
     assert len(frame[~frame.failed]) == 4 and len(frame[frame.truncated]) == 0
     columns = Run(run_dir.root).rollouts().frame("columns")
     assert columns["task"].tolist() == [3, 3, 4, 4, 3, 3, 0, 0] and "offset" not in columns
@@ -126,15 +191,23 @@ def test_a_live_run_is_followed_and_only_new_files_are_read(run_dir, monkeypatch
     assert len(run.rollouts()) == 8 and len(run.rollouts("pending")) == 0
     pending.append([group(4, [0.0, 1.0])])
     assert ids(run.rollouts("pending", why="pending")) == [(4, 0), (4, 1)]
-    assert ids(run.rollouts(step=(None, 1))) == [(0, 0), (0, 1), (1, 0), (1, 1)]  # those without a step are in no stretch of steps
+    # those without a step are in no stretch of steps
+    assert ids(run.rollouts(step=(None, 1))) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     with run_dir.pending_rollouts.open("ab") as file:
         file.write(b'{"step": nul')
     assert len(run.rollouts("pending")) == 2 and run.rollouts("pending")[1].text
     waiting = run.rollouts("pending")
     read = []
-    monkeypatch.setattr(index, "sound_rollouts", lambda path, sound=index.sound_rollouts: read.append(path.name) or sound(path))
+    monkeypatch.setattr(
+        index,
+        "sound_rollouts",
+        lambda path, sound=index.sound_rollouts: read.append(path.name) or sound(path),
+    )
     write_step(run_dir, 3, [group(4, [0.0, 1.0])])
-    assert len(run.rollouts("pending")) == 0 and len(run.rollouts()) == 10 and read == ["000003.jsonl"]  # before it is made anew
+    # before it is made anew
+    assert (
+        len(run.rollouts("pending")) == 0 and len(run.rollouts()) == 10 and read == ["000003.jsonl"]
+    )
     pending.rewrite([group(5, [1.0])])
     assert (
         ids(run.rollouts())[-3:] == [(4, 0), (4, 1), (5, 0)]
@@ -143,8 +216,12 @@ def test_a_live_run_is_followed_and_only_new_files_are_read(run_dir, monkeypatch
     )
     with pytest.raises(RunError, match="has moved: its file was rewritten"):
         _ = waiting[1].row
-    write_step(run_dir, 3, [group(6, [0.0, 1.0, 0.0])])  # the orchestrator was killed before its commit
-    assert ids(run.rollouts(step=3)) == [(6, 0), (6, 1), (6, 2)] and run.rollouts(step=3)[2].row["group_id"] == 6
+    # the orchestrator was killed before its commit
+    write_step(run_dir, 3, [group(6, [0.0, 1.0, 0.0])])
+    assert (
+        ids(run.rollouts(step=3)) == [(6, 0), (6, 1), (6, 2)]
+        and run.rollouts(step=3)[2].row["group_id"] == 6
+    )
 
 
 def test_old_steps_are_compressed_deleted_damaged_or_taken_back(run_dir):
@@ -155,7 +232,11 @@ def test_old_steps_are_compressed_deleted_damaged_or_taken_back(run_dir):
     assert len(run.rollouts()) == 18
     compress_rollouts(run_dir.rollouts(1))
     compress_rollouts(run_dir.rollouts(2))
-    assert first.messages and run.rollouts(step=2)[3].row["env"] == "words" and len(run.rollouts()) == 18
+    assert (
+        first.messages
+        and run.rollouts(step=2)[3].row["env"] == "words"
+        and len(run.rollouts()) == 18
+    )
     run_dir.rollouts_dir.joinpath("000001.jsonl.gz").unlink()
     sum_path(run_dir.rollouts(1)).unlink()
     with pytest.raises(RunError, match=r"000001.jsonl: no longer exists"):
@@ -164,24 +245,47 @@ def test_old_steps_are_compressed_deleted_damaged_or_taken_back(run_dir):
     run_dir.discard_after(4)
     assert sorted(run.rollouts().counts("step")) == [2, 3, 4]
     write_step(run_dir, 5, [group(40, [0.0, 1.0])])
-    assert ids(run.rollouts(step=5)) == [(40, 0), (40, 1)] and ids(run.rollouts())[-3:] == [(5, 1), (40, 0), (40, 1)]
+    assert ids(run.rollouts(step=5)) == [(40, 0), (40, 1)] and ids(run.rollouts())[-3:] == [
+        (5, 1),
+        (40, 0),
+        (40, 1),
+    ]
     write_file(run_dir.rollouts(5), b"x")
-    assert not run.rollouts(step=5) and "its checksum does not match" in run.damaged[run_dir.rollouts(5)]
+    assert (
+        not run.rollouts(step=5)
+        and "its checksum does not match" in run.damaged[run_dir.rollouts(5)]
+    )
     write_file(run_dir.rollouts(6), b'{"reward": "high"}\n')
-    assert "000006.jsonl:1: not a rollout of this version of rl" in run.damaged[run_dir.rollouts(6)] and len(run.rollouts()) == 8
+    assert (
+        "000006.jsonl:1: not a rollout of this version of rl" in run.damaged[run_dir.rollouts(6)]
+        and len(run.rollouts()) == 8
+    )
 
 
 def test_evaluations_by_version_and_example(run_dir):
     for version, rewards in {0: [0.0, 0.0], 2: [0.0, 1.0]}.items():
         write_eval_of(run_dir, version, rewards)
     run = Run(run_dir.root)
-    assert {version: part.column("reward").tolist() for version, part in run.task("held-out", 1, "eval").items()} == {0: [0.0], 2: [1.0]}
+    assert {
+        version: part.column("reward").tolist()
+        for version, part in run.task("held-out", 1, "eval").items()
+    } == {0: [0.0], 2: [1.0]}
     last = run.rollouts("eval", version=2)[1]
-    assert (last.kind, last.step, last.group_id, last.task) == ("eval", None, None, 1) and math.isnan(last.advantage) and last.text
+    assert (
+        (last.kind, last.step, last.group_id, last.task) == ("eval", None, None, 1)
+        and math.isnan(last.advantage)
+        and last.text
+    )
     assert last["rollout_id"] == -1 and last.rollout_id is None and last["episode"] == 0
     write_eval_of(run_dir, 4, [1.0, 1.0])
-    assert [version.evals for version in run.versions] == [{"held-out": 0.0}, {"held-out": 0.5}, {"held-out": 1.0}]
-    assert [version.best_of for version in run.versions] == [(), (), ("held-out",)] and len(run.rollouts("eval")) == 6
+    assert [version.evals for version in run.versions] == [
+        {"held-out": 0.0},
+        {"held-out": 0.5},
+        {"held-out": 1.0},
+    ]
+    assert [version.best_of for version in run.versions] == [(), (), ("held-out",)] and len(
+        run.rollouts("eval")
+    ) == 6
 
 
 def test_rollouts_that_failed_have_their_cause(run_dir):
@@ -190,7 +294,10 @@ def test_rollouts_that_failed_have_their_cause(run_dir):
     failed.advantages, failed.why = [0.0, 0.0], "error"
     write_step(run_dir, 3, [failed])
     run = Run(run_dir.root)
-    assert [(one.why, one.outcome, one["failed"]) for one in run.rollouts(step=3)] == [("error", "finished", 0), ("timeout", "timeout", 1)]
+    assert [(one.why, one.outcome, one["failed"]) for one in run.rollouts(step=3)] == [
+        ("error", "finished", 0),
+        ("timeout", "timeout", 1),
+    ]
 
 
 def test_the_index_of_a_long_run_is_kept_in_the_users_cache(run_dir, monkeypatch):
@@ -201,10 +308,18 @@ def test_the_index_of_a_long_run_is_kept_in_the_users_cache(run_dir, monkeypatch
     assert kept.is_file()
     monkeypatch.setattr(index, "CACHE_S", math.inf)
     read = []
-    monkeypatch.setattr(index, "sound_rollouts", lambda path, sound=index.sound_rollouts: read.append(path.name) or sound(path))
+    monkeypatch.setattr(
+        index,
+        "sound_rollouts",
+        lambda path, sound=index.sound_rollouts: read.append(path.name) or sound(path),
+    )
     write_step(run_dir, 3, [group(4, [0.0, 1.0])])
     again = Run(run_dir.root)
-    assert len(again.rollouts()) == 10 and len(again.rollouts("eval")) == 1 and read == ["000003.jsonl"]
+    assert (
+        len(again.rollouts()) == 10
+        and len(again.rollouts("eval")) == 1
+        and read == ["000003.jsonl"]
+    )
     for name, values in again.rollouts(step=[1, 2]).columns().items():
         assert np.array_equal(values, columns[name], equal_nan=values.dtype.kind == "f"), name
     write_step(run_dir, 1, [group(9, [0.0, 1.0])])
@@ -212,16 +327,27 @@ def test_the_index_of_a_long_run_is_kept_in_the_users_cache(run_dir, monkeypatch
     monkeypatch.setattr(index, "CACHE_S", 0.0)
     write_file(run_dir.rollouts(2), b"x")
     for _ in range(2):  # what is damaged is said by whoever has the index from the cache, too
-        assert len(Run(run_dir.root).rollouts()) == 4 and [*Run(run_dir.root).damaged] == [run_dir.rollouts(2)]
+        assert len(Run(run_dir.root).rollouts()) == 4 and [*Run(run_dir.root).damaged] == [
+            run_dir.rollouts(2)
+        ]
     kept.write_bytes(b"damaged")
     monkeypatch.setattr(index, "CACHE_S", math.inf)
     assert len(Run(run_dir.root).rollouts()) == 4
 
 
 def test_a_million_rollouts_take_a_hundred_megabytes_and_filters_are_fast():
-    columns, lines = index.Columns(), [index.Line(reward=i / 7, messages=b"", step=i, env="e", metrics={"m": 1.0}) for i in range(1000)]
+    columns, lines = (
+        index.Columns(),
+        [
+            index.Line(reward=i / 7, messages=b"", step=i, env="e", metrics={"m": 1.0})
+            for i in range(1000)
+        ],
+    )
     for _ in range(20):
         columns.add(index.Kind.STEP, lines, [(0, 1)] * len(lines))
     assert (
-        columns.size == 20_000 and sum(array.nbytes for array in (*columns.arrays.values(), *columns.metrics.values())) / columns.size < 160
+        columns.size == 20_000
+        and sum(array.nbytes for array in (*columns.arrays.values(), *columns.metrics.values()))
+        / columns.size
+        < 160
     )

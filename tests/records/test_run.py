@@ -1,4 +1,5 @@
-"""A run directory as an object: numbers, versions, events, logs, problems, and what `import rl` costs."""
+"""A run directory as an object: numbers, versions, events, logs, problems, and what `import rl`
+costs."""
 
 import json
 import subprocess
@@ -23,7 +24,10 @@ def run_dir(tmp_path, monkeypatch):
 
 
 def test_numbers_are_columns_that_follow_the_files(run_dir):
-    run, trainer, orchestrator = Run(run_dir.root), *(MetricsLog(run_dir.metrics, name) for name in ("trainer", "orchestrator"))
+    run, trainer, orchestrator = (
+        Run(run_dir.root),
+        *(MetricsLog(run_dir.metrics, name) for name in ("trainer", "orchestrator")),
+    )
     assert run.metrics(kind="columns")["step"].tolist() == [] and run.step == 0
     trainer.write(1, {"loss/mean": 0.5, "time/step": 2.0})
     orchestrator.write(1, {"reward/mean": 0.25})
@@ -34,42 +38,78 @@ def test_numbers_are_columns_that_follow_the_files(run_dir):
     trainer.write(1, {"loss/mean": 0.75})
     merger.merge()
     table = run.metrics("trainer")
-    assert table.step.tolist() == [1, 2] and "reward/mean" not in table.columns and table["time/step"].isna().tolist() == [False, True]
+    assert (
+        table.step.tolist() == [1, 2]
+        and "reward/mean" not in table.columns
+        and table["time/step"].isna().tolist() == [False, True]
+    )
     assert [values.tolist() for values in run.curve("loss/mean")] == [[1], [0.75]] and run.step == 2
     assert run.metrics(kind="columns")["source"].tolist() == ["orchestrator", "trainer", "trainer"]
     with run_dir.metrics.open("ab") as file:
         file.write(b'{"step": 3, "time": 1, "source": "trainer", "loss/me')
-    assert run.step == 2 and not len(run.curve("lag/mean")[0]) and not len(run.curve("eval/held-out/reward_mean")[0])
-    with pytest.raises(RunError, match="reward/meen: there is no such metric; similar: reward/mean"):
+    assert (
+        run.step == 2
+        and not len(run.curve("lag/mean")[0])
+        and not len(run.curve("eval/held-out/reward_mean")[0])
+    )
+    with pytest.raises(
+        RunError, match="reward/meen: there is no such metric; similar: reward/mean"
+    ):
         run.curve("reward/meen")
-    with pytest.raises(RunError, match="source = 'trianer': give trainer, orchestrator, eval, or None for all"):
+    with pytest.raises(
+        RunError, match="source = 'trianer': give trainer, orchestrator, eval, or None for all"
+    ):
         run.metrics("trianer")
     cut_metrics(run_dir.metrics, 1)
     assert run.step == 1 and run.curve("optim/lr")[0].tolist() == []
 
 
 def test_many_rows_grow(tmp_path):
-    metrics, log = Numbers(tmp_path / "metrics.jsonl"), MetricsLog(tmp_path / "metrics.jsonl", "trainer")
+    metrics, log = (
+        Numbers(tmp_path / "metrics.jsonl"),
+        MetricsLog(tmp_path / "metrics.jsonl", "trainer"),
+    )
     for step in range(1, 700):
         log.write(step, {"a": step / 2, **({"b": 1.0} if step > 600 else {})})
     metrics.refresh()
     steps, values = metrics.curve("a")
-    assert np.array_equal(values, steps / 2) and len(steps) == 699 and len(metrics.curve("b")[0]) == 99
+    assert (
+        np.array_equal(values, steps / 2) and len(steps) == 699 and len(metrics.curve("b")[0]) == 99
+    )
 
 
 def test_what_happened_and_who_said_what(run_dir):
     run = Run(run_dir.root)
-    assert run.events == [] and run.logs == {} and run.end is None and run.status == {} and run.origin is None
+    assert (
+        run.events == []
+        and run.logs == {}
+        and run.end is None
+        and run.status == {}
+        and run.origin is None
+    )
     append_event(run_dir.events, Event(time=1.0, event="death", process="trainer", reason="killed"))
     run_dir.logs.mkdir()
-    for name, text in {"trainer-1": "one\n", "trainer-2": "two\n\nthree\n", "worker-0-1": "w\n"}.items():
+    for name, text in {
+        "trainer-1": "one\n",
+        "trainer-2": "two\n\nthree\n",
+        "worker-0-1": "w\n",
+    }.items():
         (run_dir.logs / f"{name}.log").write_text(text)
     assert [event.reason for event in run.events] == ["killed"]
-    assert {name: [*found] for name, found in run.logs.items()} == {"trainer": [1, 2], "worker-0": [1]}
-    assert run.log("trainer") == ["two", "three"] and run.log("trainer", attempt=1) == ["one"] and run.log("trainer", lines=1) == ["three"]
+    assert {name: [*found] for name, found in run.logs.items()} == {
+        "trainer": [1, 2],
+        "worker-0": [1],
+    }
+    assert (
+        run.log("trainer") == ["two", "three"]
+        and run.log("trainer", attempt=1) == ["one"]
+        and run.log("trainer", lines=1) == ["three"]
+    )
     with pytest.raises(RunError, match="the trainer has no attempt 3; there are 1, 2"):
         run.log("trainer", attempt=3)
-    with pytest.raises(RunError, match=r"the inference has no log in .* which has those of: trainer, worker-0"):
+    with pytest.raises(
+        RunError, match=r"the inference has no log in .* which has those of: trainer, worker-0"
+    ):
         run.log("inference")
 
 
@@ -82,9 +122,18 @@ def test_problems_come_with_their_evidence(run_dir):
     run_dir.batches.mkdir()
     run_dir.batch(1).write_bytes(b"rl1")
     found = {problem.text.split(" (")[0]: problem for problem in Run(run_dir.root).problems}
-    errored, truncated = found["50% of the rollouts failed"], found["40% of the answers were cut off"]
-    assert (errored.metrics, errored.why, errored.serious) == (("rollouts/errored",), "error", False)
-    assert found["the reward does not rise: 0.100 in the first 4 steps, 0.100 in the last 4."].metrics == ("reward/mean",)
+    errored, truncated = (
+        found["50% of the rollouts failed"],
+        found["40% of the answers were cut off"],
+    )
+    assert (errored.metrics, errored.why, errored.serious) == (
+        ("rollouts/errored",),
+        "error",
+        False,
+    )
+    assert found[
+        "the reward does not rise: 0.100 in the first 4 steps, 0.100 in the last 4."
+    ].metrics == ("reward/mean",)
     assert (truncated.metrics, truncated.why) == (("rollouts/truncated",), None)
     damaged = [problem.files for problem in found.values() if problem.serious and problem.files]
     assert (run_dir.batch(1),) in damaged and (run_dir.rollouts(1),) in damaged
@@ -92,11 +141,18 @@ def test_problems_come_with_their_evidence(run_dir):
 
 def test_a_run_is_opened_by_its_directory_or_its_name(run_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert rl.open("x").root == rl.open("outputs/x").root == rl.open(run_dir.root).root == run_dir.root
-    assert rl.open("x").config.max_steps == 9 and rl.open("outputs/x/config.toml").root == run_dir.root
+    assert (
+        rl.open("x").root == rl.open("outputs/x").root == rl.open(run_dir.root).root == run_dir.root
+    )
+    assert (
+        rl.open("x").config.max_steps == 9 and rl.open("outputs/x/config.toml").root == run_dir.root
+    )
     with pytest.raises(ConfigError, match=r"not a run of rl|no such run"):
         rl.open("outputs/y")
-    for name, words in (("outputs", "outputs: not a run of rl; it contains the runs x"), ("", "the name of the run is empty")):
+    for name, words in (
+        ("outputs", "outputs: not a run of rl; it contains the runs x"),
+        ("", "the name of the run is empty"),
+    ):
         with pytest.raises(ConfigError, match=words):
             rl.open(name)
     with pytest.raises(RunError, match="not a run directory"):
@@ -111,8 +167,10 @@ def test_reading_a_run_loads_neither_torch_nor_tables(run_dir):
     write_step(run_dir, 1, [group(0, [0.0, 1.0])])
     heavy = ("torch", "vllm", "transformers", "pandas", "verifiers", "matplotlib")
     code = (
-        f"import rl, sys; run = rl.open({str(run_dir.root)!r}); print(len(run.rollouts()), run.rollouts()[0].text[:4], "
-        f"len(run.metrics(kind='columns')), len(run.problems), *[name for name in {heavy} if name in sys.modules])"
+        f"import rl, sys; run = rl.open({str(run_dir.root)!r}); print(len(run.rollouts()), "
+        "run.rollouts()[0].text[:4], "
+        f"len(run.metrics(kind='columns')), len(run.problems), *[name for name in {heavy} if "
+        "name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2 user 3 1\n"
@@ -122,9 +180,16 @@ def test_numbers_that_fit_nowhere_are_of_no_rollout(tmp_path):
     run_dir = make_run(tmp_path)
     run_dir.rollouts_dir.mkdir()
     line = {"messages": [], "reward": 1.0, "env": "a", "task": 1, "group_id": 1}
-    for step, more in enumerate(({"step": 10**30}, {"num_tokens": 2**62}, {"group_id": 2**63}, {"versions": [2**40]}), start=901):
+    for step, more in enumerate(
+        ({"step": 10**30}, {"num_tokens": 2**62}, {"group_id": 2**63}, {"versions": [2**40]}),
+        start=901,
+    ):
         run_dir.rollouts(step).write_text(json.dumps(line | more) + "\n")
-    run_dir.rollouts(905).write_text(json.dumps(line | {"step": 905, "metrics": {"m": 10**400}}) + "\n")
+    run_dir.rollouts(905).write_text(
+        json.dumps(line | {"step": 905, "metrics": {"m": 10**400}}) + "\n"
+    )
     run = Run(run_dir.root)
     assert len(run.rollouts(step=905)) == 1
-    assert sorted(path.name for path in run.damaged) == [f"{step:06d}.jsonl" for step in range(901, 905)]
+    assert sorted(path.name for path in run.damaged) == [
+        f"{step:06d}.jsonl" for step in range(901, 905)
+    ]

@@ -10,13 +10,19 @@ def test_events_of_several_machines_come_in_the_order_of_their_times(tmp_path):
     append_event(own, Event(time=4.0, event="stop", process="rl"))
     append_event(third, Event(time=2.0, event="start", process="inference-node3"))
     append_event(third, Event(time=3.0, event="death", process="inference-node3"))
-    assert [event.time for event in read_events(own)] == [event.time for event in reader.new()] == [1.0, 2.0, 3.0, 4.0]
+    assert (
+        [event.time for event in read_events(own)]
+        == [event.time for event in reader.new()]
+        == [1.0, 2.0, 3.0, 4.0]
+    )
     with third.open("a") as file:
         file.write('{"time": 5.0, "event": "restart", "process": "infer')
     assert reader.new() == []
     with third.open("a") as file:
         file.write('ence-node3"}\nnonsense\n')
-    append_event(tmp_path / "events-node4.jsonl", Event(time=4.5, event="start", process="inference-node4"))
+    append_event(
+        tmp_path / "events-node4.jsonl", Event(time=4.5, event="start", process="inference-node4")
+    )
     assert [event.process for event in reader.new()] == ["inference-node4", "inference-node3"]
     reader = EventsReader(own)
     reader.skip()

@@ -51,7 +51,10 @@ def test_files_of_a_directory_have_the_permissions_of_the_umask(tmp_path):
             write_directory(tmp_path / "d", fill)
         finally:
             os.umask(before)
-        assert [(tmp_path / "d" / name).stat().st_mode & 0o777 for name in ("x.safetensors", "a/y", "link", "same")] == [
+        assert [
+            (tmp_path / "d" / name).stat().st_mode & 0o777
+            for name in ("x.safetensors", "a/y", "link", "same")
+        ] == [
             mode,
             mode,
             0o600,
@@ -121,10 +124,19 @@ def test_what_is_made_durable_later_is_whole_at_once_and_synced_then(tmp_path, m
 
     write_directory(version, fill, durable=False)
     write_file(record, b"2", durable=False)
-    assert (version / "sub" / "a").read_text() == "1" and record.read_bytes() == b"2" and synced == []
+    assert (
+        (version / "sub" / "a").read_text() == "1" and record.read_bytes() == b"2" and synced == []
+    )
     make_durable(record)
     make_durable(version)
-    assert synced == [record, tmp_path / "weights", version / "sub", version / "sub" / "a", version, tmp_path / "weights"]
+    assert synced == [
+        record,
+        tmp_path / "weights",
+        version / "sub",
+        version / "sub" / "a",
+        version,
+        tmp_path / "weights",
+    ]
 
 
 def test_pipes_devices_and_endless_lines_end(tmp_path, monkeypatch):
@@ -135,7 +147,10 @@ def test_pipes_devices_and_endless_lines_end(tmp_path, monkeypatch):
     for path in (tmp_path / "pipe", tmp_path / "device"):
         with pytest.raises(OSError, match="not a file"):
             files.LineReader(path).new()
-        with pytest.raises(CorruptFileError, match=r"is not a file; move it away"), files.reading(path):
+        with (
+            pytest.raises(CorruptFileError, match=r"is not a file; move it away"),
+            files.reading(path),
+        ):
             pass
     (tmp_path / "endless").touch()
     os.truncate(tmp_path / "endless", 1 << 27)
@@ -143,5 +158,8 @@ def test_pipes_devices_and_endless_lines_end(tmp_path, monkeypatch):
         file.write(b"\nwhole\n")
     reader, longest, found = files.LineReader(tmp_path / "endless"), 0, []
     while lines := reader.new():
-        longest, found = max(longest, *map(len, lines)), [*found, *(line for line in lines if line and line[0])]
+        longest, found = (
+            max(longest, *map(len, lines)),
+            [*found, *(line for line in lines if line and line[0])],
+        )
     assert longest <= (1 << 25) + files.PIECE_BYTES and found == [b"whole"]

@@ -1,4 +1,5 @@
-"""The lease of a role: who holds it when the lock cannot tell, and how a holder declared dead notices that."""
+"""The lease of a role: who holds it when the lock cannot tell, and how a holder declared dead
+notices that."""
 
 import errno
 import os
@@ -42,7 +43,10 @@ def quick(monkeypatch):
     monkeypatch.setattr("os.fsync", lambda fd: None)
 
 
-@pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, None], ids=["ENOSYS", "ENOLCK", "EOPNOTSUPP", "this host alone"])
+@pytest.fixture(
+    params=[errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, None],
+    ids=["ENOSYS", "ENOLCK", "EOPNOTSUPP", "this host alone"],
+)
 def no_locks(request, monkeypatch):
     """flock fails, or does not see other hosts."""
 
@@ -61,13 +65,17 @@ def test_a_file_system_without_locks_has_one_holder_all_the_same(lock, no_locks)
     held = hold_role(lock)
     assert (held.number, read_json(held.path, LockOwner)) == (1, this_process())
     with pytest.raises(
-        RunError, match=f"orchestrator of this run is already running \\(pid {os.getpid()} on .*\\); stop it first"
+        RunError,
+        match=f"orchestrator of this run is already running \\(pid {os.getpid()} on .*\\); stop it "
+        "first",
     ) as caught:
         hold_role(lock, 0.1)
     assert caught.value.exit_code == RESTART
     held.close()
     again = hold_role(lock)
-    assert again.number == 2 and [path.stat().st_size > 0 for path in sorted(lock.parent.glob("*.lease"))] == [False, True]
+    assert again.number == 2 and [
+        path.stat().st_size > 0 for path in sorted(lock.parent.glob("*.lease"))
+    ] == [False, True]
     again.close()
 
 
@@ -100,7 +108,9 @@ def test_another_hosts_lease_counts_as_long_as_it_changes(lock, no_locks):
 
 def test_another_hosts_live_lease_is_refused_as_soon_as_it_changes(lock, no_locks, monkeypatch):
     monkeypatch.setattr(lease, "LEASE_S", 30.0)
-    renews = SimpleNamespace(sleep=lambda _s: os.utime(lease_path(lock, 3), (5, 5)), monotonic=time.monotonic)
+    renews = SimpleNamespace(
+        sleep=lambda _s: os.utime(lease_path(lock, 3), (5, 5)), monotonic=time.monotonic
+    )
     monkeypatch.setattr(lease, "time", renews)
     write_lease(lock, 3, FAR)
     before = time.monotonic()
@@ -142,7 +152,9 @@ def test_who_was_given_up_learns_it_before_its_next_commit(lock, how):
     else:
         held.path.unlink()
         write_lease(lock, 9 if how == "gone" else held.number, FAR)
-    with pytest.raises(RunError, match=r"on far.* has taken over as orchestrator of this run") as caught:
+    with pytest.raises(
+        RunError, match=r"on far.* has taken over as orchestrator of this run"
+    ) as caught:
         check_fence(lock)
     assert caught.value.exit_code == GIVE_UP
     held.close()
@@ -165,7 +177,11 @@ def test_a_server_that_starts_while_its_files_are_deleted_locks_the_file_that_ot
     assert not lock.exists()
     assert starting.take() is None
     held = starting.take()
-    assert held and os.path.samestat(os.fstat(held.fd), lock.stat()) and read_json(lock, LockOwner) == this_process()
+    assert (
+        held
+        and os.path.samestat(os.fstat(held.fd), lock.stat())
+        and read_json(lock, LockOwner) == this_process()
+    )
     forget_dead_servers(tmp_path)
     held.check()
     assert lock.exists()
@@ -173,7 +189,8 @@ def test_a_server_that_starts_while_its_files_are_deleted_locks_the_file_that_ot
 
 
 def test_what_dead_servers_left_goes_and_a_live_one_stays(tmp_path, monkeypatch):
-    """Servers on other hosts, where only time shows whether they are alive, are watched together."""
+    """Servers on other hosts, where only time shows whether they are alive, are watched
+    together."""
     monkeypatch.setattr(lease, "LEASE_S", 30.0)
     now, renewed = [0.0], tmp_path / "inference-b.example.org-3.000007.lease"
 
@@ -184,19 +201,31 @@ def test_what_dead_servers_left_goes_and_a_live_one_stays(tmp_path, monkeypatch)
     monkeypatch.setattr(lease, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
     monkeypatch.setattr(Staleness.__init__, "__defaults__", (lambda: now[0],))
     live = hold_role(tmp_path / "inference-a.example.org-1.lock")
-    for name in ("inference-a.example.org-2", "inference-b.example.org-1", "inference-b.example.org-2", "inference-b.example.org-3"):
+    for name in (
+        "inference-a.example.org-2",
+        "inference-b.example.org-1",
+        "inference-b.example.org-2",
+        "inference-b.example.org-3",
+    ):
         (tmp_path / f"{name}.json").write_text("{}")
         if name.startswith("inference-b"):
             (tmp_path / f"{name}.000007.lease").write_bytes(msgspec.json.encode(FAR))
     forget_dead_servers(tmp_path)
     assert lease.LEASE_S <= now[0] < 1.1 * lease.LEASE_S
-    stays = {"inference-b.example.org-3.000007.lease", "inference-b.example.org-3.json", "inference-b.example.org-3.lock"}
+    stays = {
+        "inference-b.example.org-3.000007.lease",
+        "inference-b.example.org-3.json",
+        "inference-b.example.org-3.lock",
+    }
     assert {path.name for path in tmp_path.iterdir()} == {live.lock.name, live.path.name} | stays
     live.close()
 
 
 def test_a_role_on_a_machine_that_is_declared_lost_is_free_at_once(tmp_path):
-    lock, machine = tmp_path / "status" / "trainer.lock", tmp_path / "status" / "nodes" / "1.000001.lease"
+    lock, machine = (
+        tmp_path / "status" / "trainer.lock",
+        tmp_path / "status" / "nodes" / "1.000001.lease",
+    )
     machine.parent.mkdir(parents=True)
     machine.write_bytes(b"somebody")
     far = LockOwner(1, "far", "another-boot", "1", str(machine.relative_to(lock.parent)))

@@ -11,7 +11,9 @@ from rl.run_dir import logs
 from rl.run_dir.logs import killed_rank, last_lines, last_words, trim, trim_logs
 from tests.waiting import until
 
-WRITER = "import itertools, sys\nfor i in itertools.count():\n    print(f'line {i:09d}', flush=True)"
+WRITER = (
+    "import itertools, sys\nfor i in itertools.count():\n    print(f'line {i:09d}', flush=True)"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +25,13 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("prefix", ["(EngineCore pid=7) ", ""])
 def test_the_last_words_are_no_routine(tmp_path, prefix):
-    """Regression: `saying: INFO 11-29 04:39:28 [core.py:1] Added request` was the reason of a death."""
+    """Regression: `saying: INFO 11-29 04:39:28 [core.py:1] Added request` was the reason of a
+    death."""
     log = tmp_path / "inference-1.log"
-    routine = f'{prefix}INFO 11-29 04:39:28 [core.py:1] Added request\nINFO:     127.0.0.1:5 - "GET /health HTTP/1.1" 200 OK\n'
+    routine = (
+        f'{prefix}INFO 11-29 04:39:28 [core.py:1] Added request\nINFO:     127.0.0.1:5 - "GET '
+        '/health HTTP/1.1" 200 OK\n'
+    )
     log.write_text(f"ValueError: no room\n{routine}")
     assert last_words(log) == "ValueError: no room"
     log.write_text(routine)
@@ -40,7 +46,11 @@ def test_the_middle_is_cut_out(tmp_path):
     kept = log.read_text().splitlines()
     first, newest = 8_000 // 15, 24_000 // 15 - 1
     cut = 150_000 - 15 * (first + newest)
-    assert kept == [*lines[:first], f"[rl: {cut} bytes were cut out here; a log keeps its beginning and its end]", *lines[-newest:]]
+    assert kept == [
+        *lines[:first],
+        f"[rl: {cut} bytes were cut out here; a log keeps its beginning and its end]",
+        *lines[-newest:],
+    ]
     before = log.read_bytes()
     trim_logs([log])  # it is short enough now
     trim_logs([tmp_path / "nowhere.log"])
@@ -51,7 +61,11 @@ def test_one_line_without_end(tmp_path):
     log = tmp_path / "trainer-1.log"
     log.write_bytes(b"x" * 100_000)
     trim(log)
-    assert log.stat().st_size < 40_000 and log.read_bytes().startswith(b"x" * 8_000) and log.read_bytes().endswith(b"x")
+    assert (
+        log.stat().st_size < 40_000
+        and log.read_bytes().startswith(b"x" * 8_000)
+        and log.read_bytes().endswith(b"x")
+    )
 
 
 def test_its_process_goes_on(tmp_path):
@@ -74,9 +88,14 @@ def test_its_process_goes_on(tmp_path):
     finally:
         writer.kill()
         writer.wait()
-    numbers = [int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("line ") and len(line) == 14]
+    numbers = [
+        int(line.split()[1])
+        for line in log.read_text().splitlines()
+        if line.startswith("line ") and len(line) == 14
+    ]
     assert numbers[:500] == list(range(500)) and numbers[-1] > 4_000
-    assert sum(after < before for before, after in pairwise(numbers)) <= len(cuts)  # lines written at the moment of a cut
+    # lines written at the moment of a cut
+    assert sum(after < before for before, after in pairwise(numbers)) <= len(cuts)
     assert b"bytes were cut out here" in log.read_bytes() and b"\0" not in log.read_bytes()
 
 

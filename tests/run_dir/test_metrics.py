@@ -1,4 +1,5 @@
-"""One source per writer, merged into metrics.jsonl: complete lines, each once; the last value wins."""
+"""One source per writer, merged into metrics.jsonl: complete lines, each once; the last value
+wins."""
 
 import errno
 import json
@@ -36,7 +37,9 @@ def test_a_line(path):
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_the_last_value_of_a_step_and_source_wins(path, merged):
-    trainer, orchestrator, evals = (MetricsLog(path, source) for source in ("trainer", "orchestrator", "eval"))
+    trainer, orchestrator, evals = (
+        MetricsLog(path, source) for source in ("trainer", "orchestrator", "eval")
+    )
     trainer.write(1, {"loss/mean": 1.0})
     if merged:
         Merger(path).merge()
@@ -47,7 +50,10 @@ def test_the_last_value_of_a_step_and_source_wins(path, merged):
     lines = read_metrics(path)
     assert set(lines) == {(1, "trainer"), (1, "orchestrator"), (0, "eval")}
     assert lines[1, "trainer"]["loss/mean"] == 2.0
-    assert (lines[0, "eval"]["eval/a/reward_mean"], lines[0, "eval"]["eval/b/reward_mean"]) == (0.1, 0.2)
+    assert (lines[0, "eval"]["eval/a/reward_mean"], lines[0, "eval"]["eval/b/reward_mean"]) == (
+        0.1,
+        0.2,
+    )
     Merger(path).merge()
     assert read_metrics(path) == lines
 
@@ -79,9 +85,12 @@ def test_the_reader_goes_on_behind_lines_that_a_repair_took_back(path):
 
 
 def test_a_run_from_before_there_were_sources_goes_on(path):
-    """Its lines stay where they are; half a line of a killed writer, which the next one completed, is skipped."""
+    """Its lines stay where they are; half a line of a killed writer, which the next one
+    completed, is skipped."""
     path.parent.mkdir()
-    old = b'{"step": 1, "source": "a"}\n{"step": 2, "sou\n{"step": 2, "source": "a"}\n{"step": 3, "so'
+    old = (
+        b'{"step": 1, "source": "a"}\n{"step": 2, "sou\n{"step": 2, "source": "a"}\n{"step": 3, "so'
+    )
     path.write_bytes(old)
     MetricsLog(path, "a").write(3, {})
     assert list(read_metrics(path)) == [(1, "a"), (2, "a"), (3, "a")]
@@ -126,9 +135,18 @@ def test_a_death_at_any_point_loses_and_doubles_nothing(tmp_path, monkeypatch):
     merge_and_cut(tmp_path / "traced" / "metrics.jsonl")
     monkeypatch.setattr(faults, "plan", None)
     points = [tuple(line.split()[1:]) for line in (tmp_path / "trace").read_text().splitlines()]
-    points = [point for point in points if point[0].startswith(("metrics.", "merged."))]  # not those of another test's thread: a heartbeat
+    # not those of another test's thread: a heartbeat
+    points = [point for point in points if point[0].startswith(("metrics.", "merged."))]
     names = {name for name, _ in points}
-    assert {"metrics.torn", "metrics.done", "metrics.rename", "merged.write", "merged.torn", "merged.done", "merged.rename"} <= names
+    assert {
+        "metrics.torn",
+        "metrics.done",
+        "metrics.rename",
+        "merged.write",
+        "merged.torn",
+        "merged.done",
+        "merged.rename",
+    } <= names
     for number, (name, count) in enumerate(points):
         path = tmp_path / f"life-{number}" / "metrics.jsonl"
         if (child := os.fork()) == 0:
@@ -136,14 +154,19 @@ def test_a_death_at_any_point_loses_and_doubles_nothing(tmp_path, monkeypatch):
             merge_and_cut(path)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL, name
-        sources = [MetricsLog(path, source).path for source in "ab"]  # the next writers, which cut off incomplete lines
+        # the next writers, which cut off incomplete lines
+        sources = [MetricsLog(path, source).path for source in "ab"]
         Merger(path).merge()
         merged = path.read_bytes().splitlines(keepends=True)
-        there = [line for source in sources for line in source.read_bytes().splitlines(keepends=True)]
+        there = [
+            line for source in sources for line in source.read_bytes().splitlines(keepends=True)
+        ]
         assert len(set(merged)) == len(merged) and set(there) <= set(merged), name
         assert all(json.loads(line)["step"] for line in merged)
         cut_metrics(path, 1)  # as the next resume does
-        left = [line for source in sources for line in source.read_bytes().splitlines(keepends=True)]
+        left = [
+            line for source in sources for line in source.read_bytes().splitlines(keepends=True)
+        ]
         assert sorted(path.read_bytes().splitlines(keepends=True)) == sorted(left), name
 
 
@@ -170,7 +193,9 @@ def test_a_metrics_file_that_was_deleted_is_made_again_piece_by_piece(path, monk
         for log in logs:
             log.write(step, {"x": 1.0})
     appended, append = [], Merger._append
-    monkeypatch.setattr(Merger, "_append", lambda self, data: appended.append(len(data)) or append(self, data))
+    monkeypatch.setattr(
+        Merger, "_append", lambda self, data: appended.append(len(data)) or append(self, data)
+    )
     merger = Merger(path)
     merger.merge()
     whole = path.read_bytes()
@@ -230,11 +255,18 @@ def test_what_is_not_wanted_is_not_kept(tmp_path):
         for step in (1, 2):
             MetricsLog(path, source).write(step, {"loss/mean": step, "a": 1, "b": 2})
     some = min(file.stat().st_size for file in (path.parent / "metrics").iterdir()) * 3 // 4
-    assert sorted(read_metrics(path, last_bytes=2 * some)) == [(2, "eval"), (2, "trainer")]  # nothing is merged yet
+    # nothing is merged yet
+    assert sorted(read_metrics(path, last_bytes=2 * some)) == [(2, "eval"), (2, "trainer")]
     Merger(path).merge()
-    assert list(read_metrics(path, "eval")) == [(1, "eval"), (2, "eval")] and read_metrics(path, "x") == read_metrics(tmp_path / "no") == {}
+    assert (
+        list(read_metrics(path, "eval")) == [(1, "eval"), (2, "eval")]
+        and read_metrics(path, "x") == read_metrics(tmp_path / "no") == {}
+    )
     size = path.stat().st_size
-    assert len(read_metrics(path, last_bytes=some)) == 1 and len(read_metrics(path, last_bytes=size)) == 4
+    assert (
+        len(read_metrics(path, last_bytes=some)) == 1
+        and len(read_metrics(path, last_bytes=size)) == 4
+    )
 
 
 def test_a_long_file_is_read_in_pieces(tmp_path, monkeypatch):
@@ -257,10 +289,18 @@ def test_a_long_file_is_read_in_pieces(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", [b'{"step": 2, "sou\n', b"\n", b'{"step": -1, "source": "a"}\n', b'{"source": "a", "step": 9}\n', b"\xff}\n"]
+    "damage",
+    [
+        b'{"step": 2, "sou\n',
+        b"\n",
+        b'{"step": -1, "source": "a"}\n',
+        b'{"source": "a", "step": 9}\n',
+        b"\xff}\n",
+    ],
 )
 def test_a_quick_look_finds_what_must_be_cut(tmp_path, damage):
-    """`cut_metrics` does not parse the lines of a file if all of them begin and end correctly and their steps are kept."""
+    """`cut_metrics` does not parse the lines of a file if all of them begin and end correctly
+    and their steps are kept."""
     path = tmp_path / "metrics.jsonl"
     MetricsLog(path, "a").write(3, {"x": 1})
     assert cut_metrics(path, 3) == []
@@ -270,4 +310,7 @@ def test_a_quick_look_finds_what_must_be_cut(tmp_path, damage):
     Merger(path).merge()
     steps = [line["step"] for line in MetricsReader(path).new() if line["step"] <= 3]
     expected = [damage] if b"-1" not in damage else []
-    assert cut_metrics(path, 3) == expected and [line["step"] for line in MetricsReader(path).new()] == steps
+    assert (
+        cut_metrics(path, 3) == expected
+        and [line["step"] for line in MetricsReader(path).new()] == steps
+    )

@@ -21,9 +21,13 @@ def test_the_first_end_of_a_submission_counts(nodes):
     assert nodes.over() == of_another
 
 
-def test_a_status_that_cannot_be_read_for_a_moment_is_the_one_before_until_it_is_gone(nodes, monkeypatch):
+def test_a_status_that_cannot_be_read_for_a_moment_is_the_one_before_until_it_is_gone(
+    nodes, monkeypatch
+):
     about = {"host": "h", "address": "a", "roles": [], "software": "", "config": "", "place": ""}
-    status = NodeStatus(index=3, port=1, ranks=1, gpus=0, pid=1, lease=1, started=1.0, heartbeat=1.0, **about)
+    status = NodeStatus(
+        index=3, port=1, ranks=1, gpus=0, pid=1, lease=1, started=1.0, heartbeat=1.0, **about
+    )
     nodes.write(nodes.status_path(3), status)
     assert nodes.statuses() == nodes.statuses([3]) == {3: status}
 

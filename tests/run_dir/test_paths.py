@@ -12,9 +12,15 @@ def test_names(tmp_path):
     run_dir, root = make(tmp_path), tmp_path / "r"
     assert run_dir.batch(12) == root / "batches/000012.batch"
     assert run_dir.rollouts(12) == root / "rollouts/000012.jsonl"
-    assert run_dir.weights(12) == root / "weights/000012" and run_dir.checkpoint(12) == root / "checkpoints/000012"
+    assert (
+        run_dir.weights(12) == root / "weights/000012"
+        and run_dir.checkpoint(12) == root / "checkpoints/000012"
+    )
     assert run_dir.eval(12, "gsm8k") == root / "evals/000012/gsm8k.jsonl"
-    assert run_dir.status("trainer") == root / "status/trainer.json" and run_dir.lock("rl") == root / "status/rl.lock"
+    assert (
+        run_dir.status("trainer") == root / "status/trainer.json"
+        and run_dir.lock("rl") == root / "status/rl.lock"
+    )
     assert run_dir.pending == root / "batches/pending.log"
 
 
@@ -46,11 +52,19 @@ def test_a_million_steps(tmp_path):
         run_dir.batch(step).touch()
     run_dir.weights(1_000_000).mkdir(parents=True)
     (run_dir.weights_dir / ".1000001.old").mkdir()
-    assert list(numbered(run_dir.batches, ".batch").items()) == [(n, run_dir.batch(n)) for n in range(999_998, 1_000_002)]
-    assert (run_dir.newest_batch(), run_dir.newest_weights()) == (1_000_001, (1_000_000, run_dir.weights(1_000_000)))
+    assert list(numbered(run_dir.batches, ".batch").items()) == [
+        (n, run_dir.batch(n)) for n in range(999_998, 1_000_002)
+    ]
+    assert (run_dir.newest_batch(), run_dir.newest_weights()) == (
+        1_000_001,
+        (1_000_000, run_dir.weights(1_000_000)),
+    )
     assert clean_leftovers(run_dir.weights_dir, ours="") == [run_dir.weights_dir / ".1000001.old"]
     away = run_dir.discard_after(999_999)
-    assert run_dir.newest_batch() == 999_999 and list(numbered(away / "batches", ".batch")) == [1_000_000, 1_000_001]
+    assert run_dir.newest_batch() == 999_999 and list(numbered(away / "batches", ".batch")) == [
+        1_000_000,
+        1_000_001,
+    ]
 
 
 def test_nothing_later_nothing_discarded(tmp_path):
@@ -75,4 +89,8 @@ def test_weights_that_lie_elsewhere_and_token_logs_go_with_their_steps(tmp_path)
         and (away / "weights" / "000005" / "model.safetensors").read_text() == "w5"
         and (away / "tokens" / "000005.safetensors").exists()
     )
-    assert list(numbered(run_dir.weights_dir)) == list(numbered(run_dir.tokens_dir, ".safetensors")) == [4]
+    assert (
+        list(numbered(run_dir.weights_dir))
+        == list(numbered(run_dir.tokens_dir, ".safetensors"))
+        == [4]
+    )

@@ -31,18 +31,30 @@ def test_files_and_directories_are_deleted(tmp_path, keep_last, keep_every, need
         assert numbers(tmp_path, suffix) == list(left)
 
 
-def stays(there: set[int], keep_last: int, keep_every: int | None, needed: set[int], needed_from: int) -> set[int]:
+def stays(
+    there: set[int], keep_last: int, keep_every: int | None, needed: set[int], needed_from: int
+) -> set[int]:
     """Applies the rule itself to all entries."""
     newest = set(sorted(there)[max(0, len(there) - keep_last) :])
-    return {n for n in there if n in newest or n in needed or n >= needed_from or (keep_every and n % keep_every == 0)}
+    return {
+        n
+        for n in there
+        if n in newest or n in needed or n >= needed_from or (keep_every and n % keep_every == 0)
+    }
 
 
-STEPS = st.lists(st.tuples(st.integers(1, 12), st.sets(st.integers(1, 12), max_size=2), st.none() | st.integers(0, 14)), max_size=12)
+STEPS = st.lists(
+    st.tuples(
+        st.integers(1, 12), st.sets(st.integers(1, 12), max_size=2), st.none() | st.integers(0, 14)
+    ),
+    max_size=12,
+)
 
 
 @given(st.sets(st.integers(1, 8)), st.integers(0, 4), st.none() | st.integers(1, 4), STEPS)
 def test_what_is_kept_in_mind_is_what_the_rule_says(before, keep_last, keep_every, steps):
-    """Whatever is added, even an older number again, the result equals that of checking all entries each time."""
+    """Whatever is added, even an older number again, the result equals that of checking all
+    entries each time."""
     with tempfile.TemporaryDirectory() as name:
         folder, expected = Path(name), set(before)
         for number in before:

@@ -43,8 +43,16 @@ def test_spans_and_gauges_follow_the_start_of_their_process(folder):
     found = lines(folder)
     assert [type(line) for line in found] == [Start, Span, Span, Gauges, Start, Span]
     start, work = found[:2]
-    assert (work.name, work.lane, work.step, work.about) == ("work", "lane", 3, {"env": "sums"}) and work.end - work.begin >= 0.02
-    assert start.monotonic <= work.begin and abs(start.time + time.monotonic() - start.monotonic - time.time()) < 1.0
+    assert (work.name, work.lane, work.step, work.about) == (
+        "work",
+        "lane",
+        3,
+        {"env": "sums"},
+    ) and work.end - work.begin >= 0.02
+    assert (
+        start.monotonic <= work.begin
+        and abs(start.time + time.monotonic() - start.monotonic - time.time()) < 1.0
+    )
     assert found[3].values == {"requests": 2} and (found[5].begin, found[5].end) == (1.0, 2.0)
 
 
@@ -70,7 +78,9 @@ def test_a_disk_that_cannot_be_written_costs_the_spans_alone(folder):
     folder.unlink()
     spans.note("kept", 1.0, 2.0)
     spans.flush()
-    assert [line.name for line in lines(folder)[1:]] == ["kept"] and isinstance(lines(folder)[0], Start)
+    assert [line.name for line in lines(folder)[1:]] == ["kept"] and isinstance(
+        lines(folder)[0], Start
+    )
 
 
 def test_phases_of_a_status_are_spans(folder, tmp_path, monkeypatch):
@@ -81,16 +91,26 @@ def test_phases_of_a_status_are_spans(folder, tmp_path, monkeypatch):
     status.enter(Phase.TRAINING, 1)
     status.enter(Phase.TRAINING, 1)
     wanted = {"progress": 0, "requests": 4}
-    until(lambda: spans.flush() or any(line.values == wanted for line in lines(folder) if isinstance(line, Gauges)))
+    until(
+        lambda: (
+            spans.flush()
+            or any(line.values == wanted for line in lines(folder) if isinstance(line, Gauges))
+        )
+    )
     status.enter(Phase.PUBLISHING, 1)
     status.close()
     found = lines(folder)
-    assert [(line.name, line.step) for line in found if isinstance(line, Span)] == [("starting", None), ("training", 1), ("publishing", 1)]
+    assert [(line.name, line.step) for line in found if isinstance(line, Span)] == [
+        ("starting", None),
+        ("training", 1),
+        ("publishing", 1),
+    ]
     assert spans.recorder is None
 
 
 def test_what_was_done_is_written_within_a_second(folder, tmp_path):
-    """A killed process loses unwritten spans; the two seconds between heartbeats would be too much to lose."""
+    """A killed process loses unwritten spans; the two seconds between heartbeats would be too
+    much to lose."""
     assert HEARTBEAT_S / spans.FLUSHES <= 1.0
     spans.start(folder, "p")
     status = Status(tmp_path / "status" / "p.json", "p")
@@ -102,7 +122,9 @@ def test_what_was_done_is_written_within_a_second(folder, tmp_path):
 
 def test_several_requests_at_once_are_one_span(folder, monkeypatch):
     clock = iter([10.0, 10.5, 11.0, 12.0, 12.05, 13.0, 20.0, 21.0, 40.0, 55.0, 55.5])
-    monkeypatch.setattr(spans, "time", SimpleNamespace(monotonic=lambda: next(clock, 60.0), time=time.time))
+    monkeypatch.setattr(
+        spans, "time", SimpleNamespace(monotonic=lambda: next(clock, 60.0), time=time.time)
+    )
     busy = Busy("sampling", "requests")
     spans.start(folder, "p")  # consumes the first time
     with busy(), busy():  # from 10.5 and 11 to 12 and 12.05
@@ -111,9 +133,15 @@ def test_several_requests_at_once_are_one_span(folder, monkeypatch):
         pass
     spans.flush()
     noted = [(10.5, 12.05), (13.0, 20.0)]
-    assert [(line.begin, line.end) for line in lines(folder)[1:]] == noted, "what is over is not kept back until the next begins"
+    assert [(line.begin, line.end) for line in lines(folder)[1:]] == noted, (
+        "what is over is not kept back until the next begins"
+    )
     with busy():  # 21 to 55, and recorded so far at 40
         spans.flush()
         assert [(line.begin, line.end) for line in lines(folder)[1:]] == [*noted, (21.0, 40.0)]
         spans.stop()
-    assert [(line.begin, line.end) for line in lines(folder)[1:]] == [*noted, (21.0, 40.0), (40.0, 55.0)]
+    assert [(line.begin, line.end) for line in lines(folder)[1:]] == [
+        *noted,
+        (21.0, 40.0),
+        (40.0, 55.0),
+    ]

@@ -13,7 +13,15 @@ import pytest
 
 from rl.run_dir import spans
 from rl.run_dir.lease import LockOwner, declare_lost, hold_role, this_process
-from rl.run_dir.status import Phase, RoleStatus, Status, describe, read_json, read_status, write_status
+from rl.run_dir.status import (
+    Phase,
+    RoleStatus,
+    Status,
+    describe,
+    read_json,
+    read_status,
+    write_status,
+)
 from rl.system import process_table
 from rl.system.errors import RESTART, RunError
 from rl.system.linux import pid_scope
@@ -25,16 +33,30 @@ def test_a_status_says_what_its_process_does_and_since_when(tmp_path):
     assert read_status(path) is None
     status = Status(path, "trainer")
     seen = read_status(path)
-    assert (seen.process, seen.pid, seen.phase, seen.waiting_for) == ("trainer", os.getpid(), Phase.STARTING, None)
+    assert (seen.process, seen.pid, seen.phase, seen.waiting_for) == (
+        "trainer",
+        os.getpid(),
+        Phase.STARTING,
+        None,
+    )
     status.enter(Phase.WAITING_FOR_BATCH, 4, "starting", address="tcp://1")
     first = read_status(path)
-    assert (first.phase, first.step, first.waiting_for, first.detail) == (Phase.WAITING_FOR_BATCH, 4, "orchestrator", "starting")
+    assert (first.phase, first.step, first.waiting_for, first.detail) == (
+        Phase.WAITING_FOR_BATCH,
+        4,
+        "orchestrator",
+        "starting",
+    )
     status.enter(Phase.WAITING_FOR_BATCH, 4, "filling batch 4")
     again = read_status(path)
     assert (again.since, again.address, again.detail) == (first.since, "tcp://1", "filling batch 4")
     status.enter(Phase.TRAINING, 4)
     seen = read_status(path)
-    assert seen.since > first.since and (seen.waiting_for, seen.detail, seen.address) == (None, "", "tcp://1")
+    assert seen.since > first.since and (seen.waiting_for, seen.detail, seen.address) == (
+        None,
+        "",
+        "tcp://1",
+    )
     status.enter(Phase.TRAINING, 5)
     assert read_status(path).since > seen.since
     status.close()
@@ -72,11 +94,26 @@ def test_a_person_with_jq_sees_what_a_process_does(tmp_path):
     ("status", "sentence"),
     [
         (RoleStatus(phase=Phase.TRAINING, step=12), "training step 12"),
-        (RoleStatus(phase=Phase.WAITING_FOR_BATCH, step=13, detail="filling batch 13"), "waiting for batch 13: filling batch 13"),
-        (RoleStatus(phase=Phase.EVALUATING, step=10, detail="gsm8k"), "evaluating gsm8k at version 10"),
-        (RoleStatus(phase=Phase.PUBLISHING, step=3, detail="writing it"), "publishing version 3: writing it"),
-        (RoleStatus(phase=Phase.WAITING_FOR_VERSION, step=3), "waiting for the trainer's version 3"),
-        (RoleStatus(phase=Phase.WAITING_FOR_TEACHER, detail="http://t/{x}"), "waiting for the teacher at http://t/{x}"),
+        (
+            RoleStatus(phase=Phase.WAITING_FOR_BATCH, step=13, detail="filling batch 13"),
+            "waiting for batch 13: filling batch 13",
+        ),
+        (
+            RoleStatus(phase=Phase.EVALUATING, step=10, detail="gsm8k"),
+            "evaluating gsm8k at version 10",
+        ),
+        (
+            RoleStatus(phase=Phase.PUBLISHING, step=3, detail="writing it"),
+            "publishing version 3: writing it",
+        ),
+        (
+            RoleStatus(phase=Phase.WAITING_FOR_VERSION, step=3),
+            "waiting for the trainer's version 3",
+        ),
+        (
+            RoleStatus(phase=Phase.WAITING_FOR_TEACHER, detail="http://t/{x}"),
+            "waiting for the teacher at http://t/{x}",
+        ),
         (RoleStatus(phase=Phase.TRAINING), "training step ?"),
         (RoleStatus(), "in an unknown phase"),
         (None, "in an unknown phase"),
@@ -91,7 +128,9 @@ def test_progress_is_counted_by_all_threads_and_written_with_the_beat(tmp_path, 
     path = tmp_path / "x.json"
     status = Status(path, "x")
     assert read_status(path).progress == 0
-    threads = [threading.Thread(target=lambda: [status.advance() for _ in range(1000)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [status.advance() for _ in range(1000)]) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -118,7 +157,8 @@ def test_closing_is_final(tmp_path, monkeypatch):
 
 
 def test_a_process_of_a_machine_that_was_declared_lost_writes_nothing(tmp_path, monkeypatch):
-    """Regression: the heartbeat of one that was frozen replaced the status, so the address, of its successor, and its end deleted it."""
+    """Regression: the heartbeat of one that was frozen replaced the status, so the address, of
+    its successor, and its end deleted it."""
     monkeypatch.setattr("rl.run_dir.status.HEARTBEAT_S", 0.05)
     machine, path = tmp_path / "status" / "nodes" / "1.000001.lease", tmp_path / "status" / "x.json"
     machine.parent.mkdir(parents=True)
@@ -146,7 +186,8 @@ def test_a_process_of_a_machine_that_was_declared_lost_writes_nothing(tmp_path, 
 
 
 def test_an_event_loop_does_not_wait_for_the_disk_of_its_status(tmp_path, monkeypatch):
-    """Regression: on a hung file system it stopped at its next event, and with it everything that asks it."""
+    """Regression: on a hung file system it stopped at its next event, and with it everything
+    that asks it."""
     status, answers = Status(tmp_path / "x.json", "x"), threading.Event()
 
     def hung(path, status):
@@ -177,7 +218,9 @@ def test_a_gauge_that_fails_ends_neither_the_heartbeat_nor_the_process(tmp_path,
         return getattr(read_status(tmp_path / "x.json"), name)
 
     async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context["exception"])))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: faults.append(str(context["exception"]))
+        )
         status.follow("playing", read)
         while written("playing") != 5:
             await asyncio.sleep(0.01)
@@ -196,22 +239,40 @@ def test_half_a_file_is_no_status(tmp_path):
     path.write_text("[1]")
     assert read_status(path) is None
     write_status(path, RoleStatus(phase=Phase.TRAINING, step=2))
-    assert read_status(path) == RoleStatus(phase=Phase.TRAINING, step=2) and os.listdir(tmp_path) == ["x.json"]
+    assert read_status(path) == RoleStatus(phase=Phase.TRAINING, step=2) and os.listdir(
+        tmp_path
+    ) == ["x.json"]
 
 
 def test_what_a_field_cannot_be_counts_as_not_there(tmp_path):
     path = tmp_path / "x.json"
-    damaged = {"phase": "dancing", "step": "3", "waiting_for": "godot", "pid": True, "heartbeat": 5, "since": None, "quarantined": [1]}
+    damaged = {
+        "phase": "dancing",
+        "step": "3",
+        "waiting_for": "godot",
+        "pid": True,
+        "heartbeat": 5,
+        "since": None,
+        "quarantined": [1],
+    }
     path.write_text(json.dumps(damaged | {"host": "a"}))
     assert read_status(path) == RoleStatus(heartbeat=5.0, host="a")
 
 
 def test_a_role_has_one_owner(tmp_path):
     path = tmp_path / "status" / "trainer.lock"
-    code = f"from rl.run_dir.lease import *; held = hold_role(Path({str(path)!r})); print('held', flush=True); input()"
-    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    code = (
+        f"from rl.run_dir.lease import *; held = hold_role(Path({str(path)!r})); print('held', "
+        "flush=True); input()"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert owner.stdout.readline() == "held\n"
-    with pytest.raises(RunError, match=f"trainer of this run is already running \\(pid {owner.pid} on .*\\); stop it first") as caught:
+    with pytest.raises(
+        RunError,
+        match=f"trainer of this run is already running \\(pid {owner.pid} on .*\\); stop it first",
+    ) as caught:
         hold_role(path)
     assert caught.value.exit_code == RESTART
     owner.kill()

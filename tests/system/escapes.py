@@ -1,4 +1,5 @@
-"""Escape attempts from a sandbox. Run as a program inside, it makes each system call of a JSON file and prints errors, 0 for none."""
+"""Escape attempts from a sandbox. Run as a program inside, it makes each system call of a JSON
+file and prints errors, 0 for none."""
 
 import ctypes
 import json
@@ -9,7 +10,8 @@ from pathlib import Path
 SHOT = ["x86_64", "aarch64"].index(platform.machine())
 """Index of this machine's number among the two numbers of a system call."""
 ESCAPES: dict[str, tuple[tuple[int, int], tuple]] = {
-    # System calls of code that has bypassed all checks in Python: numbers on x86_64 and aarch64, and arguments.
+    # System calls of code that has bypassed all checks in Python: numbers on x86_64 and aarch64,
+    # and arguments.
     "open a file": ((257, 56), (-100, b"/etc/passwd", 0, 0)),
     "open a file another way": ((437, 437), (-100, b"/etc/passwd", bytes(24), 24)),
     "create a file": ((257, 56), (-100, b"/pwned", 0o101, 0o644)),
@@ -86,10 +88,17 @@ def main() -> None:
     libc.syscall.restype = ctypes.c_long
     found = {}
     for what, (number, arguments) in json.loads(Path(sys.argv[1]).read_text()).items():
-        values = [value.encode("latin-1") if isinstance(value, str) else value for value in arguments]
-        pointers = [ctypes.create_string_buffer(value) if isinstance(value, bytes) else ctypes.c_long(value) for value in values]
+        values = [
+            value.encode("latin-1") if isinstance(value, str) else value for value in arguments
+        ]
+        pointers = [
+            ctypes.create_string_buffer(value) if isinstance(value, bytes) else ctypes.c_long(value)
+            for value in values
+        ]
         ctypes.set_errno(0)
-        found[what] = ctypes.get_errno() if libc.syscall(ctypes.c_long(number), *pointers) == -1 else 0
+        found[what] = (
+            ctypes.get_errno() if libc.syscall(ctypes.c_long(number), *pointers) == -1 else 0
+        )
     print(json.dumps(found))
 
 

@@ -1,4 +1,5 @@
-"""Supervision with real processes: whatever happens to a child or to the parent, no process is left."""
+"""Supervision with real processes: whatever happens to a child or to the parent, no process is
+left."""
 
 import asyncio
 import errno
@@ -34,8 +35,14 @@ def python(code: str) -> list[str]:
 def test_output_goes_to_the_log_of_the_attempt(tmp_path):
     """The child has its own session and cores, and may write bytecode."""
     core = min(os.sched_getaffinity(0))
-    code = "import os, sys; print(os.getsid(0) == os.getpid(), os.sched_getaffinity(0), os.environ.get('PYTHONDONTWRITEBYTECODE'));"
-    command, env = python(code + "print('err', file=sys.stderr); sys.exit(3)"), {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    code = (
+        "import os, sys; print(os.getsid(0) == os.getpid(), os.sched_getaffinity(0), "
+        "os.environ.get('PYTHONDONTWRITEBYTECODE'));"
+    )
+    command, env = (
+        python(code + "print('err', file=sys.stderr); sys.exit(3)"),
+        {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
     assert next_log(tmp_path, "trainer").name == "trainer-1.log"
     child = start("trainer", command, env, next_log(tmp_path, "trainer"), cores=[core])
     child.wait()
@@ -48,16 +55,26 @@ def test_output_goes_to_the_log_of_the_attempt(tmp_path):
 
 
 def test_last_lines_end_before_torchruns_own_account(tmp_path):
-    account = ["E1 14:11 7 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)", "noise"]
-    (tmp_path / "x.log").write_text("\n".join([*(f"line {i}" for i in range(30)), "ValueError: boom", *account]))
-    assert last_lines(tmp_path / "x.log") == [*(f"line {i}" for i in range(11, 30)), "ValueError: boom"]
+    account = [
+        "E1 14:11 7 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)",
+        "noise",
+    ]
+    (tmp_path / "x.log").write_text(
+        "\n".join([*(f"line {i}" for i in range(30)), "ValueError: boom", *account])
+    )
+    assert last_lines(tmp_path / "x.log") == [
+        *(f"line {i}" for i in range(11, 30)),
+        "ValueError: boom",
+    ]
 
 
 def test_the_pid_of_a_child_stays_its_own_until_it_is_reaped(tmp_path, monkeypatch):
     child = start("x", python("pass"), dict(os.environ), tmp_path / "x-1.log")
     assert child.wait(20.0) == 0 and process_table.entry(child.pid).state == "Z"
     groups, kill = [], os.killpg
-    monkeypatch.setattr(os, "killpg", lambda group, signum: (groups.append(group), kill(group, signum)))
+    monkeypatch.setattr(
+        os, "killpg", lambda group, signum: (groups.append(group), kill(group, signum))
+    )
     child.terminate()
     assert groups == [child.pid] * 2
     child.reap()
@@ -69,15 +86,23 @@ def test_the_pid_of_a_child_stays_its_own_until_it_is_reaped(tmp_path, monkeypat
 
 
 def test_a_pid_that_went_to_another_process_is_not_signalled():
-    """The same for a session's number: the guard and a child's tree identify the leader by its start."""
+    """The same for a session's number: the guard and a child's tree identify the leader by its
+    start."""
     stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         line = until(lambda: process_table.entry(stranger.pid))
-        before = process_table.Entry(line.parent, line.session, line.state, str(int(line.start) - 1))
+        before = process_table.Entry(
+            line.parent, line.session, line.state, str(int(line.start) - 1)
+        )
         process_table.send_signal({stranger.pid: before}, signal.SIGKILL)
         processes = process_table.table()
-        assert process_table.marked(processes, [stranger.pid], "none", {stranger.pid: before.start}) == set()
-        assert process_table.marked(processes, [stranger.pid], "none", {stranger.pid: line.start}) == {stranger.pid}
+        assert (
+            process_table.marked(processes, [stranger.pid], "none", {stranger.pid: before.start})
+            == set()
+        )
+        assert process_table.marked(
+            processes, [stranger.pid], "none", {stranger.pid: line.start}
+        ) == {stranger.pid}
         assert stranger.poll() is None
         process_table.send_signal({stranger.pid: line}, signal.SIGKILL)
         assert stranger.wait(20) == -signal.SIGKILL
@@ -87,8 +112,12 @@ def test_a_pid_that_went_to_another_process_is_not_signalled():
 
 
 def test_a_process_whose_name_is_no_text_is_in_the_table():
-    """Regression: any such process on the machine ended `rl` and the orchestrator, and the guard before it had ended anything."""
-    code = 'import ctypes, time; ctypes.CDLL(None).prctl(15, b"\\xd0) R 1", 0, 0, 0); print(flush=True); time.sleep(60)'
+    """Regression: any such process on the machine ended `rl` and the orchestrator, and the guard
+    before it had ended anything."""
+    code = (
+        'import ctypes, time; ctypes.CDLL(None).prctl(15, b"\\xd0) R 1", 0, 0, 0); '
+        "print(flush=True); time.sleep(60)"
+    )
     process = subprocess.Popen(python(code), stdout=subprocess.PIPE)
     try:
         process.stdout.readline()
@@ -106,13 +135,26 @@ def test_waiting_has_a_deadline(tmp_path):
     assert 0.2 <= time.monotonic() - began < 30
     child.signal_group(signal.SIGKILL)
     assert asyncio.run(child.wait_async(20.0)) == -signal.SIGKILL
-    assert child.ending() == "was ended by SIGKILL (the kernel does that when memory runs out: see `dmesg`)"
+    assert (
+        child.ending()
+        == "was ended by SIGKILL (the kernel does that when memory runs out: see `dmesg`)"
+    )
     child.reap()
 
 
 def test_kill_tree_reaches_what_left_the_group_and_bears_the_marker(tmp_path):
-    far = "import os, subprocess, sys, time; p = subprocess.Popen(['sleep', '60'], start_new_session=True); print(p.pid, flush=True); "
-    child = start("x", python(far + "os._exit(0)"), dict(os.environ), tmp_path / "x-1.log", new_session=False, marker="1:2:x:1")
+    far = (
+        "import os, subprocess, sys, time; p = subprocess.Popen(['sleep', '60'], "
+        "start_new_session=True); print(p.pid, flush=True); "
+    )
+    child = start(
+        "x",
+        python(far + "os._exit(0)"),
+        dict(os.environ),
+        tmp_path / "x-1.log",
+        new_session=False,
+        marker="1:2:x:1",
+    )
     child.wait(20.0)
     pid = int(child.log.read_text())
     until(lambda: process_table.markers(pid))  # there are none during exec
@@ -124,7 +166,16 @@ def test_kill_tree_reaches_what_left_the_group_and_bears_the_marker(tmp_path):
 
 def test_a_restart_waits_twice_as_long_after_each_death_without_progress_until_there_were_too_many():
     policy = RestartPolicy(backoff_s=0.5, backoff_limit_s=10.0)
-    assert [policy.delay_s(barren) for barren in range(8)] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert [policy.delay_s(barren) for barren in range(8)] == [
+        0.0,
+        0.5,
+        1.0,
+        2.0,
+        4.0,
+        8.0,
+        10.0,
+        10.0,
+    ]
     assert policy.delay_s(5000) == 10.0
     policy = RestartPolicy(1.0, 30.0, max_restarts=2, window_s=60.0)
     assert policy.delay_s(0, [0.0, 10.0]) == 0.0
@@ -137,15 +188,19 @@ def test_a_restart_waits_twice_as_long_after_each_death_without_progress_until_t
 
 @pytest.fixture
 def driver(tmp_path):
-    """Runs code in a separate parent process, which keeps its signal handlers and subreaper state out of pytest."""
+    """Runs code in a separate parent process, which keeps its signal handlers and subreaper
+    state out of pytest."""
     started = []
 
     def run(code: str) -> subprocess.Popen:
         prelude = (
-            f"import os, sys, time, signal\nfrom pathlib import Path\nfrom rl.launch.children import *\ntmp = Path({str(tmp_path)!r})\n"
+            "import os, sys, time, signal\nfrom pathlib import Path\nfrom rl.launch.children "
+            f"import *\ntmp = Path({str(tmp_path)!r})\n"
         )
         pipe = subprocess.PIPE
-        process = subprocess.Popen(python(prelude + code), stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            python(prelude + code), stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
         started.append(process)
         return process
 
@@ -156,12 +211,14 @@ def driver(tmp_path):
 
 
 STUBBORN = (
-    "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), file=open({path!r}, 'a'), flush=True); time.sleep(60)"
+    "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), "
+    "file=open({path!r}, 'a'), flush=True); time.sleep(60)"
 )
 
 
 def test_stop_kills_what_ignores_sigterm_and_what_left_its_group(driver, tmp_path):
-    """A child ignores SIGTERM, and so does its grandchild in its own session, like torchrun's workers."""
+    """A child ignores SIGTERM, and so does its grandchild in its own session, like torchrun's
+    workers."""
     pids = tmp_path / "pids"
     stubborn = STUBBORN.format(path=str(pids))
     code = f"""
@@ -194,11 +251,15 @@ helper.kill()
 
 
 def test_sigkill_of_the_parent_ends_children_and_their_workers(driver, tmp_path):
-    """start() binds the children to the parent, die_with_parent() binds a worker in its own session below them."""
+    """start() binds the children to the parent, die_with_parent() binds a worker in its own
+    session below them."""
     pids = tmp_path / "pids"
     note = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True);"
     worker = "from rl.system.linux import die_with_parent; die_with_parent();" + note + SLEEP
-    agent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}], start_new_session=True);" + note + SLEEP
+    agent = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}], "
+        "start_new_session=True);" + note + SLEEP
+    )
     code = f"""
 children = Children()
 children.start("plain", [sys.executable, "-c", {note + SLEEP!r}], dict(os.environ), tmp)
@@ -213,7 +274,8 @@ time.sleep(60)
 
 
 def test_a_guard_that_the_system_refuses_is_started_by_a_later_poll(tmp_path, monkeypatch):
-    """Regression: a killed guard and a full process table at once ended the run without a report."""
+    """Regression: a killed guard and a full process table at once ended the run without a
+    report."""
     guard, begin = Guard("none", tmp_path / "none", 1.0), subprocess.Popen
     guard.process.kill()
     guard.process.wait()
@@ -272,11 +334,18 @@ def test_a_start_that_the_system_refuses_leaves_no_descriptor_open(tmp_path, mon
 
 @pytest.mark.parametrize("phase", ["alone", "second guard"])
 def test_the_guard_ends_what_outlives_a_killed_parent(driver, tmp_path, phase):
-    """A child that ignores SIGTERM, a stopped one, and an orphan in its own session all end soon after `rl`."""
+    """A child that ignores SIGTERM, a stopped one, and an orphan in its own session all end soon
+    after `rl`."""
     pids = tmp_path / "pids"
-    stopped = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True); os.kill(os.getpid(), 19)"
+    stopped = (
+        f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True); "
+        "os.kill(os.getpid(), 19)"
+    )
     stubborn = STUBBORN.format(path=str(pids))
-    orphan = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)"
+    orphan = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], "
+        "start_new_session=True)"
+    )
     code = f"""
 import rl.launch.children
 rl.launch.children.STOP_DEADLINE_S = 0.5
@@ -301,11 +370,17 @@ time.sleep(60)
 
 def test_semaphores_and_shared_memory_of_a_killed_child_go_with_it(driver):
     """Its resource tracker gets time to delete them."""
-    mess = "import os, multiprocessing as m; from multiprocessing.shared_memory import SharedMemory;"
+    mess = (
+        "import os, multiprocessing as m; from multiprocessing.shared_memory import SharedMemory;"
+    )
     mess += "s = m.get_context('spawn').Lock(); h = SharedMemory(create=True, size=64);"
     mess += "names = f'{h.name} sem.{s._semlock.name[1:]}'; print(names, flush=True)\n"
-    mess += "tracker = m.resource_tracker._resource_tracker._pid\n"  # before exec it cannot be told from the child itself
-    mess += "while 'resource_tracker' not in open(f'/proc/{tracker}/cmdline').read(): pass\nos.kill(os.getpid(), 9)"
+    # before exec it cannot be told from the child itself
+    mess += "tracker = m.resource_tracker._resource_tracker._pid\n"
+    mess += (
+        "while 'resource_tracker' not in open(f'/proc/{tracker}/cmdline').read(): "
+        "pass\nos.kill(os.getpid(), 9)"
+    )
     code = f"""
 children = Children()
 child = children.start("a", [sys.executable, "-c", {mess!r}], dict(os.environ), tmp)
@@ -323,10 +398,15 @@ def test_markers_tell_runs_and_attempts_apart():
     process = subprocess.Popen(["sleep", "60"], env=env | {"PATH": os.environ["PATH"]})
     until(lambda: process_table.markers(process.pid))
     asked = ["3:4:", "3:4:trainer:12", "1:2:", "3:4:trainer:1", "3:", "4:"]
-    found = [process.pid in process_table.marked(process_table.table(), [process.pid], marker, {}) for marker in asked]
+    found = [
+        process.pid in process_table.marked(process_table.table(), [process.pid], marker, {})
+        for marker in asked
+    ]
     process.kill()
     process.wait()
-    assert found == [True, True, True, False, True, False] and process_table.markers(process.pid) == []
+    assert (
+        found == [True, True, True, False, True, False] and process_table.markers(process.pid) == []
+    )
 
 
 def test_die_with_parent_ends_a_process_whose_launcher_is_gone_already():
@@ -337,9 +417,15 @@ def test_die_with_parent_ends_a_process_whose_launcher_is_gone_already():
     result = subprocess.run(python(code), env=env, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (143, "")
     env = {**os.environ, "RL_PARENT_PID": str(os.getpid())}
-    assert subprocess.run(python(code), env=env, capture_output=True, text=True).stdout == "still here\n"
+    assert (
+        subprocess.run(python(code), env=env, capture_output=True, text=True).stdout
+        == "still here\n"
+    )
     del env["RL_PARENT_PID"]
-    assert subprocess.run(python(code), env=env, capture_output=True, text=True).stdout == "still here\n"
+    assert (
+        subprocess.run(python(code), env=env, capture_output=True, text=True).stdout
+        == "still here\n"
+    )
 
 
 def test_first_signal_stops_second_kills_at_once(driver, tmp_path):
@@ -381,7 +467,8 @@ except Stopped as stop:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_signal_while_a_child_is_started_waits_until_the_child_is_known(driver, times):
-    """Regression: the child that had just been forked was not told to end, and `rl` waited for it until the deadline. `uv` sends two."""
+    """Regression: the child that had just been forked was not told to end, and `rl` waited for
+    it until the deadline. `uv` sends two."""
     code = """
 from rl.launch import children as launch
 
@@ -404,11 +491,15 @@ except Stopped as stop:
     left = children.stop(deadline_s=30)
     print("stopping by", stop, left, time.monotonic() - began < 15, flush=True)
 """
-    assert driver(code.replace("TIMES", str(times))).stdout.readline() == "stopping by SIGTERM [] True\n"
+    assert (
+        driver(code.replace("TIMES", str(times))).stdout.readline()
+        == "stopping by SIGTERM [] True\n"
+    )
 
 
 def test_a_signal_that_arrives_in_a_finalizer_is_not_lost(driver):
-    """Neither that one, nor what runs while the exception is on its way: it is not raised a second time there."""
+    """Neither that one, nor what runs while the exception is on its way: it is not raised a
+    second time there."""
     code = """
 class Slow:
     def __del__(self):
@@ -435,4 +526,7 @@ time.sleep(1.5)
     assert parent.stdout.readline() == "in\n"
     parent.send_signal(signal.SIGINT)
     printed = parent.stdout.read()  # with Python's report of the exception that it ignored
-    assert printed.endswith("goes on\ncleaned up\nstopping by SIGINT\n") and parent.wait(timeout=30) == 0
+    assert (
+        printed.endswith("goes on\ncleaned up\nstopping by SIGINT\n")
+        and parent.wait(timeout=30) == 0
+    )

@@ -1,4 +1,5 @@
-"""Fault points: the right process dies at the right place, once; files under final names are complete, and the rest is removed."""
+"""Fault points: the right process dies at the right place, once; files under final names are
+complete, and the rest is removed."""
 
 import errno
 import os
@@ -10,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from rl.run_dir import files
-from rl.run_dir.files import CorruptFileError, append_file, clean_leftovers, decode_records, encode_record, write_directory, write_file
+from rl.run_dir.files import (
+    CorruptFileError,
+    append_file,
+    clean_leftovers,
+    decode_records,
+    encode_record,
+    write_directory,
+    write_file,
+)
 from rl.system import faults
 from rl.system.faults import Plan, kind_of, parse
 from rl.system.linux import pid_scope
@@ -23,13 +32,20 @@ def write_things(root: Path) -> None:
     for record in (b"first", b"second"):
         append_file(root / "batches" / "pending.log", encode_record(record))
     for text in ("old", "new"):
-        write_directory(root / "weights" / "000001", lambda folder, text=text: [(folder / name).write_text(text) for name in "ab"])
+        write_directory(
+            root / "weights" / "000001",
+            lambda folder, text=text: [(folder / name).write_text(text) for name in "ab"],
+        )
     files.remove_directory(root / "weights" / "000001")
 
 
 def check_whole(root: Path) -> None:
     """Checks that nothing incomplete has a final name."""
-    batch, log, version = root / "batches" / "000001.batch", root / "batches" / "pending.log", root / "weights" / "000001"
+    batch, log, version = (
+        root / "batches" / "000001.batch",
+        root / "batches" / "pending.log",
+        root / "weights" / "000001",
+    )
     assert not batch.exists() or batch.read_bytes() in (b"one", b"other")
     found = []
     try:
@@ -47,19 +63,28 @@ def names_below(root: Path) -> set[str]:
 
 @pytest.fixture
 def trace(tmp_path, monkeypatch):
-    """The points of `write_things`, in order, without the statuses that threads of other tests may write meanwhile."""
+    """The points of `write_things`, in order, without the statuses that threads of other tests
+    may write meanwhile."""
     path = tmp_path / "trace"
     monkeypatch.setattr(faults, "plan", Plan(trace=str(path), process="p"))
     write_things(tmp_path / "traced")
     monkeypatch.setattr(faults, "plan", None)
-    points = [(name, int(count)) for _, name, count in map(str.split, path.read_text().splitlines())]
+    points = [
+        (name, int(count)) for _, name, count in map(str.split, path.read_text().splitlines())
+    ]
     return [(name, count) for name, count in points if not name.startswith("status.")]
 
 
 @pytest.mark.parametrize("swaps", [True, False], ids=["exchange", "two steps"])
 def test_a_death_at_any_point_leaves_nothing_half(tmp_path, monkeypatch, trace, swaps):
-    points = {"batch": "torn fsync rename fsync_dir done", "pending": "torn fsync", "weights": "fill fsync rename done remove removed"}
-    assert {f"{kind}.{point}" for kind, names in points.items() for point in names.split()} <= dict(trace).keys()
+    points = {
+        "batch": "torn fsync rename fsync_dir done",
+        "pending": "torn fsync",
+        "weights": "fill fsync rename done remove removed",
+    }
+    assert {f"{kind}.{point}" for kind, names in points.items() for point in names.split()} <= dict(
+        trace
+    ).keys()
     if not swaps:
         monkeypatch.setattr(files, "rename_with", lambda path, target, flag: False)
         trace = [*trace, ("weights.replaced", 1)]
@@ -72,11 +97,21 @@ def test_a_death_at_any_point_leaves_nothing_half(tmp_path, monkeypatch, trace, 
         assert os.waitpid(child, 0)[1] == signal.SIGKILL, name
         check_whole(root)
         version = root / "weights" / "000001"
-        written = number > trace.index(("weights.done", 1)) and number < trace.index(("weights.removed", 1))
+        written = number > trace.index(("weights.done", 1)) and number < trace.index(
+            ("weights.removed", 1)
+        )
         if swaps and written:
             assert version.exists(), f"{name} {count}: there is a moment without any version"
         clean_leftovers(root, root / "batches", root / "weights", ours="")
-        assert names_below(root) <= {"batches", "weights", "000001.batch", "pending.log", "000001", "a", "b"}, name
+        assert names_below(root) <= {
+            "batches",
+            "weights",
+            "000001.batch",
+            "pending.log",
+            "000001",
+            "a",
+            "b",
+        }, name
         if name == "weights.replaced":
             assert (version / "a").read_text() == "old"
 
@@ -97,27 +132,55 @@ def test_an_error_at_any_point_leaves_nothing_half_and_names_the_file(tmp_path, 
             write_things(root)
         assert error.value.errno == errno.ENOSPC
         if not name.startswith("weights"):
-            assert error.value.filename in (str(root / "batches" / "000001.batch"), str(root / "batches" / "pending.log"))
+            assert error.value.filename in (
+                str(root / "batches" / "000001.batch"),
+                str(root / "batches" / "pending.log"),
+            )
         check_whole(root)
         log = root / "batches" / "pending.log"
-        list(decode_records(log.read_bytes() if log.exists() else b"", "log"))  # not even a torn record
-        assert names_below(root) <= {"batches", "weights", "000001.batch", "pending.log", "000001", "a", "b"}, name
+        # not even a torn record
+        list(decode_records(log.read_bytes() if log.exists() else b"", "log"))
+        assert names_below(root) <= {
+            "batches",
+            "weights",
+            "000001.batch",
+            "pending.log",
+            "000001",
+            "a",
+            "b",
+        }, name
 
 
 def test_only_the_named_process_dies_and_only_once(tmp_path):
-    script = "from rl.run_dir.files import write_file; from pathlib import Path; write_file(Path('{}') / 'config.toml', b'x')"
+    script = (
+        "from rl.run_dir.files import write_file; from pathlib import Path; "
+        "write_file(Path('{}') / 'config.toml', b'x')"
+    )
     (tmp_path / "trainer").write_text(script.format(tmp_path))
 
     def run(fault):
-        settings = {"RL_FAULT": fault, "RL_FAULT_MARK": str(tmp_path / "mark"), "RL_FAULT_TRACE": str(tmp_path / "trace")}
-        return subprocess.run([sys.executable, tmp_path / "trainer"], env=os.environ | settings, capture_output=True, timeout=60).returncode
+        settings = {
+            "RL_FAULT": fault,
+            "RL_FAULT_MARK": str(tmp_path / "mark"),
+            "RL_FAULT_TRACE": str(tmp_path / "trace"),
+        }
+        return subprocess.run(
+            [sys.executable, tmp_path / "trainer"],
+            env=os.environ | settings,
+            capture_output=True,
+            timeout=60,
+        ).returncode
 
     assert run("orchestrator:config.rename:1") == 0
     assert run("trainer:config.rename:2") == 0
     assert run("trainer:config.rename:1") == -signal.SIGKILL
     assert run("trainer:config.rename:1") == 0  # the restarted process lives
-    assert run("trainer:config.rename:1,trainer:config.fsync:1") == -signal.SIGKILL  # or takes the next fault
-    assert (tmp_path / "mark").read_text().split() == ["trainer:config.rename:1", "trainer:config.fsync:1"]
+    # or takes the next fault
+    assert run("trainer:config.rename:1,trainer:config.fsync:1") == -signal.SIGKILL
+    assert (tmp_path / "mark").read_text().split() == [
+        "trainer:config.rename:1",
+        "trainer:config.fsync:1",
+    ]
     assert "trainer config.torn 1" in (tmp_path / "trace").read_text().splitlines()
     assert run("trainer") == 1
 
@@ -125,10 +188,26 @@ def test_only_the_named_process_dies_and_only_once(tmp_path):
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        *(("batches/000012.batch", "batch"), ("batches/000012.quarantined", "quarantined"), ("batches/pending.log", "pending")),
-        *(("weights/000012", "weights"), ("checkpoints/000012", "checkpoint"), ("evals/000012/addition.jsonl", "eval")),
-        *(("evals/best.json", "best"), ("status/trainer.json", "trainer"), ("status/trainer.000012.lease", "lease")),
-        *(("metrics/trainer.jsonl", "metrics"), ("metrics.jsonl", "merged"), ("config.toml", "config")),
+        *(
+            ("batches/000012.batch", "batch"),
+            ("batches/000012.quarantined", "quarantined"),
+            ("batches/pending.log", "pending"),
+        ),
+        *(
+            ("weights/000012", "weights"),
+            ("checkpoints/000012", "checkpoint"),
+            ("evals/000012/addition.jsonl", "eval"),
+        ),
+        *(
+            ("evals/best.json", "best"),
+            ("status/trainer.json", "trainer"),
+            ("status/trainer.000012.lease", "lease"),
+        ),
+        *(
+            ("metrics/trainer.jsonl", "metrics"),
+            ("metrics.jsonl", "merged"),
+            ("config.toml", "config"),
+        ),
     ],
 )
 def test_names(path, kind):
@@ -141,11 +220,23 @@ def test_leftovers_of_others_stay(tmp_path):
         (tmp_path / name).touch()
     for name in (".data.old", ".000002.replaced"):
         (tmp_path / name).mkdir()
-    dead, mine = (f".00000{i}.batch.{pid_scope()}-{pid}-1.tmp" for i, pid in ((5, 99999999), (6, os.getpid())))
-    others, elsewhere = (f".00000{i}.batch.0123abcd-4026531836-{pid}-1.tmp" for i, pid in ((7, os.getpid()), (8, 99999999)))
+    dead, mine = (
+        f".00000{i}.batch.{pid_scope()}-{pid}-1.tmp" for i, pid in ((5, 99999999), (6, os.getpid()))
+    )
+    others, elsewhere = (
+        f".00000{i}.batch.0123abcd-4026531836-{pid}-1.tmp"
+        for i, pid in ((7, os.getpid()), (8, 99999999))
+    )
     for name in (dead, mine, others, elsewhere):
         (tmp_path / name).touch()
     assert [path.name for path in clean_leftovers(tmp_path)] == [dead]
     assert [path.name for path in clean_leftovers(tmp_path, ours="000008.batch")] == [elsewhere]
     assert len(clean_leftovers(tmp_path, ours="")) == 3
-    assert names_below(tmp_path) == {".hidden.tmp", ".000001.partial", "000001", ".rl.lock", "000002", mine}
+    assert names_below(tmp_path) == {
+        ".hidden.tmp",
+        ".000001.partial",
+        "000001",
+        ".rl.lock",
+        "000002",
+        mine,
+    }

@@ -38,12 +38,19 @@ def test_a_driver_that_hangs_is_told(tmp_path, monkeypatch):
 
 
 GROUPS = {
-    "a container, version 2": ("0::/", {"cpu.max": "250000 100000", "memory.max": "2000", "memory.current": "500"}),
+    "a container, version 2": (
+        "0::/",
+        {"cpu.max": "250000 100000", "memory.max": "2000", "memory.current": "500"},
+    ),
     "a container that has read files, version 2": (
         "0::/",
         {
             "cpu.max": "250000 100000",
-            **{"memory.max": "2000", "memory.current": "1900", "memory.stat": "anon 450\ninactive_file 1400\nactive_file 50"},
+            **{
+                "memory.max": "2000",
+                "memory.current": "1900",
+                "memory.stat": "anon 450\ninactive_file 1400\nactive_file 50",
+            },
         },
     ),
     "a job below its system's groups, version 2": (
@@ -52,8 +59,14 @@ GROUPS = {
             "slurm/job/step/cpu.max": "max 100000",
             "slurm/job/cpu.max": "250000 100000",
             "slurm/cpu.max": "800000 100000",
-            **{f"slurm/job/{name}": value for name, value in (("memory.max", "2000"), ("memory.current", "500"))},
-            **{f"slurm/job/step/{name}": value for name, value in (("memory.max", "max"), ("memory.current", "300"))},
+            **{
+                f"slurm/job/{name}": value
+                for name, value in (("memory.max", "2000"), ("memory.current", "500"))
+            },
+            **{
+                f"slurm/job/step/{name}": value
+                for name, value in (("memory.max", "max"), ("memory.current", "300"))
+            },
         },
     ),
     "a container, version 1, which sees its groups as the outermost": (
@@ -75,17 +88,28 @@ def test_limits_of_containers_and_jobs(kind, tmp_path, monkeypatch):
         path = tmp_path / "mounted" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    monkeypatch.setattr(machine, "control_groups", partial(control_groups, own=tmp_path / "own", mounted=tmp_path / "mounted"))
+    monkeypatch.setattr(
+        machine,
+        "control_groups",
+        partial(control_groups, own=tmp_path / "own", mounted=tmp_path / "mounted"),
+    )
     assert machine.cpu_quota() == 2.5 and machine.memory_bytes() == (2000, 1500)
 
 
-@pytest.mark.parametrize("files", [{"cpu.max": "max 100000", "memory.max": "max"}, {"cpu/cpu.cfs_quota_us": "-1"}, {}])
+@pytest.mark.parametrize(
+    "files", [{"cpu.max": "max 100000", "memory.max": "max"}, {"cpu/cpu.cfs_quota_us": "-1"}, {}]
+)
 def test_without_limits_there_is_what_the_machine_has(files, tmp_path, monkeypatch):
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(machine, "control_groups", lambda controller: [tmp_path / controller, tmp_path])
-    assert machine.cpu_quota() == math.inf and machine.memory_bytes()[0] == psutil.virtual_memory().total
+    monkeypatch.setattr(
+        machine, "control_groups", lambda controller: [tmp_path / controller, tmp_path]
+    )
+    assert (
+        machine.cpu_quota() == math.inf
+        and machine.memory_bytes()[0] == psutil.virtual_memory().total
+    )
     assert control_groups("cpu", own=tmp_path / "none") == []
 
 
@@ -99,27 +123,42 @@ def test_where_a_process_is_is_looked_up_once_and_again_in_a_child(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("platform", "said"), [("win32", "rl runs on Linux; on Windows, install WSL2"), ("darwin", "rl runs on Linux; this is darwin")]
+    ("platform", "said"),
+    [
+        ("win32", "rl runs on Linux; on Windows, install WSL2"),
+        ("darwin", "rl runs on Linux; this is darwin"),
+    ],
 )
 def test_another_system_is_told_before_anything_is_imported(platform, said):
-    """This holds for every command, without importing Linux-only modules of the standard library or our own."""
-    code = f"import sys; sys.platform = '{platform}'; sys.modules['fcntl'] = None; import rl.trainer.main"
+    """This holds for every command, without importing Linux-only modules of the standard library
+    or our own."""
+    code = (
+        f"import sys; sys.platform = '{platform}'; sys.modules['fcntl'] = None; import "
+        "rl.trainer.main"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith(said) and done.stderr.count("\n") == 1
+    assert (
+        (done.returncode, done.stdout) == (1, "")
+        and done.stderr.startswith(said)
+        and done.stderr.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("cpuinfo", "expected"),
     [
         ("processor : 0\nflags\t\t: fpu avx avx2 fma\n", False),
-        ("processor : 0\nflags\t\t: fpu avx2 avx512f avx512_vnni\n", False),  # multiplies bfloat16 as float32, in pieces
+        # multiplies bfloat16 as float32, in pieces
+        ("processor : 0\nflags\t\t: fpu avx2 avx512f avx512_vnni\n", False),
         ("processor : 0\nflags\t\t: fpu avx512f avx512_bf16\n", True),
         ("processor : 0\nflags\t\t: fpu amx_bf16\n", True),
         ("processor : 0\nFeatures\t: fp asimd bf16\n", True),
         ("processor : 0\n", False),
     ],
 )
-def test_bfloat16_is_chosen_where_the_processor_multiplies_it(tmp_path, monkeypatch, cpuinfo, expected):
+def test_bfloat16_is_chosen_where_the_processor_multiplies_it(
+    tmp_path, monkeypatch, cpuinfo, expected
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     assert multiplies_bfloat16(tmp_path / "cpuinfo") is expected

@@ -7,7 +7,10 @@ from rl.system.terminal import clip, cut_middle, digits, sparkline, visible
 
 def test_what_acts_on_a_terminal_is_shown_and_the_rest_stays():
     assert visible("\x1b[31mred\x07\r\b\x00\x7f\x9b") == "\\x1b[31mred\\x07\\r\\x08\\x00\\x7f\\x9b"
-    assert visible("a\u202eb\u2066\u200b\ufeff\u2028\ud800") == "a\\u202eb\\u2066\\u200b\\ufeff\\u2028\\ud800"
+    assert (
+        visible("a\u202eb\u2066\u200b\ufeff\u2028\ud800")
+        == "a\\u202eb\\u2066\\u200b\\ufeff\\u2028\\ud800"
+    )
     plain = "line\n\ttab ümläut 汉字 ✓ e\u0301 \U0001f468\u200d\U0001f469 क\u200cष \\x1b"
     assert visible(plain) == plain
 
@@ -37,7 +40,11 @@ def test_numbers_have_few_digits_and_no_exponent_where_they_can_be_read_without(
         -12345.6: "-12346",
         1.25e-5: "1.25e-05",
     }
-    assert {value: digits(value) for value in shown} == shown and digits(5e9) == "5e+09" and digits(12345.6, 4) == "12346"
+    assert (
+        {value: digits(value) for value in shown} == shown
+        and digits(5e9) == "5e+09"
+        and digits(12345.6, 4) == "12346"
+    )
     assert digits(float("nan")) == "nan" and digits(1234.4, 4) == "1234"
 
 

@@ -1,4 +1,5 @@
-"""The user's functions: faults found before and during import, and the code that is blamed when they fail."""
+"""The user's functions: faults found before and during import, and the code that is blamed when
+they fail."""
 
 import math
 import shutil
@@ -46,12 +47,18 @@ def slow(group, config): threading.Event().wait()
 def meta(group, config): return Meta()
 """
 SEEN = {
-    "two": "", "made": "", "join": "", "wrapped": "", "inside": "",  # the last three are only known after an import
+    # the last three are only known after an import
+    "two": "",
+    "made": "",
+    "join": "",
+    "wrapped": "",
+    "inside": "",
     "one": "takes (group) ({file}:5), but is called with (group, config); correct it",
-    "keyword": "takes (group, config, *, verbose) ({file}:7), but is called with (group, config); correct it",
+    "keyword": "takes (group, config, *, verbose) ({file}:7), but is called with (group, config); "
+    "correct it",
     "later": "is async ({file}:8); write a plain def",
     "tow": "names no function: {file} has no function tow; did you mean two?",
-}  # fmt: skip
+}
 LOADED = {
     "number": "{file} has no function number; it has",
     "wrapped": "takes (group) (at {file}:9), but is called with (group, config); correct it",
@@ -75,16 +82,26 @@ def mine(tmp_path):
 
 def test_what_the_text_of_a_file_shows(mine, tmp_path, monkeypatch):
     for name, fault in SEEN.items():
-        assert find_call_fault(f"{mine}:{name}", "group, config") == fault.replace("{file}", str(mine)), name
+        assert find_call_fault(f"{mine}:{name}", "group, config") == fault.replace(
+            "{file}", str(mine)
+        ), name
     other = tmp_path / "other.py"
     other.write_text(ALIKE)
-    assert find_call_fault(f"{other}:xyz", "group, config") == f"names no function: {other} has no function xyz; it has advantages"
+    assert (
+        find_call_fault(f"{other}:xyz", "group, config")
+        == f"names no function: {other} has no function xyz; it has advantages"
+    )
     other.write_text("def f(a, b):\n    retrun 1\n")
-    assert find_call_fault(f"{other}:f", "a, b") == f"cannot be read: {other}:2: invalid syntax; correct it"
+    assert (
+        find_call_fault(f"{other}:f", "a, b")
+        == f"cannot be read: {other}:2: invalid syntax; correct it"
+    )
     for text in ("from somewhere import *\n", "def f(a): ...\nf = partial(f, 1)\n"):
         other.write_text(text)
         assert find_call_fault(f"{other}:f", "a, b") == ""
-    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(
+        Path, "read_bytes", Mock(side_effect=PermissionError(13, "Permission denied"))
+    )
     assert find_call_fault(f"{other}:tow", "a, b") == ""  # left to the process that loads it
 
 
@@ -94,7 +111,10 @@ def test_what_the_text_of_a_file_shows(mine, tmp_path, monkeypatch):
         ("f", "names no function; write file.py:function or module:function"),
         ("nowhere.py:f", "names a file that does not exist: /"),
         ("no_such.module:f", "names a module that is not installed: install no_such.module"),
-        ("/etc/passwd:f", "names neither a Python file nor a module; write file.py:function or module:function"),
+        (
+            "/etc/passwd:f",
+            "names neither a Python file nor a module; write file.py:function or module:function",
+        ),
         ("rl.system.errors:RunErrors", "names no function: "),
         ("rl.system.functions:place", ""),
         ("math:exp", ""),
@@ -109,23 +129,34 @@ def test_what_an_import_shows(mine):
     for name, fault in LOADED.items():
         with pytest.raises(RunError) as error:
             UserFunction("credit", f"{mine}:{name}", "group, config")
-        assert fault.replace("{file}", str(mine)) in str(error.value) and error.value.exit_code == GIVE_UP
+        assert (
+            fault.replace("{file}", str(mine)) in str(error.value)
+            and error.value.exit_code == GIVE_UP
+        )
     for name in ("two", "made"):
         UserFunction("credit", f"{mine}:{name}", "group, config")
 
 
 def test_its_own_line_is_named_whatever_it_raises(mine):
-    """Even if the file lies beside libraries, or tries to exit the process, which would look like a good end."""
-    for name, said in (("two", "NameError: name 'undefined' is not defined (at {file}:6)"), ("leaves", "SystemExit: 0 (at {file}:17)")):
+    """Even if the file lies beside libraries, or tries to exit the process, which would look
+    like a good end."""
+    for name, said in (
+        ("two", "NameError: name 'undefined' is not defined (at {file}:6)"),
+        ("leaves", "SystemExit: 0 (at {file}:17)"),
+    ):
         with pytest.raises(RunError) as error:
             UserFunction("filter", f"{mine}:{name}", "group, config")(1, 2)
-        assert str(error.value) == f"filter {mine}:{name} raised {said}; correct it".replace("{file}", str(mine))
+        assert str(error.value) == f"filter {mine}:{name} raised {said}; correct it".replace(
+            "{file}", str(mine)
+        )
 
 
 def test_functions_of_one_file_share_their_module_and_a_broken_file_is_imported_anew(tmp_path):
     path = tmp_path / "shared.py"
     path.write_text("def add(a, b): ...\n1 / 0\n")
-    with pytest.raises(RunError, match=r"importing the file raised ZeroDivisionError: .*shared\.py:2\); correct it"):
+    with pytest.raises(
+        RunError, match=r"importing the file raised ZeroDivisionError: .*shared\.py:2\); correct it"
+    ):
         UserFunction("credit", f"{path}:add", "group, config")
     path.write_text("seen = []\ndef add(a, b): seen.append(a)\ndef count(a, b): return len(seen)\n")
     UserFunction("credit", f"{path}:add", "group, config")(1, 2)
@@ -133,46 +164,89 @@ def test_functions_of_one_file_share_their_module_and_a_broken_file_is_imported_
 
 
 def test_files_of_one_name_are_modules_of_their_own(tmp_path):
-    """Looking up a class by its module, as copy and pickle do, finds that of the right file; each file is imported once."""
+    """Looking up a class by its module, as copy and pickle do, finds that of the right file;
+    each file is imported once."""
     functions = []
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         path = tmp_path / folder / "metrics.py"
-        path.write_text(f"made = []\nclass Mark:\n    of = '{folder}'\ndef mark(a, b):\n    made.append(a)\n    return Mark(), len(made)\n")
+        path.write_text(
+            f"made = []\nclass Mark:\n    of = '{folder}'\ndef mark(a, b):\n    "
+            "made.append(a)\n    return Mark(), len(made)\n"
+        )
         functions.append(UserFunction("metrics", f"{path}:mark", "rollout, config"))
     again = UserFunction("metrics", f"{tmp_path}/a/metrics.py:mark", "rollout, config")
-    for function, (folder, count) in zip([*functions, again], [("a", 1), ("b", 1), ("a", 2)], strict=True):
+    for function, (folder, count) in zip(
+        [*functions, again], [("a", 1), ("b", 1), ("a", 2)], strict=True
+    ):
         mark, made = function(0, 0)
-        assert (sys.modules[type(mark).__module__].Mark, mark.of, made) == (type(mark), folder, count)
+        assert (sys.modules[type(mark).__module__].Mark, mark.of, made) == (
+            type(mark),
+            folder,
+            count,
+        )
 
 
 def test_a_file_beside_is_never_taken_for_one_of_another_folder(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "helpers_of_this_test.py").write_text(f"of = '{folder}'\n")
-        (tmp_path / folder / "mine.py").write_text("from helpers_of_this_test import of\ndef told(a, b):\n    return of\n")
+        (tmp_path / folder / "mine.py").write_text(
+            "from helpers_of_this_test import of\ndef told(a, b):\n    return of\n"
+        )
     assert UserFunction("credit", f"{tmp_path}/a/mine.py:told", "group, config")(1, 2) == "a"
     with pytest.raises(
-        RunError, match=r"^filter .*/b/mine\.py:told imports helpers_of_this_test, and would get .*/a/helpers_of_this_test\.py instead"
+        RunError,
+        match=r"^filter .*/b/mine\.py:told imports helpers_of_this_test, and would get "
+        r".*/a/helpers_of_this_test\.py instead",
     ):
         UserFunction("filter", f"{tmp_path}/b/mine.py:told", "group, config")
     shutil.copy(tmp_path / "a" / "helpers_of_this_test.py", tmp_path / "b")
-    assert UserFunction("filter", f"{tmp_path}/b/mine.py:told", "group, config")(1, 2) == "a"  # the same
+    # the same
+    assert UserFunction("filter", f"{tmp_path}/b/mine.py:told", "group, config")(1, 2) == "a"
 
 
 def test_results():
-    assert as_numbers([1, np.float32(0.5), True], 3) == [1.0, 0.5, 1.0] and as_numbers(np.arange(2), 2) == [0.0, 1.0]
-    for value in (None, 1.0, [1.0], [1.0, math.nan], [1.0, "2"], "12", {1: 1, 2: 2}, {1.0, 2.0}, np.array(1.0), (1 / n for n in (1, 0))):
-        assert as_numbers(value, 2) is None  # a set has no order, and an iterator would raise outside of the function
-    assert as_bools(False, 2) == [False, False] and as_bools([True, False], 2) == as_bools(np.array([1, 0]) > 0, 2) == [True, False]
+    assert as_numbers([1, np.float32(0.5), True], 3) == [1.0, 0.5, 1.0] and as_numbers(
+        np.arange(2), 2
+    ) == [0.0, 1.0]
+    for value in (
+        None,
+        1.0,
+        [1.0],
+        [1.0, math.nan],
+        [1.0, "2"],
+        "12",
+        {1: 1, 2: 2},
+        {1.0, 2.0},
+        np.array(1.0),
+        (1 / n for n in (1, 0)),
+    ):
+        # a set has no order, and an iterator would raise outside of the function
+        assert as_numbers(value, 2) is None
+    assert as_bools(False, 2) == [False, False] and as_bools([True, False], 2) == as_bools(
+        np.array([1, 0]) > 0, 2
+    ) == [True, False]
     assert as_bools(np.mean([0.5, 1.0]) < 0.9, 2) == as_bools(np.array(True), 2) == [True, True]
-    for value in (None, 1, [True], [1, 0], [True, None], "ab", {1: True, 2: False}, {True, False}, np.array(1), [np.array([True])] * 2):
+    for value in (
+        None,
+        1,
+        [True],
+        [1, 0],
+        [True, None],
+        "ab",
+        {1: True, 2: False},
+        {True, False},
+        np.array(1),
+        [np.array([True])] * 2,
+    ):
         assert as_bools(value, 2) is None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_cannot_be_told_or_counted_is_reported_like_other_failures(tmp_path):
-    """In a thread an error while an error is told, or one that is no Exception, is not a deadline that passed."""
+    """In a thread an error while an error is told, or one that is no Exception, is not a
+    deadline that passed."""
     path = tmp_path / "odd.py"
     path.write_text(ODD)
     said = {
@@ -187,4 +261,6 @@ def test_what_cannot_be_told_or_counted_is_reported_like_other_failures(tmp_path
     with pytest.raises(RunError, match=r"slow did not return within 0\.01 s"):
         slow.within(0.01, 1, 2)
     value = UserFunction("credit", f"{path}:meta", "group, config").within(60.0, 1, 2)
-    assert as_numbers([value], 1) is None and returned(value).startswith("returned <Meta instance at ")
+    assert as_numbers([value], 1) is None and returned(value).startswith(
+        "returned <Meta instance at "
+    )

@@ -1,4 +1,5 @@
-"""A server of the Tinker API in a thread, with a trainer and an inference that only count: what the SDK meets is real."""
+"""A server of the Tinker API in a thread, with a trainer and an inference that only count: what
+the SDK meets is real."""
 
 import asyncio
 import threading
@@ -22,7 +23,8 @@ NAME = "meta/x"
 
 
 class Service:
-    """Serves in a folder within `with`; another one at the same folder and port goes on with what is there."""
+    """Serves in a folder within `with`; another one at the same folder and port goes on with
+    what is there."""
 
     def __init__(self, root: Path, port: int = 0):
         self.root, self.port = root, port or free_ports(1)[0]
@@ -44,15 +46,26 @@ class Service:
 
     async def _serve(self) -> None:
         model = {"name": "tiny", "max_model_len": 64}
-        config = RLConfig.model_validate({"name": "s", "output_dir": str(self.root), "model": model, "serve": {"alias": NAME}})
+        config = RLConfig.model_validate(
+            {"name": "s", "output_dir": str(self.root), "model": model, "serve": {"alias": NAME}}
+        )
         places = Places(config.run_dir)
         training = Training(config, places, self.learner)
         sampling = Sampling(config, places, self.servers, training.name, self.learner.vocab_size)  # type: ignore[arg-type]
-        app = make_app(Api(training, sampling, places), Listing(training, sampling, places), Downloads(places, SECRET))
+        app = make_app(
+            Api(training, sampling, places),
+            Listing(training, sampling, places),
+            Downloads(places, SECRET),
+        )
         sampling.begin()
         work = asyncio.create_task(training.run())
         self.server = uvicorn.Server(
-            uvicorn.Config(Gate(app, KEY, SECRET, loopback=True), port=self.port, log_level="warning", lifespan="off")
+            uvicorn.Config(
+                Gate(app, KEY, SECRET, loopback=True),
+                port=self.port,
+                log_level="warning",
+                lifespan="off",
+            )
         )
         await self.server.serve()
         work.cancel()

@@ -1,4 +1,5 @@
-"""The server of the Tinker API with a trainer and an inference that only count. What the SDK itself sees: test_sdk.py."""
+"""The server of the Tinker API with a trainer and an inference that only count. What the SDK
+itself sees: test_sdk.py."""
 
 import asyncio
 import contextlib
@@ -33,7 +34,8 @@ KEY, SECRET = "k" * 32, "s" * 32
 
 
 class CountingLearner:
-    """Adapters are a number: the steps that they have made. `done` is what it was asked, in order."""
+    """Adapters are a number: the steps that they have made. `done` is what it was asked, in
+    order."""
 
     vocab_size = 100
 
@@ -52,7 +54,10 @@ class CountingLearner:
 
     def forward_backward(self, name, examples, loss, backward):
         self.done.append(("forward_backward", loss.type, self.steps[name]))
-        return Scored([example.targets / -100 for example in examples], [example.advantages for example in examples])
+        return Scored(
+            [example.targets / -100 for example in examples],
+            [example.advantages for example in examples],
+        )
 
     def optimizer_step(self, name, step):
         self.steps[name] += 1
@@ -61,7 +66,9 @@ class CountingLearner:
 
     def save(self, name, folder, notes):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "state.json").write_text(json.dumps({**notes, "rank": 4, "steps": self.steps[name]}))
+        (folder / "state.json").write_text(
+            json.dumps({**notes, "rank": 4, "steps": self.steps[name]})
+        )
 
     def notes(self, folder):
         return json.loads((folder / "state.json").read_text())
@@ -74,7 +81,12 @@ class CountingLearner:
         folder.mkdir(parents=True)
         (folder / "adapter_model.safetensors").write_bytes(bytes([self.steps[name]]))
         if record:
-            write_file(record, json.dumps({"hash": HASH, "tensors": {"a": "0" * 31 + str(self.steps[name])}}).encode())
+            write_file(
+                record,
+                json.dumps(
+                    {"hash": HASH, "tensors": {"a": "0" * 31 + str(self.steps[name])}}
+                ).encode(),
+            )
 
 
 class Servers:
@@ -95,8 +107,14 @@ class Servers:
     async def generate(self, session, token_ids, sampling):
         held = self.held
         await asyncio.sleep(0.01)
-        of_prompt = [None, *(-float(token) for token in token_ids[1:])] if sampling.get("prompt_logprobs") else None
-        return Generation([7, 8], [-0.5, -0.25], [VersionSpan(held, 2)], "stop", prompt_logprobs=of_prompt)
+        of_prompt = (
+            [None, *(-float(token) for token in token_ids[1:])]
+            if sampling.get("prompt_logprobs")
+            else None
+        )
+        return Generation(
+            [7, 8], [-0.5, -0.25], [VersionSpan(held, 2)], "stop", prompt_logprobs=of_prompt
+        )
 
 
 class Client:
@@ -104,14 +122,27 @@ class Client:
 
     def __init__(self, root: Path):
         model = {"name": "tiny", "max_model_len": 64}
-        config = RLConfig.model_validate({"name": "s", "output_dir": str(root), "model": model, "serve": {"alias": "meta/x"}})
+        config = RLConfig.model_validate(
+            {"name": "s", "output_dir": str(root), "model": model, "serve": {"alias": "meta/x"}}
+        )
         places = Places(config.run_dir)
         self.learner, self.servers = CountingLearner(), Servers()
         self.training = Training(config, places, self.learner)
-        self.sampling = Sampling(config, places, self.servers, self.training.name, self.learner.vocab_size)
+        self.sampling = Sampling(
+            config, places, self.servers, self.training.name, self.learner.vocab_size
+        )
         listing = Listing(self.training, self.sampling, places)
-        app = Gate(make_app(Api(self.training, self.sampling, places), listing, Downloads(places, SECRET)), KEY, SECRET, loopback=True)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", headers={"x-api-key": f"tml-{KEY}"})
+        app = Gate(
+            make_app(Api(self.training, self.sampling, places), listing, Downloads(places, SECRET)),
+            KEY,
+            SECRET,
+            loopback=True,
+        )
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app),
+            base_url="http://localhost",
+            headers={"x-api-key": f"tml-{KEY}"},
+        )
 
     async def __aenter__(self):
         self.sampling.begin()
@@ -122,14 +153,19 @@ class Client:
         self.work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.work
-        await asyncio.get_running_loop().run_in_executor(self.training.thread, int)  # a state is copied after its call is answered
+        # a state is copied after its call is answered
+        await asyncio.get_running_loop().run_in_executor(self.training.thread, int)
         await self.http.aclose()
 
     async def post(self, path, body, status=200):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         response = await self.http.post(f"/api/v1/{path}", content=data)
         assert response.status_code == status, response.text
-        return response.json() if response.headers["content-type"] == "application/json" else response.content
+        return (
+            response.json()
+            if response.headers["content-type"] == "application/json"
+            else response.content
+        )
 
     async def result(self, promise):
         return await self.post("retrieve_future", {"request_id": promise["request_id"]})
@@ -143,7 +179,10 @@ def forward_backward(model_id, number, loss="cross_entropy", **inputs):
     message = MESSAGE["ForwardBackwardRequest"](model_id=model_id, seq_id=number, loss_fn=loss)
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array([5, 6, 7], np.int32).tobytes()
-    given = {"target_tokens": np.array([6, 7, 8]), "weights": np.array([0, 1, 1], np.float32)} | inputs
+    given = {
+        "target_tokens": np.array([6, 7, 8]),
+        "weights": np.array([0, 1, 1], np.float32),
+    } | inputs
     for key, value in given.items():
         if value is not None:
             kind = INT64 if value.dtype.kind == "i" else FLOAT32
@@ -153,8 +192,15 @@ def forward_backward(model_id, number, loss="cross_entropy", **inputs):
 
 
 async def new_model(client, number=0, rank=4):
-    session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))["session_id"]
-    made = {"session_id": session, "model_seq_id": number, "base_model": "meta/x", "lora_config": {"rank": rank}}
+    session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))[
+        "session_id"
+    ]
+    made = {
+        "session_id": session,
+        "model_seq_id": number,
+        "base_model": "meta/x",
+        "lora_config": {"rank": rank},
+    }
     return (await client.call("create_model", made)).get("model_id")
 
 
@@ -163,39 +209,71 @@ def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(
         async with Client(tmp_path) as client:
             model = await new_model(client)
             assert model.endswith(":train:0")
-            step = await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.5}})
-            assert len(client.learner.done) == 1  # waits for call 1, which comes later, as the SDK's first chunk does
+            step = await client.post(
+                "optim_step",
+                {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.5}},
+            )
+            # waits for call 1, which comes later, as the SDK's first chunk does
+            assert len(client.learner.done) == 1
             body = forward_backward(model, 1)
             promises = [await client.post("forward_backward", body) for _ in range(2)]
             output = MESSAGE["ForwardBackwardOutput"].FromString(await client.result(promises[0]))
             assert promises[0] == promises[1]
-            fields = {entry.key: np.frombuffer(entry.value.data, np.float32).tolist() for entry in output.loss_fn_outputs[0].fields}
-            assert fields == {"logprobs": pytest.approx([-0.06, -0.07, -0.08]), "elementwise_loss": [0, 1, 1]}
+            fields = {
+                entry.key: np.frombuffer(entry.value.data, np.float32).tolist()
+                for entry in output.loss_fn_outputs[0].fields
+            }
+            assert fields == {
+                "logprobs": pytest.approx([-0.06, -0.07, -0.08]),
+                "elementwise_loss": [0, 1, 1],
+            }
             assert (await client.result(step))["metrics"]["policy_version:max"] == 1
-            assert client.learner.done == [("create", 4), ("forward_backward", "cross_entropy", 0), ("optim_step", 0.5)]
+            assert client.learner.done == [
+                ("create", 4),
+                ("forward_backward", "cross_entropy", 0),
+                ("optim_step", 0.5),
+            ]
             saved = await client.call("save_weights", {"model_id": model, "seq_id": 3, "path": "a"})
             assert saved["path"] == f"tinker://{model}/weights/a"
             await client.post("forward_backward", forward_backward(model, 4))
             listed = (await client.http.get("/api/v1/checkpoints?limit=5")).json()
-            assert [one["tinker_path"] for one in listed["checkpoints"]] == [saved["path"]] and listed["cursor"]["total_count"] == 1
+            assert [one["tinker_path"] for one in listed["checkpoints"]] == [
+                saved["path"]
+            ] and listed["cursor"]["total_count"] == 1
             run = (await client.http.get(f"/api/v1/training_runs/{model}")).json()
             assert run["lora_rank"] == 4 and run["last_checkpoint"]["checkpoint_id"] == "weights/a"
             named = f"/api/v1/training_runs/{model}/checkpoints/weights"
-            assert (await client.http.put(f"{named}/a/ttl", json={"ttl_seconds": 3600})).status_code == 200
+            assert (
+                await client.http.put(f"{named}/a/ttl", json={"ttl_seconds": 3600})
+            ).status_code == 200
             assert (await client.http.get(f"{named[:-8]}")).json()["checkpoints"][0]["expires_at"]
             assert (await client.http.delete(f"{named}/b")).status_code == 404
             return model, promises[0], step
 
     async def again(model, promise, step):
         async with Client(tmp_path) as client:
-            assert (await client.result(step))["metrics"]["policy_version:max"] == 1  # as it was answered
-            assert await client.result(promise) and (await client.post("optim_step", {"model_id": model, "seq_id": 2})) == step
+            # as it was answered
+            assert (await client.result(step))["metrics"]["policy_version:max"] == 1
+            assert (
+                await client.result(promise)
+                and (await client.post("optim_step", {"model_id": model, "seq_id": 2})) == step
+            )
             await client.result(await client.post("forward_backward", forward_backward(model, 4)))
-            # from the state after call 0 (the first is copied at once), the calls after it; the save is not repeated
-            once = [("forward_backward", "cross_entropy", 0), ("optim_step", 0.5), ("forward_backward", "cross_entropy", 1)]
+            # from the state after call 0 (the first is copied at once), the calls after it; the
+            # save is not repeated
+            once = [
+                ("forward_backward", "cross_entropy", 0),
+                ("optim_step", 0.5),
+                ("forward_backward", "cross_entropy", 1),
+            ]
             assert client.learner.done == [("load", 0), *once]
             session = model.partition(":")[0]
-            load = {"session_id": session, "model_seq_id": 1, "path": f"tinker://{model}/weights/a", "optimizer": True}
+            load = {
+                "session_id": session,
+                "model_seq_id": 1,
+                "path": f"tinker://{model}/weights/a",
+                "optimizer": True,
+            }
             other = (await client.call("load_weights", load))["model_id"]
             assert client.learner.steps == {model: 1, other: 1}
 
@@ -205,17 +283,24 @@ def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(
 def test_a_call_that_ends_the_trainer_each_time_fails_alone(tmp_path):
     async def dies(start):
         async with Client(tmp_path) as client:
-            client.learner.forward_backward = lambda *_: (_ for _ in ()).throw(RunError("no memory"))
+            client.learner.forward_backward = lambda *_: (_ for _ in ()).throw(
+                RunError("no memory")
+            )
             started = await start(client)
             with pytest.raises(RunError, match="no memory"):
                 await client.work
             client.work.exception()
-            client.work = asyncio.create_task(asyncio.Event().wait())  # what leaving the client ends
+            # what leaving the client ends
+            client.work = asyncio.create_task(asyncio.Event().wait())
             return started
 
     async def begin(client):
         model = await new_model(client)
-        return await client.post("forward_backward", forward_backward(model, 1)), await client.post("optim_step", step_of(model, 2)), model
+        return (
+            await client.post("forward_backward", forward_backward(model, 1)),
+            await client.post("optim_step", step_of(model, 2)),
+            model,
+        )
 
     async def scenario():
         promise, step, model = await dies(begin)
@@ -223,13 +308,18 @@ def test_a_call_that_ends_the_trainer_each_time_fails_alone(tmp_path):
             await dies(lambda client: client.training.answer(model, 1, 0.0))
         async with Client(tmp_path) as client:
             assert "has died 3 times during this call" in (await client.result(promise))["error"]
-            assert (await client.result(step))["metrics"]["policy_version:max"] == 1  # the counting learner needs no gradient
+            # the counting learner needs no gradient
+            assert (await client.result(step))["metrics"]["policy_version:max"] == 1
             assert not (client.training.models[model].run_dir.root / "attempts").exists()
         for state in (client.training.models[model].run_dir.root / "state").iterdir():
             shutil.rmtree(state)
         async with Client(tmp_path) as client:  # whose calls are executed from the first
             await client.call("optim_step", step_of(model, 3))
-            assert client.learner.done == [("create", 4), ("optim_step", 1e-4), ("optim_step", 1e-4)], "but never what was not executed"
+            assert client.learner.done == [
+                ("create", 4),
+                ("optim_step", 1e-4),
+                ("optim_step", 1e-4),
+            ], "but never what was not executed"
 
     asyncio.run(scenario())
 
@@ -255,12 +345,21 @@ def test_a_model_that_finds_no_memory_after_a_restart_fails_alone(tmp_path, lost
                 return executed
 
             learner.load, learner.create = without_room(learner.load), without_room(learner.create)
-            refused, step = [await client.call("optim_step", step_of(model, 1)) for model in (poor, other)]
-            assert refused["error"].startswith("not executed: no memory") and step["metrics"]["policy_version:max"] == 1
+            refused, step = [
+                await client.call("optim_step", step_of(model, 1)) for model in (poor, other)
+            ]
+            assert (
+                refused["error"].startswith("not executed: no memory")
+                and step["metrics"]["policy_version:max"] == 1
+            )
             assert not client.work.done() and client.training.models[poor].applied == -1
             full = False
-            assert (await client.call("optim_step", step_of(poor, 2)))["metrics"]["policy_version:max"] == 1
-            assert learner.steps == {poor: 1, other: 1}, "what was not executed is not executed later"
+            assert (await client.call("optim_step", step_of(poor, 2)))["metrics"][
+                "policy_version:max"
+            ] == 1
+            assert learner.steps == {poor: 1, other: 1}, (
+                "what was not executed is not executed later"
+            )
 
     poor, other = asyncio.run(first())
     if lost:
@@ -279,12 +378,21 @@ def test_names_are_told_apart_and_stay_in_their_folder(tmp_path):
             for number, name in enumerate(("epoch-0.5", "epoch-0.25"), 1):
                 await client.call("optim_step", step_of(model, 3 * number - 2))
                 for offset, kind in enumerate(("save_weights", "save_weights_for_sampler")):
-                    await client.call(kind, {"model_id": model, "seq_id": 3 * number - 1 + offset, "path": name})
+                    await client.call(
+                        kind, {"model_id": model, "seq_id": 3 * number - 1 + offset, "path": name}
+                    )
             places = client.sampling.places
-            saved = [places.find(f"tinker://{model}/sampler_weights/{name}")[3] for name in ("epoch-0.5", "epoch-0.25")]
-            assert [one.policy_version for one in saved] == [1, 2] and len(places.all_saved(model)) == 4
+            saved = [
+                places.find(f"tinker://{model}/sampler_weights/{name}")[3]
+                for name in ("epoch-0.5", "epoch-0.25")
+            ]
+            assert [one.policy_version for one in saved] == [1, 2] and len(
+                places.all_saved(model)
+            ) == 4
             for number, name in enumerate((".", "..", "\u4e00", ".hidden"), 7):
-                answer = await client.call("save_weights", {"model_id": model, "seq_id": number, "path": name})
+                answer = await client.call(
+                    "save_weights", {"model_id": model, "seq_id": number, "path": name}
+                )
                 assert answer["category"] == "user"
 
     asyncio.run(scenario())
@@ -294,20 +402,32 @@ def test_openai_requests_name_what_there_is(tmp_path):
     async def scenario():
         async with Client(tmp_path) as client:
             model = await new_model(client)
-            for name, status in (("typo:train:0", 404), (model, 400), (f"tinker://{model}/sampler_weights/a", 400)):
-                answer = await client.http.post("/v1/completions", json={"model": name, "prompt": "a"})
+            for name, status in (
+                ("typo:train:0", 404),
+                (model, 400),
+                (f"tinker://{model}/sampler_weights/a", 400),
+            ):
+                answer = await client.http.post(
+                    "/v1/completions", json={"model": name, "prompt": "a"}
+                )
                 assert answer.status_code == status, "the base model answered"
 
     asyncio.run(scenario())
 
 
-def test_an_answer_that_could_not_be_written_is_made_again_and_half_a_session_ends_nothing(tmp_path, monkeypatch):
+def test_an_answer_that_could_not_be_written_is_made_again_and_half_a_session_ends_nothing(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("rl.tinker.sampling.RETRY_S", 0.01)
 
     async def scenario():
         async with Client(tmp_path) as client:
             model = await new_model(client)
-            base = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 0, "base_model": "meta/x"}
+            base = {
+                "session_id": model.partition(":")[0],
+                "sampling_session_seq_id": 0,
+                "base_model": "meta/x",
+            }
             session_id = (await client.post("create_sampling_session", base))["sampling_session_id"]
             session, full = client.sampling.find(session_id), True
             written = session.log.answer
@@ -321,7 +441,12 @@ def test_an_answer_that_could_not_be_written_is_made_again_and_half_a_session_en
 
             session.log.answer = answer
             prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
-            sample = {"prompt": prompt, "sampling_params": {"max_tokens": 4}, "sampling_session_id": session_id, "seq_id": 0}
+            sample = {
+                "prompt": prompt,
+                "sampling_params": {"max_tokens": 4},
+                "sampling_session_id": session_id,
+                "seq_id": 0,
+            }
             promise = await client.post("asample", sample)
             await client.post("retrieve_future", {"request_id": promise["request_id"]}, 408)
             assert await client.result(promise) and not session.tasks
@@ -343,25 +468,35 @@ def test_sessions_sample_their_own_versions_and_the_base(tmp_path):
             session = model.partition(":")[0]
             targets = []
             for number in (1, 2):
-                await client.post("optim_step", {"model_id": model, "seq_id": 2 * number - 1, "adam_params": {}})
+                await client.post(
+                    "optim_step", {"model_id": model, "seq_id": 2 * number - 1, "adam_params": {}}
+                )
                 save = {"model_id": model, "seq_id": 2 * number, "sampling_session_seq_id": number}
-                targets.append((await client.call("save_weights_for_sampler", save))["sampling_session_id"])
+                targets.append(
+                    (await client.call("save_weights_for_sampler", save))["sampling_session_id"]
+                )
             base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "meta/x"}
-            targets.append((await client.post("create_sampling_session", base))["sampling_session_id"])
+            targets.append(
+                (await client.post("create_sampling_session", base))["sampling_session_id"]
+            )
             sample = {
                 "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
                 "sampling_params": {"max_tokens": 4},
                 "num_samples": 3,
             }
             promises = [
-                await client.post("asample", {**sample, "sampling_session_id": target, "seq_id": number})
+                await client.post(
+                    "asample", {**sample, "sampling_session_id": target, "seq_id": number}
+                )
                 for number in range(2)
                 for target in targets
             ]
             assert len(promises[0]["sample_sequence_ids"]) == 3
             for promise in promises:
                 answer = MESSAGE["SampleResponse"].FromString(await client.result(promise))
-                assert [np.frombuffer(one.tokens, np.int32).tolist() for one in answer.sequences] == [[7, 8]] * 3
+                assert [
+                    np.frombuffer(one.tokens, np.int32).tolist() for one in answer.sequences
+                ] == [[7, 8]] * 3
             assert {*client.servers.loads} == {0, 1, 2}
             client.servers.loads.clear()
             client.servers.held = 0  # started again
@@ -369,15 +504,33 @@ def test_sessions_sample_their_own_versions_and_the_base(tmp_path):
             await client.call("asample", {**sample, "sampling_session_id": targets[1], "seq_id": 5})
             assert client.servers.loads == [2]
             prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
-            scored = {**sample, "prompt": prompt, "sampling_session_id": targets[1], "prompt_logprobs": True}
-            for number, last, expected in ((6, None, [None, -2.0, -3.0]), (7, 1, [None, None, -3.0])):
+            scored = {
+                **sample,
+                "prompt": prompt,
+                "sampling_session_id": targets[1],
+                "prompt_logprobs": True,
+            }
+            for number, last, expected in (
+                (6, None, [None, -2.0, -3.0]),
+                (7, 1, [None, None, -3.0]),
+            ):
                 asked = {**scored, "seq_id": number, "prompt_logprobs_last_n": last}
                 answer = MESSAGE["SampleResponse"].FromString(await client.call("asample", asked))
-                assert np.array_equal(np.frombuffer(answer.prompt_logprobs, np.float32), np.array(expected, np.float32), equal_nan=True)
+                assert np.array_equal(
+                    np.frombuffer(answer.prompt_logprobs, np.float32),
+                    np.array(expected, np.float32),
+                    equal_nan=True,
+                )
             await client.post("asample", {**scored, "seq_id": 8, "prompt_logprobs_last_n": 3}, 400)
         async with Client(tmp_path) as client:
-            repeated = await client.post("asample", {**sample, "sampling_session_id": targets[0], "seq_id": 0})
-            assert repeated == promises[0] and await client.result(repeated) and not client.servers.loads
+            repeated = await client.post(
+                "asample", {**sample, "sampling_session_id": targets[0], "seq_id": 0}
+            )
+            assert (
+                repeated == promises[0]
+                and await client.result(repeated)
+                and not client.servers.loads
+            )
             await client.post("retrieve_future", {"request_id": "s:sample:9/1"}, 410)
 
     asyncio.run(scenario())
@@ -388,12 +541,19 @@ def test_after_a_restart_a_request_is_sampled_again_once_its_client_asks_for_it(
 
     async def first():
         async with Client(tmp_path) as client:
-            session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))["session_id"]
+            session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))[
+                "session_id"
+            ]
             base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "meta/x"}
             session_id = (await client.post("create_sampling_session", base))["sampling_session_id"]
             prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
             client.servers.generate = lambda *_: asyncio.Event().wait()
-            sample = {"prompt": prompt, "sampling_params": {}, "sampling_session_id": session_id, "seq_id": 0}
+            sample = {
+                "prompt": prompt,
+                "sampling_params": {},
+                "sampling_session_id": session_id,
+                "seq_id": 0,
+            }
             promise = await client.post("asample", sample)
             assert client.sampling.waiting == 1
             return promise
@@ -407,16 +567,23 @@ def test_after_a_restart_a_request_is_sampled_again_once_its_client_asks_for_it(
     asyncio.run(again(asyncio.run(first())))
 
 
-def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(tmp_path, monkeypatch):
+def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(
+    tmp_path, monkeypatch
+):
     async def scenario():
         async with Client(tmp_path) as client:
             model = await new_model(client)
             await client.post("forward_backward", forward_backward(model, 1))
             await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
-            saved = await client.call("save_weights_external", {"model_id": model, "seq_id": 3, "path": "e", "ttl_seconds": 7200})
+            saved = await client.call(
+                "save_weights_external",
+                {"model_id": model, "seq_id": 3, "path": "e", "ttl_seconds": 7200},
+            )
             assert saved["path"] == f"tinker://{model}/external_weights/e"
             await client.post("optim_step", {"model_id": model, "seq_id": 4, "adam_params": {}})
-            again = await client.call("save_weights_external", {"model_id": model, "seq_id": 5, "path": "e"})
+            again = await client.call(
+                "save_weights_external", {"model_id": model, "seq_id": 5, "path": "e"}
+            )
             assert "exists: choose another name" in again["error"]
             named = f"/api/v1/training_runs/{model}/checkpoints/external_weights/e"
             (listed,) = (await client.http.get("/api/v1/checkpoints")).json()["checkpoints"]
@@ -434,8 +601,15 @@ def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(tm
                 later.setattr("rl.tinker.gate.time.time", lambda: now + 3601)
                 assert (await client.http.get(url)).status_code == 401
             client.http.headers["x-api-key"] = key
-            path = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 0, "model_path": saved["path"]}
-            assert "cannot be sampled" in (await client.post("create_sampling_session", path, 400))["detail"]
+            path = {
+                "session_id": model.partition(":")[0],
+                "sampling_session_seq_id": 0,
+                "model_path": saved["path"],
+            }
+            assert (
+                "cannot be sampled"
+                in (await client.post("create_sampling_session", path, 400))["detail"]
+            )
             assert (await client.http.delete(named)).status_code == 200
             assert (await client.http.get(url)).status_code == 404
 
@@ -458,16 +632,23 @@ def test_a_server_of_many_models_opens_the_files_of_few(tmp_path, monkeypatch):
                 await client.call("forward_backward", forward_backward(model, 1))
                 await client.call("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
             assert open_files() - start < 40
-            await client.training.models[models[7]].log.add(Call(3, "forward_backward", forward_backward(models[7], 3)))
+            await client.training.models[models[7]].log.add(
+                Call(3, "forward_backward", forward_backward(models[7], 3))
+            )
             return models
 
     async def again(models):
         monkeypatch.setattr("rl.tinker.training.Log", lambda path: opened.append(path) or Log(path))
         async with Client(tmp_path) as client:
             start = open_files()
-            listed = [(await client.http.get(f"/api/v1/training_runs?limit=25&offset={offset}")).json() for offset in (0, 25)]
+            listed = [
+                (await client.http.get(f"/api/v1/training_runs?limit=25&offset={offset}")).json()
+                for offset in (0, 25)
+            ]
             runs = [run for part in listed for run in part["training_runs"]]
-            assert {run["training_run_id"]: run["lora_rank"] for run in runs} == dict.fromkeys(models, 4) and len(runs) == 40
+            assert {run["training_run_id"]: run["lora_rank"] for run in runs} == dict.fromkeys(
+                models, 4
+            ) and len(runs) == 40
             assert listed[0]["cursor"]["total_count"] == 40
             assert opened == [] and client.learner.done == []
             # without an answer since the restart: executed when its client asks for it
@@ -486,7 +667,12 @@ def test_a_damaged_log_of_a_model_stops_that_model_alone(tmp_path):
             return [await new_model(client) for _ in range(2)]
 
     async def again(damaged, sound):
-        path = Places(RLConfig.model_validate({"name": "s", "output_dir": str(tmp_path)}).run_dir).model(damaged).root / "calls.log"
+        path = (
+            Places(RLConfig.model_validate({"name": "s", "output_dir": str(tmp_path)}).run_dir)
+            .model(damaged)
+            .root
+            / "calls.log"
+        )
         content = bytearray(path.read_bytes())
         content[40] ^= 1
         path.write_bytes(content)
@@ -496,14 +682,18 @@ def test_a_damaged_log_of_a_model_stops_that_model_alone(tmp_path):
             start = len(os.listdir("/proc/self/fd"))
             for _ in range(20):
                 await client.post("retrieve_future", {"request_id": f"{damaged}/0"}, 400)
-            assert len(os.listdir("/proc/self/fd")) < start + 10, "a log that cannot be read stays open"
+            assert len(os.listdir("/proc/self/fd")) < start + 10, (
+                "a log that cannot be read stays open"
+            )
             assert (await client.result({"request_id": f"{sound}/0"}))["model_id"] == sound
 
     asyncio.run(again(*asyncio.run(first())))
 
 
 async def base_session(client):
-    session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))["session_id"]
+    session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))[
+        "session_id"
+    ]
     base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "meta/x"}
     return (await client.post("create_sampling_session", base))["sampling_session_id"]
 
@@ -522,13 +712,21 @@ def test_a_sample_that_is_refused_says_what_is_wrong(tmp_path, tokens, more, say
     async def scenario():
         async with Client(tmp_path) as client:
             prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
-            sample = {"prompt": prompt, "sampling_params": {}, "sampling_session_id": await base_session(client), "seq_id": 0, **more}
+            sample = {
+                "prompt": prompt,
+                "sampling_params": {},
+                "sampling_session_id": await base_session(client),
+                "seq_id": 0,
+                **more,
+            }
             assert says in (await client.post("asample", sample, 400))["detail"]
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("asked", "sent"), [({}, 8), ({"max_tokens": 20}, 20), ({"max_tokens": 99}, 62)])
+@pytest.mark.parametrize(
+    ("asked", "sent"), [({}, 8), ({"max_tokens": 20}, 20), ({"max_tokens": 99}, 62)]
+)
 def test_an_answer_without_max_tokens_has_a_bound(tmp_path, monkeypatch, asked, sent):
     """It went on to the end of the context, for minutes."""
     for room in ("sampling", "openai"):
@@ -545,40 +743,67 @@ def test_an_answer_without_max_tokens_has_a_bound(tmp_path, monkeypatch, asked, 
             async def send(method, url, path, body=None):
                 if method == "POST":
                     limits.append(body["max_tokens"])
-                return 200, json.dumps({"policy_version": client.servers.held, "model": "tiny", "engine": "", "choices": []}).encode()
+                return 200, json.dumps(
+                    {
+                        "policy_version": client.servers.held,
+                        "model": "tiny",
+                        "engine": "",
+                        "choices": [],
+                    }
+                ).encode()
 
             client.servers.generate, client.servers.send = noting, send
             prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
-            sample = {"prompt": prompt, "sampling_params": asked, "sampling_session_id": await base_session(client), "seq_id": 0}
+            sample = {
+                "prompt": prompt,
+                "sampling_params": asked,
+                "sampling_session_id": await base_session(client),
+                "seq_id": 0,
+            }
             await client.call("asample", sample)
             assert limits == [sent]
             if sent < 62:
-                answer = await client.http.post("/v1/chat/completions", json={"model": "meta/x", "messages": [], **asked})
+                answer = await client.http.post(
+                    "/v1/chat/completions", json={"model": "meta/x", "messages": [], **asked}
+                )
                 assert answer.status_code == 200 and limits == [sent, sent]
 
     asyncio.run(scenario())
 
 
 def test_the_sdk_finds_the_tokenizer_of_the_model_under_an_alias(tmp_path):
-    """It looks for it by the name that get_info and samplers give; recipes compare that of runs and weights with theirs."""
+    """It looks for it by the name that get_info and samplers give; recipes compare that of runs
+    and weights with theirs."""
 
     async def scenario():
         async with Client(tmp_path) as client:
             model = await new_model(client)
             info = await client.post("get_info", {"model_id": model})
-            assert info["model_data"]["tokenizer_id"] == info["model_data"]["model_name"] == "tiny" and info["model_name"] == "meta/x"
+            assert (
+                info["model_data"]["tokenizer_id"] == info["model_data"]["model_name"] == "tiny"
+                and info["model_name"] == "meta/x"
+            )
             session = await base_session(client)
-            assert (await client.http.get(f"/api/v1/samplers/{session}")).json()["base_model"] == "tiny"
-            assert (await client.http.get(f"/api/v1/training_runs/{model}")).json()["base_model"] == "meta/x"
+            assert (await client.http.get(f"/api/v1/samplers/{session}")).json()[
+                "base_model"
+            ] == "tiny"
+            assert (await client.http.get(f"/api/v1/training_runs/{model}")).json()[
+                "base_model"
+            ] == "meta/x"
 
     asyncio.run(scenario())
 
 
-NO_TEXT, DEEP = b'{"model_id": "\xff", "tinker_path": "\xff", "model": "\xff"}', b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+NO_TEXT, DEEP = (
+    b'{"model_id": "\xff", "tinker_path": "\xff", "model": "\xff"}',
+    b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+)
 
 
 @pytest.mark.parametrize("path", ["api/v1/get_info", "api/v1/weights_info", "v1/chat/completions"])
-@pytest.mark.parametrize("body", [b"{}", b"[", b"[]", b'{"model_id": 1, "tinker_path": 1}', NO_TEXT, DEEP])
+@pytest.mark.parametrize(
+    "body", [b"{}", b"[", b"[]", b'{"model_id": 1, "tinker_path": 1}', NO_TEXT, DEEP]
+)
 def test_a_body_that_is_no_request_is_refused_as_such(tmp_path, path, body):
     async def scenario():
         async with Client(tmp_path) as client:
@@ -591,15 +816,24 @@ def test_a_body_that_is_no_request_is_refused_as_such(tmp_path, path, body):
 
 @pytest.mark.parametrize("key", ["sampling_session_id", "policy_version", "type"])
 def test_words_of_a_client_that_look_like_ours_change_no_answer(tmp_path, key):
-    """`user_metadata` comes back in the answer to create_model, which was searched for our names."""
+    """`user_metadata` comes back in the answer to create_model, which was searched for our
+    names."""
 
     async def scenario():
         async with Client(tmp_path) as client:
-            session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))["session_id"]
+            session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))[
+                "session_id"
+            ]
             new = {"session_id": session, "base_model": "meta/x", "lora_config": {"rank": 4}}
-            for number, metadata in enumerate(({key: "x"}, {"x": key}, {key: "save_weights_for_sampler"})):
-                answer = await client.call("create_model", {**new, "model_seq_id": number, "user_metadata": metadata})
-                assert answer["type"] == "create_model" and answer["made"]["user_metadata"] == metadata
+            for number, metadata in enumerate(
+                ({key: "x"}, {"x": key}, {key: "save_weights_for_sampler"})
+            ):
+                answer = await client.call(
+                    "create_model", {**new, "model_seq_id": number, "user_metadata": metadata}
+                )
+                assert (
+                    answer["type"] == "create_model" and answer["made"]["user_metadata"] == metadata
+                )
 
     asyncio.run(scenario())
 
@@ -653,7 +887,11 @@ BAD = {
     "length": ((), {"weights": np.ones(2, np.float32)}, "one row for each input token"),
     "dtype": ((), {"target_tokens": np.ones(3, np.float32)}, "must be int64"),
     "nan": ((), {"weights": np.array([0, np.nan, 1], np.float32)}, "not finite at position 1"),
-    "vocabulary": ((), {"target_tokens": np.array([6, 7, 100])}, "token id 100; the vocabulary has 100"),
+    "vocabulary": (
+        (),
+        {"target_tokens": np.array([6, 7, 100])},
+        "token id 100; the vocabulary has 100",
+    ),
     "no target": ((), {"target_tokens": np.ones((3, 0), np.int64)}, "give at least one number"),
     "extra": ((), {"mask": np.ones(3, np.float32)}, "mask, which cross_entropy does not take"),
 }
@@ -664,20 +902,44 @@ def test_what_is_wrong_fails_alone_and_says_why(tmp_path):
         async with Client(tmp_path) as client:
             model = await new_model(client)
             for number, (name, (loss, inputs, said)) in enumerate(BAD.items(), 1):
-                answer = await client.call("forward_backward", forward_backward(model, number, *loss, **inputs))
+                answer = await client.call(
+                    "forward_backward", forward_backward(model, number, *loss, **inputs)
+                )
                 assert answer["category"] == "user" and said in answer["error"], name
-            for offset, (key, value) in enumerate((("learning_rate", "NaN"), ("beta1", "1.5"), ("eps", "0.0"))):
-                body = f'{{"model_id": "{model}", "seq_id": {len(BAD) + 1 + offset}, "adam_params": {{"{key}": {value}}}}}'.encode()
+            for offset, (key, value) in enumerate(
+                (("learning_rate", "NaN"), ("beta1", "1.5"), ("eps", "0.0"))
+            ):
+                body = (
+                    f'{{"model_id": "{model}", "seq_id": {len(BAD) + 1 + offset}, "adam_params": '
+                    f'{{"{key}": {value}}}}}'.encode()
+                )
                 assert (await client.call("optim_step", body))["category"] == "user"
-            external = {"model_id": model, "seq_id": len(BAD) + 4, "path": "e", "age_encryption_recipients": ["age1"]}
-            assert "does not encrypt" in (await client.call("save_weights_external", external))["error"]
+            external = {
+                "model_id": model,
+                "seq_id": len(BAD) + 4,
+                "path": "e",
+                "age_encryption_recipients": ["age1"],
+            }
+            assert (
+                "does not encrypt"
+                in (await client.call("save_weights_external", external))["error"]
+            )
             assert client.learner.done == [("create", 4)]
             assert await new_model(client, rank=9) is None
-            other = {"session_id": model.partition(":")[0], "model_seq_id": 5, "base_model": "no/such", "lora_config": {}}
+            other = {
+                "session_id": model.partition(":")[0],
+                "model_seq_id": 5,
+                "base_model": "no/such",
+                "lora_config": {},
+            }
             assert "--serve.alias no/such" in (await client.call("create_model", other))["error"]
             await client.post("optim_step", {"model_id": "x:train:0", "seq_id": 1}, 404)
             await client.post("create_model", {**other, "session_id": "nobody"}, 404)
-            path = {"session_id": "s", "sampling_session_seq_id": 0, "model_path": "tinker://x:train:0/sampler_weights/a"}
+            path = {
+                "session_id": "s",
+                "sampling_session_seq_id": 0,
+                "model_path": "tinker://x:train:0/sampler_weights/a",
+            }
             await client.post("create_sampling_session", path, 400)
             await client.post("create_session", b"[", 400)
             await client.post("copy_weights", {}, 403)

@@ -1,4 +1,5 @@
-"""Our orchestrator's trainer and inference at a service: batches as data, each trained once, versions exact, and what is refused."""
+"""Our orchestrator's trainer and inference at a service: batches as data, each trained once,
+versions exact, and what is refused."""
 
 import asyncio
 import json
@@ -37,13 +38,32 @@ from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.waiting import until
 from tests.wire.samples import aligned, changed
 
-LOSS_TYPES = ({}, {"truncate": math.inf}, {"importance": "none"}, {"type": "clip"}, {"type": "cispo"}, {"type": "gspo"})
+LOSS_TYPES = (
+    {},
+    {"truncate": math.inf},
+    {"importance": "none"},
+    {"type": "clip"},
+    {"type": "cispo"},
+    {"type": "gspo"},
+)
 
 
 def config_of(root, url=None, **trainer) -> RLConfig:
-    values = {"name": "run", "output_dir": str(root), "max_steps": 6, "model": {"name": NAME, "max_model_len": 64}}
-    sections = {"orchestrator": {"environment": [{"id": "test"}]}, "tinker": {"base_url": url, "answer_timeout_s": 30.0, "lora_rank": 4}}
-    return RLConfig.model_validate(values | sections | {"trainer": {"backend": "tinker", "checkpoint": {"interval": 2}} | trainer})
+    values = {
+        "name": "run",
+        "output_dir": str(root),
+        "max_steps": 6,
+        "model": {"name": NAME, "max_model_len": 64},
+    }
+    sections = {
+        "orchestrator": {"environment": [{"id": "test"}]},
+        "tinker": {"base_url": url, "answer_timeout_s": 30.0, "lora_rank": 4},
+    }
+    return RLConfig.model_validate(
+        values
+        | sections
+        | {"trainer": {"backend": "tinker", "checkpoint": {"interval": 2}} | trainer}
+    )
 
 
 @pytest.fixture
@@ -55,14 +75,20 @@ def service(tmp_path, monkeypatch):
 
 def small_batch(step: int) -> TrainBatch:
     """A batch whose ids the counting trainer has."""
-    return TrainBatch(step=step, samples=[make_sample([5, 6, 7], [8 + i, 9], rollout=i, advantage=i - 0.5) for i in range(2)])
+    return TrainBatch(
+        step=step,
+        samples=[
+            make_sample([5, 6, 7], [8 + i, 9], rollout=i, advantage=i - 0.5) for i in range(2)
+        ],
+    )
 
 
-# Data -------------------------------------------------------------------------------------------------------------------
+# Data ---------------------------------------------------------------------------------------------
 
 
 def gradient_there(loss, batch, logprobs, masks):
-    """The gradient at the log-probabilities of the trained tokens, as `rl serve` computes it from the data of a batch."""
+    """The gradient at the log-probabilities of the trained tokens, as `rl serve` computes it
+    from the data of a batch."""
     prepared = prepare(batch, loss)
     request = MESSAGE["ForwardBackwardRequest"](loss_fn=prepared.loss_fn)
     for key, value in prepared.loss_fn_config.items():
@@ -70,11 +96,18 @@ def gradient_there(loss, batch, logprobs, masks):
     settings = loss_settings(loss_call(request))
 
     def trained(key):
-        tensors = [datum.loss_fn_inputs[key].to_numpy()[mask] for datum, mask in zip(prepared.data, masks, strict=True)]
+        tensors = [
+            datum.loss_fn_inputs[key].to_numpy()[mask]
+            for datum, mask in zip(prepared.data, masks, strict=True)
+        ]
         return torch.tensor(np.concatenate(tensors))
 
     compares = "logprobs" in prepared.data[0].loss_fn_inputs
-    sampled, advantages = (trained("logprobs"), trained("advantages")) if compares else (logprobs * 0, trained("weights"))
+    sampled, advantages = (
+        (trained("logprobs"), trained("advantages"))
+        if compares
+        else (logprobs * 0, trained("weights"))
+    )
     return gradient(settings, logprobs, sampled, advantages, torch.ones_like(logprobs), masks)
 
 
@@ -82,9 +115,14 @@ def gradient(settings, logprobs, sampled, advantages, weights, masks):
     logprobs = logprobs.clone().requires_grad_()
     sequences = torch.cat([torch.full((int(mask.sum()),), i) for i, mask in enumerate(masks)])
     inputs = LossInputs(
-        logprobs, sampled, advantages, torch.zeros_like(sampled), weights, sequences,
+        logprobs,
+        sampled,
+        advantages,
+        torch.zeros_like(sampled),
+        weights,
+        sequences,
         lambda values: values.new_zeros(len(masks)).index_add(0, sequences, values),
-    )  # fmt: skip
+    )
     (loss_function(settings)(inputs, settings)[0] * weights).sum().backward()
     return logprobs.grad
 
@@ -102,35 +140,60 @@ def test_data_have_the_gradient_of_our_own_loss(tmp_path, loss, aggregation):
     advantages = torch.cat([torch.tensor(one.advantages) for one in used])
     logprobs = sampled + 0.4 * torch.randn(len(sampled), generator=torch.Generator().manual_seed(0))
     ours = config.trainer.loss
-    per_sample = ours.sample_weights([one.num_trained for one in batch.samples], config.orchestrator.sampling.max_tokens)
-    weights = torch.cat([torch.full((one.num_trained,), weight) for one, weight in zip(used, per_sample, strict=False)])
+    per_sample = ours.sample_weights(
+        [one.num_trained for one in batch.samples], config.orchestrator.sampling.max_tokens
+    )
+    weights = torch.cat(
+        [
+            torch.full((one.num_trained,), weight)
+            for one, weight in zip(used, per_sample, strict=False)
+        ]
+    )
     expected = gradient(ours, logprobs, sampled, advantages, weights, masks)
     found = gradient_there(config, batch, logprobs, masks)
-    assert expected.abs().max() > 1e-4 and (found - expected).abs().max() < 1e-6 * expected.abs().max() + 1e-9
+    assert (
+        expected.abs().max() > 1e-4
+        and (found - expected).abs().max() < 1e-6 * expected.abs().max() + 1e-9
+    )
     name, _ = service_loss(ours) or ("", {})
-    assert {*prepare(batch, config).data[0].loss_fn_inputs} == {"target_tokens", *(LOSSES[name][2] or ("weights",))}
+    assert {*prepare(batch, config).data[0].loss_fn_inputs} == {
+        "target_tokens",
+        *(LOSSES[name][2] or ("weights",)),
+    }
 
 
 def test_metrics_are_those_of_the_trained_tokens(tmp_path):
     config = config_of(tmp_path, loss={"type": "clip", "clip_low": 0.2, "clip_high": 0.2})
-    samples = [make_sample([5, 6], [7, 8], advantage=1.0), make_sample([5, 6, 7], [8], advantage=-1.0)]
+    samples = [
+        make_sample([5, 6], [7, 8], advantage=1.0),
+        make_sample([5, 6, 7], [8], advantage=-1.0),
+    ]
     prepared = prepare(TrainBatch(step=1, samples=samples), config)
     assert [datum.model_input.to_ints() for datum in prepared.data] == [[5, 6, 7], [5, 6, 7]]
     assert prepared.data[0].loss_fn_inputs["target_tokens"].data == [6, 7, 8]
-    np.testing.assert_allclose(prepared.data[0].loss_fn_inputs["advantages"].data, [0, 1 / 3, 1 / 3])
-    tensors = [tinker.TensorData(np.float32(values), "float32") for values in ([9, -2 + math.log(1.5), -2], [9, 9, -2 + math.log(1.1)])]
-    output = tinker.ForwardBackwardOutput("ArrayRecord", [{"logprobs": one} for one in tensors], {"loss:sum": 0.25})
+    np.testing.assert_allclose(
+        prepared.data[0].loss_fn_inputs["advantages"].data, [0, 1 / 3, 1 / 3]
+    )
+    tensors = [
+        tinker.TensorData(np.float32(values), "float32")
+        for values in ([9, -2 + math.log(1.5), -2], [9, 9, -2 + math.log(1.1)])
+    ]
+    output = tinker.ForwardBackwardOutput(
+        "ArrayRecord", [{"logprobs": one} for one in tensors], {"loss:sum": 0.25}
+    )
     found = metrics_of(prepared, output)
     assert found["loss/mean"] == 0.25 and found["ratio/mean"] == pytest.approx((1.5 + 1 + 1.1) / 3)
     assert found["masked_fraction"] == found["masked_fraction/test"] == pytest.approx(1 / 3)
     kl = [0.5 - math.log(1.5), 0.0, 0.1 - math.log(1.1)]
-    assert found["mismatch_kl/mean"] == pytest.approx(sum(kl) / 3, rel=1e-4) and found["mismatch_kl/max"] == pytest.approx(kl[0], rel=1e-4)
+    assert found["mismatch_kl/mean"] == pytest.approx(sum(kl) / 3, rel=1e-4) and found[
+        "mismatch_kl/max"
+    ] == pytest.approx(kl[0], rel=1e-4)
     assert "lag_kl/mean" not in found and found["parity/tokens"] == 3
     later = metrics_of(replace(prepared, fresh=~prepared.fresh), output)
     assert later["lag_kl/mean"] == found["mismatch_kl/mean"] and "parity/max" not in later
 
 
-# The trainer --------------------------------------------------------------------------------------------------------------
+# The trainer --------------------------------------------------------------------------------------
 
 
 def trainer_of(config: RLConfig) -> RemoteTrainer:
@@ -138,7 +201,9 @@ def trainer_of(config: RLConfig) -> RemoteTrainer:
 
 
 def test_each_batch_is_trained_once_and_a_restart_goes_on_from_the_newest_state(tmp_path, service):
-    config = config_of(tmp_path, service.url, optim={"lr": 0.1, "warmup_steps": 2, "max_grad_norm": math.inf})
+    config = config_of(
+        tmp_path, service.url, optim={"lr": 0.1, "warmup_steps": 2, "max_grad_norm": math.inf}
+    )
     config.trainer.weights.keep_last = 2
     run_dir, done = config.run_dir, service.learner.done
     with StubOrchestrator(run_dir, [small_batch(step) for step in range(1, 4)]) as orchestrator:
@@ -147,11 +212,21 @@ def test_each_batch_is_trained_once_and_a_restart_goes_on_from_the_newest_state(
     assert [one[0] for one in done] == ["create", *["forward_backward", "optim_step"] * 3]
     assert [one[1] for one in done if one[0] == "optim_step"] == [0.05, 0.1, 0.1]
     assert orchestrator.published == [(step, str(run_dir.weights(step))) for step in (1, 2, 3)]
-    lines = [json.loads(line) for line in (run_dir.metrics.with_suffix("") / "trainer.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["optim/lr"], line["optim/grad_norm"]) for line in lines] == [(1, 0.05, 1.0), (2, 0.1, 1.0), (3, 0.1, 1.0)]
+    lines = [
+        json.loads(line)
+        for line in (run_dir.metrics.with_suffix("") / "trainer.jsonl").read_text().splitlines()
+    ]
+    assert [(line["step"], line["optim/lr"], line["optim/grad_norm"]) for line in lines] == [
+        (1, 0.05, 1.0),
+        (2, 0.1, 1.0),
+        (3, 0.1, 1.0),
+    ]
     assert numbers(run_dir.checkpoints) == [2, 3]
     first = read_place(run_dir.weights(3))
-    assert first.path == f"tinker://{first.model_id}/sampler_weights/000003" and first.calls[1] - first.calls[0] == 1
+    assert (
+        first.path == f"tinker://{first.model_id}/sampler_weights/000003"
+        and first.calls[1] - first.calls[0] == 1
+    )
     check_version(run_dir.weights(3), run_dir.digests(3))
     assert verify_checkpoint(run_dir.checkpoint(2))["step"] == 2
     before = content_id(run_dir.digests(3))
@@ -162,18 +237,37 @@ def test_each_batch_is_trained_once_and_a_restart_goes_on_from_the_newest_state(
     run_dir.batch(5).with_suffix(".quarantined").write_text("{}")
     with StubOrchestrator(run_dir, [small_batch(step) for step in range(1, 7)]) as orchestrator:
         trainer_of(config).train()
-    assert [one[0] for one in done] == ["load", *["forward_backward", "optim_step"] * 3] and done[0] == ("load", 2)
-    assert [one[2] for one in done if one[0] == "forward_backward"] == [2, 3, 4]  # on which step's adapters
-    assert [number for number, _ in orchestrator.published] == [2, 3, 4, 5, 6] and orchestrator.asked == [3, 4, 6]
-    assert read_place(run_dir.weights(6)).model_id != first.model_id and content_id(run_dir.digests(3)) != before
-    kept = [one.tinker_path.rpartition("/")[2] for one in trainer.rest.list_user_checkpoints().result().checkpoints]
+    assert [one[0] for one in done] == ["load", *["forward_backward", "optim_step"] * 3] and done[
+        0
+    ] == ("load", 2)
+    # on which step's adapters
+    assert [one[2] for one in done if one[0] == "forward_backward"] == [2, 3, 4]
+    assert [number for number, _ in orchestrator.published] == [
+        2,
+        3,
+        4,
+        5,
+        6,
+    ] and orchestrator.asked == [3, 4, 6]
+    assert (
+        read_place(run_dir.weights(6)).model_id != first.model_id
+        and content_id(run_dir.digests(3)) != before
+    )
+    kept = [
+        one.tinker_path.rpartition("/")[2]
+        for one in trainer.rest.list_user_checkpoints().result().checkpoints
+    ]
     assert numbers(run_dir.checkpoints) == [4, 6] and "000004" in kept and kept.count("000002") == 0
 
 
-def test_a_service_that_is_away_is_waited_for_and_trains_a_batch_once(tmp_path, service, monkeypatch):
+def test_a_service_that_is_away_is_waited_for_and_trains_a_batch_once(
+    tmp_path, service, monkeypatch
+):
     monkeypatch.setattr("rl.tinker.client.trainer.LOOK_S", 0.1)
     config = config_of(tmp_path, service.url)
-    with StubOrchestrator(config.run_dir, [small_batch(step) for step in range(1, 4)]) as orchestrator:
+    with StubOrchestrator(
+        config.run_dir, [small_batch(step) for step in range(1, 4)]
+    ) as orchestrator:
         trainer = trainer_of(config)
         service.__exit__()
         training = threading.Thread(target=trainer.train)
@@ -182,8 +276,16 @@ def test_a_service_that_is_away_is_waited_for_and_trains_a_batch_once(tmp_path, 
         assert "to answer" in trainer.status.current.detail and not orchestrator.published
         with Service(service.root, service.port) as again:
             training.join(60)
-    assert [one[0] for one in again.learner.done] == ["load", *["forward_backward", "optim_step"] * 3]  # the state after its creation
-    assert [number for number, _ in orchestrator.published] == [1, 2, 3] and trainer.status.current.phase == Phase.CHECKPOINTING
+    # the state after its creation
+    assert [one[0] for one in again.learner.done] == [
+        "load",
+        *["forward_backward", "optim_step"] * 3,
+    ]
+    assert [number for number, _ in orchestrator.published] == [
+        1,
+        2,
+        3,
+    ] and trainer.status.current.phase == Phase.CHECKPOINTING
 
 
 def test_what_the_service_says_ends_the_trainer_as_it_should(tmp_path, service):
@@ -196,11 +298,18 @@ def test_what_the_service_says_ends_the_trainer_as_it_should(tmp_path, service):
     bad = small_batch(1)
     ids = bad.samples[0].token_ids.tolist()
     bad.samples[0] = changed(bad.samples[0], token_ids=[ids[0], 5000, *ids[2:]])
-    with StubOrchestrator(config.run_dir, [bad]), pytest.raises(RunError, match=r"train batch 1: .*5000") as error:
+    with (
+        StubOrchestrator(config.run_dir, [bad]),
+        pytest.raises(RunError, match=r"train batch 1: .*5000") as error,
+    ):
         trainer = trainer_of(config)
         trainer.train()
-    assert error.value.exit_code == RESTART and trainer.status.current.phase == "training"  # the batch is to blame
-    with StubOrchestrator(config.run_dir, [small_batch(1)]), pytest.raises(RunError, match=r"waited 30 s \(tinker\.answer_timeout_s\)"):
+    # the batch is to blame
+    assert error.value.exit_code == RESTART and trainer.status.current.phase == "training"
+    with (
+        StubOrchestrator(config.run_dir, [small_batch(1)]),
+        pytest.raises(RunError, match=r"waited 30 s \(tinker\.answer_timeout_s\)"),
+    ):
         trainer = trainer_of(config)
         trainer.timeout_s = 0.0
         trainer.train()
@@ -214,7 +323,9 @@ def test_the_check_names_the_remedy(tmp_path, service, monkeypatch):
     with pytest.raises(RunError, match=r"more than the 64 tokens"):
         check(config)
     config.tinker.base_model = "other"
-    with pytest.raises(RunError, match=r"does not train 'other'; set tinker\.base_model to one of these: meta/x"):
+    with pytest.raises(
+        RunError, match=r"does not train 'other'; set tinker\.base_model to one of these: meta/x"
+    ):
         check(config)
     monkeypatch.setattr("rl.tinker.client.service.REACH_S", 0.3)
     with pytest.raises(RunError, match=r"does not answer .*tinker\.base_url"):
@@ -222,7 +333,8 @@ def test_the_check_names_the_remedy(tmp_path, service, monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", "tml-wrong-wrong-wrong")
     monkeypatch.setattr("rl.tinker.client.service.REACH_S", 20.0)
     with pytest.raises(RunError, match=r"does not take the key .* set TINKER_API_KEY"):
-        check(config_of(tmp_path, service.url.replace("127.0.0.1", "localhost")))  # the SDK keeps its connections by address
+        # the SDK keeps its connections by address
+        check(config_of(tmp_path, service.url.replace("127.0.0.1", "localhost")))
 
 
 def test_the_key_may_be_in_a_file(tmp_path, monkeypatch):
@@ -235,7 +347,7 @@ def test_the_key_may_be_in_a_file(tmp_path, monkeypatch):
     assert os.environ["TINKER_API_KEY"] == "tml-of-the-shell"
 
 
-# Inference ----------------------------------------------------------------------------------------------------------------
+# Inference ----------------------------------------------------------------------------------------
 
 
 def test_answers_are_of_the_version_that_was_held_and_groups_are_one_request(tmp_path, service):
@@ -255,29 +367,55 @@ def test_answers_are_of_the_version_that_was_held_and_groups_are_one_request(tmp
         sampler.wait_for_others = all_three  # type: ignore[method-assign]
         app = make_app(sampler, config, "t" * 32)
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost", headers={"authorization": f"Bearer {'t' * 32}"}
+            transport=httpx.ASGITransport(app),
+            base_url="http://localhost",
+            headers={"authorization": f"Bearer {'t' * 32}"},
         ) as http:
 
             async def generate(ids, **sampling):
-                body = {"token_ids": ids, "sampling": {"max_tokens": 4, "stop_token_ids": [2], **sampling}}
+                body = {
+                    "token_ids": ids,
+                    "sampling": {"max_tokens": 4, "stop_token_ids": [2], **sampling},
+                }
                 return await http.post("/generate", json=body)
 
             same = await asyncio.gather(*(generate([1, 2, 3]) for _ in range(3)), generate([1, 2]))
-            found = {"token_ids": [7, 8], "logprobs": [-0.5, -0.25], "policy_versions": [[2, 2]], "finish_reason": "stop"}
+            found = {
+                "token_ids": [7, 8],
+                "logprobs": [-0.5, -0.25],
+                "policy_versions": [[2, 2]],
+                "finish_reason": "stop",
+            }
             assert [{key: answer.json()[key] for key in found} for answer in same] == [found] * 4
             logs = [*(tmp_path / "service").rglob("sampling/*.log")]
             assert len(logs) == 1 and logs[0].read_bytes().count(b'num_samples":3') == 1
-            loaded = await http.post("/load_weights", json={"policy_version": 1, "path": str(config.run_dir.weights(1)), "content": "c"})
-            assert loaded.json()["policy_version"] == 1 and (await http.get("/status")).json()["content"] == "c"
+            loaded = await http.post(
+                "/load_weights",
+                json={"policy_version": 1, "path": str(config.run_dir.weights(1)), "content": "c"},
+            )
+            assert (
+                loaded.json()["policy_version"] == 1
+                and (await http.get("/status")).json()["content"] == "c"
+            )
             assert (await generate([1, 2], seed=2**40 + 5)).json()["policy_versions"] == [[1, 2]]
-            assert any(b'"seed":5' in log.read_bytes() for log in (tmp_path / "service").rglob("sampling/*.log"))
-            gone = await http.post("/load_weights", json={"policy_version": 9, "path": str(config.run_dir.weights(9))})
+            assert any(
+                b'"seed":5' in log.read_bytes()
+                for log in (tmp_path / "service").rglob("sampling/*.log")
+            )
+            gone = await http.post(
+                "/load_weights", json={"policy_version": 9, "path": str(config.run_dir.weights(9))}
+            )
             assert gone.status_code == 404 and gone.json()["error"]["policy_version"] == 1
             long = await generate([1] * 64)
             assert (long.status_code, long.json()["error"]["type"]) == (400, "prompt_too_long")
-            assert "leave sampling.stop out" in (await generate([1], stop=["x"])).json()["error"]["message"]
+            assert (
+                "leave sampling.stop out"
+                in (await generate([1], stop=["x"])).json()["error"]["message"]
+            )
             assert "min_p" in (await generate([1], min_p=0.1)).json()["error"]["message"]
-            assert (await http.get("/status", headers={"authorization": "Bearer x"})).status_code == 401
+            assert (
+                await http.get("/status", headers={"authorization": "Bearer x"})
+            ).status_code == 401
 
     asyncio.run(scenario())
 
@@ -293,5 +431,7 @@ def test_a_lost_session_is_made_again_and_a_lost_version_skipped(tmp_path, servi
     before.client._sampling_session_id = "gone:sample:0"
     with pytest.raises(RunError, match="does not sample"):
         asyncio.run(sampler.generate(asked))
-    assert [warning.about for warning in status.current.warnings] == ["service"] and "does not sample" in status.current.warnings[0].text
+    assert [warning.about for warning in status.current.warnings] == [
+        "service"
+    ] and "does not sample" in status.current.warnings[0].text
     assert sampler.held is not before and asyncio.run(sampler.generate(asked)).token_ids == [7, 8]

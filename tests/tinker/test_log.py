@@ -11,7 +11,9 @@ from rl.tinker.log import Answer, Call, Log
 
 def test_calls_and_answers_are_there_again_and_a_torn_record_is_not(tmp_path):
     async def fill(log):
-        await asyncio.gather(*(log.add(Call(number, "x", bytes([number]) * 9)) for number in (2, 1, 1, 3)))
+        await asyncio.gather(
+            *(log.add(Call(number, "x", bytes([number]) * 9)) for number in (2, 1, 1, 3))
+        )
         log.answer(Answer(2, b"two"))
         log.answer(Answer(2, b"again"))
 
@@ -22,7 +24,11 @@ def test_calls_and_answers_are_there_again_and_a_torn_record_is_not(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:30])
     again = Log(path)
-    assert sorted(again.calls) == [1, 2, 3] and again.answer_of(2).body == b"two" and again.call_of(3).body == b"\3" * 9
+    assert (
+        sorted(again.calls) == [1, 2, 3]
+        and again.answer_of(2).body == b"two"
+        and again.call_of(3).body == b"\3" * 9
+    )
     assert path.read_bytes() == whole
     path.write_bytes(whole[:40] + b"?" + whole[41:])
     with pytest.raises(CorruptFileError, match="damaged"):
@@ -30,7 +36,8 @@ def test_calls_and_answers_are_there_again_and_a_torn_record_is_not(tmp_path):
 
 
 def test_calls_and_answers_that_two_threads_write_are_each_where_it_says(tmp_path):
-    """Calls come in the event loop, answers from the trainer's thread. Regression: one was taken for the other, or for neither."""
+    """Calls come in the event loop, answers from the trainer's thread. Regression: one was taken
+    for the other, or for neither."""
     log = Log(tmp_path / "calls.log")
 
     def answers():
@@ -46,5 +53,9 @@ def test_calls_and_answers_that_two_threads_write_are_each_where_it_says(tmp_pat
     asyncio.run(calls())
     thread.join()
     for found in (log, Log(tmp_path / "calls.log")):
-        assert [len(found.answer_of(number).body) for number in range(400)] == [number % 7 for number in range(400)]
-        assert [len(found.call_of(number).body) for number in range(400)] == [number % 11 for number in range(400)]
+        assert [len(found.answer_of(number).body) for number in range(400)] == [
+            number % 7 for number in range(400)
+        ]
+        assert [len(found.call_of(number).body) for number in range(400)] == [
+            number % 11 for number in range(400)
+        ]

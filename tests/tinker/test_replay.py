@@ -14,15 +14,24 @@ from tests.tinker.test_app import Client, CountingLearner, forward_backward, new
 
 
 async def session(root):
-    """Two models: the second begins with a state of the first. Returns the run directory of the second, whose version 1 is that state."""
+    """Two models: the second begins with a state of the first. Returns the run directory of the
+    second, whose version 1 is that state."""
     async with Client(root) as client:
         first = await new_model(client)
         await client.call("optim_step", {"model_id": first, "seq_id": 1, "adam_params": {}})
-        path = (await client.call("save_weights", {"model_id": first, "seq_id": 2, "path": "a"}))["path"]
-        load = {"session_id": first.partition(":")[0], "model_seq_id": 1, "path": path, "optimizer": True}
+        path = (await client.call("save_weights", {"model_id": first, "seq_id": 2, "path": "a"}))[
+            "path"
+        ]
+        load = {
+            "session_id": first.partition(":")[0],
+            "model_seq_id": 1,
+            "path": path,
+            "optimizer": True,
+        }
         model = (await client.call("load_weights", load))["model_id"]
         await client.call("forward_backward", forward_backward(model, 1))
-        await client.call("forward_backward", forward_backward(model, 2, "stable_reinforce"))  # refused, then as now
+        # refused, then as now
+        await client.call("forward_backward", forward_backward(model, 2, "stable_reinforce"))
         await client.call("optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}})
         await client.call("save_weights_for_sampler", {"model_id": model, "seq_id": 4, "path": "b"})
         await client.call("optim_step", {"model_id": model, "seq_id": 5, "adam_params": {}})
@@ -43,11 +52,20 @@ def test_calls_executed_again_give_the_same_answers_and_versions_or_say_what_dif
     assert again(run_dir, config, tmp_path / "1", CountingLearner()) == equal
 
     other = CountingLearner()
-    other.optimizer_step = lambda name, step: (CountingLearner.optimizer_step(other, name, step), 2.0)[1]
-    assert again(run_dir, config, tmp_path / "2", other)[1] == (2, ["answers"], "the answer to call 3 (optim_step)")
+    other.optimizer_step = lambda name, step: (
+        CountingLearner.optimizer_step(other, name, step),
+        2.0,
+    )[1]
+    assert again(run_dir, config, tmp_path / "2", other)[1] == (
+        2,
+        ["answers"],
+        "the answer to call 3 (optim_step)",
+    )
 
     other = CountingLearner()
-    other.publish = lambda name, folder, record: CountingLearner.publish(SimpleNamespace(steps={name: 9}), name, folder, record)
+    other.publish = lambda name, folder, record: CountingLearner.publish(
+        SimpleNamespace(steps={name: 9}), name, folder, record
+    )
     assert again(run_dir, config, tmp_path / "3", other)[1] == (2, ["answers", "digests"], "a")
     assert sorted(path for path in run_dir.root.rglob("*") if path.is_file()) == before
 

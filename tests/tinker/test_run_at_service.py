@@ -1,4 +1,5 @@
-"""A run of ours at a real `rl serve`, through the real SDK: both are killed in the middle, and each batch is trained once."""
+"""A run of ours at a real `rl serve`, through the real SDK: both are killed in the middle, and
+each batch is trained once."""
 
 import json
 import os
@@ -38,16 +39,45 @@ class Programs:
         """`name`: of the file with its output."""
         with (self.root / name).open("w") as out:
             command = [sys.executable, "-m", "rl.main", *command]
-            self.started.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | env))
+            self.started.append(
+                subprocess.Popen(
+                    command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | env
+                )
+            )
         return self.started[-1]
 
     def serve(self, model: Path, port: int) -> tuple[subprocess.Popen, dict[str, str]]:
         """Starts the server, and returns what it prints for its clients once it is up."""
-        sizes = ["--model.max_model_len", "128", "--model.dtype", "float32", "--serve.alias", "tiny", "--serve.port", str(port)]
-        server = self.start("serve.out", ["serve", "--model.name", str(model), *sizes, "--name", "s", "--output_dir", str(self.root)])
+        sizes = [
+            "--model.max_model_len",
+            "128",
+            "--model.dtype",
+            "float32",
+            "--serve.alias",
+            "tiny",
+            "--serve.port",
+            str(port),
+        ]
+        server = self.start(
+            "serve.out",
+            [
+                "serve",
+                "--model.name",
+                str(model),
+                *sizes,
+                "--name",
+                "s",
+                "--output_dir",
+                str(self.root),
+            ],
+        )
 
         def told() -> dict[str, str]:
-            lines = [line[7:] for line in (self.root / "serve.out").read_text().splitlines() if line.startswith("export ")]
+            lines = [
+                line[7:]
+                for line in (self.root / "serve.out").read_text().splitlines()
+                if line.startswith("export ")
+            ]
             return dict(line.split("=", 1) for line in lines) if len(lines) == 2 else {}
 
         until(lambda: told() or server.poll() is not None, PATIENCE_S)
@@ -62,25 +92,59 @@ class Programs:
 def weights_of(served: Path, model_id: str) -> bytes:
     """The newest adapters of a model of the server."""
     folders = (served / "models" / model_id.replace(":train:", "-") / "weights").iterdir()
-    return (max(folders, key=lambda folder: int(folder.name)) / "adapter_model.safetensors").read_bytes()
+    return (
+        max(folders, key=lambda folder: int(folder.name)) / "adapter_model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(1200)
 def test_a_killed_server_and_a_resumed_run_train_each_batch_once(model, tmp_path, monkeypatch):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": letter, "answer": letter}) + "\n" for letter in "abc"))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": letter, "answer": letter}) + "\n" for letter in "abc")
+    )
     (tmp_path / "rewards.py").write_text(REWARD)
-    environment = ["dataset", str(tmp_path / "rows.jsonl"), "reward", f"{tmp_path}/rewards.py:reward"]
-    command = ["--model.name", str(model), "--model.max_model_len", "128", "--tinker.base_model", "tiny", "--trainer.backend", "tinker"]
+    environment = [
+        "dataset",
+        str(tmp_path / "rows.jsonl"),
+        "reward",
+        f"{tmp_path}/rewards.py:reward",
+    ]
+    command = [
+        "--model.name",
+        str(model),
+        "--model.max_model_len",
+        "128",
+        "--tinker.base_model",
+        "tiny",
+        "--trainer.backend",
+        "tinker",
+    ]
     for key, value in zip(environment[::2], environment[1::2], strict=True):
         command += [f"--orchestrator.environment.{key}", value]
-    command += ["--orchestrator.sampling.max_tokens", "8", "--orchestrator.batch_size", "16", "--orchestrator.group_size", "8"]
-    command += ["--trainer.optim.lr", "1e-3", "--trainer.checkpoint.interval", "2", "--max_steps", str(STEPS)]
+    command += [
+        "--orchestrator.sampling.max_tokens",
+        "8",
+        "--orchestrator.batch_size",
+        "16",
+        "--orchestrator.group_size",
+        "8",
+    ]
+    command += [
+        "--trainer.optim.lr",
+        "1e-3",
+        "--trainer.checkpoint.interval",
+        "2",
+        "--max_steps",
+        str(STEPS),
+    ]
     command += ["--name", "r", "--output_dir", str(tmp_path)]
     lines = tmp_path / "r" / "metrics" / "trainer.jsonl"
 
     def trained(step: int) -> bool:
-        return run.poll() is not None or (lines.exists() and f'{{"step": {step},' in lines.read_text())
+        return run.poll() is not None or (
+            lines.exists() and f'{{"step": {step},' in lines.read_text()
+        )
 
     port = free_ports(1)[0]
     programs = Programs(tmp_path)
@@ -96,16 +160,24 @@ def test_a_killed_server_and_a_resumed_run_train_each_batch_once(model, tmp_path
         assert run.wait(60) == 130, (tmp_path / "run.out").read_text()
         run = programs.start("run.out", [*command, "--resume"], **env)
         assert run.wait(PATIENCE_S) == 0, (tmp_path / "run.out").read_text()
-        # The logged batches once more, in one undisturbed model with the same seed: equal bits are the same steps in the same order.
+        # The logged batches once more, in one undisturbed model with the same seed: equal bits are
+        # the same steps in the same order.
         for name, value in env.items():
             monkeypatch.setenv(name, value)
         config = stored_config(tmp_path / "r")
-        batches = [decode_batch(config.run_dir.batch(step).read_bytes(), str(step)).batch for step in range(1, STEPS + 1)]
+        batches = [
+            decode_batch(config.run_dir.batch(step).read_bytes(), str(step)).batch
+            for step in range(1, STEPS + 1)
+        ]
         again = config.model_copy(update={"name": "again", "output_dir": str(tmp_path)})
         with StubOrchestrator(again.run_dir, batches):
             RemoteTrainer(again, Status(again.run_dir.status("trainer"), "trainer")).train()
         places = [read_place(one.run_dir.weights(STEPS)) for one in (config, again)]
-        assert places[0].model_id != places[1].model_id and places[0].step == places[1].step == STEPS
-        assert weights_of(tmp_path / "s", places[0].model_id) == weights_of(tmp_path / "s", places[1].model_id)
+        assert (
+            places[0].model_id != places[1].model_id and places[0].step == places[1].step == STEPS
+        )
+        assert weights_of(tmp_path / "s", places[0].model_id) == weights_of(
+            tmp_path / "s", places[1].model_id
+        )
     finally:
         programs.close()

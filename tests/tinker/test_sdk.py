@@ -1,4 +1,5 @@
-"""The SDK itself, in an environment of its own, against `rl serve`: it trains, samples, and survives kills of the server's processes."""
+"""The SDK itself, in an environment of its own, against `rl serve`: it trains, samples, and
+survives kills of the server's processes."""
 
 import json
 import os
@@ -13,13 +14,24 @@ import pytest
 from rl.run_dir.status import read_status
 from tests.waiting import until
 
-SDK = ["uv", "run", "--no-project", "--isolated", "--python", sys.executable, "--with", "tinker==0.38.0"]
+SDK = [
+    "uv",
+    "run",
+    "--no-project",
+    "--isolated",
+    "--python",
+    sys.executable,
+    "--with",
+    "tinker==0.38.0",
+]
 STEPS = 5
 
 
 def in_table() -> dict[str, set[str]]:
     """The names that the table of docs/tinker.md has for each client."""
-    rows = re.findall(r"^\| `(\w+Client)` \|(.*)$", Path("docs/tinker.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+Client)` \|(.*)$", Path("docs/tinker.md").read_text(), re.MULTILINE
+    )
     return {client: set(re.findall(r"`(\w+)`", names)) for client, names in rows}
 
 
@@ -27,7 +39,14 @@ def client(served: tuple[dict[str, str], Path], kills: dict[int, str]) -> list[d
     """Runs the client and returns what it told. `kills`: process to kill after a step."""
     env, root = served
     program = subprocess.Popen(
-        [*SDK, "python", "-W", "ignore", str(Path(__file__).with_name("sdk_client.py")), str(STEPS)],
+        [
+            *SDK,
+            "python",
+            "-W",
+            "ignore",
+            str(Path(__file__).with_name("sdk_client.py")),
+            str(STEPS),
+        ],
         env=os.environ | env,
         stdout=subprocess.PIPE,
         text=True,
@@ -58,28 +77,68 @@ def test_the_sdk_trains_samples_and_survives_kills(model, tmp_path):
         "--serve.port",
         "0",
     ]
-    command = [sys.executable, "-m", "rl.main", "serve", *args, "--name", "s", "--output_dir", str(tmp_path), "--serve.checkpoint_s", "0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "rl.main",
+        "serve",
+        *args,
+        "--name",
+        "s",
+        "--output_dir",
+        str(tmp_path),
+        "--serve.checkpoint_s",
+        "0.1",
+    ]
     with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
         server = subprocess.Popen(command, stdout=out, stderr=err)
         try:
-            until(lambda: (tmp_path / "out").read_text().count("\n") == 2 or server.poll() is not None, 300)
+            until(
+                lambda: (
+                    (tmp_path / "out").read_text().count("\n") == 2 or server.poll() is not None
+                ),
+                300,
+            )
             lines = (tmp_path / "out").read_text().splitlines()
-            served = dict(line.removeprefix("export ").split("=", 1) for line in lines), tmp_path / "s"
+            served = (
+                dict(line.removeprefix("export ").split("=", 1) for line in lines),
+                tmp_path / "s",
+            )
             undisturbed = client(served, {})
             killed = client(served, {0: "tinker", 1: "inference", 3: "tinker"})
-            (*_, model) = sorted((tmp_path / "s/models").glob("*-0"), key=lambda path: path.stat().st_ctime)
-            replayed = subprocess.run([sys.executable, "-m", "rl.main", "replay", str(model)], capture_output=True, text=True)
+            (*_, model) = sorted(
+                (tmp_path / "s/models").glob("*-0"), key=lambda path: path.stat().st_ctime
+            )
+            replayed = subprocess.run(
+                [sys.executable, "-m", "rl.main", "replay", str(model)],
+                capture_output=True,
+                text=True,
+            )
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
     steps = [[one for one in told if "step" in one] for told in (undisturbed, killed)]
-    assert [one["loss"] for one in steps[0]] == [one["loss"] for one in steps[1]] and steps[0][-1]["loss"] < steps[0][0]["loss"]
+    assert [one["loss"] for one in steps[0]] == [one["loss"] for one in steps[1]] and steps[0][-1][
+        "loss"
+    ] < steps[0][0]["loss"]
     assert [one["norm"] for one in steps[0]] == [one["norm"] for one in steps[1]]
-    assert [one["tokens"] for one in steps[0]] == [one["tokens"] for one in steps[1]]  # drawn with a seed
-    assert replayed.returncode == 0 and f"EQUAL: versions 1-{STEPS}, " in replayed.stdout, replayed.stdout + replayed.stderr
+    # drawn with a seed
+    assert [one["tokens"] for one in steps[0]] == [one["tokens"] for one in steps[1]]
+    assert replayed.returncode == 0 and f"EQUAL: versions 1-{STEPS}, " in replayed.stdout, (
+        replayed.stdout + replayed.stderr
+    )
     facts = {key: value for one in undisturbed if "step" not in one for key, value in one.items()}
-    refused = {"loss": "RequestFailedError", "lr": "RequestFailedError", "base": "RequestFailedError", "path": "BadRequestError"}
-    refused |= {"run": "NotFoundError", "copy": "PermissionDeniedError", "key": "AuthenticationError"}
+    refused = {
+        "loss": "RequestFailedError",
+        "lr": "RequestFailedError",
+        "base": "RequestFailedError",
+        "path": "BadRequestError",
+    }
+    refused |= {
+        "run": "NotFoundError",
+        "copy": "PermissionDeniedError",
+        "key": "AuthenticationError",
+    }
     assert facts.pop("mismatch") < 1e-4 and facts.pop("prompt_mismatch") < 1e-4
     assert facts.pop("downloaded") == ["adapter_config.json", "adapter_model.safetensors"]
     assert facts.pop("names") == {client: sorted(names) for client, names in in_table().items()}

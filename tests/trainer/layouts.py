@@ -1,7 +1,8 @@
-"""One rank of many: trains the same batches under every layout of `LAYOUTS`, in one process start. test_sharding.py forks four of
-them with the arguments RANK and FOLDER.
+"""One rank of many: trains the same batches under every layout of `LAYOUTS`, in one process start.
+test_sharding.py forks four of them with the arguments RANK and FOLDER.
 
-FOLDER holds `plan.json` with a model folder and free ports; the results are written there, one file a layout.
+FOLDER holds `plan.json` with a model folder and free ports; the results are written there, one file
+a layout.
 """
 
 import json
@@ -83,29 +84,67 @@ LAYOUTS = {
     "replicas": Layout(4, dp_replicate=4),
     "context 2": Layout(2, context_parallel=2, micro_batch_tokens=64),
     "context 2, data 2": Layout(4, context_parallel=2, micro_batch_tokens=32),
-    "context 4, hsdp": Layout(4, dp_replicate=2, context_parallel=4, micro_batch_tokens=1024, checkpointing="full"),
+    "context 4, hsdp": Layout(
+        4, dp_replicate=2, context_parallel=4, micro_batch_tokens=1024, checkpointing="full"
+    ),
     "context 4, alone": Layout(4, context_parallel=4, micro_batch_tokens=1, alone=True),
     "context 2, recomputed": Layout(2, context_parallel=2, checkpointing="full"),
 }
 """All against the first."""
-LAYOUTS |= {"one lora": Layout(lora=True), "hsdp lora": Layout(4, dp_replicate=2, micro_batch_tokens=64, lora=True)}
+LAYOUTS |= {
+    "one lora": Layout(lora=True),
+    "hsdp lora": Layout(4, dp_replicate=2, micro_batch_tokens=64, lora=True),
+}
 for kind in ("gpt2", "gemma3"):  # learned positions; sliding windows shorter than the samples
-    LAYOUTS |= {f"one {kind}": Layout(model=kind), f"context 4 {kind}": Layout(4, context_parallel=4, micro_batch_tokens=40, model=kind)}
-LAYOUTS |= {"one mixed": Layout(model="mixed"), "two mixed": Layout(2, micro_batch_tokens=64, model="mixed")}  # float32 in bfloat16
+    LAYOUTS |= {
+        f"one {kind}": Layout(model=kind),
+        f"context 4 {kind}": Layout(4, context_parallel=4, micro_batch_tokens=40, model=kind),
+    }
+# float32 in bfloat16
+LAYOUTS |= {
+    "one mixed": Layout(model="mixed"),
+    "two mixed": Layout(2, micro_batch_tokens=64, model="mixed"),
+}
 several = {"loss": "clip", "minibatches": 3, "epochs": 2}
-LAYOUTS |= {"one, several": Layout(**several), "two, several": Layout(2, micro_batch_tokens=64, **several)}
-LAYOUTS |= {"one gspo": Layout(loss="gspo"), "context 4 gspo": Layout(4, context_parallel=4, micro_batch_tokens=40, loss="gspo")}
+LAYOUTS |= {
+    "one, several": Layout(**several),
+    "two, several": Layout(2, micro_batch_tokens=64, **several),
+}
+LAYOUTS |= {
+    "one gspo": Layout(loss="gspo"),
+    "context 4 gspo": Layout(4, context_parallel=4, micro_batch_tokens=40, loss="gspo"),
+}
 
 
 def make_batches(alone: bool) -> list[TrainBatch]:
-    """Groups of short answers, a long sample, and one of two turns; the second batch is a single sample: less than there are ranks."""
-    batches = [make_batch(step, groups=1 if step == 2 else 5, group_size=1 if step == 2 else 4) for step in range(1, STEPS + 1)]
+    """Groups of short answers, a long sample, and one of two turns; the second batch is a single
+    sample: less than there are ranks."""
+    batches = [
+        make_batch(step, groups=1 if step == 2 else 5, group_size=1 if step == 2 else 4)
+        for step in range(1, STEPS + 1)
+    ]
     for batch in batches[::2]:
-        batch.samples.append(make_sample(list(range(10, 90)), list(range(40, 60)), group=90, advantage=0.5, logprobs=[-5.5] * 100))
-        turns = make_sample(list(range(10, 90)), [7, 8, 9], group=90, advantage=-0.25, logprobs=[-5.5] * 83)
+        batch.samples.append(
+            make_sample(
+                list(range(10, 90)),
+                list(range(40, 60)),
+                group=90,
+                advantage=0.5,
+                logprobs=[-5.5] * 100,
+            )
+        )
+        turns = make_sample(
+            list(range(10, 90)), [7, 8, 9], group=90, advantage=-0.25, logprobs=[-5.5] * 83
+        )
         lists = aligned(turns)
-        lists.loss_mask[40:60], lists.advantages[40:60], lists.logprobs = [True] * 20, [0.125] * 20, [-5.5] * 83
-        batch.samples.append(changed(turns, **vars(lists) | {"policy_versions": [VersionSpan(0, 23)]}))
+        lists.loss_mask[40:60], lists.advantages[40:60], lists.logprobs = (
+            [True] * 20,
+            [0.125] * 20,
+            [-5.5] * 83,
+        )
+        batch.samples.append(
+            changed(turns, **vars(lists) | {"policy_versions": [VersionSpan(0, 23)]})
+        )
     if alone:
         for batch in batches:
             for i, sample in enumerate(batch.samples):
@@ -114,7 +153,8 @@ def make_batches(alone: bool) -> list[TrainBatch]:
 
 
 def give_routes(batch: TrainBatch, layers: int, experts: int) -> None:
-    """Two experts for each token and layer, which depend on the token and its position alone, so that prefixes are shared as before."""
+    """Two experts for each token and layer, which depend on the token and its position alone, so
+    that prefixes are shared as before."""
     for sample in batch.samples:
         ids = sample.token_ids[: sample.trained[-1]]
         first = (ids[:, None] + np.arange(len(ids))[:, None] + np.arange(layers)) % experts
@@ -154,7 +194,9 @@ def state(model, optimizer) -> dict[str, torch.Tensor]:
     """Weights and AdamW's first moments, whole."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"weight.{name}": whole(parameter) for parameter, name in names.items()}
-    return tensors | {f"moment.{names[p]}": whole(values["exp_avg"]) for p, values in optimizer.state.items()}
+    return tensors | {
+        f"moment.{names[p]}": whole(values["exp_avg"]) for p, values in optimizer.state.items()
+    }
 
 
 def noise_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -164,7 +206,11 @@ def noise_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for weight in weights:
         weight.fill_(1.0)
     dither(model, 3)
-    found = {f"dither.{name}": whole(parameter) for name, parameter in model.named_parameters() if not is_whole(parameter)}
+    found = {
+        f"dither.{name}": whole(parameter)
+        for name, parameter in model.named_parameters()
+        if not is_whole(parameter)
+    }
     torch._foreach_copy_(weights, kept)
     return found
 
@@ -180,9 +226,11 @@ class Kept:
             self.tensors[f"tokens.{step}.{name}"] = torch.from_numpy(columns[name]).float()
 
 
-def train(layout: Layout, config: RLConfig, world: World) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], PreTrainedModel]:
-    """Metrics of each step; the weights after the last, the first step's gradient (AdamW's moment is a tenth of it, clipped), and the
-    dither; the model."""
+def train(
+    layout: Layout, config: RLConfig, world: World
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], PreTrainedModel]:
+    """Metrics of each step; the weights after the last, the first step's gradient (AdamW's
+    moment is a tenth of it, clipped), and the dither; the model."""
     torch.manual_seed(0)
     model = load_policy(config.model.name, config.model, config.trainer, world)
     optimizer = make_optimizer(model, config.trainer.optim)
@@ -190,16 +238,30 @@ def train(layout: Layout, config: RLConfig, world: World) -> tuple[list[dict[str
     for batch in make_batches(layout.alone):
         if layout.replay == "engine":
             give_routes(batch, layers=2, experts=8)
-        packed = prepare(batch, config, world, model.config.get_text_config().hidden_size, layout.minibatches)
-        metrics.append(train_step(TrainContext(model, optimizer, config.trainer, world, token_files=kept), packed, 1e-3, Timer()))
+        packed = prepare(
+            batch, config, world, model.config.get_text_config().hidden_size, layout.minibatches
+        )
+        metrics.append(
+            train_step(
+                TrainContext(model, optimizer, config.trainer, world, token_files=kept),
+                packed,
+                1e-3,
+                Timer(),
+            )
+        )
         first = first or state(model, optimizer)
     gradients = {name: value for name, value in first.items() if name.startswith("moment.")}
-    weights = {name: value for name, value in state(model, optimizer).items() if name.startswith("weight.")}
+    weights = {
+        name: value for name, value in state(model, optimizer).items() if name.startswith("weight.")
+    }
     return metrics, kept.tensors | gradients | weights | noise, model
 
 
-def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint from layout to layout: loads `source`, if there is one, else trains a step; saves to `target`; returns the state."""
+def pass_on(
+    config: RLConfig, world: World, source: Path | None, target: Path
+) -> dict[str, torch.Tensor]:
+    """A checkpoint from layout to layout: loads `source`, if there is one, else trains a step;
+    saves to `target`; returns the state."""
     model = load_policy(config.model.name, config.model, config.trainer, world)
     optimizer = make_optimizer(model, config.trainer.optim)
     if source:
@@ -210,12 +272,17 @@ def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -
         packed = prepare(batch, config, world, 64)
         train_step(TrainContext(model, optimizer, config.trainer, world), packed, 1e-3, Timer())
     save_checkpoint(target / "000001", 1, model, optimizer, world)
-    (target.parent / f"again-{target.name}-{world.rank}.json").write_text(json.dumps(load_recorded(target, model, optimizer, world)))
+    (target.parent / f"again-{target.name}-{world.rank}.json").write_text(
+        json.dumps(load_recorded(target, model, optimizer, world))
+    )
     return state(model, optimizer)
 
 
-def load_recorded(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> list[str]:
-    """Loads the checkpoint of step 1; returns the files that this rank has read for nothing but their hash."""
+def load_recorded(
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World
+) -> list[str]:
+    """Loads the checkpoint of step 1; returns the files that this rank has read for nothing but
+    their hash."""
     read, right = [], version_files.digest_of_file
     version_files.digest_of_file = lambda path: read.append(path.name) or right(path)
     assert checkpoint.load(*checkpoint.newest(folder, world), model, optimizer, world) == 1
@@ -232,7 +299,12 @@ def damaged(config: RLConfig, source: Path, world: World) -> str:
     world.barrier()
     model = load_policy(config.model.name, config.model, config.trainer, world)
     try:
-        checkpoint.load(*checkpoint.newest(source, world), model, make_optimizer(model, config.trainer.optim), world)
+        checkpoint.load(
+            *checkpoint.newest(source, world),
+            model,
+            make_optimizer(model, config.trainer.optim),
+            world,
+        )
     except CorruptFileError as error:
         return str(error)
     return ""
@@ -257,10 +329,15 @@ def refusal(config: RLConfig, world: World) -> str:
 
 
 def node_faults(world: World, shared: Path) -> list[str]:
-    """What this rank says when all is well, when the configurations differ, and when rank 1 does not see the run directory."""
+    """What this rank says when all is well, when the configurations differ, and when rank 1 does
+    not see the run directory."""
     world_module.SEEN_WITHIN_S = 0.5
     said = []
-    for directory, config in ((shared, b"1"), (shared, b"%d" % world.rank), (shared.with_name(f"run-{world.rank}"), b"1")):
+    for directory, config in (
+        (shared, b"1"),
+        (shared, b"%d" % world.rank),
+        (shared.with_name(f"run-{world.rank}"), b"1"),
+    ):
         try:
             check_nodes(world, directory, config)
             said.append("")
@@ -293,34 +370,50 @@ class Router(torch.nn.Module):
 
 
 def gradients_of_experts(world: World) -> list[list[float | None]]:
-    """The first entry of each expert's gradient, and that of a weight that nothing uses, in two steps: first rank 0's tokens, of ones, pass
-    the first two experts, in two micro batches, and rank 1's, of twos, the second and third; then those of both ranks the first."""
+    """The first entry of each expert's gradient, and that of a weight that nothing uses, in two
+    steps: first rank 0's tokens, of ones, pass the first two experts, in two micro batches, and
+    rank 1's, of twos, the second and third; then those of both ranks the first."""
     model, found = Router(), []
     shard_model(model, torch.float32, world)
     for passes in ([[[0], [1]], [[1], [2]]][world.rank], [[0]]):
         for chosen in passes:
             model(torch.full((1, 4), world.rank + 1.0), chosen).backward()
         finish_gradients(model, world)
-        found.append([None if parameter.grad is None else float(whole(parameter.grad)[0, 0]) for parameter in model.parameters()])
+        found.append(
+            [
+                None if parameter.grad is None else float(whole(parameter.grad)[0, 0])
+                for parameter in model.parameters()
+            ]
+        )
         model.zero_grad()
     return found
 
 
 def deadlines() -> list[float]:
     """The deadline of the collectives of each process group that this rank has."""
-    backends = [group._get_backend(torch.device("cpu")) for group in torch.distributed.distributed_c10d._world.pg_map]
+    backends = [
+        group._get_backend(torch.device("cpu"))
+        for group in torch.distributed.distributed_c10d._world.pg_map
+    ]
     return [backend.options._timeout.total_seconds() for backend in backends]
 
 
 @contextmanager
 def joined(rank: int, ports: Iterator[int], layout: Layout) -> Iterator[World | None]:
-    """The world of a layout's ranks, with one deadline for all of its groups; None for a rank that the layout has no use for."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(layout.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(ports))}
+    """The world of a layout's ranks, with one deadline for all of its groups; None for a rank
+    that the layout has no use for."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(layout.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(next(ports)),
+    }
     if rank >= layout.ranks:
         yield None
         return
     divided = (layout.dp_replicate, layout.context_parallel, layout.expert_parallel)
-    world = start_world(False, 60.0, *divided, start_timeout_s=240.0)  # other ranks may be busy with the layouts before
+    # other ranks may be busy with the layouts before
+    world = start_world(False, 60.0, *divided, start_timeout_s=240.0)
     world.set_timeout(61.0)
     assert all(seconds == 61.0 for seconds in deadlines()), deadlines()
     yield world
@@ -335,25 +428,37 @@ def main() -> None:
     for name, layout in LAYOUTS.items():
         with world_of(layout) as world:
             if world:
-                metrics, tensors, _ = train(layout, make_config(layout, plan["models"][layout.model]), world)
+                metrics, tensors, _ = train(
+                    layout, make_config(layout, plan["models"][layout.model]), world
+                )
                 if world.is_main:
                     (folder / f"{name}.json").write_text(json.dumps(metrics))
                     save_file(tensors, folder / f"{name}.safetensors")
     with world_of(Layout(2)) as world:
         if world:
             (folder / f"experts-{rank}.json").write_text(json.dumps(gradients_of_experts(world)))
-            (folder / f"nodes-{rank}.json").write_text(json.dumps(node_faults(world, folder / "run")))
-            (folder / f"refusal-{rank}.txt").write_text(refusal(make_config(Layout(2), plan["models"]["llama"]), world))
+            (folder / f"nodes-{rank}.json").write_text(
+                json.dumps(node_faults(world, folder / "run"))
+            )
+            (folder / f"refusal-{rank}.txt").write_text(
+                refusal(make_config(Layout(2), plan["models"]["llama"]), world)
+            )
     source = None
     for name in ("two", "hsdp", "one"):
         layout, target = LAYOUTS[name], folder / "checkpoints" / name
         with world_of(layout) as world:
             if world:
-                tensors = pass_on(make_config(layout, plan["models"]["llama"]), world, source, target)
+                tensors = pass_on(
+                    make_config(layout, plan["models"]["llama"]), world, source, target
+                )
                 if world.is_main:
                     save_file(tensors, folder / f"passed-{name}.safetensors")
                 if name == "hsdp":
                     (folder / f"damaged-{rank}.txt").write_text(
-                        damaged(make_config(layout, plan["models"]["llama"]), folder / "checkpoints" / "two", world)
+                        damaged(
+                            make_config(layout, plan["models"]["llama"]),
+                            folder / "checkpoints" / "two",
+                            world,
+                        )
                     )
         source = target

@@ -1,6 +1,8 @@
-"""The losses once more, from the papers: float64 NumPy, one sequence after another, each with the gradient derived by hand.
+"""The losses once more, from the papers: float64 NumPy, one sequence after another, each with the
+gradient derived by hand.
 
-Written without looking at rl/trainer/loss/common.py: sequences are separate arrays, ratios are plain quotients, nothing is clamped.
+Written without looking at rl/trainer/loss/common.py: sequences are separate arrays, ratios are
+plain quotients, nothing is clamped.
 """
 
 from collections.abc import Callable
@@ -28,19 +30,26 @@ class Sequence:
 
 
 Result = tuple[np.ndarray, np.ndarray]
-"""Loss of each token of a sequence, and its derivative by each token's trainer log-probability (of the sum over the sequence)."""
+"""Loss of each token of a sequence, and its derivative by each token's trainer log-probability
+(of the sum over the sequence)."""
 
 
 def policy_gradient(s: Sequence, importance: str, truncate: float) -> Result:
-    weight = {"token": s.ratio, "sequence": np.full_like(s.ratio, np.prod(s.ratio)), "none": np.ones_like(s.ratio)}[importance]
+    weight = {
+        "token": s.ratio,
+        "sequence": np.full_like(s.ratio, np.prod(s.ratio)),
+        "none": np.ones_like(s.ratio),
+    }[importance]
     if importance != "none":
         weight = np.minimum(weight, truncate)
     return -weight * s.advantages * s.trainer, -weight * s.advantages
 
 
-def dual_clip(ratio: np.ndarray, advantages: np.ndarray, low: float, high: float, delta: float) -> Result:
-    """(what is maximised: GRPO's equation 3 with DAPO's two widths, where A < 0 the maximum of it and delta A as in
-    https://arxiv.org/abs/1912.09729; its derivative by log ratio)."""
+def dual_clip(
+    ratio: np.ndarray, advantages: np.ndarray, low: float, high: float, delta: float
+) -> Result:
+    """(what is maximised: GRPO's equation 3 with DAPO's two widths, where A < 0 the maximum of
+    it and delta A as in https://arxiv.org/abs/1912.09729; its derivative by log ratio)."""
     plain, clipped = ratio * advantages, np.clip(ratio, 1 - low, 1 + high) * advantages
     lower, bound = np.minimum(plain, clipped), delta * advantages
     bounded = (advantages < 0) & (lower < bound)
@@ -58,12 +67,14 @@ def cispo(s: Sequence, low: float, high: float) -> Result:
 
 
 def gspo(s: Sequence, low: float, high: float, delta: float) -> Result:
-    """GSPO's equation 5, one ratio a sequence, its value given to each token. For equal advantages; d s / d log p_t = s / n."""
+    """GSPO's equation 5, one ratio a sequence, its value given to each token. For equal
+    advantages; d s / d log p_t = s / n."""
     n = len(s.trainer)
     ratio = np.prod(s.ratio) ** (1 / n)
     surrogate, slope = dual_clip(ratio, s.advantages, low, high, delta)
     assert np.ptp(s.advantages) == 0
-    return -surrogate, np.full(n, -(slope / n).sum())  # slope / n: of the value at one token, by each token's log-probability
+    # slope / n: of the value at one token, by each token's log-probability
+    return -surrogate, np.full(n, -(slope / n).sum())
 
 
 def dppo(s: Sequence, low: float, high: float, delta: float, tau: float) -> Result:
@@ -79,8 +90,11 @@ def dro(s: Sequence, beta: float) -> Result:
     return beta / 2 * log_r**2 - s.advantages * s.trainer, beta * log_r - s.advantages
 
 
-def decoupled(s: Sequence, loss: Callable[[Sequence], Result], truncate: float, geometric: bool = False) -> Result:
-    """https://arxiv.org/abs/2110.00641 with a truncated weight: the loss as if the old policy had sampled, times old / sampler."""
+def decoupled(
+    s: Sequence, loss: Callable[[Sequence], Result], truncate: float, geometric: bool = False
+) -> Result:
+    """https://arxiv.org/abs/2110.00641 with a truncated weight: the loss as if the old policy
+    had sampled, times old / sampler."""
     weight = np.exp(s.old) / np.exp(s.sampler)
     weight = np.minimum(np.prod(weight) ** (1 / len(weight)) if geometric else weight, truncate)
     value, slope = loss(replace(s, sampler=s.old))

@@ -1,4 +1,5 @@
-"""The orchestrator's side of the wire over a fixed list of batches: the real transport, nothing else of the orchestrator."""
+"""The orchestrator's side of the wire over a fixed list of batches: the real transport, nothing
+else of the orchestrator."""
 
 import asyncio
 import threading
@@ -23,7 +24,8 @@ from rl.wire.transport import TrainerServer
 
 
 class StubOrchestrator:
-    """Serves `batches`, then says that the run has ended. A context manager; `published` lists the versions announced."""
+    """Serves `batches`, then says that the run has ended. A context manager; `published` lists
+    the versions announced."""
 
     def __init__(self, run_dir: RunDir, batches: list[TrainBatch]):
         self.run_dir = run_dir

@@ -1,4 +1,5 @@
-"""The trainer of `rl serve`: its gradients are those of our trainer, and adapters of several clients do not mix."""
+"""The trainer of `rl serve`: its gradients are those of our trainer, and adapters of several
+clients do not mix."""
 
 import math
 from pathlib import Path
@@ -26,7 +27,9 @@ RANK = 8
 
 def config_of(model: Path, **loss) -> RLConfig:
     trainer = {"lora": {"rank": RANK}, "loss": loss or {"type": "cross_entropy"}}
-    return RLConfig.model_validate({"model": {"name": str(model), "dtype": "float32"}, "serve": {}, "trainer": trainer})
+    return RLConfig.model_validate(
+        {"model": {"name": str(model), "dtype": "float32"}, "serve": {}, "trainer": trainer}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +45,14 @@ def examples(seed: int = 0, prompt: int = 5) -> list[Example]:
         tokens = np.concatenate([start, rng.integers(3, 250, n)])
         count = len(tokens) - 1
         answer = (np.arange(count) >= prompt - 1).astype(np.float32)
-        values = {"advantages": rng.normal() * answer, "logprobs": -rng.exponential(1.5, count) * answer}
+        values = {
+            "advantages": rng.normal() * answer,
+            "logprobs": -rng.exponential(1.5, count) * answer,
+        }
         columns = {key: value.astype(np.float32)[:, None] for key, value in values.items()}
-        found.append(Example(tokens[:-1], tokens[1:][:, None], trained=answer[:, None] > 0, **columns))
+        found.append(
+            Example(tokens[:-1], tokens[1:][:, None], trained=answer[:, None] > 0, **columns)
+        )
     return found
 
 
@@ -53,7 +61,9 @@ def gradients(parameters) -> dict[str, torch.Tensor]:
 
 
 LOSSES = {
-    "importance_sampling": LossCall("clip", {"clip_low": 1.0, "clip_high": math.inf, "delta": math.inf}),
+    "importance_sampling": LossCall(
+        "clip", {"clip_low": 1.0, "clip_high": math.inf, "delta": math.inf}
+    ),
     "cispo": LossCall("cispo", {"clip_low": 0.2, "clip_high": 0.2}),
     "gspo": LossCall("gspo", {"clip_low": 1.0, "clip_high": math.inf, "delta": math.inf}),
     "dro": LossCall("dro", {"beta": 0.05}),
@@ -63,12 +73,15 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_equal_those_of_our_trainer(name, learner, model, world):
-    """Ours trains samples with a loss mask; the API has a weight at each token. The sums of their losses, and gradients, agree."""
+    """Ours trains samples with a loss mask; the API has a weight at each token. The sums of
+    their losses, and gradients, agree."""
     call, data = LOSSES[name], examples()
     learner.create("a", RANK, seed=1)
     learner._enter("a")
     for key, parameter in learner.parameters.items():  # B is 0 at first, and then A has no gradient
-        local(parameter.detach()).copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(key))) * 0.1)
+        local(parameter.detach()).copy_(
+            torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(key))) * 0.1
+        )
     scored = learner.forward_backward("a", data, call, backward=True)
     found = gradients(learner.parameters)
     learner.optimizer.zero_grad()
@@ -92,28 +105,41 @@ def test_gradients_equal_those_of_our_trainer(name, learner, model, world):
         for index, example in enumerate(data)
     ]
     batch = TrainBatch(step=1, samples=samples)
-    for row in prepare(batch, config, world, learner.hidden_size, mode=mode_of(policy)).micro_batches:
+    for row in prepare(
+        batch, config, world, learner.hidden_size, mode=mode_of(policy)
+    ).micro_batches:
         scores = score(policy, row, world)
         inputs = loss_inputs(row, len(samples), scores, world)
-        compute_loss(inputs, config.trainer.loss, loss_function(config.trainer.loss)).loss.sum().backward()
-    assert found.keys() == own.keys() and sum(float(gradient.abs().sum()) for gradient in found.values()) > 0
+        compute_loss(
+            inputs, config.trainer.loss, loss_function(config.trainer.loss)
+        ).loss.sum().backward()
+    assert (
+        found.keys() == own.keys()
+        and sum(float(gradient.abs().sum()) for gradient in found.values()) > 0
+    )
     for key, expected in gradients(own).items():
-        assert torch.allclose(found[key], expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max())), key
-    assert [values.shape for values in scored.logprobs] == [example.targets.shape for example in data]
+        assert torch.allclose(
+            found[key], expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max())
+        ), key
+    assert [values.shape for values in scored.logprobs] == [
+        example.targets.shape for example in data
+    ]
 
 
 def train(learner: AdapterLearner, name: str, steps: int, seed: int = 0) -> list[float]:
     losses = []
     for _ in range(steps):
-        scored = learner.forward_backward(name, examples(seed), LOSSES["cross_entropy"], backward=True)
+        scored = learner.forward_backward(
+            name, examples(seed), LOSSES["cross_entropy"], backward=True
+        )
         losses.append(float(sum(values.sum() for values in scored.losses)))
         learner.optimizer_step(name, Step(lr=1e-2))
     return losses
 
 
 def test_adapters_side_by_side_and_saved_ones_train_as_alone(learner, tmp_path):
-    """Of two clients that take turns each gets, bit for bit, what it gets alone; so does one that was saved and loaded halfway. A smaller
-    rank stays one: what pads it remains 0."""
+    """Of two clients that take turns each gets, bit for bit, what it gets alone; so does one
+    that was saved and loaded halfway. A smaller rank stays one: what pads it remains 0."""
     learner.create("alone", 4, seed=1)
     expected = train(learner, "alone", 4)
     assert expected[-1] < expected[0]
@@ -131,7 +157,9 @@ def test_adapters_side_by_side_and_saved_ones_train_as_alone(learner, tmp_path):
     assert found == expected
     learner._leave()
     assert all(
-        not tensor[4:].any() for key, tensor in learner.adapters["b"].tensors.items() if key.startswith("weight.") and ".lora_A." in key
+        not tensor[4:].any()
+        for key, tensor in learner.adapters["b"].tensors.items()
+        if key.startswith("weight.") and ".lora_A." in key
     )
     learner.publish("b", tmp_path / "weights" / "000004", tmp_path / "digests" / "000004.json")
     content = verify_version(tmp_path / "weights" / "000004")
@@ -145,7 +173,13 @@ def test_several_targets_of_a_token(learner):
     learner.create("a", RANK, seed=1)
     [one, *_] = examples()
     both = np.concatenate([one.targets, one.targets[::-1]], 1)
-    wide = Example(one.token_ids, both, np.ones(both.shape, np.float32), np.zeros(both.shape, np.float32), np.ones(both.shape, bool))
+    wide = Example(
+        one.token_ids,
+        both,
+        np.ones(both.shape, np.float32),
+        np.zeros(both.shape, np.float32),
+        np.ones(both.shape, bool),
+    )
     scored = learner.forward_backward("a", [wide, one], LOSSES["cross_entropy"], backward=False)
     alone = learner.forward_backward("a", [one], LOSSES["cross_entropy"], backward=False)
     assert scored.logprobs[0].shape == both.shape
@@ -168,7 +202,8 @@ def test_what_is_refused(learner, tmp_path):
 
 
 def test_room_on_a_gpu_includes_what_torch_holds_unused(learner, monkeypatch):
-    """What a model leaves behind stays with torch: to the driver it is not free, and no model that left made room for another."""
+    """What a model leaves behind stays with torch: to the driver it is not free, and no model
+    that left made room for another."""
     monkeypatch.setattr(learner, "world", SimpleNamespace(device=torch.device("cuda", 0)))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (0, 1 << 40))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 3 << 30)

@@ -1,4 +1,5 @@
-"""SIGTERM to real trainer processes: at once, or after a checkpoint, from which the next start goes on as if nothing had been."""
+"""SIGTERM to real trainer processes: at once, or after a checkpoint, from which the next start
+goes on as if nothing had been."""
 
 import os
 import signal
@@ -25,7 +26,8 @@ SIGNAL_IN_STEP_3 = "tests.trainer.test_departure:signal_in_step_3"
 
 
 def signal_in_step_3():
-    """Rank 0, and no other, gets SIGTERM in the middle of step 3, which then takes RL_TEST_STEP_S more."""
+    """Rank 0, and no other, gets SIGTERM in the middle of step 3, which then takes
+    RL_TEST_STEP_S more."""
     train_step = rl.trainer.train.train_step
 
     def slow(context, packed, lr, timer):
@@ -39,7 +41,8 @@ def signal_in_step_3():
 
 @pytest.fixture
 def told_in_step_3(monkeypatch):
-    """Sets what the processes that `signal_in_step_3` changes read: their grace and the rest of step 3, in seconds."""
+    """Sets what the processes that `signal_in_step_3` changes read: their grace and the rest of
+    step 3, in seconds."""
 
     def tell(grace_s: str, step_s: float) -> None:
         monkeypatch.setenv("RL_GRACE_S", grace_s)
@@ -62,22 +65,30 @@ def steps_of(run_dir) -> list[int]:
 
 
 def assert_left(run_dir, step: int) -> None:
-    """It has left after `step`: everything is saved, and nobody takes it for a failure or waits for its role."""
-    assert list(numbered(run_dir.checkpoints)) == [step] and steps_of(run_dir) == list(range(1, step + 1))
+    """It has left after `step`: everything is saved, and nobody takes it for a failure or waits
+    for its role."""
+    assert list(numbered(run_dir.checkpoints)) == [step] and steps_of(run_dir) == list(
+        range(1, step + 1)
+    )
     assert list(numbered(run_dir.weights_dir)) == list(range(1, step + 1))
     assert not run_dir.exit_code("trainer").exists() and not run_dir.status("trainer").exists()
-    assert [lease.read_bytes() for lease in run_dir.status_dir.glob("trainer.*.lease")] == [b""], "it has given its role back"
+    assert [lease.read_bytes() for lease in run_dir.status_dir.glob("trainer.*.lease")] == [b""], (
+        "it has given its role back"
+    )
 
 
 def assert_goes_on(config, straight, step: int) -> None:
-    """The next start trains the steps after `step`, and all versions equal those of a run in one go."""
+    """The next start trains the steps after `step`, and all versions equal those of a run in one
+    go."""
     with StubOrchestrator(config.run_dir, batches()) as orchestrator:
         run_trainer(config)
     assert set(orchestrator.asked) == set(range(step + 1, STEPS + 1))
     assert [version for version, _ in orchestrator.published] == list(range(step, STEPS + 1))
     assert steps_of(config.run_dir) == list(range(1, STEPS + 1))
     for version in range(1, STEPS + 1):
-        ours, theirs = (d.weights(version) / "model.safetensors" for d in (config.run_dir, straight))
+        ours, theirs = (
+            d.weights(version) / "model.safetensors" for d in (config.run_dir, straight)
+        )
         assert ours.read_bytes() == theirs.read_bytes(), version
 
 
@@ -107,7 +118,9 @@ def test_in_the_middle_of_a_step(straight, tied_folder, tmp_path, told_in_step_3
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_while_it_waits_for_the_batch_of_an_orchestrator_that_has_gone(straight, tied_folder, tmp_path, saved):
+def test_while_it_waits_for_the_batch_of_an_orchestrator_that_has_gone(
+    straight, tied_folder, tmp_path, saved
+):
     config = make_config(tmp_path, tied_folder, **({} if saved else RARELY))
     orchestrator = StubOrchestrator(config.run_dir, batches())
     orchestrator.missing = 3
@@ -141,7 +154,9 @@ def test_two_ranks_of_which_the_first_is_told(straight, tied_folder, tmp_path, t
 
 
 @pytest.mark.parametrize("grace_s", ["", "1"])
-def test_it_ends_in_the_middle_of_a_step_without_grace_or_when_that_is_over(tied_folder, tmp_path, told_in_step_3, grace_s):
+def test_it_ends_in_the_middle_of_a_step_without_grace_or_when_that_is_over(
+    tied_folder, tmp_path, told_in_step_3, grace_s
+):
     told_in_step_3(grace_s, 60)
     config = make_config(tmp_path, tied_folder, **RARELY)
     began = time.monotonic()
@@ -165,4 +180,6 @@ def test_a_grace_that_is_no_time_is_refused(tmp_path, tied_folder, monkeypatch):
     config = make_config(tmp_path, tied_folder)
     for text in ("soon", "-1", "nan", "inf"):
         monkeypatch.setenv("RL_GRACE_S", text)
-        assert f"RL_GRACE_S = {text}: give the seconds from SIGTERM" in run_trainer(config, WRONG_SETTINGS)
+        assert f"RL_GRACE_S = {text}: give the seconds from SIGTERM" in run_trainer(
+            config, WRONG_SETTINGS
+        )

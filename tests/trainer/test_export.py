@@ -1,4 +1,5 @@
-"""`rl export` out of real checkpoints and versions: what transformers and peft load is what the trainer had."""
+"""`rl export` out of real checkpoints and versions: what transformers and peft load is what the
+trainer had."""
 
 import json
 import shutil
@@ -30,9 +31,17 @@ IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
 
 
 def make_run(root, model_folder, world, dtype="bfloat16", **trainer):
-    """A run with checkpoint and version 2, version 3 and checkpoint 4; returns its root and the model after step 4."""
-    settings = {"name": "r", "output_dir": str(root), "model": {"name": str(model_folder), "dtype": dtype}}
-    settings |= {"orchestrator": {"environment": [{"id": "e"}]}, "trainer": {"optim": {"lr": 1e-2}, "attention": "eager"} | trainer}
+    """A run with checkpoint and version 2, version 3 and checkpoint 4; returns its root and the
+    model after step 4."""
+    settings = {
+        "name": "r",
+        "output_dir": str(root),
+        "model": {"name": str(model_folder), "dtype": dtype},
+    }
+    settings |= {
+        "orchestrator": {"environment": [{"id": "e"}]},
+        "trainer": {"optim": {"lr": 1e-2}, "attention": "eager"} | trainer,
+    }
     config = RLConfig.model_validate(settings)
     write_file(config.run_dir.config, to_toml(config).encode())
     torch.manual_seed(0)
@@ -52,7 +61,9 @@ def make_run(root, model_folder, world, dtype="bfloat16", **trainer):
 
 @pytest.fixture(scope="module")
 def adapted(tied_folder, world, tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("adapted"), tied_folder, world, dtype="float32", lora={"rank": 4})
+    return make_run(
+        tmp_path_factory.mktemp("adapted"), tied_folder, world, dtype="float32", lora={"rank": 4}
+    )
 
 
 def export(*args, code=0):
@@ -72,12 +83,26 @@ def test_a_checkpoint_gives_the_masters_and_what_was_published(model_folder, wor
     run_dir, model = make_run(tmp_path, model_folder, world)
     export(run_dir.root, "--to", tmp_path / "masters", "--dtype", "float32")
     exported = dict(load(tmp_path / "masters").named_parameters())
-    assert all(torch.equal(parameter.full_tensor(), exported.pop(name)) for name, parameter in model.named_parameters()) and not exported
+    assert (
+        all(
+            torch.equal(parameter.full_tensor(), exported.pop(name))
+            for name, parameter in model.named_parameters()
+        )
+        and not exported
+    )
     for step in (2, 3):  # out of a checkpoint, and out of a version
         export(f"{run_dir.root}@{step}", "--to", tmp_path / str(step))
-        ours, theirs = load_file(tmp_path / str(step) / "model.safetensors"), load_file(run_dir.weights(step) / "model.safetensors")
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / str(step), run_dir.weights(step))]
+        ours, theirs = (
+            load_file(tmp_path / str(step) / "model.safetensors"),
+            load_file(run_dir.weights(step) / "model.safetensors"),
+        )
+        assert ours.keys() == theirs.keys() and all(
+            torch.equal(ours[name], theirs[name]) for name in theirs
+        )
+        configs = [
+            json.loads((folder / "config.json").read_text())
+            for folder in (tmp_path / str(step), run_dir.weights(step))
+        ]
         assert configs[0] == configs[1] and configs[0]["dtype"] == "bfloat16"
     assert AutoTokenizer.from_pretrained(tmp_path / "3").chat_template
 
@@ -90,11 +115,19 @@ def test_the_hub_gets_what_a_directory_gets(adapted, tmp_path, monkeypatch, caps
         export(f"{run_dir.root}@4", "--push", "me/adapter", "--to", tmp_path / "adapter")
         export(f"{run_dir.root}@4", "--push", "me/merged", "--merge", "--public")
         export(f"{run_dir.root}@4", "--push", "me/merged", code=1)
-    assert stub.files["me/adapter"] == {file.name: file.read_bytes() for file in (tmp_path / "adapter").iterdir()}
+    assert stub.files["me/adapter"] == {
+        file.name: file.read_bytes() for file in (tmp_path / "adapter").iterdir()
+    }
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(stub.files["me/merged"])
-    assert stub.private == {"me/adapter": True, "me/merged": False} and stub.commits == ["Step 4 of r"] * 2
+    assert (
+        stub.private == {"me/adapter": True, "me/merged": False}
+        and stub.commits == ["Step 4 of r"] * 2
+    )
     out, err = capsys.readouterr()
-    assert f"{stub.url}/me/adapter: the adapters of step 4, private" in out and f"{stub.url}/me/merged: the model of step 4, seen by" in out
+    assert (
+        f"{stub.url}/me/adapter: the adapters of step 4, private" in out
+        and f"{stub.url}/me/merged: the model of step 4, seen by" in out
+    )
     assert "rl export: --push me/merged: there is a model already" in err
 
 
@@ -102,22 +135,35 @@ def test_adapters_and_merged_compute_what_the_trainer_computes(adapted, tied_fol
     run_dir, model = adapted
     export(run_dir.root, "--to", tmp_path / "adapter")
     export(run_dir.root, "--to", tmp_path / "merged", "--merge")
-    assert not (tmp_path / "adapter" / "model.safetensors").exists() and not (tmp_path / "merged" / "adapter_config.json").exists()
+    assert (
+        not (tmp_path / "adapter" / "model.safetensors").exists()
+        and not (tmp_path / "merged" / "adapter_config.json").exists()
+    )
     ours, base = logits_of(model), load(tied_folder)
     assert (ours - logits_of(base)).abs().max() > 0.1
     assert torch.allclose(logits_of(load(tmp_path / "merged")), ours, rtol=0, atol=1e-5)
-    assert torch.allclose(logits_of(PeftModel.from_pretrained(base, tmp_path / "adapter")), ours, rtol=0, atol=1e-5)
-    assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(tied_folder / "model.safetensors").keys()
+    assert torch.allclose(
+        logits_of(PeftModel.from_pretrained(base, tmp_path / "adapter")), ours, rtol=0, atol=1e-5
+    )
+    assert (
+        load_file(tmp_path / "merged" / "model.safetensors").keys()
+        == load_file(tied_folder / "model.safetensors").keys()
+    )
     for name in ("adapter", "merged"):
         assert AutoTokenizer.from_pretrained(tmp_path / name).chat_template
 
 
-def test_exported_adapters_name_their_base_as_the_run_does(adapted, tied_folder, tmp_path, monkeypatch):
+def test_exported_adapters_name_their_base_as_the_run_does(
+    adapted, tied_folder, tmp_path, monkeypatch
+):
     """Regression: they named the folder in this machine's cache."""
     monkeypatch.setattr("rl.commands.export.resolve_model", lambda *_, **__: str(tied_folder))
     export(adapted[0].root, "--to", tmp_path / "adapter", "--model.name", "owner/base")
     written = (tmp_path / "adapter" / "adapter_config.json").read_text()
-    assert json.loads(written)["base_model_name_or_path"] == "owner/base" and str(tied_folder) not in written
+    assert (
+        json.loads(written)["base_model_name_or_path"] == "owner/base"
+        and str(tied_folder) not in written
+    )
 
 
 def test_a_version_of_adapters_is_exported_and_merged(adapted, tied_folder, tmp_path):
@@ -126,10 +172,19 @@ def test_a_version_of_adapters_is_exported_and_merged(adapted, tied_folder, tmp_
     export(f"{run_dir.root}@3", "--to", tmp_path / "adapter")
     (tied_folder / "README.md").unlink()
     assert not (tmp_path / "adapter" / "README.md").exists()
-    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "adapter", run_dir.weights(3)))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (tmp_path / "adapter", run_dir.weights(3))
+    )
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
     export(f"{run_dir.root}@3", "--to", tmp_path / "merged", "--merge", "--dtype", "bfloat16")
-    expected = PeftModel.from_pretrained(load(tied_folder), run_dir.weights(3)).merge_and_unload().to(torch.bfloat16)
+    expected = (
+        PeftModel.from_pretrained(load(tied_folder), run_dir.weights(3))
+        .merge_and_unload()
+        .to(torch.bfloat16)
+    )
     ours, theirs = load_file(tmp_path / "merged" / "model.safetensors"), expected.state_dict()
     assert ours and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
@@ -143,22 +198,41 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_version_or_refused(adapted,
         export(f"{run_dir.root}@{step}", "--to", tmp_path / str(step), code=0 if step == 2 else 1)
         file.write_bytes(whole)
     said = capsys.readouterr().err
-    assert "WARNING: the checkpoint is damaged" in said and f"the version {run_dir.weights(2)} is used instead" in said
-    assert "000004/__0_0.distcp: damaged; no version of this step was kept either; give another step" in said
+    assert (
+        "WARNING: the checkpoint is damaged" in said
+        and f"the version {run_dir.weights(2)} is used instead" in said
+    )
+    assert (
+        "000004/__0_0.distcp: damaged; no version of this step was kept either; give another step"
+        in said
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2"]
 
 
 def test_a_damaged_version_and_a_checkpoint_of_a_newer_rl_are_refused(adapted, tmp_path, capsys):
     run_dir, _ = adapted
-    file, manifest = next(run_dir.weights(3).glob("*.safetensors")), run_dir.checkpoint(2) / "manifest.json"
-    for path, changed in ((file, file.read_bytes()[:-1] + b"\xff"), (manifest, manifest.read_bytes().replace(b"blake3", b"blake9"))):
+    file, manifest = (
+        next(run_dir.weights(3).glob("*.safetensors")),
+        run_dir.checkpoint(2) / "manifest.json",
+    )
+    for path, changed in (
+        (file, file.read_bytes()[:-1] + b"\xff"),
+        (manifest, manifest.read_bytes().replace(b"blake3", b"blake9")),
+    ):
         whole = path.read_bytes()
         path.write_bytes(changed)
         export(f"{run_dir.root}@{3 if path == file else 2}", "--to", tmp_path / "x", code=1)
         path.write_bytes(whole)
-    first, second = (line for line in capsys.readouterr().err.splitlines() if ": reading" not in line)
-    assert first.startswith(f"rl export: {file}: tensor ") and first.endswith("is not what was written; give another step, RUN@STEP")
-    assert f"{manifest}: its hash is 'blake9', which this rl does not know: a newer rl wrote it" in second
+    first, second = (
+        line for line in capsys.readouterr().err.splitlines() if ": reading" not in line
+    )
+    assert first.startswith(f"rl export: {file}: tensor ") and first.endswith(
+        "is not what was written; give another step, RUN@STEP"
+    )
+    assert (
+        f"{manifest}: its hash is 'blake9', which this rl does not know: a newer rl wrote it"
+        in second
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -173,7 +247,9 @@ def test_the_base_model_may_have_moved_but_not_changed(adapted, tmp_path, tied_f
     other.mkdir()
     for file in tied_folder.iterdir():
         (other / file.name).write_bytes(file.read_bytes())
-    (other / "config.json").write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    (other / "config.json").write_text(
+        config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1')
+    )
     export(run_dir.root, "--to", tmp_path / "c", "--model.name", other, code=1)
     assert "was written by another model than model.name" in capsys.readouterr().err
 
@@ -188,22 +264,32 @@ def test_other_weights_of_the_same_shapes_are_another_base(adapted, tmp_path, ti
     save_file(tensors | {name: tensors[name] * 2}, file, {"format": "pt"})
     assert file.stat().st_size == (tied_folder / file.name).stat().st_size
     export(run_dir.root, "--to", tmp_path / "a", "--merge", "--model.name", other, code=1)
-    assert "000004 was written beside other files of model.name's weights, on which the adapters" in capsys.readouterr().err
+    assert (
+        "000004 was written beside other files of model.name's weights, on which the adapters"
+        in capsys.readouterr().err
+    )
     manifest = run_dir.checkpoint(4) / "manifest.json"
     whole = manifest.read_text()
-    manifest.write_text(json.dumps({key: value for key, value in json.loads(whole).items() if key != "base"}))  # of an older rl
+    # of an older rl
+    manifest.write_text(
+        json.dumps({key: value for key, value in json.loads(whole).items() if key != "base"})
+    )
     export(run_dir.root, "--to", tmp_path / "b", "--merge", "--model.name", other)
     manifest.write_text(whole)
 
 
 def test_a_full_disk(adapted, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1000))
-    with pytest.raises(OSError, match=r"no space left: 0\.\d\d MiB are needed, 0\.00 MiB are free") as error:
+    with pytest.raises(
+        OSError, match=r"no space left: 0\.\d\d MiB are needed, 0\.00 MiB are free"
+    ) as error:
         export(adapted[0].root, "--to", tmp_path / "full")
     assert error.value.filename.startswith(str(tmp_path)) and not list(tmp_path.iterdir())
 
 
-def test_a_base_whose_generation_config_is_invalid_is_exported_with_it(model_folder, world, tmp_path):
+def test_a_base_whose_generation_config_is_invalid_is_exported_with_it(
+    model_folder, world, tmp_path
+):
     """Llama 2's has a temperature without do_sample."""
     base = shutil.copytree(model_folder, tmp_path / "base")
     text = json.dumps({"temperature": 0.6, "top_p": 0.9, "do_sample": False})
@@ -215,22 +301,40 @@ def test_a_base_whose_generation_config_is_invalid_is_exported_with_it(model_fol
 
 @pytest.mark.parametrize("kind", ["another head", "sees images"])
 def test_what_is_written_is_by_its_config_alone_the_model_that_was_trained(kind, world, tmp_path):
-    """Regression: a config tied the head although the files hold another one, and named a class that exists in the trainer alone."""
+    """Regression: a config tied the head although the files hold another one, and named a class
+    that exists in the trainer alone."""
     if kind == "another head":
         base = make_tiny_model(tmp_path / "base", UNTIED)
         fields = json.loads((base / "config.json").read_text())
         (base / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
     else:
         base = make_seeing_model(tmp_path / "base")
-    run, model = make_run(tmp_path, base, world, dtype="float32", attention="eager" if kind == "another head" else "auto")
+    run, model = make_run(
+        tmp_path,
+        base,
+        world,
+        dtype="float32",
+        attention="eager" if kind == "another head" else "auto",
+    )
     export(run.root, "--to", tmp_path / "exported")
     for folder in (run.weights(3), tmp_path / "exported"):
         written = json.loads((folder / "config.json").read_text())
-        alone = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-        assert written["architectures"] == [type(alone).__name__] and str(tmp_path) not in json.dumps(written)
+        alone = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.float32
+        )
+        assert written["architectures"] == [type(alone).__name__] and str(
+            tmp_path
+        ) not in json.dumps(written)
         weights = load_file(folder / "model.safetensors")
         names = trained_names(folder, weights)
-        alone.load_state_dict({names[name]: weight for name, weight in weights.items()}, strict=False)
+        alone.load_state_dict(
+            {names[name]: weight for name, weight in weights.items()}, strict=False
+        )
         alone.tie_weights()
-        assert torch.equal(logits_of(alone), logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)))
-    assert torch.equal(alone.get_output_embeddings().weight, model.get_output_embeddings().weight.full_tensor())
+        assert torch.equal(
+            logits_of(alone),
+            logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)),
+        )
+    assert torch.equal(
+        alone.get_output_embeddings().weight, model.get_output_embeddings().weight.full_tensor()
+    )

@@ -37,7 +37,14 @@ from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.zygote import Forked, trainer_zygote
 
 STEPS = 5
-TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rl.trainer.main"]
+TWO_RANKS = [
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node=2",
+    "-m",
+    "rl.trainer.main",
+]
 
 
 def test_a_gpu_that_is_not_there_ends_it_without_another_start(monkeypatch):
@@ -45,24 +52,33 @@ def test_a_gpu_that_is_not_there_ends_it_without_another_start(monkeypatch):
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as ended:
-        rl.trainer.main.uses_gpus(RLConfig(name="r", trainer={"gpus": 1}, orchestrator={"environment": [{"id": "e"}]}))
+        rl.trainer.main.uses_gpus(
+            RLConfig(name="r", trainer={"gpus": 1}, orchestrator={"environment": [{"id": "e"}]})
+        )
     assert ended.value.code == WRONG_SETTINGS
 
 
-@pytest.mark.parametrize(("ranks", "phases"), [("1", ["loading_model"]), ("2", ["loading_model", "waiting_for_ranks"])])
+@pytest.mark.parametrize(
+    ("ranks", "phases"), [("1", ["loading_model"]), ("2", ["loading_model", "waiting_for_ranks"])]
+)
 def test_one_rank_waits_for_no_others(tmp_path, monkeypatch, ranks, phases):
     entered = []
     monkeypatch.setenv("WORLD_SIZE", ranks)
     monkeypatch.setattr("rl.trainer.main.resolve_model", lambda *_, **__: tmp_path)
     monkeypatch.setattr("rl.trainer.main.uses_gpus", lambda _: sys.exit(7))
-    monkeypatch.setattr("rl.trainer.main.Status", lambda *_: SimpleNamespace(enter=lambda phase: entered.append(phase.value)))
+    monkeypatch.setattr(
+        "rl.trainer.main.Status",
+        lambda *_: SimpleNamespace(enter=lambda phase: entered.append(phase.value)),
+    )
     monkeypatch.setattr("rl.trainer.main.spans.start", lambda *_: None)
     with pytest.raises(SystemExit):
         rl.trainer.main.run(run_config(tmp_path, tmp_path, 1, "float32"), 1, None)
     assert entered == phases
 
 
-@pytest.mark.parametrize("main", [rl.trainer.main.main, serve_process.main], ids=["trainer", "serve"])
+@pytest.mark.parametrize(
+    "main", [rl.trainer.main.main, serve_process.main], ids=["trainer", "serve"]
+)
 @pytest.mark.parametrize("given", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_allocator_of_gpus_leaves_no_holes_unless_the_user_says_so(monkeypatch, given, main):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -74,13 +90,23 @@ def test_the_allocator_of_gpus_leaves_no_holes_unless_the_user_says_so(monkeypat
     monkeypatch.setattr(serve_process, "load_config_or_exit", lambda *_, **__: sys.exit(7))
     with pytest.raises(SystemExit, match="7"):
         main()
-    asked = {name: os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
-    expected = {given: "max_split_size_mb:128"} if given else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    asked = {
+        name: os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    }
+    expected = (
+        {given: "max_split_size_mb:128"}
+        if given
+        else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    )
     assert {name: value for name, value in asked.items() if value} == expected
 
 
 def make_config(root, model, **trainer) -> RLConfig:
-    settings = {"optim": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}, "weights": {"keep_last": 10}, "batch_timeout_s": 60}
+    settings = {
+        "optim": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2},
+        "weights": {"keep_last": 10},
+        "batch_timeout_s": 60,
+    }
     return run_config(root, model, STEPS, "float32", **settings | trainer)
 
 
@@ -90,9 +116,13 @@ def batches(last=STEPS):
 
 
 def start_trainer(config, setup="", **env) -> Forked:
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | env
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
+    } | env
     log = config.run_dir.root / f"output-{env.get('RANK', 0)}"
-    return trainer_zygote().fork("trainer", f"@{config.run_dir.config}", log=log, env=environment, setup=setup)
+    return trainer_zygote().fork(
+        "trainer", f"@{config.run_dir.config}", log=log, env=environment, setup=setup
+    )
 
 
 def run_trainer(config, code=0, setup="", ranks=1) -> str:
@@ -112,7 +142,11 @@ def wait_for(processes: list[Forked], code: int) -> str:
 
 def ranks_of(count: int) -> list[dict[str, str]]:
     """What torchrun puts into the environment of each rank; nothing for one that is alone."""
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": str(count)}
+    world = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports(1)[0]),
+        "WORLD_SIZE": str(count),
+    }
     return [world | {"RANK": str(rank)} for rank in range(count)] if count > 1 else [{}]
 
 
@@ -134,12 +168,24 @@ def test_end_to_end(straight):
     lines = read_metrics(run_dir.metrics)
     assert list(lines) == [(step, "trainer") for step in range(1, STEPS + 1)]
     for (step, _), line in lines.items():
-        expected = "loss/mean entropy/mean masked_fraction optim/grad_norm optim/lr optim/steps perf/tokens_per_s "
-        expected += "mismatch_kl/mean mismatch_kl/max" if step == 1 else "lag_kl/mean"  # all are sampled by version 0
-        expected += " perf/peak_memory_gib perf/shared_token_fraction time/step time/wait_for_batch time/forward_backward"
-        expected += " time/optimizer time/publish_weights time/checkpoint ratio/p50 ratio/test/p99 entropy/test/mean masked_fraction/test"
+        expected = (
+            "loss/mean entropy/mean masked_fraction optim/grad_norm optim/lr optim/steps "
+            "perf/tokens_per_s "
+        )
+        # all are sampled by version 0
+        expected += "mismatch_kl/mean mismatch_kl/max" if step == 1 else "lag_kl/mean"
+        expected += (
+            " perf/peak_memory_gib perf/shared_token_fraction time/step time/wait_for_batch "
+            "time/forward_backward"
+        )
+        expected += (
+            " time/optimizer time/publish_weights time/checkpoint ratio/p50 ratio/test/p99 "
+            "entropy/test/mean masked_fraction/test"
+        )
         assert {*expected.split()} <= {key for key, value in line.items() if value is not None}
-    assert [line["optim/lr"] for line in lines.values()] == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 2.5e-4])
+    assert [line["optim/lr"] for line in lines.values()] == pytest.approx(
+        [5e-4, 1e-3, 1e-3, 7.5e-4, 2.5e-4]
+    )
 
 
 def test_every_token_and_every_part_of_a_step_is_on_record(straight):
@@ -147,25 +193,45 @@ def test_every_token_and_every_part_of_a_step_is_on_record(straight):
     run = Run(run_dir.root)
     for step in (1, STEPS):
         samples = run.tokens(step)
-        entropies, ratios = (np.concatenate([getattr(one, name)[one.loss_mask] for one in samples]) for name in ("entropies", "ratio"))
-        means = {name: run.curve(name, "trainer")[1][step - 1] for name in ("entropy/mean", "ratio/mean", "masked_fraction")}
-        assert not run.batch(step).fault and len(entropies) == sum(one.sample.num_trained for one in samples)
-        assert np.mean(entropies) == pytest.approx(means["entropy/mean"], rel=1e-3)  # they are float16
+        entropies, ratios = (
+            np.concatenate([getattr(one, name)[one.loss_mask] for one in samples])
+            for name in ("entropies", "ratio")
+        )
+        means = {
+            name: run.curve(name, "trainer")[1][step - 1]
+            for name in ("entropy/mean", "ratio/mean", "masked_fraction")
+        }
+        assert not run.batch(step).fault and len(entropies) == sum(
+            one.sample.num_trained for one in samples
+        )
+        # they are float16
+        assert np.mean(entropies) == pytest.approx(means["entropy/mean"], rel=1e-3)
         assert np.mean(ratios) == pytest.approx(means["ratio/mean"], rel=1e-5)
         stopped = np.concatenate([(one.clipped | one.masked)[one.loss_mask] for one in samples])
         assert stopped.mean() == pytest.approx(means["masked_fraction"], rel=1e-6)
     spans = [done for done in run.timeline().spans if done.process == "trainer"]
-    lanes = {lane: [done for done in spans if done.lane == lane] for lane in {done.lane for done in spans}}
+    lanes = {
+        lane: [done for done in spans if done.lane == lane]
+        for lane in {done.lane for done in spans}
+    }
     assert set(lanes) == {"phase", "step", "prefetch", "publisher", "saver", "token_files"}
-    assert [done.step for done in lanes["publisher"] if done.name == "write_version"] == list(range(1, STEPS + 1))
+    assert [done.step for done in lanes["publisher"] if done.name == "write_version"] == list(
+        range(1, STEPS + 1)
+    )
     for step, seconds in zip(*run.curve("time/forward_backward"), strict=True):
-        passes = [done.end - done.begin for done in lanes["step"] if (done.name, done.step) == ("forward_backward", step)]
-        assert sum(passes) == pytest.approx(seconds, abs=2e-3)  # what is shorter than a millisecond is no span
+        passes = [
+            done.end - done.begin
+            for done in lanes["step"]
+            if (done.name, done.step) == ("forward_backward", step)
+        ]
+        # what is shorter than a millisecond is no span
+        assert sum(passes) == pytest.approx(seconds, abs=2e-3)
     assert {mark.name for mark in run.timeline().marks} == {"step"}
 
 
 def test_a_resumed_run_equals_a_straight_one_bit_for_bit(straight, tied_folder, tmp_path):
-    """Ended after step 3, resumed after its weights are lost and its newest checkpoint is damaged: steps 3 to 5 are done (again)."""
+    """Ended after step 3, resumed after its weights are lost and its newest checkpoint is
+    damaged: steps 3 to 5 are done (again)."""
     config = make_config(tmp_path, tied_folder)
     run_dir = config.run_dir
     with StubOrchestrator(run_dir, batches(3)):
@@ -200,7 +266,9 @@ def test_two_ranks_equal_one(straight, tied_folder, world, tmp_path):
     model = load_policy(str(tied_folder), config.model, config.trainer, world)
     found = checkpoint.newest(config.run_dir.checkpoints, world)
     assert checkpoint.load(*found, model, make_optimizer(model, OptimConfig()), world) == STEPS
-    assert all((weight.full_tensor() == ours[name]).all() for name, weight in model.named_parameters())
+    assert all(
+        (weight.full_tensor() == ours[name]).all() for name, weight in model.named_parameters()
+    )
 
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_no_version(straight, tied_folder, tmp_path):
@@ -209,7 +277,9 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_no_version(straight, tied_
     command, faults = f"@{config.run_dir.config}", ("", "trainer:weights.saved:2")
     with StubOrchestrator(config.run_dir, batches()):
         ranks = [
-            trainer_zygote().fork("trainer", command, log=tmp_path / f"log-{fault}", env=os.environ | env, fault=fault)
+            trainer_zygote().fork(
+                "trainer", command, log=tmp_path / f"log-{fault}", env=os.environ | env, fault=fault
+            )
             for env, fault in zip(ranks_of(2), faults, strict=True)
         ]
         try:
@@ -224,7 +294,9 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_no_version(straight, tied_
     assert not [path for path in config.run_dir.weights_dir.iterdir() if path.name.startswith(".")]
 
 
-def test_nothing_waits_for_itself_when_each_batch_needs_the_version_before(straight, tied_folder, tmp_path):
+def test_nothing_waits_for_itself_when_each_batch_needs_the_version_before(
+    straight, tied_folder, tmp_path
+):
     config = make_config(tmp_path, tied_folder)
     orchestrator = StubOrchestrator(config.run_dir, batches(3))
     orchestrator.lockstep = True
@@ -232,20 +304,29 @@ def test_nothing_waits_for_itself_when_each_batch_needs_the_version_before(strai
         assert "the run has ended: no more batches" in run_trainer(config)
     assert [version for version, _ in orchestrator.published] == [1, 2, 3]
     for version in (1, 3):
-        ours, theirs = (d.weights(version) / "model.safetensors" for d in (config.run_dir, straight[0]))
+        ours, theirs = (
+            d.weights(version) / "model.safetensors" for d in (config.run_dir, straight[0])
+        )
         assert ours.read_bytes() == theirs.read_bytes(), version
-    latencies = [line.get("time/publish_latency") for line in read_metrics(config.run_dir.metrics).values()]
-    assert latencies[0] is None and all(0 < latency < 10 for latency in latencies[1:])  # of the version before the step's
+    latencies = [
+        line.get("time/publish_latency") for line in read_metrics(config.run_dir.metrics).values()
+    ]
+    # of the version before the step's
+    assert latencies[0] is None and all(0 < latency < 10 for latency in latencies[1:])
 
 
 def test_it_ends_before_it_trains_on_what_another_model_has_sampled(tied_folder, tmp_path):
     config = make_config(tmp_path, tied_folder, strict_parity=None)
     with StubOrchestrator(config.run_dir, batches()):
         output = run_trainer(config, GIVE_UP)
-    assert "the two compute different models" in output and "trainer.strict_parity = false trains anyway" in output
+    assert (
+        "the two compute different models" in output
+        and "trainer.strict_parity = false trains anyway" in output
+    )
     assert not numbered(config.run_dir.weights_dir) and not numbered(config.run_dir.checkpoints)
     assert not read_metrics(config.run_dir.metrics), "no step was made"
-    config.orchestrator.sampling.top_p, config.max_steps = 0.5, 1  # then its log-probabilities are others, and the user was told
+    # then its log-probabilities are others, and the user was told
+    config.orchestrator.sampling.top_p, config.max_steps = 0.5, 1
     write_file(config.run_dir.config, to_toml(config).encode())
     with StubOrchestrator(config.run_dir, batches(1)):
         run_trainer(config)
@@ -262,7 +343,10 @@ def test_a_full_disk_ends_it_while_it_waits_for_a_batch(tied_folder, tmp_path):
     orchestrator.missing = 2
     with orchestrator:
         output = run_trainer(config, GIVE_UP, "tests.trainer.test_main:fill_disk")
-    said = r"trainer: \[Errno 28\] no space left: 0\.\d\d MiB are needed, 0\.00 MiB are free: '/.*then start again: the run resumes"
+    said = (
+        r"trainer: \[Errno 28\] no space left: 0\.\d\d MiB are needed, 0\.00 MiB are free: "
+        r"'/.*then start again: the run resumes"
+    )
     assert re.search(said, output)
     assert orchestrator.published == [] and not list(numbered(config.run_dir.weights_dir))
 
@@ -283,20 +367,30 @@ def fail_a_thread():
 
 @pytest.mark.parametrize(
     ("thread", "phase", "step"),
-    [("saver", Phase.CHECKPOINTING, 2), ("publisher", Phase.PUBLISHING, 1), ("token log", Phase.WRITING_TOKEN_LOG, 1)],
+    [
+        ("saver", Phase.CHECKPOINTING, 2),
+        ("publisher", Phase.PUBLISHING, 1),
+        ("token log", Phase.WRITING_TOKEN_LOG, 1),
+    ],
 )
-def test_the_error_of_a_thread_that_writes_is_not_the_batchs(tied_folder, tmp_path, monkeypatch, thread, phase, step):
+def test_the_error_of_a_thread_that_writes_is_not_the_batchs(
+    tied_folder, tmp_path, monkeypatch, thread, phase, step
+):
     """Nobody that reads the last status takes the trainer for one that its batch has killed."""
     monkeypatch.setenv("RL_TEST_FAILS", thread)
     config = make_config(tmp_path, tied_folder)
     with StubOrchestrator(config.run_dir, batches()):
-        assert "ValueError: of the test" in run_trainer(config, 1, "tests.trainer.test_main:fail_a_thread")
+        assert "ValueError: of the test" in run_trainer(
+            config, 1, "tests.trainer.test_main:fail_a_thread"
+        )
     status = read_status(config.run_dir.status("trainer"))
     assert (status.phase, status.step) == (phase, step)
 
 
 @pytest.mark.parametrize("number", [errno.EFBIG, errno.EROFS])
-def test_a_disk_that_fails_ends_it_without_another_start(tied_folder, tmp_path, monkeypatch, number):
+def test_a_disk_that_fails_ends_it_without_another_start(
+    tied_folder, tmp_path, monkeypatch, number
+):
     """The message has the file's name and a remedy."""
     config = make_config(tmp_path, tied_folder)
 
@@ -312,7 +406,10 @@ def test_a_disk_that_fails_ends_it_without_another_start(tied_folder, tmp_path, 
     with pytest.raises(SystemExit) as end:
         rl.trainer.main.main()
     message, code = end.value.code
-    assert message.startswith(f"[Errno {number}] {os.strerror(number)}: '/disk/file'; ") and "then start again" in message
+    assert (
+        message.startswith(f"[Errno {number}] {os.strerror(number)}: '/disk/file'; ")
+        and "then start again" in message
+    )
     assert code == GIVE_UP
 
 
@@ -322,11 +419,23 @@ def test_a_damaged_batch_ends_it_after_the_step_before(tied_folder, tmp_path):
     with StubOrchestrator(config.run_dir, batches()) as orchestrator:
         orchestrator.batches[2] = orchestrator.batches[2][:-1]
         command = [sys.executable, *TWO_RANKS, f"@{config.run_dir.config}"]
-        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "000002.batch: damaged, its checksum does not match" in done.stdout + done.stderr
+        done = subprocess.run(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert (
+        done.returncode == 1
+        and "000002.batch: damaged, its checksum does not match" in done.stdout + done.stderr
+    )
     assert config.run_dir.exit_code("trainer").read_text() == str(DAMAGED)
     assert list(read_metrics(config.run_dir.metrics)) == [(1, "trainer")]
-    assert {path.stem for path in config.run_dir.status("").parent.glob("trainer*.json")} == {"trainer", "trainer-1"}
+    assert {path.stem for path in config.run_dir.status("").parent.glob("trainer*.json")} == {
+        "trainer",
+        "trainer-1",
+    }
 
 
 def test_a_batch_that_does_not_come_ends_it_with_a_diagnosis(tied_folder, tmp_path):
@@ -348,23 +457,48 @@ def test_faults_end_it_at_once_with_a_remedy(tmp_path, tied_folder):
     assert "nowhere': no such folder; give" in run_trainer(config, GIVE_UP)
     config = make_config(tmp_path, tied_folder)
     lock = hold_role(config.run_dir.lock("trainer"))
-    assert "trainer of this run is already running" in run_trainer(config, 1, "tests.trainer.test_main:wait_briefly")
+    assert "trainer of this run is already running" in run_trainer(
+        config, 1, "tests.trainer.test_main:wait_briefly"
+    )
     lock.close()
 
 
 def test_fake_data_measures_the_trainer_alone(tied_folder, tmp_path):
-    flags = ["--trainer.data.fake.samples", "6", "--trainer.data.fake.group_size", "3", "--model.name", str(tied_folder), "--name", "bench"]
+    flags = [
+        "--trainer.data.fake.samples",
+        "6",
+        "--trainer.data.fake.group_size",
+        "3",
+        "--model.name",
+        str(tied_folder),
+        "--name",
+        "bench",
+    ]
     flags += ["--output_dir", str(tmp_path), "--max_steps", "3", "--trainer.gpus", "0"]
     logs = [tmp_path / "rank-0.log", tmp_path / "rank-1.log"]
-    ranks = [trainer_zygote().fork("trainer", *flags, log=log, env=os.environ | env) for log, env in zip(logs, ranks_of(2), strict=True)]
+    ranks = [
+        trainer_zygote().fork("trainer", *flags, log=log, env=os.environ | env)
+        for log, env in zip(logs, ranks_of(2), strict=True)
+    ]
     choice, *lines = wait_for(ranks, 0).splitlines()
-    assert choice.startswith("trainer.attention: blocks for ") and [line.split(":")[0] for line in lines] == [
+    assert choice.startswith("trainer.attention: blocks for ") and [
+        line.split(":")[0] for line in lines
+    ] == [
         "step 1",
         "step 2",
         "step 3",
         "median of 2 steps",
     ]
     assert all(
-        re.search(r"\d+ tokens/s, .* forward and backward [\d.]+ s, optimizer [\d.]+ s, .* peak memory [\d.]+ GiB$", s) for s in lines
+        re.search(
+            r"\d+ tokens/s, .* forward and backward [\d.]+ s, optimizer [\d.]+ s, .* peak "
+            r"memory [\d.]+ GiB$",
+            s,
+        )
+        for s in lines
     )
-    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == ["metrics", "metrics.jsonl", "status"]
+    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == [
+        "metrics",
+        "metrics.jsonl",
+        "status",
+    ]

@@ -10,7 +10,15 @@ from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer import optim
 from rl.trainer.model.policy import score
-from rl.trainer.optim import MOMENTS, OffloadedAdamW, clip_gradients, gradient_norm, local, make_optimizer, require_host_memory
+from rl.trainer.optim import (
+    MOMENTS,
+    OffloadedAdamW,
+    clip_gradients,
+    gradient_norm,
+    local,
+    make_optimizer,
+    require_host_memory,
+)
 from rl.trainer.store import checkpoint
 from tests.families import CONFIGS
 from tests.trainer.model.test_policy import policy, rows_of
@@ -32,11 +40,15 @@ def test_schedules():
 
 
 def test_moments_that_do_not_fit_into_the_hosts_memory_are_refused(monkeypatch):
-    weights = [torch.empty(1 << 28, device="meta"), torch.empty(3 << 28, device="meta")]  # 2^30 weights, whose moments take 8 GiB
+    # 2^30 weights, whose moments take 8 GiB
+    weights = [torch.empty(1 << 28, device="meta"), torch.empty(3 << 28, device="meta")]
     monkeypatch.setattr(optim, "memory_bytes", lambda: (15 << 30, 15 << 30))
     require_host_memory(weights)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(RunError, match=r"takes 16\.0 GiB for the moments of 2 rank\(s\), but this machine has 15\.0 GiB"):
+    with pytest.raises(
+        RunError,
+        match=r"takes 16\.0 GiB for the moments of 2 rank\(s\), but this machine has 15\.0 GiB",
+    ):
         require_host_memory(weights)
 
 
@@ -57,27 +69,44 @@ def test_steps_are_those_of_torch_and_vectors_are_not_decayed():
     twin.load_state_dict(model.state_dict())
     ours = make_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.5))
     theirs = torch.optim.AdamW(
-        [{"params": [twin.weight], "weight_decay": 0.5}, {"params": [twin.bias], "weight_decay": 0.0}], lr=0.1, betas=(0.9, 0.95)
+        [
+            {"params": [twin.weight], "weight_decay": 0.5},
+            {"params": [twin.bias], "weight_decay": 0.0},
+        ],
+        lr=0.1,
+        betas=(0.9, 0.95),
     )
     for _ in range(3):
         for net, optimizer in ((model, ours), (twin, theirs)):
             optimizer.zero_grad()
             net(torch.ones(4, 3)).square().sum().backward()
             optimizer.step()
-    assert torch.allclose(model.weight, twin.weight, atol=1e-6) and torch.allclose(model.bias, twin.bias, atol=1e-6)
+    assert torch.allclose(model.weight, twin.weight, atol=1e-6) and torch.allclose(
+        model.bias, twin.bias, atol=1e-6
+    )
 
 
 def test_biases_of_experts_are_not_decayed(tmp_path):
     """They are stacked, so they have two dimensions."""
-    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path / "model", CONFIGS["gpt_oss"]))
+    model = AutoModelForCausalLM.from_pretrained(
+        make_tiny_model(tmp_path / "model", CONFIGS["gpt_oss"])
+    )
     groups = make_optimizer(model, OptimConfig(weight_decay=0.5)).param_groups
-    decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
-    assert decayed == {id(p) for name, p in model.named_parameters() if "norm" not in name and not name.endswith(("bias", "sinks"))}
+    decayed = {
+        id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]
+    }
+    assert decayed == {
+        id(p)
+        for name, p in model.named_parameters()
+        if "norm" not in name and not name.endswith(("bias", "sinks"))
+    }
     assert any(p.ndim == 2 for name, p in model.named_parameters() if name.endswith("bias"))
 
 
 def test_offload_needs_a_gpu():
-    with pytest.raises(RunError, match=r"trainer.optim.offload moves .* without a GPU leave it false"):
+    with pytest.raises(
+        RunError, match=r"trainer.optim.offload moves .* without a GPU leave it false"
+    ):
         make_optimizer(nn.Linear(2, 2), OptimConfig(offload=True))
 
 
@@ -95,14 +124,20 @@ class Copies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_offloaded_moments_travel_once_an_optimizer_step_and_the_bits_are_the_same(tied_folder, world):
+def test_offloaded_moments_travel_once_an_optimizer_step_and_the_bits_are_the_same(
+    tied_folder, world
+):
     """Here the host is the device as well, so the copies are counted."""
     (row,), results = rows_of(branching_batch()), []
     for kind in (torch.optim.AdamW, OffloadedAdamW):
         model = policy(tied_folder, world)
         optimizer = make_optimizer(model, OptimConfig(weight_decay=0.1))
         optimizer.__class__ = kind
-        host = sorted(local(state[name]).untyped_storage().data_ptr() for state in optimizer.state.values() for name in MOMENTS)
+        host = sorted(
+            local(state[name]).untyped_storage().data_ptr()
+            for state in optimizer.state.values()
+            for name in MOMENTS
+        )
         for _ in range(2):
             with Copies() as passes:
                 for _ in range(2):
@@ -112,11 +147,17 @@ def test_offloaded_moments_travel_once_an_optimizer_step_and_the_bits_are_the_sa
             optimizer.zero_grad()
             assert not set(host) & {*passes.sources, *passes.targets}
             moved = host if kind is OffloadedAdamW else []
-            assert sorted(set(host).intersection(step.sources)) == sorted(set(host).intersection(step.targets)) == moved
+            assert (
+                sorted(set(host).intersection(step.sources))
+                == sorted(set(host).intersection(step.targets))
+                == moved
+            )
             assert len(step.sources) == len(step.targets) == 2 * len(moved)
         results.append(checkpoint.snapshot(model, optimizer, world))
     assert results[0].keys() == results[1].keys()
-    assert all(torch.equal(local(value), local(results[1][name])) for name, value in results[0].items())
+    assert all(
+        torch.equal(local(value), local(results[1][name])) for name, value in results[0].items()
+    )
 
 
 class HeadNorm(nn.Module):
@@ -139,7 +180,9 @@ class StateSpace(nn.Module):
 
 def decayed(model):
     optimizer = make_optimizer(model, OptimConfig(weight_decay=0.5))
-    chosen = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    chosen = {
+        id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]
+    }
     return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
 
@@ -151,6 +194,14 @@ def test_norms_rates_and_kernels_of_one_channel_are_not_decayed():
 def test_of_each_family_what_multiplies_whole_vectors_is_decayed(family, tmp_path):
     folder = make_tiny_model(tmp_path / "m", config=CONFIGS[family])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    left = {name for name, parameter in model.named_parameters() if parameter.ndim > 1} - decayed(model)
-    assert all(name.endswith(("bias", "A_log", "conv1d.weight", "conv.conv.weight")) or "norm" in name for name in left), left
-    assert not any("norm" in name or name.endswith(("bias", "A_log", "conv1d.weight")) for name in decayed(model))
+    left = {name for name, parameter in model.named_parameters() if parameter.ndim > 1} - decayed(
+        model
+    )
+    assert all(
+        name.endswith(("bias", "A_log", "conv1d.weight", "conv.conv.weight")) or "norm" in name
+        for name in left
+    ), left
+    assert not any(
+        "norm" in name or name.endswith(("bias", "A_log", "conv1d.weight"))
+        for name in decayed(model)
+    )

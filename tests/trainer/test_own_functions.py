@@ -34,31 +34,65 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_five_functions_of_the_page_in_one_run(folder, model, world):
-    flags = ["--name", "r", "--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8", "--model.dtype", "float32"]
-    flags += ["--orchestrator.eval.interval", "2", "--orchestrator.eval.num_examples", "2", "--max_lag", "0"]
+    flags = [
+        "--name",
+        "r",
+        "--model.max_model_len",
+        "256",
+        "--orchestrator.sampling.max_tokens",
+        "8",
+        "--model.dtype",
+        "float32",
+    ]
+    flags += [
+        "--orchestrator.eval.interval",
+        "2",
+        "--orchestrator.eval.num_examples",
+        "2",
+        "--max_lag",
+        "0",
+    ]
     config = build(parse_args(["@", "run.toml", *flags])).with_absolute_paths()
     _, given, _ = play(config, model)
     rollouts = [line for step in (1, 2) for line in lines(config.run_dir.rollouts(step))]
     groups: dict[int, list[dict]] = {}
     for line in rollouts:
         assert line["metrics"]["exact"] == line["reward"]
-        assert (line["metrics"]["characters"], line["metrics"]["number"]) == (1, 1.0)  # the stub answers with a digit
+        # the stub answers with a digit
+        assert (line["metrics"]["characters"], line["metrics"]["number"]) == (1, 1.0)
         groups.setdefault(line["group_id"], []).append(line)
     for group in groups.values():
         rewards = [line["reward"] for line in group]
         median = sum(sorted(rewards)[1:3]) / 2
-        assert [line["advantage"] for line in group] == [(gap if gap > 0 else 0.5 * gap) for gap in (r - median for r in rewards)]
+        assert [line["advantage"] for line in group] == [
+            (gap if gap > 0 else 0.5 * gap) for gap in (r - median for r in rewards)
+        ]
         answers = [line["messages"][-1]["content"] for line in group]
         if group[0]["why"] not in ("no_signal", "surplus"):
             assert [line["why"] for line in group] == [
-                None if answer not in answers[:i] else "filtered" for i, answer in enumerate(answers)
+                None if answer not in answers[:i] else "filtered"
+                for i, answer in enumerate(answers)
             ]
-    trained = [(line["step"], line["group_id"], line["rollout_id"]) for line in rollouts if line["trained"]]
-    assert trained == [(batch.step, sample.group_id, sample.rollout_id) for batch in given for sample in batch.samples] and trained
+    trained = [
+        (line["step"], line["group_id"], line["rollout_id"]) for line in rollouts if line["trained"]
+    ]
+    assert (
+        trained
+        == [
+            (batch.step, sample.group_id, sample.rollout_id)
+            for batch in given
+            for sample in batch.samples
+        ]
+        and trained
+    )
     metrics = read_metrics(config.run_dir.metrics)
     for step in (1, 2):
         mine = [line for line in lines(config.run_dir.rollouts(step)) if line["why"] != "surplus"]
-        assert metrics[step, "orchestrator"]["rollouts/filtered"] == sum(line["why"] == "filtered" for line in mine) / len(mine) > 0
+        assert (
+            metrics[step, "orchestrator"]["rollouts/filtered"]
+            == sum(line["why"] == "filtered" for line in mine) / len(mine)
+            > 0
+        )
         assert metrics[step, "orchestrator"]["reward/tasks/characters"] == 1
     assert metrics[2, "eval"]["eval/tasks/number"] == 1.0
     losses = [train_here(config, batch, model, world) for batch in given]
@@ -69,4 +103,9 @@ def train_here(config, batch, model, world):
     """One step on a batch, by the loss of the page."""
     policy = load_policy(str(model), config.model, config.trainer, world)
     packed = pack_alone(batch, sample_weights(batch.samples, config.trainer.loss, 1))
-    return train_step(TrainContext(policy, make_optimizer(policy, config.trainer.optim), config.trainer, world), packed, 1e-3, Timer())
+    return train_step(
+        TrainContext(policy, make_optimizer(policy, config.trainer.optim), config.trainer, world),
+        packed,
+        1e-3,
+        Timer(),
+    )

@@ -1,4 +1,5 @@
-"""What replay stands on: digests, quarantine, and training the same batches again in another directory."""
+"""What replay stands on: digests, quarantine, and training the same batches again in another
+directory."""
 
 import json
 import shutil
@@ -57,11 +58,22 @@ def record(config, world, batches):
 
 def replay(run_dir, config, root, world, **more):
     """What a replay finds: its lines for the versions, and those for the checkpoints."""
-    settings = {"run": str(run_dir.root), "weights": str(run_dir.weights_dir), "start": 0, "until": STEPS} | more
-    config = make_config(root, config.model.name, **config.trainer.model_dump() | {"data": {"replay": settings}})
+    settings = {
+        "run": str(run_dir.root),
+        "weights": str(run_dir.weights_dir),
+        "start": 0,
+        "until": STEPS,
+    } | more
+    config = make_config(
+        root, config.model.name, **config.trainer.model_dump() | {"data": {"replay": settings}}
+    )
     trainer = train_here(config, world, open_log(config, config.trainer.data.replay))
     lines = [json.loads(line) for line in (config.run_dir.root / FOUND).read_text().splitlines()]
-    return trainer, [line for line in lines if "version" in line], [line for line in lines if "checkpoint" in line]
+    return (
+        trainer,
+        [line for line in lines if "version" in line],
+        [line for line in lines if "checkpoint" in line],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +84,11 @@ def batches():
 @pytest.fixture(scope="module", params=["whole", "lora, several optimizer steps"])
 def recorded(request, batches, tied_folder, world, tmp_path_factory):
     several = {"minibatches": 2, "epochs": 2, "loss": {"type": "clip"}}
-    more = {"lora": {"rank": 4}, **several} if request.param == "lora, several optimizer steps" else {}
-    model = in_bfloat16(tied_folder, tmp_path_factory.mktemp("model") / "bfloat16")  # whose masters begin with dither
+    more = (
+        {"lora": {"rank": 4}, **several} if request.param == "lora, several optimizer steps" else {}
+    )
+    # whose masters begin with dither
+    model = in_bfloat16(tied_folder, tmp_path_factory.mktemp("model") / "bfloat16")
     config = make_config(tmp_path_factory.mktemp(request.param), model, **more)
     write_file(config.run_dir.quarantined(QUARANTINED), b"{}")
     return config, *record(config, world, batches)
@@ -82,13 +97,23 @@ def recorded(request, batches, tied_folder, world, tmp_path_factory):
 def test_a_quarantined_step_changes_nothing(recorded):
     config, trainer, orchestrator = recorded
     run_dir = config.run_dir
-    assert [version for version, _ in orchestrator.published] == [1, 2, 3, 4] and QUARANTINED not in orchestrator.asked
+    assert [version for version, _ in orchestrator.published] == [
+        1,
+        2,
+        3,
+        4,
+    ] and QUARANTINED not in orchestrator.asked
     of = {step: read_digests(run_dir.digests(step))["tensors"] for step in range(1, STEPS + 1)}
     assert of[2] == of[3] and first_difference(of[1], of[2]) and first_difference(of[3], of[4])
     assert list(numbered(run_dir.weights_dir)) == [2, 3, 4]  # 2 is a checkpoint's
     assert verify_version(run_dir.weights(3))["tensors"] == of[2]
     lines = read_metrics(run_dir.metrics)
-    assert [lines[step, "trainer"].get("quarantined") for step in range(1, STEPS + 1)] == [None, None, 1.0, None]
+    assert [lines[step, "trainer"].get("quarantined") for step in range(1, STEPS + 1)] == [
+        None,
+        None,
+        1.0,
+        None,
+    ]
     steps = {int(values["step"]) for values in trainer.context.optimizer.state.values()}
     each = trainer.context.settings.minibatches * trainer.context.settings.epochs
     assert steps == {(STEPS - 1) * each} and lines[STEPS, "trainer"]["optim/steps"] == each
@@ -99,8 +124,15 @@ def test_digests_are_those_of_the_bytes_in_the_file(recorded):
     tensors = load_file(next(folder.glob("*.safetensors")))
     content = read_digests(folder / "digests.json")
     assert content["hash"] == HASH == "blake3"
-    assert content["tensors"] == {name: blake3(tensor.view(torch.uint8).numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
-    assert content["made_by"] | {"threads": 1, "ranks": 1, "deterministic": True, "torch": torch.__version__} == content["made_by"]
+    assert content["tensors"] == {
+        name: blake3(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in tensors.items()
+    }
+    assert (
+        content["made_by"]
+        | {"threads": 1, "ranks": 1, "deterministic": True, "torch": torch.__version__}
+        == content["made_by"]
+    )
     assert content["made_by"] | {"attention": "blocks", "compiled": False} == content["made_by"]
     assert "files" in content and "files" not in read_digests(recorded[0].run_dir.digests(STEPS))
 
@@ -109,7 +141,9 @@ def test_a_replay_is_equal_and_writes_nothing_into_the_run(recorded, world, tmp_
     config = recorded[0]
     before = {path: path.stat().st_mtime_ns for path in config.run_dir.root.rglob("*")}
     _, versions, checkpoints = replay(config.run_dir, config, tmp_path, world)
-    assert [line["version"] for line in versions] == [1, 2, 3, 4] and [line["checkpoint"] for line in checkpoints] == [2, 4]
+    assert [line["version"] for line in versions] == [1, 2, 3, 4] and [
+        line["checkpoint"] for line in checkpoints
+    ] == [2, 4]
     assert not any(line["tensor"] or line["fault"] or line["unlike"] for line in versions)
     assert [line["kept"] for line in versions] == [["digests"], *[["digests", "weights"]] * 3]
     assert not any(line["ranks"] or line["fault"] for line in checkpoints)
@@ -119,14 +153,23 @@ def test_a_replay_is_equal_and_writes_nothing_into_the_run(recorded, world, tmp_
 def test_conditions_that_differ_are_named(recorded):
     made_by = read_digests(recorded[0].run_dir.digests(STEPS))["made_by"]
     assert not differing_conditions(made_by, made_by)
-    assert differing_conditions(made_by | {"bfloat16": "avx9_bf16"}, made_by) == f"bfloat16 avx9_bf16 there and {made_by['bfloat16']} here"
+    assert (
+        differing_conditions(made_by | {"bfloat16": "avx9_bf16"}, made_by)
+        == f"bfloat16 avx9_bf16 there and {made_by['bfloat16']} here"
+    )
     other = made_by | {"arithmetic": "1 (block by block)", "threads": 64}
-    expected = f"threads 64 there and {made_by['threads']} here, arithmetic 1 (block by block) there and {ARITHMETIC} here"
+    expected = (
+        f"threads 64 there and {made_by['threads']} here, arithmetic 1 (block by block) there "
+        f"and {ARITHMETIC} here"
+    )
     assert differing_conditions(other, made_by) == expected
 
 
-def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_it_begins(recorded, batches, world, tmp_path):
-    """With its settings, and its optimizer state; with another learning rate the next version is another one."""
+def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_it_begins(
+    recorded, batches, world, tmp_path
+):
+    """With its settings, and its optimizer state; with another learning rate the next version is
+    another one."""
     parent = recorded[0]
     versions = {}
     for name, lr in (("same", 1e-3), ("other", 2e-3)):
@@ -138,24 +181,47 @@ def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_i
             write_batch(config.run_dir.batch(batch.step), batch, {})
         with StubOrchestrator(config.run_dir, batches) as orchestrator:
             trainer = train_here(config, world)
-        assert [version for version, _ in orchestrator.published] == [2, 3, 4] and orchestrator.asked == [4]
+        assert [version for version, _ in orchestrator.published] == [
+            2,
+            3,
+            4,
+        ] and orchestrator.asked == [4]
         each = trainer.context.settings.minibatches * trainer.context.settings.epochs
-        assert {int(values["step"]) for values in trainer.context.optimizer.state.values()} == {(STEPS - 1) * each}
-        assert list(numbered(config.run_dir.checkpoints)) == [2, 3, 4]  # keep_last = 2, and where it begins
-        versions[name] = [read_digests(config.run_dir.digests(step))["tensors"] for step in (2, 3, 4)]
+        assert {int(values["step"]) for values in trainer.context.optimizer.state.values()} == {
+            (STEPS - 1) * each
+        }
+        # keep_last = 2, and where it begins
+        assert list(numbered(config.run_dir.checkpoints)) == [2, 3, 4]
+        versions[name] = [
+            read_digests(config.run_dir.digests(step))["tensors"] for step in (2, 3, 4)
+        ]
         found, checkpoints = replay(config.run_dir, config, tmp_path / "again", world, start=2)[1:]
-        assert not any(line["tensor"] or line["fault"] for line in found) and [line["checkpoint"] for line in checkpoints] == [3, 4]
+        assert not any(line["tensor"] or line["fault"] for line in found) and [
+            line["checkpoint"] for line in checkpoints
+        ] == [3, 4]
         shutil.rmtree(tmp_path / "again")
     of_parent = [read_digests(parent.run_dir.digests(step))["tensors"] for step in (2, 3, 4)]
-    assert versions["same"] == of_parent and versions["other"][:2] == of_parent[:2] and versions["other"][2] != of_parent[2]
+    assert (
+        versions["same"] == of_parent
+        and versions["other"][:2] == of_parent[:2]
+        and versions["other"][2] != of_parent[2]
+    )
     shutil.rmtree(config.run_dir.checkpoints)
-    with pytest.raises(RunError, match=r"is empty, but this run starts at step 2 \(branch of .* at step 2\): branch it again"):
+    with pytest.raises(
+        RunError,
+        match=r"is empty, but this run starts at step 2 \(branch of .* at step 2\): branch it "
+        r"again",
+    ):
         train_here(config, world)
 
 
 def test_a_replay_starts_at_a_checkpoint_and_stops_where_it_is_told(recorded, world, tmp_path):
-    trainer, versions, checkpoints = replay(recorded[0].run_dir, recorded[0], tmp_path, world, start=2, until=3)
-    assert [line["version"] for line in versions] == [2, 3] and checkpoints == [] and trainer.step == 3
+    trainer, versions, checkpoints = replay(
+        recorded[0].run_dir, recorded[0], tmp_path, world, start=2, until=3
+    )
+    assert (
+        [line["version"] for line in versions] == [2, 3] and checkpoints == [] and trainer.step == 3
+    )
     assert not any(line["tensor"] or line["fault"] for line in versions)
 
 
@@ -169,20 +235,26 @@ def test_another_batch_is_found_at_its_step(recorded, world, tmp_path):
     run_dir = copy_of(config.run_dir, tmp_path / "copy")
     batch = decode_batch(run_dir.batch(4).read_bytes(), "").batch
     for sample in batch.samples:
-        sample.spans = [msgspec.structs.replace(span, advantage=-span.advantage) for span in sample.spans]
+        sample.spans = [
+            msgspec.structs.replace(span, advantage=-span.advantage) for span in sample.spans
+        ]
     run_dir.batch(4).unlink()
     write_batch(run_dir.batch(4), batch, {})
     _, versions, checkpoints = replay(run_dir, config, tmp_path, world)
     assert [bool(line["tensor"]) for line in versions] == [False, False, False, True]
     assert 0 < versions[3]["max_difference"] < 0.01 and versions[3]["fault"] is None
-    assert [bool(line["ranks"]) for line in checkpoints] == [False, True] and checkpoints[1]["tensor"]
+    assert [bool(line["ranks"]) for line in checkpoints] == [False, True] and checkpoints[1][
+        "tensor"
+    ]
 
 
 def test_damage_is_told_from_difference(recorded, world, tmp_path):
     """A flipped bit of the weights, of their digests, and of the record."""
     config, *_ = recorded
     digests = read_digests(config.run_dir.digests(STEPS))["tensors"]
-    version = SimpleNamespace(image=SimpleNamespace(tensors=[]), made_by={}, digests_like=lambda _: digests)
+    version = SimpleNamespace(
+        image=SimpleNamespace(tensors=[]), made_by={}, digests_like=lambda _: digests
+    )
     first = next(iter(digests))
 
     def found(name, change):
@@ -203,23 +275,34 @@ def test_damage_is_told_from_difference(recorded, world, tmp_path):
 
     assert found("whole", lambda run_dir: None)["fault"] is None
     flipped = found("flipped", flip)
-    assert flipped["tensor"] is None and "safetensors: tensor " in flipped["fault"] and flipped["fault"].endswith("is not what was written")
+    assert (
+        flipped["tensor"] is None
+        and "safetensors: tensor " in flipped["fault"]
+        and flipped["fault"].endswith("is not what was written")
+    )
     damaged = found("record", lambda run_dir: change(run_dir.digests(STEPS)))
     assert damaged["tensor"] == first and "weights/000004/digests.json and" in damaged["fault"]
-    assert "damaged" in found("cut", lambda run_dir: run_dir.digests(STEPS).write_text("{"))["fault"]
+    assert (
+        "damaged" in found("cut", lambda run_dir: run_dir.digests(STEPS).write_text("{"))["fault"]
+    )
     with pytest.raises(CorruptFileError, match=f"tensor {first} is not what was written"):
         run_dir = copy_of(config.run_dir, tmp_path / "own")
         change(run_dir.weights(STEPS) / "digests.json")
         verify_version(run_dir.weights(STEPS))
 
 
-def test_what_is_trained_again_is_not_written_again(recorded, batches, world, tmp_path, capsys, monkeypatch):
-    """After the loss of the newest checkpoint: version 3 is there, 4 is damaged; then a run whose record says something else.
+def test_what_is_trained_again_is_not_written_again(
+    recorded, batches, world, tmp_path, capsys, monkeypatch
+):
+    """After the loss of the newest checkpoint: version 3 is there, 4 is damaged; then a run whose
+    record says something else.
 
     What is wrong is said by `rl`, too.
     """
     config, warned = recorded[0], []
-    monkeypatch.setattr(Status, "warn", lambda _, warning: warned.append((warning.about, warning.text)))
+    monkeypatch.setattr(
+        Status, "warn", lambda _, warning: warned.append((warning.about, warning.text))
+    )
     run_dir = copy_of(config.run_dir, tmp_path / "run")
     config = make_config(tmp_path, config.model.name, **config.trainer.model_dump())
     shutil.rmtree(run_dir.checkpoint(4))
@@ -227,23 +310,47 @@ def test_what_is_trained_again_is_not_written_again(recorded, batches, world, tm
     before = run_dir.weights(3).stat().st_ino
     with StubOrchestrator(run_dir, batches) as orchestrator:
         train_here(config, world)
-    assert [version for version, _ in orchestrator.published] == [2, 3, 4] and run_dir.weights(3).stat().st_ino == before
-    assert verify_version(run_dir.weights(4))["tensors"] == read_digests(recorded[0].run_dir.digests(4))["tensors"]
-    assert "000004/digests.json: missing or damaged; version 4 is written again" in capsys.readouterr().err
-    assert warned == [("damaged", f"{run_dir.weights(4) / 'digests.json'}: missing or damaged; version 4 is written again")]
+    assert [version for version, _ in orchestrator.published] == [2, 3, 4] and run_dir.weights(
+        3
+    ).stat().st_ino == before
+    assert (
+        verify_version(run_dir.weights(4))["tensors"]
+        == read_digests(recorded[0].run_dir.digests(4))["tensors"]
+    )
+    assert (
+        "000004/digests.json: missing or damaged; version 4 is written again"
+        in capsys.readouterr().err
+    )
+    assert warned == [
+        (
+            "damaged",
+            f"{run_dir.weights(4) / 'digests.json'}: missing or damaged; version 4 is "
+            "written again",
+        )
+    ]
     for name in ("checkpoints/000004", "weights"):
         shutil.rmtree(run_dir.root / name)
     content = read_digests(run_dir.digests(3))
     content["tensors"] = dict.fromkeys(content["tensors"], "0" * 64)
-    run_dir.digests(3).write_text(json.dumps(content | {"made_by": content["made_by"] | {"threads": 7}}))
+    run_dir.digests(3).write_text(
+        json.dumps(content | {"made_by": content["made_by"] | {"threads": 7}})
+    )
     with StubOrchestrator(run_dir, batches):
         train_here(config, world)
     said = capsys.readouterr().err
     assert (
-        f"WARNING: version 3 was trained again and differs from before, first in {next(iter(content['tensors']))} (threads 7 there" in said
+        "WARNING: version 3 was trained again and differs from before, first in "
+        f"{next(iter(content['tensors']))} (threads 7 there" in said
     )
-    assert [about for about, _ in warned] == ["damaged", "inexact"] and f"WARNING: {warned[1][1]}\n" in said
-    assert said.count("WARNING") == 1 and read_digests(run_dir.digests(3))["tensors"] == verify_version(run_dir.weights(3))["tensors"]
+    assert [about for about, _ in warned] == [
+        "damaged",
+        "inexact",
+    ] and f"WARNING: {warned[1][1]}\n" in said
+    assert (
+        said.count("WARNING") == 1
+        and read_digests(run_dir.digests(3))["tensors"]
+        == verify_version(run_dir.weights(3))["tensors"]
+    )
 
 
 def test_a_record_that_is_damaged_is_no_other_version(recorded, batches, world, tmp_path, capsys):
@@ -255,9 +362,14 @@ def test_a_record_that_is_damaged_is_no_other_version(recorded, batches, world, 
     content = read_digests(run_dir.digests(4))
     first = next(iter(content["tensors"]))
     run_dir.digests(4).unlink()
-    run_dir.digests(4).write_text(json.dumps(content | {"tensors": content["tensors"] | {first: "0" * 64}}))
+    run_dir.digests(4).write_text(
+        json.dumps(content | {"tensors": content["tensors"] | {first: "0" * 64}})
+    )
     with StubOrchestrator(run_dir, batches):
         train_here(config, world)
-    said = f"{run_dir.digests(4)}: differs from {run_dir.weights(4) / 'digests.json'} in tensor {first}; version 4 is written again"
+    said = (
+        f"{run_dir.digests(4)}: differs from {run_dir.weights(4) / 'digests.json'} in tensor "
+        f"{first}; version 4 is written again"
+    )
     assert f"WARNING: {said}\n" in (err := capsys.readouterr().err) and err.count("WARNING") == 1
     assert read_digests(run_dir.digests(4)) == content

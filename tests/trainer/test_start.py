@@ -33,7 +33,9 @@ def weights_of(model):
     return {name: parameter.full_tensor().cpu() for name, parameter in model.named_parameters()}
 
 
-def test_masters_of_a_run_in_bfloat16_begin_with_dither_and_those_of_a_checkpoint_remain(folder, world, tmp_path):
+def test_masters_of_a_run_in_bfloat16_begin_with_dither_and_those_of_a_checkpoint_remain(
+    folder, world, tmp_path
+):
     trainer = started(tmp_path, folder, world)
     run_dir, context = trainer.config.run_dir, trainer.context
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -59,23 +61,40 @@ def test_masters_of_a_run_in_bfloat16_begin_with_dither_and_those_of_a_checkpoin
         ({}, False),
     ],
 )
-def test_a_run_that_needs_its_base_does_not_go_on_with_another(folder, world, tmp_path, settings, needed):
-    """Checkpoints lack the base of adapters and of the KL term; files of the same shapes took its place in silence."""
+def test_a_run_that_needs_its_base_does_not_go_on_with_another(
+    folder, world, tmp_path, settings, needed
+):
+    """Checkpoints lack the base of adapters and of the KL term; files of the same shapes took
+    its place in silence."""
     base = shutil.copytree(folder, tmp_path / "base")
     trainer = started(tmp_path, base, world, **settings)
     trainer.saver.save(1, trainer.context.model, trainer.context.optimizer)
     trainer.saver.finish()
     assert started(tmp_path, base, world, **settings).step == 1
     file = base / "model.safetensors"
-    save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    with pytest.raises(RunError, match=r"beside other files of model\.name's weights") if needed else contextlib.nullcontext():
+    save_file(
+        {name: tensor * 2 for name, tensor in load_file(file).items()}, file, {"format": "pt"}
+    )
+    with (
+        pytest.raises(RunError, match=r"beside other files of model\.name's weights")
+        if needed
+        else contextlib.nullcontext()
+    ):
         started(tmp_path, base, world, **settings)
 
 
 def test_masters_of_a_run_in_float32_and_the_base_of_adapters_have_none(folder, world, tmp_path):
     file = load_file(folder / "model.safetensors")
-    for name, weight in weights_of(started(tmp_path / "whole", folder, world, "float32").context.model).items():
+    for name, weight in weights_of(
+        started(tmp_path / "whole", folder, world, "float32").context.model
+    ).items():
         assert weight.equal(file[name].float()), name
     base = weights_of(started(tmp_path / "adapters", folder, world, lora={"rank": 2}).context.model)
-    frozen = {name.replace(".base_layer", ""): weight for name, weight in base.items() if ".lora_" not in name}
-    assert frozen.keys() == file.keys() and all(weight.equal(file[name]) for name, weight in frozen.items())
+    frozen = {
+        name.replace(".base_layer", ""): weight
+        for name, weight in base.items()
+        if ".lora_" not in name
+    }
+    assert frozen.keys() == file.keys() and all(
+        weight.equal(file[name]) for name, weight in frozen.items()
+    )

@@ -36,11 +36,13 @@ WAITING = {
     ATEN.unique_consecutive,
     ATEN.lift_fresh,
 }
-"""Operations for which a GPU's host waits: sizes or numbers that depend on values, and tensors made of Python numbers."""
+"""Operations for which a GPU's host waits: sizes or numbers that depend on values, and tensors
+made of Python numbers."""
 
 
 class Watch(TorchDispatchMode):
-    """Notes the operations of a forward and backward pass for which the host of a GPU would wait."""
+    """Notes the operations of a forward and backward pass for which the host of a GPU would
+    wait."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +51,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         packet = function.overloadpacket
         lists = [x for x in args[1:2] if isinstance(x, list | tuple)]
-        by_mask = packet in (ATEN.index, ATEN.index_put, ATEN.index_put_) and any(i is not None and i.dtype == torch.bool for i in lists[0])
+        by_mask = packet in (ATEN.index, ATEN.index_put, ATEN.index_put_) and any(
+            i is not None and i.dtype == torch.bool for i in lists[0]
+        )
         by_counts = packet is ATEN.repeat_interleave and (kwargs or {}).get("output_size") is None
         if packet in WAITING or by_mask or by_counts:
             self.seen.append(str(function))
@@ -61,7 +65,11 @@ def dense(query, key, value, tree, window, scale, cap=None, sinks=None):
     tree.flex(window)
     heads = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(heads, dim=1) for x in (key, value))
-    return scaled_dot_product_attention(query, keys, values, attn_mask=tree.dense(window), scale=scale).transpose(1, 2).contiguous()
+    return (
+        scaled_dot_product_attention(query, keys, values, attn_mask=tree.dense(window), scale=scale)
+        .transpose(1, 2)
+        .contiguous()
+    )
 
 
 @on_cpu
@@ -82,10 +90,19 @@ def test_nothing_in_a_micro_batch_waits_for_the_device(family, loss, world, tmp_
             patch.setattr(torch.Tensor, name, lambda tensor, *_, name=name: watch.seen.append(name))
         batch = fill_blocks(row, 1).to(world.device)
         scores = score(model, batch, world, entropy_gradient=True)
-        terms = compute_loss(loss_inputs(batch, len(samples.samples), scores, world), settings.loss, loss_function(settings.loss))
+        terms = compute_loss(
+            loss_inputs(batch, len(samples.samples), scores, world),
+            settings.loss,
+            loss_function(settings.loss),
+        )
         total = (terms.loss * batch.weights).sum()
         total.backward()
         statistics.add(batch, total.detach(), scores, terms)
     assert watch.seen == []
-    assert torch.equal(tokens.values[1, batch.token_index], scores.logprobs.detach()) and tokens.values[0].eq(1).all()
-    assert math.isfinite(statistics.total_loss(world)) and all(p.grad is not None for p in model.parameters())
+    assert (
+        torch.equal(tokens.values[1, batch.token_index], scores.logprobs.detach())
+        and tokens.values[0].eq(1).all()
+    )
+    assert math.isfinite(statistics.total_loss(world)) and all(
+        p.grad is not None for p in model.parameters()
+    )

@@ -15,7 +15,9 @@ api = pytest.importorskip("playwright.sync_api", reason="playwright is not insta
 @pytest.fixture(scope="module")
 def browser() -> Iterator["api.Browser"]:
     with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu"])
+        found = playwright.chromium.launch(
+            executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu"]
+        )
         yield found
         found.close()
 
@@ -37,7 +39,12 @@ class Tab:
 
     def watch(self, page: "api.Page") -> None:
         page.on("pageerror", lambda error: self.faults.append(f"{page.url}: {error}"))
-        page.on("console", lambda said: said.type in ("error", "warning") and self.faults.append(f"{page.url}: {said.text}"))
+        page.on(
+            "console",
+            lambda said: (
+                said.type in ("error", "warning") and self.faults.append(f"{page.url}: {said.text}")
+            ),
+        )
         page.on("request", lambda request: self.asked.add(request))
         page.on("requestfinished", lambda request: self.asked.discard(request))
         page.on("requestfailed", lambda request: self.asked.discard(request))
@@ -47,10 +54,13 @@ class Tab:
         self.page.goto(f"{self.base}/{where}")
 
     def until(self, expression: str, seconds: float = 30.0) -> None:
-        """Waits until an expression is true. Playwright's own way to do so is forbidden by the page's policy."""
+        """Waits until an expression is true. Playwright's own way to do so is forbidden by the
+        page's policy."""
         deadline = time.monotonic() + seconds
         while not self.page.evaluate(expression):
-            assert time.monotonic() < deadline, f"{expression} is not true at {self.page.url}: {self.page.inner_text('main')[:500]}"
+            assert time.monotonic() < deadline, (
+                f"{expression} is not true at {self.page.url}: {self.page.inner_text('main')[:500]}"
+            )
             self.page.wait_for_timeout(20)
 
     def until_answered(self, part: str, seconds: float = 30.0) -> None:
@@ -61,10 +71,14 @@ class Tab:
             self.page.wait_for_timeout(20)
 
     def text(self, selector: str, seconds: float = 30.0) -> str:
-        """The text of the first such element, as soon as it has any: an element is there before its data."""
+        """The text of the first such element, as soon as it has any: an element is there before
+        its data."""
         self.page.wait_for_selector(selector)
         deadline = time.monotonic() + seconds
-        while not (text := self.page.locator(selector).first.inner_text()) and time.monotonic() < deadline:
+        while (
+            not (text := self.page.locator(selector).first.inner_text())
+            and time.monotonic() < deadline
+        ):
             self.page.wait_for_timeout(20)
         return text
 

@@ -1,4 +1,5 @@
-"""The command takes the lowest priority, which a process cannot give back: not that of the tests."""
+"""The command takes the lowest priority, which a process cannot give back: not that of the
+tests."""
 
 import os
 

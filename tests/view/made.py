@@ -30,7 +30,8 @@ STEPS = 4
 
 
 def make_runs(place: Path) -> Path:
-    """`place/first` and `place/second`, which has another learning rate; first has everything that a page shows."""
+    """`place/first` and `place/second`, which has another learning rate; first has everything
+    that a page shows."""
     first = make_run(place / "first")
     write_numbers(first, [0.1, 0.3, 0.4, 0.7])
     write_rollouts(first)
@@ -47,10 +48,27 @@ def make_cluster_run(root: Path) -> RunDir:
     run_dir = make_run(root, cluster={"nodes": 3})
     write_numbers(run_dir, [0.1, 0.2])
     nodes, now = Nodes(run_dir), time.time()
-    about = {"address": "", "port": 0, "gpus": 8, "software": "", "config": "", "lease": 1, "pid": 1, "started": now - 7200}
+    about = {
+        "address": "",
+        "port": 0,
+        "gpus": 8,
+        "software": "",
+        "config": "",
+        "lease": 1,
+        "pid": 1,
+        "started": now - 7200,
+    }
     for index, roles in ((0, ["trainer", "leader"]), (1, ["inference"])):
         place, ranks = f"elsewhere-{index}", 8 if index == 0 else 0
-        status = NodeStatus(index=index, host=f"<b>host{index}", roles=roles, ranks=ranks, place=place, heartbeat=now - 600, **about)
+        status = NodeStatus(
+            index=index,
+            host=f"<b>host{index}",
+            roles=roles,
+            ranks=ranks,
+            place=place,
+            heartbeat=now - 600,
+            **about,
+        )
         nodes.write(nodes.status_path(index), status)
     nodes.write(nodes.world_path, World(generation=0, nodes=[0], leases=[1], ranks=[8]))
     run_dir.logs.mkdir(exist_ok=True)
@@ -62,29 +80,71 @@ def make_cluster_run(root: Path) -> RunDir:
 def write_numbers(run_dir: RunDir, rewards: list[float]) -> None:
     """Metrics of each step, one of them with a name that is markup."""
     run_dir.status_dir.mkdir(parents=True, exist_ok=True)
-    orchestrator, trainer = MetricsLog(run_dir.metrics, "orchestrator"), MetricsLog(run_dir.metrics, "trainer")
+    orchestrator, trainer = (
+        MetricsLog(run_dir.metrics, "orchestrator"),
+        MetricsLog(run_dir.metrics, "trainer"),
+    )
     for step, reward in enumerate(rewards, start=1):
         orchestrator.write(
-            step, {"reward/mean": reward, "rollouts/finished": 8, "lag/mean": 0.5, "<img src=x onerror=window.hacked=1>": 1.0}
+            step,
+            {
+                "reward/mean": reward,
+                "rollouts/finished": 8,
+                "lag/mean": 0.5,
+                "<img src=x onerror=window.hacked=1>": 1.0,
+            },
         )
-        trainer.write(step, {"loss/mean": -reward, "time/step": 2.0, "time/forward_backward": 1.0, "perf/tokens_per_s": 100.0})
+        trainer.write(
+            step,
+            {
+                "loss/mean": -reward,
+                "time/step": 2.0,
+                "time/forward_backward": 1.0,
+                "perf/tokens_per_s": 100.0,
+            },
+        )
 
 
 def write_rollouts(run_dir: RunDir) -> None:
     """Each step a group that is trained, one without signal, and one whose answer is hostile."""
     for step in range(1, STEPS + 1):
         hostile = group(10 * step + 2, [0.0, 1.0], task=7, version=step - 1)
-        for rollout, text in zip(hostile.rollouts, (HOSTILE[step % len(HOSTILE)], "\n".join(HOSTILE)), strict=True):
-            call = {"id": "c", "function": {"name": "<b>tool</b>", "arguments": json.dumps({"code": text})}}
+        for rollout, text in zip(
+            hostile.rollouts, (HOSTILE[step % len(HOSTILE)], "\n".join(HOSTILE)), strict=True
+        ):
+            call = {
+                "id": "c",
+                "function": {"name": "<b>tool</b>", "arguments": json.dumps({"code": text})},
+            }
             rollout.messages = [
                 {"role": "system", "content": "<style>*{display:none}</style>"},
-                {"role": "user", "content": [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": "javascript:1"}}]},
-                {"role": "assistant", "content": f"<think>let me see {text}</think>calling", "tool_calls": [call]},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": text},
+                        {"type": "image_url", "image_url": {"url": "javascript:1"}},
+                    ],
+                },
+                {
+                    "role": "assistant",
+                    "content": f"<think>let me see {text}</think>calling",
+                    "tool_calls": [call],
+                },
                 {"role": "tool", "content": f"Error: no such file {text}", "tool_call_id": "c"},
                 {"role": "<i>odd</i>", "content": LONG if step == 1 else text},
             ]
-        trained = group(10 * step, [0.0, 1.0], task=step % 2, version=step - 1, text=f"the answer is {step} and no more")
-        write_step(run_dir, step, [trained, group(10 * step + 1, [1.0, 1.0], task=2, version=step - 1), hostile])
+        trained = group(
+            10 * step,
+            [0.0, 1.0],
+            task=step % 2,
+            version=step - 1,
+            text=f"the answer is {step} and no more",
+        )
+        write_step(
+            run_dir,
+            step,
+            [trained, group(10 * step + 1, [1.0, 1.0], task=2, version=step - 1), hostile],
+        )
     write_eval_of(run_dir, 0, [0.0, 1.0, 0.0])
     write_eval_of(run_dir, STEPS, [1.0, 1.0, 0.0])
 
@@ -112,9 +172,21 @@ def write_times(run_dir: RunDir) -> None:
     now = time.time() - 60
     for process in ("trainer", "orchestrator"):
         lines = [Start(process=process, pid=1, host="h", place="", time=now, monotonic=100.0)]
-        lines += [Span(name="forward_backward", begin=100.0 + 5 * i, end=103.0 + 5 * i, lane="step", step=i) for i in range(6)]
-        (run_dir.spans / f"{process}.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        lines += [
+            Span(
+                name="forward_backward", begin=100.0 + 5 * i, end=103.0 + 5 * i, lane="step", step=i
+            )
+            for i in range(6)
+        ]
+        (run_dir.spans / f"{process}.jsonl").write_bytes(
+            b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+        )
     append_event(run_dir.events, Event(time=now, event="start", process="rl"))
-    append_event(run_dir.events, Event(time=now + 12, event="death", process="trainer", step=3, reason="<b>killed</b>"))
+    append_event(
+        run_dir.events,
+        Event(time=now + 12, event="death", process="trainer", step=3, reason="<b>killed</b>"),
+    )
     run_dir.logs.mkdir(exist_ok=True)
-    (run_dir.logs / "trainer-1.log").write_text("<script>window.hacked = 1</script>\nValueError: \x1b[31mred\n")
+    (run_dir.logs / "trainer-1.log").write_text(
+        "<script>window.hacked = 1</script>\nValueError: \x1b[31mred\n"
+    )

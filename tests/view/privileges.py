@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 VERSION_3, DAC_OVERRIDE, DAC_READ_SEARCH = 0x20080522, 1, 2
-"""Of capset(2): the layout of its structs, and the capabilities by which root reads what it may not."""
+"""Of capset(2): the layout of its structs, and the capabilities by which root reads what it may
+not."""
 
 
 @contextmanager
 def denied(*paths: Path) -> Iterator[None]:
-    """Takes all permissions from files and folders, and from this thread the privilege to read them all the same."""
+    """Takes all permissions from files and folders, and from this thread the privilege to read
+    them all the same."""
     modes = {path: path.stat().st_mode for path in paths}
     before = (ctypes.c_uint32 * 6)()
     capability("capget", before)
@@ -30,7 +32,8 @@ def denied(*paths: Path) -> Iterator[None]:
 
 
 def capability(call: str, sets: ctypes.Array) -> None:
-    """capget or capset of this thread. sets: effective, permitted and inheritable, of 32 capabilities each, twice."""
+    """capget or capset of this thread. sets: effective, permitted and inheritable, of 32
+    capabilities each, twice."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, call)(ctypes.byref((ctypes.c_uint32 * 2)(VERSION_3, 0)), ctypes.byref(sets)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

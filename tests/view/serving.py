@@ -19,8 +19,14 @@ SECRET = "a-secret-for-tests"
 
 @contextmanager
 def serving(place: Path) -> Iterator[list[str]]:
-    """The links that the command would print for a folder with runs; the last one lets a browser in."""
-    found, up, servers, run = list[str](), threading.Event(), list[uvicorn.Server](), uvicorn.Server.run
+    """The links that the command would print for a folder with runs; the last one lets a browser
+    in."""
+    found, up, servers, run = (
+        list[str](),
+        threading.Event(),
+        list[uvicorn.Server](),
+        uvicorn.Server.run,
+    )
 
     def running(server: uvicorn.Server, **more: object) -> None:
         servers.append(server)
@@ -32,7 +38,9 @@ def serving(place: Path) -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn.Server, "run", running)
-        thread = threading.Thread(target=serve, args=(Library([place]), SECRET, "127.0.0.1", 0, new_link))
+        thread = threading.Thread(
+            target=serve, args=(Library([place]), SECRET, "127.0.0.1", 0, new_link)
+        )
         thread.start()
         assert up.wait(30)
         yield found
@@ -42,7 +50,8 @@ def serving(place: Path) -> Iterator[list[str]]:
 
 
 def enter(browser: httpx.Client, link: str) -> httpx.Response:
-    """Has a client let in by a link; what it asks for then is meant within the folder of the page."""
+    """Has a client let in by a link; what it asks for then is meant within the folder of the
+    page."""
     answer = browser.get(link)
     assert answer.status_code == 200, answer.text
     browser.base_url = answer.url.join(re.search(r"url=(/\w+/)", answer.text)[1])

@@ -15,12 +15,18 @@ def explained(place, groups: list[Group], **settings) -> list[str]:
     run_dir = make_run(place / "run", **settings)
     write_step(run_dir, 1, groups)
     run = Run(run_dir.root)
-    of_group = [[row_of(one) for one in run.rollouts(group_id=group.group_id).sorted("rollout_id")] for group in groups]
+    of_group = [
+        [row_of(one) for one in run.rollouts(group_id=group.group_id).sorted("rollout_id")]
+        for group in groups
+    ]
     return [explanation(row, rows, run) for rows in of_group for row in rows]
 
 
-def of_agents(group_id: int, *rewards: float, trainable: tuple[str, ...] = ("solver", "rival")) -> Group:
-    """A judged group of two episodes with a solver, a rival and a judge each; their rewards in this order."""
+def of_agents(
+    group_id: int, *rewards: float, trainable: tuple[str, ...] = ("solver", "rival")
+) -> Group:
+    """A judged group of two episodes with a solver, a rival and a judge each; their rewards in
+    this order."""
     agents = ["solver", "rival", "judge"] * 2
     rollouts = [
         rollout(reward, episode=i // 3, agent=agent, trainable=agent in trainable)
@@ -30,15 +36,32 @@ def of_agents(group_id: int, *rewards: float, trainable: tuple[str, ...] = ("sol
 
 
 def test_a_reward_is_set_beside_those_that_credit_compared_it_with(tmp_path):
-    """Regression: the mean was over all agents, so that the better of two solvers was said to be below it."""
-    mixed, equal = of_agents(1, 0.0, 8.0, 9.0, 1.0, 6.0, 9.0), of_agents(2, 1.0, 5.0, 9.0, 1.0, 5.0, 7.0)
+    """Regression: the mean was over all agents, so that the better of two solvers was said to be
+    below it."""
+    mixed, equal = (
+        of_agents(1, 0.0, 8.0, 9.0, 1.0, 6.0, 9.0),
+        of_agents(2, 1.0, 5.0, 9.0, 1.0, 5.0, 7.0),
+    )
     said = explained(tmp_path, [mixed, equal])
-    assert said[0] == "Trained in step 1 with advantage -0.500: its reward is below the mean of agent solver in its group, 0.500."
-    assert said[3] == "Trained in step 1 with advantage +0.500: its reward is above the mean of agent solver in its group, 0.500."
-    assert said[4] == "Trained in step 1 with advantage -1.000: its reward is below the mean of agent rival in its group, 7.000."
+    assert (
+        said[0] == "Trained in step 1 with advantage -0.500: its reward is below the mean of agent "
+        "solver in its group, 0.500."
+    )
+    assert (
+        said[3] == "Trained in step 1 with advantage +0.500: its reward is above the mean of agent "
+        "solver in its group, 0.500."
+    )
+    assert (
+        said[4] == "Trained in step 1 with advantage -1.000: its reward is below the mean of agent "
+        "rival in its group, 7.000."
+    )
     assert said[2] == "Not trained: its agent is not trained."
-    assert said[6].startswith("Not trained: all 2 rewards of agent solver in its group are 1, so no answer was better")
-    assert said[7].startswith("Not trained: all 2 rewards of agent rival in its group are 5, so no answer was better")
+    assert said[6].startswith(
+        "Not trained: all 2 rewards of agent solver in its group are 1, so no answer was better"
+    )
+    assert said[7].startswith(
+        "Not trained: all 2 rewards of agent rival in its group are 5, so no answer was better"
+    )
 
 
 @pytest.mark.parametrize(

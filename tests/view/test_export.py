@@ -1,4 +1,5 @@
-"""What `rl view --export` writes: within its size, without secrets, and with nothing that ends its elements early."""
+"""What `rl view --export` writes: within its size, without secrets, and with nothing that ends
+its elements early."""
 
 import json
 import re
@@ -32,23 +33,36 @@ def place(tmp_path_factory) -> Path:
 
 
 def test_a_page_keeps_its_size_and_says_what_is_left_out(place, tmp_path):
-    library, whole, part = Library([place / "first"]), tmp_path / "whole.html", tmp_path / "part.html"
+    library, whole, part = (
+        Library([place / "first"]),
+        tmp_path / "whole.html",
+        tmp_path / "part.html",
+    )
     assert len(write_page(library, whole, 20 << 20)) == 1
     said = write_page(library, part, 500_000)
     assert part.stat().st_size < 600_000 < whole.stat().st_size
-    kept = int(re.match(r"(\d+) of 30 rollouts are in this file, the newest steps first", said[1])[1])
+    kept = int(
+        re.match(r"(\d+) of 30 rollouts are in this file, the newest steps first", said[1])[1]
+    )
     content = recorded(part)
     assert 6 <= kept < 30 and len(content["rollouts"]) == kept and content["left_out"] == said[1]
     assert {"40/0", "40/1", "42/1"} <= content["rollouts"].keys()
     versions = content["task"]["train"]["sums/7"]["versions"]
-    assert [(one["version"], one["mean"], one["count"]) for one in versions] == [(version, 0.5, 2) for version in range(4)]
-    assert content["tasks_left_out"] == "" and len(content["tasks"]["train"]) == len(content["task"]["train"]) == 4
+    assert [(one["version"], one["mean"], one["count"]) for one in versions] == [
+        (version, 0.5, 2) for version in range(4)
+    ]
+    assert (
+        content["tasks_left_out"] == ""
+        and len(content["tasks"]["train"]) == len(content["task"]["train"]) == 4
+    )
     with pytest.raises(RunError, match="curves and logs alone take"):
         write_page(library, part, 1000)
 
 
 @pytest.mark.parametrize(("host", "home"), [("localhost", "/root"), ("localhost", "/"), ("", "/")])
-def test_a_machine_without_a_name_or_a_home_of_its_own_changes_nothing(tmp_path, monkeypatch, host, home):
+def test_a_machine_without_a_name_or_a_home_of_its_own_changes_nothing(
+    tmp_path, monkeypatch, host, home
+):
     """Regression: the pattern of no names matched between any two signs."""
     monkeypatch.setattr("socket.gethostname", lambda: host)
     monkeypatch.setenv("HOME", home)
@@ -62,10 +76,14 @@ def test_tasks_that_have_no_room_are_counted(place):
     every = tasks.without_rollouts(run, "train")
     first = len(msgspec.json.encode([rows[0], every[rows[0].env, rows[0].task]])) + len("sums")
     used, said = add_tasks(content, run, 2 * first + 60)
-    assert first < used <= 2 * first + 60 and said == "2 of 7 tasks are in this file, those that changed most; raise --max-mib for more"
-    assert content["tasks"]["train"] == tasks.with_prompts(run.rollouts("train"), rows[:1]) and [*content["task"]["train"]] == [
-        f"sums/{rows[0].task}"
-    ]
+    assert (
+        first < used <= 2 * first + 60
+        and said
+        == "2 of 7 tasks are in this file, those that changed most; raise --max-mib for more"
+    )
+    assert content["tasks"]["train"] == tasks.with_prompts(run.rollouts("train"), rows[:1]) and [
+        *content["task"]["train"]
+    ] == [f"sums/{rows[0].task}"]
     assert len(content["tasks"]["eval"]) == len(content["task"]["eval"]) == 1
 
 
@@ -77,7 +95,11 @@ def test_no_secret_is_in_it_and_no_text_ends_an_element(place, tmp_path, monkeyp
     assert (text.count("<script"), text.count("</script>")) == (2, 2)
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     (policy,) = re.findall(r'http-equiv="content-security-policy" content="([^"]*)"', text)
-    assert f"script-src {digest(script)};" in policy and "unsafe" not in policy and "connect-src" not in policy
+    assert (
+        f"script-src {digest(script)};" in policy
+        and "unsafe" not in policy
+        and "connect-src" not in policy
+    )
 
 
 def test_no_place_and_no_name_of_a_machine_leaves_it(tmp_path, monkeypatch):
@@ -85,15 +107,38 @@ def test_no_place_and_no_name_of_a_machine_leaves_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(socket, "gethostname", lambda: "lab-pc")
     run_dir = RunDir(make_runs(output_dir) / "first", output_dir / "first" / "weights")
-    elsewhere = f"{output_dir}/first/a.py {home}/b.py /scratch/bob/env/c.py on lab-pc, c23 and node17, see https://example.org/a/b/c, 3/4/5"
+    elsewhere = (
+        f"{output_dir}/first/a.py {home}/b.py /scratch/bob/env/c.py on lab-pc, c23 and node17, "
+        "see https://example.org/a/b/c, 3/4/5"
+    )
     elsewhere += ", file:///scratch/bob/d.py, PATH=/opt/e:/scratch/bob/f http://[::1]:80/a/b"
     (run_dir.logs / "inference-node17-8000-1.log").write_text(f"{elsewhere}\n")
-    status = RoleStatus(process="inference-node17-8000", pid=1, host="node17", heartbeat=time.time(), phase=Phase.SERVING)
+    status = RoleStatus(
+        process="inference-node17-8000",
+        pid=1,
+        host="node17",
+        heartbeat=time.time(),
+        phase=Phase.SERVING,
+    )
     write_status(run_dir.status("inference-node17-8000"), status)
-    about = {"address": "", "port": 1, "roles": [], "ranks": 1, "gpus": 0, "software": "", "config": "", "lease": 1, "pid": 1, "place": ""}
+    about = {
+        "address": "",
+        "port": 1,
+        "roles": [],
+        "ranks": 1,
+        "gpus": 0,
+        "software": "",
+        "config": "",
+        "lease": 1,
+        "pid": 1,
+        "place": "",
+    }
     machine = NodeStatus(index=0, host="c23", started=0.0, heartbeat=0.0, **about)
     Nodes(run_dir).write(Nodes(run_dir).status_path(0), machine)
-    append_event(run_dir.events, Event(time=time.time(), event="death", process="trainer", step=3, reason=f"in {elsewhere}"))
+    append_event(
+        run_dir.events,
+        Event(time=time.time(), event="death", process="trainer", step=3, reason=f"in {elsewhere}"),
+    )
     said = group(99, [0.0, 1.0], text=f"node17 is a word, /usr/lib/x.so a file, {home}/x is not")
     said.rollouts[0].error = f"OSError: {elsewhere}"
     write_step(run_dir, 5, [said])
@@ -102,17 +147,28 @@ def test_no_place_and_no_name_of_a_machine_leaves_it(tmp_path, monkeypatch):
         text = (tmp_path / name).read_text().replace("node17 is a word", "")
         for place in (str(tmp_path), "lovelace", "/scratch", "bob", "lab-pc", "c23", "node17"):
             assert place not in text, (name, place)
-        assert "first/a.py ~/b.py .../c.py on HOST, HOST and HOST, see https://example.org/a/b/c, 3/4/5" in text
+        assert (
+            "first/a.py ~/b.py .../c.py on HOST, HOST and HOST, see "
+            "https://example.org/a/b/c, 3/4/5" in text
+        )
         assert "3/4/5, file://.../d.py, PATH=.../e:.../f http://[::1]:80/a/b" in text
     content = recorded(tmp_path / "x.html")
-    assert "first/logs/trainer-1.log" in content["health"]["bottleneck"] + str(content["health"]["findings"])
-    assert content["logs"].keys() == {one["name"] for one in content["health"]["processes"] if one["attempts"]}
-    assert "node17 is a word, /usr/lib/x.so a file, ~/x is not" in str(content["rollouts"]["99/1"]["messages"])
+    assert "first/logs/trainer-1.log" in content["health"]["bottleneck"] + str(
+        content["health"]["findings"]
+    )
+    assert content["logs"].keys() == {
+        one["name"] for one in content["health"]["processes"] if one["attempts"]
+    }
+    assert "node17 is a word, /usr/lib/x.so a file, ~/x is not" in str(
+        content["rollouts"]["99/1"]["messages"]
+    )
 
 
 def recorded(path: Path) -> dict:
     """What a page has in place of a server."""
-    (data,) = re.findall(r'<script type="application/json" id="recorded">(.*?)</script>', path.read_text(), re.DOTALL)
+    (data,) = re.findall(
+        r'<script type="application/json" id="recorded">(.*?)</script>', path.read_text(), re.DOTALL
+    )
     return json.loads(data)
 
 
@@ -120,7 +176,11 @@ def test_a_timeline_for_perfetto(place, tmp_path, capsys, priority):
     assert view([str(place / "first"), "--export", str(tmp_path / "trace.json")], Children()) == 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == 12 and {event["dur"] for event in spans} == {3e6} and "ui.perfetto.dev" in capsys.readouterr().out
+    assert (
+        len(spans) == 12
+        and {event["dur"] for event in spans} == {3e6}
+        and "ui.perfetto.dev" in capsys.readouterr().out
+    )
     assert priority == [19]
 
 
@@ -130,7 +190,10 @@ def test_what_is_not_understood_names_the_remedy(place, tmp_path, monkeypatch):
         ([], "start one, or name a folder"),
         (["nothing"], "nothing: there is no such folder"),
         ([str(place), "--export", "x.html"], "give one run; there are 2: first, second"),
-        ([str(place / "first"), "--export", str(place / "first" / "x.html")], "outside the run's directory"),
+        (
+            [str(place / "first"), "--export", str(place / "first" / "x.html")],
+            "outside the run's directory",
+        ),
         ([str(place / "first"), "--export", "metrics.jsonl"], "ends in .html or .json"),
         ([str(place), "--port", "99999"], "a port is a number from 1 to 65535"),
     ):

@@ -1,4 +1,5 @@
-"""A run that is killed and resumed while a browser watches it: `rl` is real, its processes are scripts that write what real ones do."""
+"""A run that is killed and resumed while a browser watches it: `rl` is real, its processes are
+scripts that write what real ones do."""
 
 import os
 import signal
@@ -75,12 +76,18 @@ def test_a_run_is_watched_while_it_is_killed_and_resumed(browser, run, tmp_path)
         process.send_signal(signal.SIGKILL)
         process.wait()
         until("died")
-        assert "was killed" in tab.page.locator(".why").inner_text() and "--resume" in tab.page.locator(".why").inner_text()
+        assert (
+            "was killed" in tab.page.locator(".why").inner_text()
+            and "--resume" in tab.page.locator(".why").inner_text()
+        )
         (run.root / "resumed").touch()
         process = run.start("--max_steps", str(STEPS), "--resume", **scripts)
         until("live")
         until("ended")
-        assert f"{STEPS}/{STEPS}" in tab.page.locator("td[data-label=Step]").inner_text() and state() == "ended"
+        assert (
+            f"{STEPS}/{STEPS}" in tab.page.locator("td[data-label=Step]").inner_text()
+            and state() == "ended"
+        )
         assert process.wait(timeout=30) == 0, process.communicate()
         tab.close()
 

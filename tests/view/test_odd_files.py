@@ -1,4 +1,5 @@
-"""Runs of which files are damaged, odd, or not to be read: each says so in its own row, and hides no other."""
+"""Runs of which files are damaged, odd, or not to be read: each says so in its own row, and
+hides no other."""
 
 import json
 import os
@@ -35,27 +36,39 @@ def rows(handlers: Handlers) -> dict[str, RunRow]:
     return {row.key: row for row in handlers.runs(Query()).runs}
 
 
-@pytest.mark.parametrize("line", ['"loss/mean": ' + "9" * 400, '"loss/mean": 0.5, "time": 1e300', '"loss/mean": -1e999'])
+@pytest.mark.parametrize(
+    "line", ['"loss/mean": ' + "9" * 400, '"loss/mean": 0.5, "time": 1e300', '"loss/mean": -1e999']
+)
 def test_a_number_that_is_none_costs_itself_alone(tmp_path, line):
     files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
     with files.metrics.open("a") as file:
-        file.write(f'{{"step": 5, "source": "trainer", {line}}}\n{{"step": {"9" * 20}, "source": "trainer", "loss/mean": 2}}\n')
+        file.write(
+            f'{{"step": 5, "source": "trainer", {line}}}\n{{"step": {"9" * 20}, "source": '
+            f'"trainer", "loss/mean": 2}}\n'
+        )
         file.write('{"step": 6, "source": "trainer", "loss/mean": 0.25}\n')
     row = rows(handlers)["x"]
     assert (row.state, row.step) == ("stopped", 6) and row.seconds < 60
     (series,) = handlers.curves(CurveParameters(run=["x"], name=["loss/mean"])).series
-    assert (series.steps[-1], series.values[-1]) == (6, 0.25) and Run(files.root).metrics(kind="columns")["step"].max() == 6
+    assert (series.steps[-1], series.values[-1]) == (6, 0.25) and Run(files.root).metrics(
+        kind="columns"
+    )["step"].max() == 6
 
 
 def test_metrics_without_end_are_bounded_and_said_to_be(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.run_dir.numbers.MOST_NAMES", 3)
     files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
     with files.metrics.open("a") as file:
-        file.writelines(json.dumps({"step": 9, "source": "stranger", f"m{i}": i}) + "\n" for i in range(9))
+        file.writelines(
+            json.dumps({"step": 9, "source": "stranger", f"m{i}": i}) + "\n" for i in range(9)
+        )
     names = [metric.name for metric in handlers.metrics(OfRuns(run=["x"])).metrics]
     assert {"m0", "m1", "m2"} < {*names} and "m3" not in names
     said = [finding.text for finding in handlers.health(OfRun(run="x")).findings]
-    assert any("has more than 10,000 metrics of the stranger; the others are shown nowhere" in text for text in said)
+    assert any(
+        "has more than 10,000 metrics of the stranger; the others are shown nowhere" in text
+        for text in said
+    )
 
 
 def test_a_fault_of_the_page_is_no_damage_of_a_run(tmp_path, monkeypatch):
@@ -76,11 +89,16 @@ def test_times_that_no_clock_shows_are_passed_over(tmp_path):
     files.spans.mkdir()
     start = Start(process="trainer", pid=1, host="h", place="", time=1000.0, monotonic=0.0)
     spans = [Span(name="a", begin=1.0, end=1e300), Span(name="b", begin=3.0, end=1.0)]
-    (files.spans / "trainer.jsonl").write_text("".join(json.dumps(msgspec.to_builtins(line)) + "\n" for line in (start, *spans)))
-    files.status("trainer").write_text('{"process": "trainer", "pid": 1, "phase": "training", "since": 1e300, "heartbeat": 1e300}')
+    (files.spans / "trainer.jsonl").write_text(
+        "".join(json.dumps(msgspec.to_builtins(line)) + "\n" for line in (start, *spans))
+    )
+    files.status("trainer").write_text(
+        '{"process": "trainer", "pid": 1, "phase": "training", "since": 1e300, "heartbeat": 1e300}'
+    )
     files.evals.mkdir()
     (files.evals / "best.json").write_text("{")
-    assert rows(handlers)["x"].seconds < 60 and rows(handlers)["x"].state == "stopped"  # nobody has a heartbeat
+    # nobody has a heartbeat
+    assert rows(handlers)["x"].seconds < 60 and rows(handlers)["x"].state == "stopped"
     found = handlers.timeline(TimelineParameters(run="x"))
     assert found.last < 1e11 and not [moment for moment in found.moments if moment.kind == "death"]
     assert len(handlers.curves(CurveParameters(run=["x"], name=["loss/mean"])).series) == 1
@@ -91,7 +109,14 @@ def test_names_are_harmless_and_no_folder_is_passed_over(tmp_path):
         made(tmp_path / "new").root.rename(tmp_path / os.fsdecode(name))
     made(tmp_path / "batches" / "x")
     found = rows(Handlers(Library([tmp_path])))
-    assert found.keys() == {"bad\\udcff", "turns\\u202eround", "evals", "status", "weights", "batches/x"}
+    assert found.keys() == {
+        "bad\\udcff",
+        "turns\\u202eround",
+        "evals",
+        "status",
+        "weights",
+        "batches/x",
+    }
     assert found["bad\\udcff"].name == "bad\\udcff"
     assert {row.key: row.why for row in found.values() if row.step != 4} == {}
 
@@ -107,22 +132,43 @@ def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
     handlers, of = Handlers(Library([tmp_path])), lambda name: OfRun(run=name)
     rows(handlers)
     shut = {
-        "folder": runs["folder"].root, "config": runs["config"].config, "status": runs["status"].status_dir,
-        "metrics": runs["metrics"].metrics, "sources": runs["sources"].metrics.with_suffix(""), "events": runs["events"].events,
-        "rollouts": runs["rollouts"].rollouts_dir, "evals": runs["evals"].evals,
-    }  # fmt: skip
+        "folder": runs["folder"].root,
+        "config": runs["config"].config,
+        "status": runs["status"].status_dir,
+        "metrics": runs["metrics"].metrics,
+        "sources": runs["sources"].metrics.with_suffix(""),
+        "events": runs["events"].events,
+        "rollouts": runs["rollouts"].rollouts_dir,
+        "evals": runs["evals"].evals,
+    }
     with denied(*shut.values()):
         handlers = Handlers(Library([tmp_path]))
         answer = handlers.runs(Query())
         found = {row.key: row for row in answer.runs}
-        assert found.keys() == {"good", *names} - {"folder"} and answer.place == f"{tmp_path} (no permission to read: {shut['folder']})"
+        assert (
+            found.keys() == {"good", *names} - {"folder"}
+            and answer.place == f"{tmp_path} (no permission to read: {shut['folder']})"
+        )
         assert found["good"].step == 4
         for name in ("config", "status", "metrics", "sources", "events", "evals"):
-            assert (found[name].state, "Permission denied" in found[name].why) == ("unreadable", True), name
+            assert (found[name].state, "Permission denied" in found[name].why) == (
+                "unreadable",
+                True,
+            ), name
             health = handlers.health(of(name))
-            assert (health.state, "Permission denied" in health.bottleneck) == ("unreadable", True), name
-        assert (found["rollouts"].state, found["rollouts"].step, found["evals"].step) == ("stopped", 4, 4)
-        assert any("Permission denied" in finding.text for finding in handlers.health(of("rollouts")).findings)
+            assert (health.state, "Permission denied" in health.bottleneck) == (
+                "unreadable",
+                True,
+            ), name
+        assert (found["rollouts"].state, found["rollouts"].step, found["evals"].step) == (
+            "stopped",
+            4,
+            4,
+        )
+        assert any(
+            "Permission denied" in finding.text
+            for finding in handlers.health(of("rollouts")).findings
+        )
         for name in ("rollouts", "evals"):
             assert "Permission denied" in "".join(handlers.rollouts(Wanted(run=name)).damaged)
         assert handlers.rollouts(Wanted(run="evals")).total == 2

@@ -1,4 +1,5 @@
-"""The page in a real browser: what it shows, that its links lead there, that no text of a rollout becomes more than text."""
+"""The page in a real browser: what it shows, that its links lead there, that no text of a
+rollout becomes more than text."""
 
 import re
 import shutil
@@ -85,18 +86,26 @@ def test_the_cookie_is_sent_to_no_other_server_of_this_host(tab):
             page.goto(f"http://127.0.0.1:{server.server_port}/{path}")
         page.close()
         server.shutdown()
-    assert {cookie for _, cookie in sent} == {None} and {"/", "/api/runs", "/page/"} <= {path for path, _ in sent}
+    assert {cookie for _, cookie in sent} == {None} and {"/", "/api/runs", "/page/"} <= {
+        path for path, _ in sent
+    }
 
 
 def test_the_address_no_longer_has_the_link_and_runs_are_listed(tab):
     assert "link" not in tab.page.url and tab.page.evaluate("document.cookie") == ""
     assert sorted(tab.page.locator(".runs .name a").all_inner_texts()) == ["first", "second"]
     row = tab.page.locator(".runs tbody tr", has_text="first")
-    assert "died" in row.inner_text() and "0.700" in row.inner_text() and "0.333 → 0.667" in row.inner_text()
+    assert (
+        "died" in row.inner_text()
+        and "0.700" in row.inner_text()
+        and "0.333 → 0.667" in row.inner_text()
+    )
     for box in tab.page.locator(".runs input[type=checkbox]").all():
         box.check()
     tab.page.get_by_role("button", name="Compare 2").click()
-    assert "trainer.optim.lr" in tab.text(".sides table") and sorted(tab.text(".legend").split()) == ["first", "second"]
+    assert "trainer.optim.lr" in tab.text(".sides table") and sorted(
+        tab.text(".legend").split()
+    ) == ["first", "second"]
     tab.page.wait_for_selector(".chart canvas")
 
 
@@ -113,7 +122,8 @@ def test_every_page_fits_its_window_and_has_names_for_a_screen_reader(browser, l
             assert found.page.evaluate(SAMPLES) == 27
         assert found.page.evaluate(PALE) == [], name
         left, right = found.page.evaluate(
-            "{const box = document.querySelector('nav [aria-current]').getBoundingClientRect(); [box.left, box.right]}"
+            "{const box = document.querySelector('nav "
+            "[aria-current]').getBoundingClientRect(); [box.left, box.right]}"
         )
         assert 0 <= left < right <= width, name
     found.close()
@@ -128,7 +138,7 @@ SAMPLES = """() => {
   kinds.forEach((kind) => add(`t ${kind}`, ''));
   for (let i = 0; i < 8; i++) add('', `var(--c${i})`);
   return kinds.length + 8;
-}"""  # noqa: E501
+}"""
 """Adds a token of each colour, and text in the colour of each line of a chart."""
 PALE = """() => {
   const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
@@ -143,7 +153,7 @@ PALE = """() => {
     if ((a + 0.05) / (b + 0.05) < 4.5) found.add(`${one.className || one.tagName}: ${((a + 0.05) / (b + 0.05)).toFixed(2)}`);
   }
   return [...found];
-}"""  # noqa: E501
+}"""
 """Text whose contrast is below that of WCAG's AA, 4.5."""
 
 
@@ -154,13 +164,26 @@ def test_of_many_runs_each_has_a_row_and_the_best_is_in_sight(tab, place):
     for width in (390, 1280):
         tab.page.set_viewport_size({"width": width, "height": 800})
         tab.go("#/compare?" + "&".join(f"run=many{i}" for i in range(6)))
-        tab.until("document.querySelectorAll('.compared table').length === 2 && !!document.querySelector('.chart .reading')")
+        tab.until(
+            "document.querySelectorAll('.compared table').length === 2 && "
+            "!!document.querySelector('.chart .reading')"
+        )
         learned = tab.page.locator(".compared table").last
-        assert learned.locator("tbody tr").count() == 6 and learned.locator("td.best").all_inner_texts() == ["0.810"]
+        assert learned.locator("tbody tr").count() == 6 and learned.locator(
+            "td.best"
+        ).all_inner_texts() == ["0.810"]
         assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     assert "many5" in learned.locator("tr", has=tab.page.locator("td.best")).inner_text()
-    assert tab.page.evaluate("document.querySelector('.compared td.best').getBoundingClientRect().right") <= 1280
-    assert tab.page.locator(".compared table").first.locator("code").all_inner_texts()[:2] == ["trainer.optim.lr", "5e-06"]
+    assert (
+        tab.page.evaluate(
+            "document.querySelector('.compared td.best').getBoundingClientRect().right"
+        )
+        <= 1280
+    )
+    assert tab.page.locator(".compared table").first.locator("code").all_inner_texts()[:2] == [
+        "trainer.optim.lr",
+        "5e-06",
+    ]
     assert "4 of 6 runs" in tab.text(".chart .reading")
     tab.go("#/compare?run=first&run=first")
     assert tab.text(".fault") == "Select at least two runs in Runs to compare them."
@@ -176,7 +199,9 @@ def test_curves_are_searched_and_lead_to_the_rollouts_of_a_step(tab):
     tab.page.wait_for_selector(".chart canvas")
     tab.page.keyboard.press("/")
     tab.page.keyboard.type("reward/mean")
-    tab.until("document.querySelectorAll('.chart').length === 1 && location.hash.includes('q=reward')")
+    tab.until(
+        "document.querySelectorAll('.chart').length === 1 && location.hash.includes('q=reward')"
+    )
     box = tab.page.locator(".chart .u-over").bounding_box()
     tab.page.mouse.move(box["x"] + box["width"] / 3, box["y"] + 40)
     tab.page.mouse.down()
@@ -216,17 +241,27 @@ def test_charts_are_read_and_opened_by_keys(tab):
 
 
 def test_a_smoothed_number_is_said_to_be_one(tab):
-    tab.page.mouse.move(0, 0)  # under the mouse of the test before it the chart would give that point's value
+    # under the mouse of the test before it the chart would give that point's value
+    tab.page.mouse.move(0, 0)
     tab.go("#/curves?run=first&q=reward%2Fmean&smooth=0.9")
     tab.page.wait_for_selector(".chart canvas")
     mean = (0.1 * 0.9**3 + 0.3 * 0.9**2 + 0.4 * 0.9 + 0.7) / (0.9**3 + 0.9**2 + 0.9 + 1)
-    tab.until(f"document.querySelector('.chart .reading')?.innerText.includes('smoothed {mean:.4f}, measured 0.7')")
+    tab.until(
+        "document.querySelector('.chart .reading')?.innerText.includes('smoothed "
+        f"{mean:.4f}, measured 0.7')"
+    )
 
 
 def test_each_of_many_runs_has_a_mark_of_its_own_and_numbers_read_well(tab):
-    marks = tab.page.evaluate("import('./page/chart.js').then((m) => [...Array(40).keys()].map((i) => JSON.stringify(m.markOf(i))))")
+    marks = tab.page.evaluate(
+        "import('./page/chart.js').then((m) => [...Array(40).keys()].map((i) => "
+        "JSON.stringify(m.markOf(i))))"
+    )
     assert len({*marks}) == 40
-    format_js = "import('./page/format.js').then((m) => [m.bytes(1023 * 1024), m.bytes(1.5 * 2 ** 20), m.bytes(12), m.duration(0)])"
+    format_js = (
+        "import('./page/format.js').then((m) => [m.bytes(1023 * 1024), m.bytes(1.5 * 2 ** 20), "
+        "m.bytes(12), m.duration(0)])"
+    )
     assert tab.page.evaluate(format_js) == ["1023 KiB", "1.50 MiB", "12 B", "0 s"]
 
 
@@ -250,7 +285,10 @@ def test_each_section_of_the_curves_opens_from_its_title_and_from_an_address(tab
     tab.page.wait_for_selector("details.section")
     for summary in tab.page.locator("details.section > summary").all():
         summary.click()
-        tab.until("[...document.querySelectorAll('details.section')].every((one) => !one.open || one.querySelector('canvas'))")
+        tab.until(
+            "[...document.querySelectorAll('details.section')].every((one) => !one.open || "
+            "one.querySelector('canvas'))"
+        )
     titles = tab.page.locator("details.section > summary h2").all_inner_texts()
     assert "Rollouts, tasks and lag" in titles and tab.count("details.section[open]") == len(titles)
     tab.go("#/curves?run=first&sections=Rewards")  # as the address was before
@@ -261,11 +299,17 @@ def test_a_run_that_is_gone_is_said_to_be_gone(tab, place):
     tab.go("#/rollouts?run=second")
     tab.page.wait_for_selector(".list")
     (place / "second").rename(place.parent / "second")
-    tab.until("document.querySelector('.fault')?.innerText.includes('second: no such run here; it may have been deleted')")
+    tab.until(
+        "document.querySelector('.fault')?.innerText.includes('second: no such run here; it "
+        "may have been deleted')"
+    )
     assert tab.count(".list") == 0
     (place.parent / "second").rename(place / "second")
     tab.until("!document.querySelector('.fault')")
-    tab.faults[:] = [fault for fault in tab.faults if "run=second: Failed to load resource" not in fault]  # what was asked meanwhile
+    # what was asked meanwhile
+    tab.faults[:] = [
+        fault for fault in tab.faults if "run=second: Failed to load resource" not in fault
+    ]
 
 
 @pytest.fixture
@@ -283,19 +327,32 @@ def test_j_goes_on_to_the_next_page_and_back(tab, more_steps):
     tab.go("#/rollouts?run=first")
     tab.until("document.querySelectorAll('.rows li').length === 50")
     pressed = "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'j', bubbles: true}))"
-    tab.page.evaluate(f"document.querySelector('.rows li:last-child a').click(); {pressed}")  # before the page has drawn the click
-    tab.until("location.hash.includes('offset=50') && !!document.querySelector('.rows li:first-child [aria-current=true]')")
+    # before the page has drawn the click
+    tab.page.evaluate(f"document.querySelector('.rows li:last-child a').click(); {pressed}")
+    tab.until(
+        "location.hash.includes('offset=50') && !!document.querySelector('.rows "
+        "li:first-child [aria-current=true]')"
+    )
     tab.page.keyboard.press("k")
-    tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:last-child [aria-current=true]')")
+    tab.until(
+        "!location.hash.includes('offset=') && !!document.querySelector('.rows li:last-child "
+        "[aria-current=true]')"
+    )
     tab.go("#/rollouts?run=first&at=10/0")  # as of a list that has moved on
-    tab.until("document.querySelectorAll('.rows li').length === 50 && !document.querySelector('.rows [aria-current=true]')")
+    tab.until(
+        "document.querySelectorAll('.rows li').length === 50 && "
+        "!document.querySelector('.rows [aria-current=true]')"
+    )
     tab.page.keyboard.press("j")
     tab.until("location.hash.includes('at=10%2F1') && location.hash.includes('offset=50')")
     tab.go("#/rollouts?run=first&offset=37")  # as typed
     tab.until("document.querySelectorAll('.rows li').length === 47")
     tab.page.keyboard.press("j")
     tab.page.keyboard.press("k")
-    tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:nth-child(37) [aria-current=true]')")
+    tab.until(
+        "!location.hash.includes('offset=') && !!document.querySelector('.rows "
+        "li:nth-child(37) [aria-current=true]')"
+    )
     tab.go("#/runs")
     tab.until("!!document.querySelector('table.runs')")  # so that nothing more is asked
     tab.until_answered("run=first")  # the files are deleted now
@@ -308,7 +365,10 @@ def test_j_goes_through_the_tasks_and_escape_leaves_one(tab):
     tab.until("!!document.querySelector('.tasks tbody tr:nth-child(2)[aria-current=true]')")
     assert "step=" not in tab.page.url
     tab.page.keyboard.press("Escape")
-    tab.until("!document.querySelector('.tasks tr[aria-current=true]') && !location.hash.includes('task=')")
+    tab.until(
+        "!document.querySelector('.tasks tr[aria-current=true]') && "
+        "!location.hash.includes('task=')"
+    )
 
 
 def test_rollouts_are_filtered_walked_through_and_opened_in_another_window(tab):
@@ -344,8 +404,19 @@ def test_hostile_text_is_shown_as_it_is(tab):
     shown = tab.page.locator(".talk").inner_text()
     for text in HOSTILE[:3]:
         assert shown.count(text) >= 4, text
-    assert "\\x1b[2J" in shown and "\\u202egnp.exe" in shown and "<b>tool</b>" in shown and "<i>odd</i>" in shown
-    assert tab.page.evaluate("document.querySelectorAll('main img, main iframe, main script, main a[href^=javascript]').length") == 0
+    assert (
+        "\\x1b[2J" in shown
+        and "\\u202egnp.exe" in shown
+        and "<b>tool</b>" in shown
+        and "<i>odd</i>" in shown
+    )
+    assert (
+        tab.page.evaluate(
+            "document.querySelectorAll('main img, main iframe, main script, main "
+            "a[href^=javascript]').length"
+        )
+        == 0
+    )
     tab.go("#/rollouts?run=first&at=12/0")
     tab.page.get_by_role("button", name="194,").click()  # the rest of a huge line
     assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
@@ -363,7 +434,11 @@ def test_a_table_shows_the_machines_of_a_cluster(tab, place):
     make_cluster_run(place / "third")
     try:
         tab.go("#/health?run=third")
-        rows = [text.split() for text in tab.page.locator("table.machines tr").all_inner_texts()] if tab.text("table.machines td") else []
+        rows = (
+            [text.split() for text in tab.page.locator("table.machines tr").all_inner_texts()]
+            if tab.text("table.machines td")
+            else []
+        )
         assert (
             rows[1][:3] == ["0", "lost", "trains"]
             and "<b>host0" in rows[1]
@@ -387,32 +462,56 @@ def test_an_unknown_run_is_only_unknown(tab):
 def test_how_a_run_died_is_said_once_with_code_as_code(tab):
     tab.go("#/health?run=first&process=trainer")
     assert "ValueError" in tab.text(".verdict") and "`" not in tab.page.inner_text("main")
-    assert tab.page.inner_text("main").count("the run ended") == 1 and "--resume" in tab.text(".verdict code")
+    assert tab.page.inner_text("main").count("the run ended") == 1 and "--resume" in tab.text(
+        ".verdict code"
+    )
     assert tab.page.locator(".verdict .evidence a").inner_text() == "logs/trainer-1.log"
     assert not tab.page.locator(".lines li", has_text="ValueError").count(), "the log is below"
-    tab.until("document.querySelector('.log pre').textContent.startsWith('<script>window.hacked = 1</script>\\nValueError')")
+    tab.until(
+        "document.querySelector('.log pre').textContent.startsWith('<script>window.hacked = "
+        "1</script>\\nValueError')"
+    )
 
 
 def test_the_row_of_a_link_is_in_sight_and_else_the_first_is_open(tab, place):
     deep = made.make_run(place / "deep")
-    made.write_step(deep, 1, [made.group(i, [0.0, 1.0], task=i, stop="max_turns_reached") for i in range(60)])
+    made.write_step(
+        deep, 1, [made.group(i, [0.0, 1.0], task=i, stop="max_turns_reached") for i in range(60)]
+    )
     made.write_samples(deep, 1, [made.sample(0, 0, tokens=200)])
     try:
         tab.go("#/rollouts?run=deep&at=40/1")
-        tab.until("document.querySelector('.rows a[aria-current=true]')?.getBoundingClientRect().top < innerHeight")
-        assert "offset=50" in tab.page.url and "group 40 #1" in tab.text(".rows a[aria-current=true]")
+        tab.until(
+            "document.querySelector('.rows "
+            "a[aria-current=true]')?.getBoundingClientRect().top < innerHeight"
+        )
+        assert "offset=50" in tab.page.url and "group 40 #1" in tab.text(
+            ".rows a[aria-current=true]"
+        )
         assert "max" not in tab.text("header.rollout")
         tab.go("#/rollouts?run=first")
         tab.go("#/rollouts?run=deep&at=0/0&tab=tokens")
-        tab.until("document.querySelectorAll('.tokens .chunk').length === 4 && document.querySelectorAll('.tokens .t').length > 190")
-        ends = "[...document.querySelectorAll('.tokens .chunk')].map((one) => getComputedStyle(one, '::after').content)"
+        tab.until(
+            "document.querySelectorAll('.tokens .chunk').length === 4 && "
+            "document.querySelectorAll('.tokens .t').length > 190"
+        )
+        ends = (
+            "[...document.querySelectorAll('.tokens .chunk')].map((one) => getComputedStyle(one, "
+            "'::after').content)"
+        )
         assert tab.page.evaluate(ends) == ['"\u21aa"'] * 3 + ["none"]
         tab.go("#/rollouts?run=first&kind=eval")
-        tab.until("!!document.querySelector('.rows li:first-child a[aria-current=true]') && location.hash.includes('at=')")
+        tab.until(
+            "!!document.querySelector('.rows li:first-child a[aria-current=true]') && "
+            "location.hash.includes('at=')"
+        )
         tab.page.get_by_role("button", name="training").click()
         tab.until("location.hash.includes('at=4') && !document.querySelector('.fault')")
         tab.go("#/tasks?run=first&env=sums&task=7&step=99")
-        assert "nothing shows what it changed" in tab.text(".detail .note") and not tab.page.locator(".side").count()
+        assert (
+            "nothing shows what it changed" in tab.text(".detail .note")
+            and not tab.page.locator(".side").count()
+        )
         assert "2 + 2" in tab.text(".tasks .snippet")
     finally:
         tab.go("#/runs")
@@ -421,7 +520,10 @@ def test_the_row_of_a_link_is_in_sight_and_else_the_first_is_open(tab, place):
 
 
 def test_dots_stay_at_their_version_and_are_chosen_by_keys(tab, place):
-    many = [made.group(100 + version, [*([1.0] * 16), 0.0], task=9, version=version) for version in (4, 5, 8)]
+    many = [
+        made.group(100 + version, [*([1.0] * 16), 0.0], task=9, version=version)
+        for version in (4, 5, 8)
+    ]
     for step, group in enumerate(many, start=5):
         made.write_step(RunDir(place / "first", place / "first/weights"), step, [group])
     for width in (390, 1280):
@@ -430,10 +532,20 @@ def test_dots_stay_at_their_version_and_are_chosen_by_keys(tab, place):
         tab.go("#/tasks?run=first&env=sums&task=9")
         tab.page.wait_for_selector(".side")
         circles = "[...document.querySelectorAll('.dots circle.one')]"
-        dots = tab.page.evaluate(f"{circles}.map((one) => [one.querySelector('title').textContent, +one.getAttribute('cx')])")
+        dots = tab.page.evaluate(
+            f"{circles}.map((one) => [one.querySelector('title').textContent, "
+            "+one.getAttribute('cx')])"
+        )
         right = tab.page.evaluate("document.querySelector('.dots').viewBox.baseVal.width")
-        x = {version: [at for title, at in dots if title.startswith(f"version {version},")] for version in (4, 5, 8)}
-        assert [len(some) for some in x.values()] == [17, 17, 17] and min(x[4]) > 40 and max(x[8]) < right - 10
+        x = {
+            version: [at for title, at in dots if title.startswith(f"version {version},")]
+            for version in (4, 5, 8)
+        }
+        assert (
+            [len(some) for some in x.values()] == [17, 17, 17]
+            and min(x[4]) > 40
+            and max(x[8]) < right - 10
+        )
         assert max(x[4]) + 9 < min(x[5]) and max(x[5]) + 9 < min(x[8])
     assert tab.count(".dots [tabindex='0']") == 1
     tab.page.locator(".dots [tabindex='0']").focus()
@@ -444,7 +556,10 @@ def test_dots_stay_at_their_version_and_are_chosen_by_keys(tab, place):
     tab.page.keyboard.press("Home")
     tab.page.keyboard.press("Shift+Enter")
     tab.until("location.hash.includes('a=104%2F0')")
-    assert tab.page.evaluate("document.activeElement.ariaLabel") == "version 4, rollout 0: reward 1.000, the earlier one"
+    assert (
+        tab.page.evaluate("document.activeElement.ariaLabel")
+        == "version 4, rollout 0: reward 1.000, the earlier one"
+    )
     tab.go("#/runs")
     tab.page.wait_for_load_state("networkidle")
     for step in (5, 6, 7):
@@ -452,14 +567,17 @@ def test_dots_stay_at_their_version_and_are_chosen_by_keys(tab, place):
 
 
 def test_the_clock_of_the_timeline_stands_over_its_lines(tab):
-    """Each label is centred on its line, at any width: the grid has its own idea of what `left: 0` is."""
+    """Each label is centred on its line, at any width: the grid has its own idea of what `left:
+    0` is."""
     for width in (390, 1280):
         tab.page.set_viewport_size({"width": width, "height": 800})
         tab.go(PAGES["timeline"][0])
         tab.page.wait_for_selector(".lanes rect")
         middle = "(one) => one.getBoundingClientRect().x + one.getBoundingClientRect().width / 2"
         middles = f"(selector) => [...document.querySelectorAll(selector)].map({middle})"
-        labels, lines = (tab.page.evaluate(middles, selector) for selector in (".clock span", ".lanes line.grid"))
+        labels, lines = (
+            tab.page.evaluate(middles, selector) for selector in (".clock span", ".lanes line.grid")
+        )
         assert labels and labels == pytest.approx(lines, abs=1.5)
 
 
@@ -478,17 +596,30 @@ def test_a_number_of_an_address_that_is_none_is_said_to_be_none(tab):
     tab.until("document.querySelectorAll('.tasks tbody tr').length === 4")
     for where, said in (
         ("#/timeline?run=first&at=abc", ["at = abc: give a number"]),
-        ("#/curves?run=first&from=x&to=3&smooth=7", ["from = x: give a number", "smooth = 7: give a number from 0 to 0.99"]),
+        (
+            "#/curves?run=first&from=x&to=3&smooth=7",
+            ["from = x: give a number", "smooth = 7: give a number from 0 to 0.99"],
+        ),
     ):
         tab.go(where)
-        tab.until(f"JSON.stringify([...document.querySelectorAll('.fault')].map(one => one.innerText)) === JSON.stringify({said})")
-    assert tab.count(".then") == 0 and tab.page.get_by_role("button", name="Whole run").count() == 0 and "smoothed" not in tab.text("main")
+        tab.until(
+            "JSON.stringify([...document.querySelectorAll('.fault')].map(one => "
+            f"one.innerText)) === JSON.stringify({said})"
+        )
+    assert (
+        tab.count(".then") == 0
+        and tab.page.get_by_role("button", name="Whole run").count() == 0
+        and "smoothed" not in tab.text("main")
+    )
     tab.go("#/rollouts?run=first&offset=abc")
-    tab.until("document.querySelector('.fault')?.innerText === 'offset = abc: give a whole number from 0'")
+    tab.until(
+        "document.querySelector('.fault')?.innerText === 'offset = abc: give a whole number from 0'"
+    )
     tab.go("#/runs")
     tab.page.wait_for_selector(".runs tbody tr")
     tab.page.wait_for_load_state("networkidle")
-    tab.faults[:] = [fault for fault in tab.faults if "400 (Bad Request)" not in fault]  # which is its answer
+    # which is its answer
+    tab.faults[:] = [fault for fault in tab.faults if "400 (Bad Request)" not in fault]
 
 
 def test_a_live_run_moves_by_itself(tab, place):
@@ -498,15 +629,23 @@ def test_a_live_run_moves_by_itself(tab, place):
     tab.go("#/runs")
     tab.page.wait_for_selector(".runs tbody tr")
     MetricsLog(place / "second" / "metrics.jsonl", "trainer").write(5, {"loss/mean": 0.5})
-    tab.until("[...document.querySelectorAll('.runs tr')].some((row) => row.innerText.includes('second') && row.innerText.includes('5/9'))")
+    tab.until(
+        "[...document.querySelectorAll('.runs tr')].some((row) => "
+        "row.innerText.includes('second') && row.innerText.includes('5/9'))"
+    )
 
 
 def test_the_mean_beside_a_group_is_of_the_agent_that_is_shown(browser, tmp_path):
     """Regression: it was over all agents, whose rewards credit does not compare."""
     files = made.make_run(tmp_path / "x")
     files.status_dir.mkdir()
-    rollouts = [made.rollout(reward, episode=i // 2, agent=("solver", "rival")[i % 2]) for i, reward in enumerate((0.0, 6.0, 1.0, 8.0))]
-    some = credit_group(Group(group_id=10, env="sums", task=0, rollouts=rollouts), made.RULES["sums"])
+    rollouts = [
+        made.rollout(reward, episode=i // 2, agent=("solver", "rival")[i % 2])
+        for i, reward in enumerate((0.0, 6.0, 1.0, 8.0))
+    ]
+    some = credit_group(
+        Group(group_id=10, env="sums", task=0, rollouts=rollouts), made.RULES["sums"]
+    )
     made.write_step(files, 1, [some])
     with serving(tmp_path) as links:
         tab = Tab(browser, links)
@@ -517,16 +656,22 @@ def test_the_mean_beside_a_group_is_of_the_agent_that_is_shown(browser, tmp_path
 
 
 def test_an_exported_list_has_the_rows_of_the_servers_in_their_order(tab, tmp_path):
-    """By every sort, in both directions, page by page: equal ones and those without a value included. Filtered ones, too."""
+    """By every sort, in both directions, page by page: equal ones and those without a value
+    included. Filtered ones, too."""
     files = made.make_run(tmp_path / "x")
     files.status_dir.mkdir()
     for step in range(1, 4):
         odd = [
-            made.rollout(0.0, step, episode=0, metrics={"num_turns": 5.0, "tokens": 2.0}, retries=step),
+            made.rollout(
+                0.0, step, episode=0, metrics={"num_turns": 5.0, "tokens": 2.0}, retries=step
+            ),
             made.rollout(0.0, turns=[], episode=1, error="boom", cause="environment"),
             made.rollout(1.0, step, episode=2),
         ]
-        groups = [made.group(10 * step + i, [0.0, 0.5, 1.0 - i], task=(step * i) % 3, version=step - 1) for i in range(3)]
+        groups = [
+            made.group(10 * step + i, [0.0, 0.5, 1.0 - i], task=(step * i) % 3, version=step - 1)
+            for i in range(3)
+        ]
         odd_group = Group(group_id=10 * step + 5, env="sums", task=step + 3, rollouts=odd)
         made.write_step(files, step, [*groups, credit_group(odd_group, made.RULES["sums"])])
     for version in (0, 2, 1, 3):
@@ -536,26 +681,57 @@ def test_an_exported_list_has_the_rows_of_the_servers_in_their_order(tab, tmp_pa
     handlers, routes = Handlers(library), {route.name: route for route in ROUTES}
 
     def of_server(name: str, values: dict) -> dict:
-        answer = routes[name].ask(handlers, [(key, str(value).lower()) for key, value in values.items()])
+        answer = routes[name].ask(
+            handlers, [(key, str(value).lower()) for key, value in values.items()]
+        )
         more = {"sorts": answer.sorts, "facets": answer.facets} if name == "rollouts" else {}
         return {"total": answer.total, "rows": answer.rows} | more
 
     sorts = handlers.rollouts(routes["rollouts"].takes(run="x")).sorts
     assert {"retries", "metrics/num_turns", "tokens", "exact"} < {*sorts}
     asked = [
-        (name, {"run": "x", "kind": kind, "sort": sort, "descending": descending, "offset": 7 * (name == "rollouts"), "limit": 14})
-        for name, known, kinds in (("rollouts", sorts, ("train", "eval")), ("tasks", SORTS, ("train", "eval")))
+        (
+            name,
+            {
+                "run": "x",
+                "kind": kind,
+                "sort": sort,
+                "descending": descending,
+                "offset": 7 * (name == "rollouts"),
+                "limit": 14,
+            },
+        )
+        for name, known, kinds in (
+            ("rollouts", sorts, ("train", "eval")),
+            ("tasks", SORTS, ("train", "eval")),
+        )
         for sort, descending, kind in product(("", *known), (True, False), kinds)
     ]
-    filters = ({"highest": 0.5}, {"lowest": -1.5}, {"lowest": 0.2, "highest": 0.9}, {"why": "error"}, {"outcome": "failed"})
-    asked += [("rollouts", {"run": "x", "kind": kind, "offset": 0, "limit": 50} | some) for kind in ("train", "eval") for some in filters]
-    ask = "([all, asked]) => import('./page/recorded.js').then((m) => asked.map(([name, values]) => m.recordedAnswer(all, name, values)))"
+    filters = (
+        {"highest": 0.5},
+        {"lowest": -1.5},
+        {"lowest": 0.2, "highest": 0.9},
+        {"why": "error"},
+        {"outcome": "failed"},
+    )
+    asked += [
+        ("rollouts", {"run": "x", "kind": kind, "offset": 0, "limit": 50} | some)
+        for kind in ("train", "eval")
+        for some in filters
+    ]
+    ask = (
+        "([all, asked]) => import('./page/recorded.js').then((m) => asked.map(([name, values]) "
+        "=> m.recordedAnswer(all, name, values)))"
+    )
     found = tab.page.evaluate(ask, [content, asked])
     for (name, values), answer in zip(asked, found, strict=True):
         expected = msgspec.json.decode(msgspec.json.encode(of_server(name, values)))
         assert {key: answer[key] for key in expected} == expected, (name, values)
     values = "{kind: 'train', sort: 'bogus', offset: 0, limit: 5}"
-    wrong = f"([all, name]) => import('./page/recorded.js').then((m) => m.recordedAnswer(all, name, {values})).catch(String)"
+    wrong = (
+        "([all, name]) => import('./page/recorded.js').then((m) => m.recordedAnswer(all, name, "
+        f"{values})).catch(String)"
+    )
     for name in ("rollouts", "tasks"):
         with pytest.raises(RunError) as error:
             of_server(name, {"run": "x", "sort": "bogus"})
@@ -563,10 +739,13 @@ def test_an_exported_list_has_the_rows_of_the_servers_in_their_order(tab, tmp_pa
 
 
 def test_an_exported_task_has_the_means_of_the_whole_run(browser, place, tmp_path):
-    """Also where the file has not all of its rollouts: of those alone every number would be another one."""
+    """Also where the file has not all of its rollouts: of those alone every number would be
+    another one."""
     file, library = tmp_path / "part.html", Library([place / "first"])
     for version in range(STEPS, STEPS + 2):  # the first of each is in the file, and its mean is 0
-        group = made.group(100 + version, [0.0, 1.0, 1.0, 1.0], task=7, version=version, text="so it is" * 2000)
+        group = made.group(
+            100 + version, [0.0, 1.0, 1.0, 1.0], task=7, version=version, text="so it is" * 2000
+        )
         made.write_step(RunDir(place / "first", place / "first/weights"), version + 1, [group])
     write_page(library, file, 475_000)
     page = browser.new_context(offline=True).new_page()
@@ -574,9 +753,17 @@ def test_an_exported_task_has_the_means_of_the_whole_run(browser, place, tmp_pat
     page.goto(f"{file.as_uri()}#/tasks?run=first&env=sums&task=7&step={STEPS}")
     page.wait_for_selector(".dots")
     said = page.locator(".detail").inner_text()
-    assert "16 rollouts of 6 versions" in said and (kept := int(re.search(r"(\d+) of them are in this file", said)[1])) < 16
-    assert "0.500 (version 3, 2 rollouts) → 0.750 (version 4, 4 rollouts)" in said.replace("\n", " ")
-    assert page.locator(".dots circle.one").count() == kept and page.locator(".dots circle.ring").count() > 0
+    assert (
+        "16 rollouts of 6 versions" in said
+        and (kept := int(re.search(r"(\d+) of them are in this file", said)[1])) < 16
+    )
+    assert "0.500 (version 3, 2 rollouts) → 0.750 (version 4, 4 rollouts)" in said.replace(
+        "\n", " "
+    )
+    assert (
+        page.locator(".dots circle.one").count() == kept
+        and page.locator(".dots circle.ring").count() > 0
+    )
     page.context.close()
     for version in range(STEPS, STEPS + 2):
         (place / f"first/rollouts/{version + 1:06d}.jsonl").unlink()
@@ -590,7 +777,12 @@ def test_an_exported_page_needs_neither_server_nor_network(browser, place, tmp_p
     page.set_default_timeout(30_000)
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda said: said.type in ("error", "warning") and faults.append(said.text))
-    page.on("request", lambda request: not request.url.startswith(("file:", "data:")) and faults.append(request.url))
+    page.on(
+        "request",
+        lambda request: (
+            not request.url.startswith(("file:", "data:")) and faults.append(request.url)
+        ),
+    )
     page.goto(file.as_uri())
     page.wait_for_selector(".runs tbody tr")
     for where, what in (

@@ -1,4 +1,5 @@
-"""What a newcomer asks, answered by the clicks and keys that docs/view.md names: each in well under a minute."""
+"""What a newcomer asks, answered by the clicks and keys that docs/view.md names: each in well
+under a minute."""
 
 import json
 import re
@@ -33,10 +34,13 @@ def moment() -> float:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, moment) -> Path:
-    """Two runs that differ in the learning rate; one learns faster a sample. Version 12 answers task 77 otherwise than version 11."""
+    """Two runs that differ in the learning rate; one learns faster a sample. Version 12 answers
+    task 77 otherwise than version 11."""
     root = tmp_path_factory.mktemp("story")
     write_run(make_run(root / "fast", max_steps=STEPS), moment, 0.06)
-    write_run(make_run(root / "slow", max_steps=STEPS, trainer={"optim": {"lr": 2e-7}}), moment, 0.02)
+    write_run(
+        make_run(root / "slow", max_steps=STEPS, trainer={"optim": {"lr": 2e-7}}), moment, 0.02
+    )
     return root
 
 
@@ -48,29 +52,55 @@ def write_run(run_dir: RunDir, moment: float, slope: float) -> None:
             "reward/sums/format": 1 - slope * step,
             "reward/sums/brief": 0.5,
         }
-        lines = {"orchestrator": reward | {"rollouts/finished": 8.0}, "trainer": {"loss/mean": 0.1, "time/step": 2.0}}
+        lines = {
+            "orchestrator": reward | {"rollouts/finished": 8.0},
+            "trainer": {"loss/mean": 0.1, "time/step": 2.0},
+        }
         with run_dir.metrics.open("a") as file:
             for source, values in lines.items():
-                file.write(json.dumps({"step": step, "time": moment - 70 + 8 * step, "source": source} | values) + "\n")
+                file.write(
+                    json.dumps(
+                        {"step": step, "time": moment - 70 + 8 * step, "source": source} | values
+                    )
+                    + "\n"
+                )
         word = "five" if step <= 12 else "four"
         groups = [
-            group(10 * step + i, [0.0, 1.0], task=task, version=step - 1, text=f"it is {word}") for i, task in enumerate((TASK, step))
+            group(10 * step + i, [0.0, 1.0], task=task, version=step - 1, text=f"it is {word}")
+            for i, task in enumerate((TASK, step))
         ]
-        write_step(run_dir, step, [*groups, group(10 * step + 9, [1.0, 1.0], task=3, version=step - 1)])
+        write_step(
+            run_dir, step, [*groups, group(10 * step + 9, [1.0, 1.0], task=3, version=step - 1)]
+        )
     write_samples(run_dir, 1, [sample(10, 1, tokens=TOKENS)])
-    columns = {"trainer_logprobs": np.full(TOKENS, -0.5, np.float32), "entropies": np.zeros(TOKENS, np.float16)}
+    columns = {
+        "trainer_logprobs": np.full(TOKENS, -0.5, np.float32),
+        "entropies": np.zeros(TOKENS, np.float16),
+    }
     write_token_log(run_dir.tokens(1), columns | {"flags": np.zeros(TOKENS, np.uint8)})
     for folder in (run_dir.spans, run_dir.status_dir):
         folder.mkdir()
     waits = {
-        "trainer": [("fetch_batch", "prefetch", -60, 40), ("forward_backward", "step", -60, -5), ("wait_for_batch", "step", -5, 40)],
-        "orchestrator": [("waiting_for_version", "phase", -60, -5), ("filling_batch", "phase", -5, 40)],
+        "trainer": [
+            ("fetch_batch", "prefetch", -60, 40),
+            ("forward_backward", "step", -60, -5),
+            ("wait_for_batch", "step", -5, 40),
+        ],
+        "orchestrator": [
+            ("waiting_for_version", "phase", -60, -5),
+            ("filling_batch", "phase", -5, 40),
+        ],
         "inference": [("sampling", "requests", -60, -5), ("pause", "weights", -5, 30)],
     }
     for process, spans in waits.items():
         lines = [Start(process=process, pid=1, host="h", place="", time=moment, monotonic=1000.0)]
-        lines += [Span(name=name, lane=lane, begin=1000.0 + begin, end=1000.0 + end) for name, lane, begin, end in spans]
-        (run_dir.spans / f"{process}.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        lines += [
+            Span(name=name, lane=lane, begin=1000.0 + begin, end=1000.0 + end)
+            for name, lane, begin, end in spans
+        ]
+        (run_dir.spans / f"{process}.jsonl").write_bytes(
+            b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +132,13 @@ def test_what_did_step_12_change_on_task_77(tab):
     tab.page.get_by_label("What did this step change:").fill("12")
     tab.page.wait_for_selector(".side ins")
     tab.until("location.hash.includes('step=12')")
-    assert re.search(r"0.500 \(version 11, 2 rollouts\) → 0.500 \(version 12, 2 rollouts\)", tab.page.locator(".detail").inner_text())
-    assert tab.page.locator(".side del").all_inner_texts() == ["five"] and tab.page.locator(".side ins").all_inner_texts() == ["four"]
+    assert re.search(
+        r"0.500 \(version 11, 2 rollouts\) → 0.500 \(version 12, 2 rollouts\)",
+        tab.page.locator(".detail").inner_text(),
+    )
+    assert tab.page.locator(".side del").all_inner_texts() == ["five"] and tab.page.locator(
+        ".side ins"
+    ).all_inner_texts() == ["four"]
     start_of = tab.page.url
     tab.page.goto("about:blank")
     tab.page.goto(start_of)  # as a colleague who got the link
@@ -135,24 +170,32 @@ def test_what_was_everyone_waiting_for_at_a_time(tab):
     tab.page.keyboard.press("Enter")
     said = tab.text(".then")
     assert (
-        "At 10:41:00" in said and "trainer wait for batch; it waited for orchestrator filling batch; it waited for inference pause" in said
+        "At 10:41:00" in said
+        and "trainer wait for batch; it waited for orchestrator filling batch; it waited for "
+        "inference pause"
+        in said
     )
     assert "waits for orchestrator" in said and "waits for inference" in said
     box = tab.page.locator(".lanes svg").bounding_box()
-    tab.page.mouse.click(box["x"] + box["width"] - 5, box["y"] + 60)  # when inference had ended its pause, and nobody did anything
+    # when inference had ended its pause, and nobody did anything
+    tab.page.mouse.click(box["x"] + box["width"] - 5, box["y"] + 60)
     tab.until("document.querySelector('.then').innerText.includes('No process worked')")
     clock = tab.page.locator("[data-search]")
     clock.fill("10:40:30")
     clock.press("Enter")
     tab.until("document.querySelector('.then').innerText.includes('At 10:40:30')")
-    said = tab.text(".then")  # its thread that fetches the next batch waits all the time: that is not what the trainer does
+    # its thread that fetches the next batch waits all the time: that is not what the trainer does
+    said = tab.text(".then")
     assert "trainer forward backward\n" in said and "it waited for" not in said
 
 
 def test_a_long_rollout_is_read_to_its_end_though_little_of_it_is_drawn(tab):
     tab.go("#/rollouts?run=fast&at=10/1&tab=tokens")
     tab.page.wait_for_selector(".tokens [data-i='0']")
-    tab.until("(document.querySelector('.detail').scrollTop = 1e6) && !!document.querySelector(`.tokens [data-i='3001']`)")
+    tab.until(
+        "(document.querySelector('.detail').scrollTop = 1e6) && "
+        "!!document.querySelector(`.tokens [data-i='3001']`)"
+    )
     assert tab.count(".tokens .t") < 1500 and tab.count(".tokens [data-i='0']") == 0
     tab.page.locator(".tokens [data-i='3001']").click()
     tab.until("location.hash.includes('token=3001')")

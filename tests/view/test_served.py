@@ -21,7 +21,8 @@ from tests.records.made import make_run
 
 @pytest.fixture
 def server(tmp_path) -> RunDir:
-    """`outputs/serve-x` with two models, of which the first was trained, and a folder that is no model."""
+    """`outputs/serve-x` with two models, of which the first was trained, and a folder that is no
+    model."""
     server = make_run(tmp_path / "outputs" / "serve-x", serve={}, orchestrator={})
     for name in ("s-0", "s-1", "none"):
         model = make_run(server.root / "models" / name, serve={}, orchestrator={})
@@ -39,7 +40,12 @@ def test_the_models_of_a_server_are_listed_beside_it_with_their_loss(server):
     rows = {row.key: row for row in Handlers(Library([server.root.parent])).runs(Query()).runs}
     assert rows.keys() == {"serve-x", "serve-x/models/s-0", "serve-x/models/s-1"}
     trained = rows["serve-x/models/s-0"]
-    assert (trained.step, trained.max_steps, trained.measure, trained.rewards) == (2, 0, "loss/mean", [3.0, 2.0])
+    assert (trained.step, trained.max_steps, trained.measure, trained.rewards) == (
+        2,
+        0,
+        "loss/mean",
+        [3.0, 2.0],
+    )
 
 
 def test_a_model_is_looked_at_again_when_its_server_changes(server):

@@ -1,4 +1,5 @@
-"""Many who look at many runs: a slow run keeps no other waiting, and what was read is not read again."""
+"""Many who look at many runs: a slow run keeps no other waiting, and what was read is not read
+again."""
 
 import json
 import threading
@@ -31,8 +32,16 @@ def made(root: Path, steps: int = 4, answer: str = "four") -> RunDir:
     run_dir.spans.mkdir()
     for process in ("trainer", "inference"):
         start = Start(process=process, pid=1, host="h", place="", time=10_000.0, monotonic=0.0)
-        lines = [Span(name="sampling", begin=float(i), end=i + 0.5, lane="step", step=i) for i in range(SPANS)]
-        write(run_dir.spans / f"{process}.jsonl", start, *lines, Gauges(at=float(SPANS), values={"requests": 1.0}))
+        lines = [
+            Span(name="sampling", begin=float(i), end=i + 0.5, lane="step", step=i)
+            for i in range(SPANS)
+        ]
+        write(
+            run_dir.spans / f"{process}.jsonl",
+            start,
+            *lines,
+            Gauges(at=float(SPANS), values={"requests": 1.0}),
+        )
     return run_dir
 
 
@@ -60,8 +69,17 @@ def test_a_run_that_is_being_read_keeps_no_other_waiting(tmp_path):
         for name in ("slow", "quick"):
             (tmp_path / name / "evals").mkdir()  # their rows are to be made anew
         began = time.monotonic()
-        assert {row.key: row.step for row in handlers.runs(Query()).runs} == {row.key: row.step for row in before.runs}
-        assert len(handlers.timeline(TimelineParameters(run="quick", begin=10_000.0, end=10_010.0)).lanes) == 2
+        assert {row.key: row.step for row in handlers.runs(Query()).runs} == {
+            row.key: row.step for row in before.runs
+        }
+        assert (
+            len(
+                handlers.timeline(
+                    TimelineParameters(run="quick", begin=10_000.0, end=10_010.0)
+                ).lanes
+            )
+            == 2
+        )
         assert time.monotonic() - began < 15
     finally:
         done.set()
@@ -87,18 +105,31 @@ def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
         monkeypatch.setattr(f"{module}.parse_line", parse)
     for _ in range(3):
         health = handlers.health(OfRun(run="x"))
-    assert handlers.timeline(TimelineParameters(run="x")).note.startswith("no spans of this time are here")
-    assert parsed == [] and health.lines[0].startswith("step 50 of 9") and "2.0 s per step" in health.lines[0]
+    assert handlers.timeline(TimelineParameters(run="x")).note.startswith(
+        "no spans of this time are here"
+    )
+    assert (
+        parsed == []
+        and health.lines[0].startswith("step 50 of 9")
+        and "2.0 s per step" in health.lines[0]
+    )
     with (files.metrics.with_suffix("") / "trainer.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 51, "time": time.time(), "source": "trainer", "loss/mean": 0.5}) + "\n")
+        file.write(
+            json.dumps({"step": 51, "time": time.time(), "source": "trainer", "loss/mean": 0.5})
+            + "\n"
+        )
     assert handlers.health(OfRun(run="x")).lines[0].startswith("step 51 of 9") and len(parsed) == 1
     assert (before, handlers.runs(Query()).runs[0].step, len(parsed)) == (50, 51, 1)
 
 
 def test_a_run_that_was_replaced_is_another_one(tmp_path):
-    """Its metrics, rollouts and settings are those of the new one, whose files may have the same numbers and sizes."""
+    """Its metrics, rollouts and settings are those of the new one, whose files may have the same
+    numbers and sizes."""
     files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
-    assert handlers.runs(Query()).runs[0].step == 4 and handlers.rollouts(Wanted(run="x", q="four")).total == 2
+    assert (
+        handlers.runs(Query()).runs[0].step == 4
+        and handlers.rollouts(Wanted(run="x", q="four")).total == 2
+    )
     files.root.rename(tmp_path / ".away")
     made(tmp_path / "x", steps=2, answer="five")
     assert handlers.runs(Query()).runs[0].step == 2

@@ -24,7 +24,10 @@ def aligned(sample: TrainingSample) -> SimpleNamespace:
         loss_mask=whole([True] * len(trained), False),
         logprobs=whole(sample.logprobs.tolist(), 0.0),
         advantages=whole(sample.by_span("advantage", "float64").tolist(), 0.0),
-        policy_versions=[VersionSpan(version, len([*each])) for version, each in groupby(sample.versions.tolist())],
+        policy_versions=[
+            VersionSpan(version, len([*each]))
+            for version, each in groupby(sample.versions.tolist())
+        ],
         teacher_logprobs=None if teacher is None else whole(teacher.tolist(), 0.0),
     )
 
@@ -32,7 +35,9 @@ def aligned(sample: TrainingSample) -> SimpleNamespace:
 def changed(sample: TrainingSample, **lists) -> TrainingSample:
     """A copy of the sample with other lists."""
     names = ("env", "group_id", "rollout_id", "temperature", "routes")
-    return TrainingSample.of(**vars(aligned(sample)) | lists, **{name: getattr(sample, name) for name in names})
+    return TrainingSample.of(
+        **vars(aligned(sample)) | lists, **{name: getattr(sample, name) for name in names}
+    )
 
 
 def with_version(sample: TrainingSample, version: int) -> TrainingSample:

@@ -1,4 +1,5 @@
-"""Several servers as seen by one client: dead, slow, wrong and late ones only cost a retry of the requests they had."""
+"""Several servers as seen by one client: dead, slow, wrong and late ones only cost a retry of
+the requests they had."""
 
 import asyncio
 import heapq
@@ -40,7 +41,9 @@ def test_a_request_to_a_dead_server_goes_to_another_one_at_once():
     async def work(servers, first, second):
         await first.die()
         began = time.monotonic()
-        answers = await asyncio.gather(*(servers.generate(session, [session], {}) for session in range(8)))
+        answers = await asyncio.gather(
+            *(servers.generate(session, [session], {}) for session in range(8))
+        )
         return [answer.token_ids[0] for answer in answers], time.monotonic() - began
 
     tokens, seconds = play(work, StubServer(), StubServer(), timeout_s=30.0)
@@ -49,13 +52,20 @@ def test_a_request_to_a_dead_server_goes_to_another_one_at_once():
 
 def test_what_a_server_had_when_it_died_is_asked_elsewhere_once():
     async def work(servers, first, second):
-        asked = [asyncio.create_task(servers.generate(session, [session], {})) for session in range(40)]
+        asked = [
+            asyncio.create_task(servers.generate(session, [session], {})) for session in range(40)
+        ]
         while len(first.sessions) + len(second.sessions) < 40:
             await asyncio.sleep(0.01)
         had = list(first.sessions)
         await first.die()
         answers = await asyncio.gather(*asked)
-        return had, [answer.token_ids[0] for answer in answers], first.answered, sorted(second.answered)
+        return (
+            had,
+            [answer.token_ids[0] for answer in answers],
+            first.answered,
+            sorted(second.answered),
+        )
 
     had, tokens, first, second = play(work, StubServer(delay_s=1.0), StubServer(delay_s=1.0))
     assert 15 <= len(had) <= 25 and first == []
@@ -92,21 +102,35 @@ def test_a_server_that_is_closed_finishes_what_it_has_and_gets_no_more():
 
 
 def test_a_session_stays_and_moves_when_its_server_is_gone(monkeypatch):
-    """All servers are equally fast: else sessions would leave one whose answers, which take no time, were late by a moment."""
+    """All servers are equally fast: else sessions would leave one whose answers, which take no
+    time, were late by a moment."""
     answered = balance.Server.answered
-    monkeypatch.setattr(balance.Server, "answered", lambda server, seconds, num_tokens: answered(server, 0.01, num_tokens))
+    monkeypatch.setattr(
+        balance.Server,
+        "answered",
+        lambda server, seconds, num_tokens: answered(server, 0.01, num_tokens),
+    )
 
     async def work(servers, *stubs):
         for _ in range(4):
-            await asyncio.gather(*(servers.generate(session, [session], {}) for session in range(12)))
+            await asyncio.gather(
+                *(servers.generate(session, [session], {}) for session in range(12))
+            )
         homes = [set(stub.sessions) for stub in stubs]
         servers.follow(ServerSet([stub.url for stub in stubs[1:]], [], 0, 9))
         await asyncio.gather(*(servers.generate(session, [session], {}) for session in range(12)))
         return homes, [set(stub.sessions) for stub in stubs]
 
     before, after = play(work, StubServer(), StubServer(), StubServer())
-    assert [*map(len, before)] == [4, 4, 4] and not before[0] & before[1] | before[1] & before[2] | before[0] & before[2]
-    assert after[0] == before[0] and after[1] | after[2] == set(range(12)) and after[1] >= before[1] and after[2] >= before[2]
+    assert [*map(len, before)] == [4, 4, 4] and not before[0] & before[1] | before[1] & before[
+        2
+    ] | before[0] & before[2]
+    assert (
+        after[0] == before[0]
+        and after[1] | after[2] == set(range(12))
+        and after[1] >= before[1]
+        and after[2] >= before[2]
+    )
 
 
 def test_a_server_ten_times_slower_gets_about_a_tenth_and_loses_its_sessions(monkeypatch):
@@ -117,7 +141,8 @@ def test_a_server_ten_times_slower_gets_about_a_tenth_and_loses_its_sessions(mon
     balancer = Balancer()
     balancer.update(delays)
     answered = dict.fromkeys(delays, 0)
-    due = [(0.0, rollout, 0, None, None) for rollout in range(24)]  # (when, rollout, turn, the answer's server and request)
+    # (when, rollout, turn, the answer's server and request)
+    due = [(0.0, rollout, 0, None, None) for rollout in range(24)]
     while due:
         now, rollout, turn, server, flight = heapq.heappop(due)
         if server is not None:
@@ -125,11 +150,17 @@ def test_a_server_ten_times_slower_gets_about_a_tenth_and_loses_its_sessions(mon
             server.answered(delays[server.url], 1)
             answered[server.url] += 1
         if turn < 30:
-            server, flight = balancer.choose(rollout if turn % 2 else rollout + 100 * turn), object()
+            server, flight = (
+                balancer.choose(rollout if turn % 2 else rollout + 100 * turn),
+                object(),
+            )
             server.flights.add(flight)
             heapq.heappush(due, (now + delays[server.url], rollout, turn + 1, server, flight))
     assert sum(answered.values()) == 24 * 30 and answered["slow"] < 0.1 * 24 * 30, answered
-    assert answered["fast"] > 0.3 * answered["as fast"] and answered["as fast"] > 0.3 * answered["fast"], answered
+    assert (
+        answered["fast"] > 0.3 * answered["as fast"]
+        and answered["as fast"] > 0.3 * answered["fast"]
+    ), answered
     assert "slow" not in {balancer.homes[rollout] for rollout in range(24)}
 
 
@@ -149,7 +180,9 @@ def test_an_answer_of_an_older_version_than_was_promised_does_not_count():
     async def work(servers, liar, sound):
         servers.follow(ServerSet([liar.url, sound.url], [], 5, 9))
         answers = [await servers.generate(session, [session], {}) for session in range(4)]
-        return {span.policy_version for answer in answers for span in answer.policy_versions}, liar.answered
+        return {
+            span.policy_version for answer in answers for span in answer.policy_versions
+        }, liar.answered
 
     liar, sound = StubServer(5), StubServer(5)
     liar.stamp = 3
@@ -166,13 +199,17 @@ def test_an_answer_of_an_older_version_than_was_promised_does_not_count():
 
     liar = StubServer(5)
     liar.stamp = 3
-    with pytest.raises(InferenceLostError, match="its tokens are of version 3, but it should hold 5 or a newer one"):
+    with pytest.raises(
+        InferenceLostError, match="its tokens are of version 3, but it should hold 5 or a newer one"
+    ):
         play(alone, liar, timeout_s=0.6)
 
 
 def test_garbage_of_one_server_is_asked_for_elsewhere():
     async def work(servers, wrong, sound):
-        return [(await servers.generate(session, [session], {})).token_ids[0] for session in range(6)], wrong.answered
+        return [
+            (await servers.generate(session, [session], {})).token_ids[0] for session in range(6)
+        ], wrong.answered
 
     wrong = StubServer()
     wrong.garbage = True
@@ -183,9 +220,17 @@ def test_garbage_of_one_server_is_asked_for_elsewhere():
 @pytest.mark.parametrize(
     ("about", "message"),
     [
-        ({"served_model": "/models/other"}, "serves /models/other, but this run trains org/m: start it with this run's configuration"),
+        (
+            {"served_model": "/models/other"},
+            "serves /models/other, but this run trains org/m: start it with this run's "
+            "configuration",
+        ),
         ({"max_model_len": 50}, "takes 50 tokens, but model.max_model_len = 100: start it with"),
-        ({"protocol": 1}, r"is a server of another version of rl \(protocol 1, here 5\): start it from the same installation"),
+        (
+            {"protocol": 1},
+            r"is a server of another version of rl \(protocol 1, here 5\): start it from the "
+            r"same installation",
+        ),
     ],
 )
 def test_a_wrong_server_is_left_out_and_named(about, message, caplog):
@@ -195,8 +240,11 @@ def test_a_wrong_server_is_left_out_and_named(about, message, caplog):
         return list(held) == [stubs[1].url] if len(stubs) > 1 else await servers.wait_for_any()
 
     expected = Expected("org/m", 100)
-    assert play(work, StubServer(**about), StubServer(served_model="/elsewhere/m"), expected=expected)
-    assert sum("inference" in line.lower() or "server" in line for line in caplog.messages) == 1  # logged once
+    assert play(
+        work, StubServer(**about), StubServer(served_model="/elsewhere/m"), expected=expected
+    )
+    # logged once
+    assert sum("inference" in line.lower() or "server" in line for line in caplog.messages) == 1
     with pytest.raises(InferenceLostError, match=message):
         play(work, StubServer(**about), expected=expected)
 
@@ -205,7 +253,9 @@ def test_an_address_that_is_not_ours():
     async def work(servers, _):
         await servers.wait_for_any()
 
-    with pytest.raises(InferenceLostError, match=r"is not an inference server of rl: its /status answers 404"):
+    with pytest.raises(
+        InferenceLostError, match=r"is not an inference server of rl: its /status answers 404"
+    ):
         play(work, WebServer())
 
 
@@ -237,18 +287,32 @@ def test_a_hanging_server_delays_no_look_at_the_others(monkeypatch):
         seconds = time.monotonic() - began
         await asyncio.sleep(1.6)
         third = await servers.poll_versions()
-        return [held.get(hanging.url) for held in (first, second, third)], second[sound.url], seconds
+        return (
+            [held.get(hanging.url) for held in (first, second, third)],
+            second[sound.url],
+            seconds,
+        )
 
     held, other, seconds = play(work, StubServer(3), StubServer(3))
     assert held == [3, 3, None] and other == 4 and seconds < 1.0  # a moment's silence is no death
 
 
 def test_a_killed_server_whose_status_stays_is_not_asked_again(tmp_path):
-    """Regression: it was asked every second until another one came. Its address may belong to another service by now."""
+    """Regression: it was asked every second until another one came. Its address may belong to
+    another service by now."""
     process = subprocess.Popen(["sleep", "60"])
-    identity = {"pid": process.pid, "place": pid_scope(), "start_ticks": process_table.entry(process.pid).start}
-    write_status(tmp_path / "inference-h-1.json", RoleStatus(address="http://127.0.0.1:9", **identity))
-    write_status(tmp_path / "inference-h-2.json", RoleStatus(address="http://127.0.0.1:10", **identity | {"place": "elsewhere"}))
+    identity = {
+        "pid": process.pid,
+        "place": pid_scope(),
+        "start_ticks": process_table.entry(process.pid).start,
+    }
+    write_status(
+        tmp_path / "inference-h-1.json", RoleStatus(address="http://127.0.0.1:9", **identity)
+    )
+    write_status(
+        tmp_path / "inference-h-2.json",
+        RoleStatus(address="http://127.0.0.1:10", **identity | {"place": "elsewhere"}),
+    )
     servers = InferenceServers([], tmp_path / "inference.json", 1.0)
     assert servers.find() == ["http://127.0.0.1:9", "http://127.0.0.1:10"]
     process.kill()

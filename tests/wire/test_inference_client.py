@@ -1,4 +1,5 @@
-"""How the client handles a server that is up but never answers, answers wrongly, or does not answer everyone."""
+"""How the client handles a server that is up but never answers, answers wrongly, or does not
+answer everyone."""
 
 import asyncio
 import errno
@@ -17,7 +18,12 @@ from tests import steady
 from tests.web import WebServer
 
 HELD = {"policy_version": 3, "protocol": PROTOCOL}
-ANSWER = {"token_ids": [5], "logprobs": [-1.0], "policy_versions": [[3, 1]], "finish_reason": "stop"}
+ANSWER = {
+    "token_ids": [5],
+    "logprobs": [-1.0],
+    "policy_versions": [[3, 1]],
+    "finish_reason": "stop",
+}
 
 
 def test_a_load_that_never_ends_has_a_deadline(tmp_path, monkeypatch):
@@ -37,7 +43,11 @@ def test_a_load_that_never_ends_has_a_deadline(tmp_path, monkeypatch):
             finally:
                 await servers.close()
 
-    with pytest.raises(InferenceLostError, match=r"for inference at http\S+ to load version 3: .*raise orchestrator.inference_timeout_s"):
+    with pytest.raises(
+        InferenceLostError,
+        match=r"for inference at http\S+ to load version 3: .*raise "
+        r"orchestrator.inference_timeout_s",
+    ):
         steady.run(load())
     assert [body["policy_version"] for body in asked] == [3]
 
@@ -54,18 +64,34 @@ async def asked(tmp_path, answer, work):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"garbage", b"[]", b"\xff\xfe", b"{}", b"[" * 5000, b'{"policy_version": "x", "max_model_len": 1}', b'{"token_ids": 3}'],
+    [
+        b"",
+        b"garbage",
+        b"[]",
+        b"\xff\xfe",
+        b"{}",
+        b"[" * 5000,
+        b'{"policy_version": "x", "max_model_len": 1}',
+        b'{"token_ids": 3}',
+    ],
 )
 def test_an_answer_that_is_none_names_the_address_setting(tmp_path, content):
     async def answer(_request: web.Request) -> web.Response:
         return web.Response(body=content)
 
-    for work in (lambda servers: servers.generate(0, [1], {}), lambda servers: servers.loaded_version()):
-        with pytest.raises(InferenceLostError, match=r"sent an invalid answer \(.*Is orchestrator.inference_urls"):
+    for work in (
+        lambda servers: servers.generate(0, [1], {}),
+        lambda servers: servers.loaded_version(),
+    ):
+        with pytest.raises(
+            InferenceLostError, match=r"sent an invalid answer \(.*Is orchestrator.inference_urls"
+        ):
             steady.run(asked(tmp_path, answer, work))
 
 
-@pytest.mark.parametrize("uneven", [{"logprobs": []}, {"token_ids": [5, 6]}, {"policy_versions": [[3, 2]]}])
+@pytest.mark.parametrize(
+    "uneven", [{"logprobs": []}, {"token_ids": [5, 6]}, {"policy_versions": [[3, 2]]}]
+)
 def test_an_answer_whose_lists_differ_in_length_is_asked_of_another_server(tmp_path, uneven):
     came = []
 
@@ -100,7 +126,9 @@ def test_the_kernel_probes_the_host_of_a_server_that_is_silent(tmp_path):
     async def work(servers):
         await servers.http.request("GET", servers.fixed[0], None, {})
         [[(protocol, _)]] = servers.http.session.connector._conns.values()
-        return protocol.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        return protocol.transport.get_extra_info("socket").getsockopt(
+            socket.SOL_SOCKET, socket.SO_KEEPALIVE
+        )
 
     assert steady.run(asked(tmp_path, answer, work)) == 1
 
@@ -132,7 +160,9 @@ def test_the_token_is_shown_and_its_refusal_says_what_to_do(tmp_path, monkeypatc
         return servers.loaded_version()
 
     with pytest.raises(
-        InferenceLostError, match=r"answers 401: it requires its run's token. Set RL_TOKEN to the one in its run directory"
+        InferenceLostError,
+        match=r"answers 401: it requires its run's token. Set RL_TOKEN to the one in its run "
+        r"directory",
     ) as refused:
         steady.run(asked(tmp_path, answer, version))
     assert refused.value.exit_code == GIVE_UP
@@ -169,8 +199,11 @@ def test_more_requests_than_files_that_may_be_open(tmp_path, monkeypatch):
     assert most == 16  # the others are for the process's own files
 
 
-def test_the_token_is_read_once_and_a_passing_fault_of_its_file_is_no_refusal(tmp_path, monkeypatch):
-    """With a stale handle, or no file descriptor left, the next attempt may succeed. A token that was replaced is read again."""
+def test_the_token_is_read_once_and_a_passing_fault_of_its_file_is_no_refusal(
+    tmp_path, monkeypatch
+):
+    """With a stale handle, or no file descriptor left, the next attempt may succeed. A token
+    that was replaced is read again."""
     monkeypatch.delenv("RL_TOKEN", raising=False)
     (tmp_path / "status").mkdir()
     (file := tmp_path / "status" / "token").write_text(first := "a-token-of-the-test-0123456789")

@@ -5,7 +5,15 @@ import random
 
 import pytest
 
-from rl.wire.parity import LIMITS, RUN_LIMITS, Limit, Scored, likely_cause, parity_of, parity_warning
+from rl.wire.parity import (
+    LIMITS,
+    RUN_LIMITS,
+    Limit,
+    Scored,
+    likely_cause,
+    parity_of,
+    parity_warning,
+)
 
 EXACT, ROUNDED = LIMITS["float32"], LIMITS["bfloat16"]
 
@@ -30,20 +38,37 @@ def test_one_token_and_infinite_differences_are_numbers():
 
 @pytest.mark.parametrize(
     ("difference", "limit", "within"),
-    [(1e-5, EXACT, True), (2e-4, EXACT, False), (0.035, ROUNDED, True), (0.1, ROUNDED, False), (0.5, ROUNDED, False)],
+    [
+        (1e-5, EXACT, True),
+        (2e-4, EXACT, False),
+        (0.035, ROUNDED, True),
+        (0.1, ROUNDED, False),
+        (0.5, ROUNDED, False),
+    ],
 )
 def test_limits(difference, limit, within):
-    assert parity_of([token.difference for token in tokens(difference, positions=range(400))]).within(limit) == within
+    assert (
+        parity_of([token.difference for token in tokens(difference, positions=range(400))]).within(
+            limit
+        )
+        == within
+    )
 
 
 def test_a_run_in_bfloat16_is_held_to_less():
-    assert RUN_LIMITS["bfloat16"] == Limit(pytest.approx(6e-3), math.inf) and RUN_LIMITS["float32"] == EXACT
+    assert (
+        RUN_LIMITS["bfloat16"] == Limit(pytest.approx(6e-3), math.inf)
+        and RUN_LIMITS["float32"] == EXACT
+    )
 
 
 def test_few_noisy_tokens_are_not_held_against_it():
-    """Log-normal differences with KL 1.6e-3: a mean over eight tokens may exceed 2e-3, and must not be reported as a fault."""
+    """Log-normal differences with KL 1.6e-3: a mean over eight tokens may exceed 2e-3, and must
+    not be reported as a fault."""
     rng = random.Random(0)
-    faults = sum(not parity_of([rng.gauss(0, 0.056) for _ in range(8)]).within(ROUNDED) for _ in range(500))
+    faults = sum(
+        not parity_of([rng.gauss(0, 0.056) for _ in range(8)]).within(ROUNDED) for _ in range(500)
+    )
     assert faults == 0
     assert not parity_of([rng.gauss(0, 0.15) for _ in range(200)]).within(ROUNDED)
 
@@ -54,7 +79,9 @@ def test_causes():
     assert "temperature" in likely_cause(good + tokens(0.2, 0.7), limit, None)
     late = tokens(1e-6, positions=range(64)) + tokens(0.2, positions=range(64, 200))
     assert "from 64 on differ: the sliding window" in likely_cause(late, limit, 64)
-    assert "positions are computed differently" in likely_cause(tokens(1e-6, positions=range(100)) + bad_from(100), limit, None)
+    assert "positions are computed differently" in likely_cause(
+        tokens(1e-6, positions=range(100)) + bad_from(100), limit, None
+    )
     assert "the weights differ" in likely_cause(tokens(2.0) + tokens(2.0, 0.7), limit, None)
     assert "different arithmetic" in likely_cause(bad + tokens(0.2, 0.7), limit, None)
 
@@ -65,10 +92,23 @@ def bad_from(start):
 
 def test_that_nothing_is_compared_is_told_from_the_first_checkpoint_on():
     """It was told after three, so a run with fewer said nothing."""
-    said = [parity_warning({"parity/unjudged": float(count)}, LIMITS["float32"]) for count in range(6)]
+    said = [
+        parity_warning({"parity/unjudged": float(count)}, LIMITS["float32"]) for count in range(6)
+    ]
     assert [bool(text) for text in said] == [False, True, True, False, True, False]
-    assert "trainer and inference were not compared before this checkpoint, so" in said[1] and "a lower max_lag" in said[1]
+    assert (
+        "trainer and inference were not compared before this checkpoint, so" in said[1]
+        and "a lower max_lag" in said[1]
+    )
     assert "trainer and inference were not compared before the last 4 checkpoints, so" in said[4]
-    line = {"parity/agrees": 0.0, "parity/tokens": 64.0, "parity/mean": 0.1, "parity/max": 0.7, "parity/kl": 0.02}
-    assert parity_warning(line, LIMITS["float32"]).startswith("trainer and inference disagree on 64 tokens")
+    line = {
+        "parity/agrees": 0.0,
+        "parity/tokens": 64.0,
+        "parity/mean": 0.1,
+        "parity/max": 0.7,
+        "parity/kl": 0.02,
+    }
+    assert parity_warning(line, LIMITS["float32"]).startswith(
+        "trainer and inference disagree on 64 tokens"
+    )
     assert parity_warning(line | {"parity/agrees": 1.0}, LIMITS["float32"]) == ""

@@ -1,4 +1,5 @@
-"""A process must not end with exit code 0 because its HTTP server has died: its keeper would take it for done."""
+"""A process must not end with exit code 0 because its HTTP server has died: its keeper would
+take it for done."""
 
 import asyncio
 import os
@@ -24,7 +25,9 @@ def served(tmp_path, *work):
     async def run():
         tasks = [asyncio.create_task(one()) for one in work]
         async with asyncio.timeout(20):
-            await serving.serve(app, "127.0.0.1", sock, Status(tmp_path / "status.json", "tinker"), *tasks)
+            await serving.serve(
+                app, "127.0.0.1", sock, Status(tmp_path / "status.json", "tinker"), *tasks
+            )
 
     return sock, run
 
@@ -57,8 +60,13 @@ async def ended(*_):
 
 
 @pytest.mark.parametrize("at", ["server", "work"])
-@pytest.mark.parametrize(("death", "error", "says"), [(broken, ValueError, "broken"), (ended, RunError, "ended by itself")])
-def test_a_server_or_its_work_that_ends_is_an_error_worth_a_restart(tmp_path, monkeypatch, at, death, error, says):
+@pytest.mark.parametrize(
+    ("death", "error", "says"),
+    [(broken, ValueError, "broken"), (ended, RunError, "ended by itself")],
+)
+def test_a_server_or_its_work_that_ends_is_an_error_worth_a_restart(
+    tmp_path, monkeypatch, at, death, error, says
+):
     if at == "server":
         monkeypatch.setattr("uvicorn.Server.main_loop", death)
     with pytest.raises(error, match=says) as raised:

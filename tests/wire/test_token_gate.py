@@ -31,7 +31,12 @@ def client(loopback: bool) -> TestClient:
     return TestClient(Gate(app, TOKEN, loopback), "http://127.0.0.1")
 
 
-def ask(headers: list[tuple[bytes, bytes]], body_bytes: int = 0, path: str = "/health", loopback: bool = True) -> tuple[int, str]:
+def ask(
+    headers: list[tuple[bytes, bytes]],
+    body_bytes: int = 0,
+    path: str = "/health",
+    loopback: bool = True,
+) -> tuple[int, str]:
     """(status, body or kind of the error) that a client gets; its body comes in pieces."""
     pieces = (bytes(min(SENT, body_bytes - at)) for at in range(0, body_bytes, SENT))
     answer = client(loopback).post(path, content=pieces, headers=headers)
@@ -72,7 +77,16 @@ def bearer(value: bytes) -> list[tuple[bytes, bytes]]:
     ],
 )
 def test_every_path_wants_the_token(headers):
-    for path in ("/health", "/metrics", "/docs", "/openapi.json", "/pause", "/v1/models", "/no/such/path", "/generate"):
+    for path in (
+        "/health",
+        "/metrics",
+        "/docs",
+        "/openapi.json",
+        "/pause",
+        "/v1/models",
+        "/no/such/path",
+        "/generate",
+    ):
         assert ask(headers, path=path) == (401, "unauthorized")
 
 
@@ -86,14 +100,22 @@ def test_the_token_opens():
 def test_whoever_probes_a_server_needs_no_token():
     """Kubernetes and load balancers."""
     assert client(False).get("/health").status_code == 200
-    assert client(False).get("/health/x").status_code == client(False).get("/status").status_code == 401
-    assert client(False).get("/health", headers={"origin": "https://evil.example"}).status_code == 403
+    assert (
+        client(False).get("/health/x").status_code
+        == client(False).get("/status").status_code
+        == 401
+    )
+    assert (
+        client(False).get("/health", headers={"origin": "https://evil.example"}).status_code == 403
+    )
 
 
 OPEN = bearer(b"Bearer " + TOKEN.encode())
 
 
-@pytest.mark.parametrize("host", [b"evil.example:8000", b"127.0.0.1.evil.example", b"192.168.0.7:8000", b"", b"[::2]:80"])
+@pytest.mark.parametrize(
+    "host", [b"evil.example:8000", b"127.0.0.1.evil.example", b"192.168.0.7:8000", b"", b"[::2]:80"]
+)
 def test_on_loopback_a_server_goes_by_no_other_name(host):
     """A page whose name was made to point here (DNS rebinding) shows its own name."""
     headers = [*OPEN, (b"host", host)]
@@ -106,7 +128,10 @@ def test_hosts_of_loopback_are_known_and_pages_are_refused():
     for host in (b"localhost:8000", b"127.0.0.1", b"127.0.0.1:8000", b"[::1]:8000", b"[::1]"):
         assert ask([*OPEN, (b"host", host)])[0] == 200, host
     for origin in (b"https://evil.example", b"http://localhost:3000", b"null"):
-        for headers in ([*OPEN, (b"origin", origin)], [(b"origin", origin), (b"content-type", b"text/plain")]):
+        for headers in (
+            [*OPEN, (b"origin", origin)],
+            [(b"origin", origin), (b"content-type", b"text/plain")],
+        ):
             assert ask(headers, path="/load_weights", loopback=False) == (403, "foreign_origin")
 
 
@@ -114,13 +139,16 @@ def test_bodies_have_a_limit():
     length = [*OPEN, (b"content-length", str(MAX_BODY_BYTES + 1).encode())]
     assert ask(OPEN, MAX_BODY_BYTES) == (200, str(MAX_BODY_BYTES))
     assert ask(length) == (413, "too_large")
-    assert ask(OPEN, MAX_BODY_BYTES + 1) == ask(OPEN, 3 * MAX_BODY_BYTES) == (413, "Content Too Large")
+    assert (
+        ask(OPEN, MAX_BODY_BYTES + 1) == ask(OPEN, 3 * MAX_BODY_BYTES) == (413, "Content Too Large")
+    )
     assert ask([*OPEN, (b"content-length", b"-1")], 5) == (200, "5")
     assert ask([*OPEN, (b"content-length", b"1" * 5000)])[0] == 413
 
 
 def test_a_body_that_is_too_long_is_read_before_its_refusal():
-    """Regression: the connection was closed on a client that still sent, which saw no answer. A stranger's body is not read."""
+    """Regression: the connection was closed on a client that still sent, which saw no answer. A
+    stranger's body is not read."""
     order = []
 
     async def receive():
@@ -132,7 +160,12 @@ def test_a_body_that_is_too_long_is_read_before_its_refusal():
 
     def asked(headers):
         order.clear()
-        scope = {"type": "http", "method": "POST", "path": "/health", "headers": [(b"host", b"127.0.0.1"), *headers]}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/health",
+            "headers": [(b"host", b"127.0.0.1"), *headers],
+        }
         asyncio.run(Gate(app, TOKEN, True)(scope, receive, send))
         return order[:-1]
 

@@ -39,8 +39,15 @@ from tests.waiting import until
 class Server:
     """The orchestrator's end in a thread; `answer` makes the replies, None means no reply."""
 
-    def __init__(self, status: Path, answer: Callable[[Request], Reply | None], token: str | None = None):
-        self.status, self.answer, self.token, self.seen = status, answer, token or run_token(status.parent), []
+    def __init__(
+        self, status: Path, answer: Callable[[Request], Reply | None], token: str | None = None
+    ):
+        self.status, self.answer, self.token, self.seen = (
+            status,
+            answer,
+            token or run_token(status.parent),
+            [],
+        )
         self.up = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()))
         self.thread.start()
@@ -48,8 +55,17 @@ class Server:
 
     async def serve(self) -> None:
         self.server = server = TrainerServer("127.0.0.1", 0, self.token)
-        self.address, self.loop, self.stopping = server.address, asyncio.get_running_loop(), asyncio.Event()
-        write_status(self.status, RoleStatus(address=server.address, heartbeat=time.time(), phase=Phase.FILLING_BATCH, step=1))
+        self.address, self.loop, self.stopping = (
+            server.address,
+            asyncio.get_running_loop(),
+            asyncio.Event(),
+        )
+        write_status(
+            self.status,
+            RoleStatus(
+                address=server.address, heartbeat=time.time(), phase=Phase.FILLING_BATCH, step=1
+            ),
+        )
         self.up.set()
 
         async def answer_all() -> None:
@@ -92,9 +108,12 @@ def serve(tmp_path):
 
 
 class Client(OrchestratorClient):
-    """A client that blocks from its first request on, and records the waits it reports: (phase, step, detail)."""
+    """A client that blocks from its first request on, and records the waits it reports: (phase,
+    step, detail)."""
 
-    def __init__(self, status: Path, timeout_s: float, enough: Callable[[list[tuple]], object] | None):
+    def __init__(
+        self, status: Path, timeout_s: float, enough: Callable[[list[tuple]], object] | None
+    ):
         super().__init__(RunDir(status.parent.parent, status.parent.parent / "weights"))
         self.timeout_s, self.waits, self.enough = timeout_s, [], enough
 
@@ -105,8 +124,11 @@ class Client(OrchestratorClient):
             return super().get_batch(step, wait)
 
 
-def client(tmp_path, timeout_s: float = 60.0, enough: Callable[[list[tuple]], object] | None = None) -> tuple[Client, list[tuple]]:
-    """`enough`: whether it has waited until the deadline, given its waits; by default by the clock."""
+def client(
+    tmp_path, timeout_s: float = 60.0, enough: Callable[[list[tuple]], object] | None = None
+) -> tuple[Client, list[tuple]]:
+    """`enough`: whether it has waited until the deadline, given its waits; by default by the
+    clock."""
     trainer = Client(tmp_path / "status" / "orchestrator.json", timeout_s, enough)
     return trainer, trainer.waits
 
@@ -118,12 +140,16 @@ def said(text: str) -> Callable[[list[tuple]], bool]:
 
 @contextmanager
 def impostor(tmp_path: Path, answers: Iterable[list[bytes]]) -> Iterator[None]:
-    """Something with the run's token answers in place of the orchestrator, each request with the next of `answers`, a list of frames."""
+    """Something with the run's token answers in place of the orchestrator, each request with the
+    next of `answers`, a list of frames."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.linger, socket.curve_server = 0, True
         _, socket.curve_secretkey = curve_keys(run_token(tmp_path / "status"), "server")
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=f"curve://127.0.0.1:{port}"))
+        write_status(
+            tmp_path / "status" / "orchestrator.json",
+            RoleStatus(address=f"curve://127.0.0.1:{port}"),
+        )
 
         over = threading.Event()
 
@@ -159,7 +185,9 @@ def filling(step: int) -> NotReady:
 
 
 def test_not_ready_then_the_batch(serve, tmp_path):
-    replies = iter([NotReady(RoleStatus(phase=Phase.LOADING_ENVIRONMENTS)), filling(5), ready(tmp_path, 5)])
+    replies = iter(
+        [NotReady(RoleStatus(phase=Phase.LOADING_ENVIRONMENTS)), filling(5), ready(tmp_path, 5)]
+    )
     server = serve(lambda _request: next(replies))
     trainer, waits = client(tmp_path)
     assert trainer.get_batch(5) == BATCH
@@ -186,15 +214,24 @@ def test_a_batch_is_read_from_its_file_and_does_not_cross_the_wire(serve, tmp_pa
 
 
 @pytest.mark.parametrize("there", [None, b"", BATCH])
-def test_a_file_that_is_not_seen_is_a_deadline_that_names_the_remedy(serve, tmp_path, written, monkeypatch, there):
-    """No file, half of it, or an old one. It is requested again: a repair may have replaced the batch meanwhile."""
+def test_a_file_that_is_not_seen_is_a_deadline_that_names_the_remedy(
+    serve, tmp_path, written, monkeypatch, there
+):
+    """No file, half of it, or an old one. It is requested again: a repair may have replaced the
+    batch meanwhile."""
     monkeypatch.setattr("rl.wire.transport.SEEN_WITHIN_S", 0.3)
     (tmp_path / "batches").mkdir()
     if there is not None:
         (tmp_path / "batches" / "000001.batch").write_bytes(there)
     server = serve(lambda _request: batch_head(written))
-    trainer, waits = client(tmp_path, 1.0, lambda waits: len(server.seen) >= 2 and waits[-1][2].endswith("visible"))
-    with pytest.raises(RunError, match=r"waited 1 s for .*000001\.batch, .* become visible: output_dir must be on .* all nodes share"):
+    trainer, waits = client(
+        tmp_path, 1.0, lambda waits: len(server.seen) >= 2 and waits[-1][2].endswith("visible")
+    )
+    with pytest.raises(
+        RunError,
+        match=r"waited 1 s for .*000001\.batch, .* become visible: output_dir must be on .* all "
+        r"nodes share",
+    ):
         trainer.get_batch(1)
     assert waits[-1][2] == f"{tmp_path}/batches/000001.batch to become visible"
 
@@ -221,11 +258,16 @@ def test_a_batch_that_is_damaged_is_named(serve, tmp_path, monkeypatch):
     path.write_bytes(BATCH[:-1] + b"?")
     serve(lambda _request: reply)
     trainer, _ = client(tmp_path)
-    with pytest.raises(CorruptFileError, match=r"000001\.batch: damaged, its checksum does not match") as error:
+    with pytest.raises(
+        CorruptFileError, match=r"000001\.batch: damaged, its checksum does not match"
+    ) as error:
         trainer.get_batch(1)
     assert error.value.exit_code == DAMAGED  # `rl` repairs the run
     path.write_bytes(BATCH[:-1])
-    with pytest.raises(CorruptFileError, match=rf"000001\.batch: has {len(BATCH) - 1} bytes, its header says {len(BATCH)}"):
+    with pytest.raises(
+        CorruptFileError,
+        match=rf"000001\.batch: has {len(BATCH) - 1} bytes, its header says {len(BATCH)}",
+    ):
         batch_head(path)
 
 
@@ -234,13 +276,20 @@ def test_an_orchestrator_of_an_older_version_is_named(tmp_path):
     trainer, _ = client(tmp_path, enough=said("BatchBytes"))
     with (
         impostor(tmp_path, [[msgspec.msgpack.encode({"type": "BatchBytes", "data": b"x"})]] * 2),
-        pytest.raises(RunError, match=r"BatchBytes.*is it this run's orchestrator, of the same version of rl\?"),
+        pytest.raises(
+            RunError,
+            match=r"BatchBytes.*is it this run's orchestrator, of the same version of rl\?",
+        ),
     ):
         trainer.get_batch(1)
 
 
 def test_published_and_the_end_of_the_run(serve, tmp_path):
-    server = serve(lambda request: Acknowledged(2, [1]) if isinstance(request, Published) else RunEnded("solved"))
+    server = serve(
+        lambda request: (
+            Acknowledged(2, [1]) if isinstance(request, Published) else RunEnded("solved")
+        )
+    )
     trainer, _ = client(tmp_path)
     with Wait(10.0, lambda *_: None) as wait:
         assert trainer.published(WeightVersion(4, "/w/000004"), wait) == Acknowledged(2, [1])
@@ -267,18 +316,22 @@ def test_the_deadline_says_who_waited_for_what(serve, tmp_path):
     serve(lambda _request: filling(7))
     (tmp_path / "logs").mkdir()
     for attempt in (9, 10):
-        (tmp_path / "logs" / f"orchestrator-{attempt}.log").write_text(f"attempt {attempt}\nits last line\n")
+        (tmp_path / "logs" / f"orchestrator-{attempt}.log").write_text(
+            f"attempt {attempt}\nits last line\n"
+        )
     trainer, _ = client(tmp_path, 0.5, said("filling batch 7"))
     with pytest.raises(RunError) as error:
         trainer.get_batch(7)
     assert error.value.exit_code == RESTART
     text = re.sub(r"\d+ s ago", "0 s ago", re.sub(r"\d\d:\d\d:\d\d", "TIME", str(error.value)))
     assert text.splitlines() == [
-        "waited 0 s for batch 7 (filling batch 7), first asked at TIME. The orchestrator: last heartbeat 0 s ago: filling batch 1; "
+        "waited 0 s for batch 7 (filling batch 7), first asked at TIME. The orchestrator: "
+        "last heartbeat 0 s ago: filling batch 1; "
         f"the end of {tmp_path}/logs/orchestrator-10.log:",
         "  | attempt 10",
         "  | its last line",
-        "See logs/orchestrator*.log; if the environment is just slow, raise trainer.batch_timeout_s",
+        "See logs/orchestrator*.log; if the environment is just slow, raise "
+        "trainer.batch_timeout_s",
     ]
 
 
@@ -307,7 +360,8 @@ def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_
 
 
 def test_the_time_that_a_disk_has_taken_is_not_the_orchestrators(serve, tmp_path):
-    """Its owner has waited longer for a version to be written than it waits for answers: it was not asked even once."""
+    """Its owner has waited longer for a version to be written than it waits for answers: it was
+    not asked even once."""
     serve(lambda _request: Acknowledged(3))
     trainer = OrchestratorClient(RunDir(tmp_path, tmp_path / "weights"))
     with Wait(60, lambda *_: None) as wait:
@@ -322,7 +376,11 @@ def test_who_gives_up_waits_for_no_answer(serve, tmp_path):
     trainer = OrchestratorClient(RunDir(tmp_path, tmp_path / "weights"), leaves.is_set)
     wait, given_up = Wait(60, lambda *_: None), []
     version = WeightVersion(3, "/weights/000003")
-    for ask in (lambda: trainer.get_batch(7, wait), lambda: trainer.published(version, wait), lambda: trainer.probe(3, 60) or None):
+    for ask in (
+        lambda: trainer.get_batch(7, wait),
+        lambda: trainer.published(version, wait),
+        lambda: trainer.probe(3, 60) or None,
+    ):
         threading.Thread(target=lambda ask=ask: given_up.append(ask())).start()
     while len(server.seen) < 3:
         time.sleep(0.01)
@@ -338,7 +396,9 @@ def test_who_gives_up_waits_for_no_answer(serve, tmp_path):
 def test_an_orchestrator_that_never_was(tmp_path):
     trainer, waits = client(tmp_path, timeout_s=0.3)
     with pytest.raises(
-        RunError, match=r"waited 0 s for batch 1 \(the orchestrator to come up\), .*The orchestrator: it has no status file"
+        RunError,
+        match=r"waited 0 s for batch 1 \(the orchestrator to come up\), .*The orchestrator: it has "
+        r"no status file",
     ):
         trainer.get_batch(1)
     assert set(waits) == {(Phase.WAITING_FOR_BATCH, 1, "the orchestrator to come up")}
@@ -350,7 +410,15 @@ def test_garbage_is_dropped_and_counted(serve, tmp_path, caplog):
         socket.linger = 1000
         connect(socket, server)
         request = msgspec.msgpack.encode(GetBatch(1))
-        garbage = [[b"garbage"], [b""], [b"\x93\x01\x02"], [b"a", b"b"], [b"", request], [request] * 999, [b"\x91" * 60_000]]
+        garbage = [
+            [b"garbage"],
+            [b""],
+            [b"\x93\x01\x02"],
+            [b"a", b"b"],
+            [b"", request],
+            [request] * 999,
+            [b"\x91" * 60_000],
+        ]
         garbage += [
             [b"\xdd\xff\xff\xff\xff"],
             [request + b"x"],
@@ -365,33 +433,57 @@ def test_garbage_is_dropped_and_counted(serve, tmp_path, caplog):
         until(lambda: server.server.rejected.count > len(garbage))
     server.stop()
     assert server.server.rejected.count == len(garbage) + 1 and server.seen == [GetBatch(1)]
-    (told,) = [record.getMessage() for record in caplog.records if record.name == "rl.wire.transport"]  # the next is due in a minute
-    assert told.startswith("requests of the trainer: dropped 1 (1 in all); the last from 127.0.0.1: ")
+    # the next is due in a minute
+    (told,) = [
+        record.getMessage() for record in caplog.records if record.name == "rl.wire.transport"
+    ]
+    assert told.startswith(
+        "requests of the trainer: dropped 1 (1 in all); the last from 127.0.0.1: "
+    )
 
 
 def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
     """Whatever answers in place of the orchestrator, the trainer keeps asking."""
     acknowledged = msgspec.msgpack.encode(Acknowledged(1))
-    answers = [[b"garbage"], [b""], [b"a", b"b"], [b"\x91" * 100_000], [acknowledged], [acknowledged, b""], [b"x" * 2000]]
+    answers = [
+        [b"garbage"],
+        [b""],
+        [b"a", b"b"],
+        [b"\x91" * 100_000],
+        [acknowledged],
+        [acknowledged, b""],
+        [b"x" * 2000],
+    ]
     answers.append([msgspec.msgpack.encode(ready(tmp_path))])
-    monkeypatch.setattr("rl.wire.transport.MAX_REPLY_BYTES", 1000)  # the last reply but one closes the connection
+    # the last reply but one closes the connection
+    monkeypatch.setattr("rl.wire.transport.MAX_REPLY_BYTES", 1000)
     trainer, waits = client(tmp_path)
 
     def one_by_one() -> Iterator[list[bytes]]:
-        """Only those that do not arrive are not waited for. What is set before an answer is sent applies to the next request."""
+        """Only those that do not arrive are not waited for. What is set before an answer is sent
+        applies to the next request."""
         for answer, following in zip(answers, [*answers[1:], [b""]], strict=True):
-            monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.5 if len(following[0]) > 1000 else 60.0)
+            monkeypatch.setattr(
+                "rl.wire.transport.ATTEMPT_S", 0.5 if len(following[0]) > 1000 else 60.0
+            )
             yield answer
 
     with impostor(tmp_path, one_by_one()):
         assert trainer.get_batch(1) == BATCH
     assert trainer.rejected.count == 5  # 100000 bytes and 2000 were too many
-    assert all(any(text in detail for _, _, detail in waits) for text in ("a Acknowledged in reply to a GetBatch", "2 frames"))
+    assert all(
+        any(text in detail for _, _, detail in waits)
+        for text in ("a Acknowledged in reply to a GetBatch", "2 frames")
+    )
 
 
 @pytest.mark.parametrize(
     ("address", "why"),
-    [("nonsense", "is invalid: Invalid argument"), ("curve://nowhere:x", "is invalid: Invalid argument"), (["x"], "to come up")],
+    [
+        ("nonsense", "is invalid: Invalid argument"),
+        ("curve://nowhere:x", "is invalid: Invalid argument"),
+        (["x"], "to come up"),
+    ],
 )
 def test_a_status_file_with_an_address_that_is_none(tmp_path, address, why):
     write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=address))
@@ -409,11 +501,17 @@ def test_with_a_token_only_who_has_it_is_answered(serve, tmp_path, monkeypatch):
     server = serve(lambda _request: ready(tmp_path), TOKEN)
     assert server.address.startswith("curve://127.0.0.1:")
     trainer, waits = client(tmp_path, enough=said("RL_TOKEN"))
-    with pytest.raises(RunError, match=r"curve://\S+ requires the run's token, but this process has none: set RL_TOKEN to the same"):
+    with pytest.raises(
+        RunError,
+        match=r"curve://\S+ requires the run's token, but this process has none: set RL_TOKEN to "
+        r"the same",
+    ):
         trainer.get_batch(1)
     waits.clear()
     monkeypatch.setenv("RL_TOKEN", TOKEN.upper())
-    with pytest.raises(RunError, match=r"curve://\S+ rejects this process's token: set RL_TOKEN to the same value"):
+    with pytest.raises(
+        RunError, match=r"curve://\S+ rejects this process's token: set RL_TOKEN to the same value"
+    ):
         trainer.get_batch(1)
     waits.clear()
     monkeypatch.setenv("RL_TOKEN", "too short")
@@ -426,7 +524,8 @@ def test_with_a_token_only_who_has_it_is_answered(serve, tmp_path, monkeypatch):
 
 
 def test_the_servers_key_alone_opens_nothing(serve, tmp_path):
-    """Clients that know the address and the server's public key, but not the token: with another key, or without one."""
+    """Clients that know the address and the server's public key, but not the token: with another
+    key, or without one."""
     server = serve(lambda _request: ready(tmp_path), TOKEN)
     address = server.address.replace("curve://", "tcp://")
     with zmq.Context() as context:
@@ -462,7 +561,11 @@ def test_a_taken_port_names_the_setting(monkeypatch):
     async def bind_twice() -> None:
         server = TrainerServer("127.0.0.1", 0, TOKEN)
         port = int(server.address.rsplit(":", 1)[1])
-        with pytest.raises(RunError, match=f"orchestrator.port = {port} on 127.0.0.1: Address already in use; choose another, or 0"):
+        with pytest.raises(
+            RunError,
+            match=f"orchestrator.port = {port} on 127.0.0.1: Address already in use; choose "
+            "another, or 0",
+        ):
             TrainerServer("127.0.0.1", port, TOKEN)
         server.close()
 

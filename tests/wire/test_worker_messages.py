@@ -10,7 +10,11 @@ from rl.wire.worker_messages import MAX_ROLLOUTS, FromWorker, Played, PlayGroup,
 def test_a_seed_is_the_same_on_every_machine_and_another_one_for_each_part():
     assert derived_seed(0, "sums", 3) == 580659724968790828
     order = PlayGroup(1, "eval", 3, 2, {}, 0, seed=derived_seed(0, "sums", 3))
-    parts = {order.seeded("episode", i).seeded("attempt", attempt).seed for i in range(4) for attempt in range(4)}
+    parts = {
+        order.seeded("episode", i).seeded("attempt", attempt).seed
+        for i in range(4)
+        for attempt in range(4)
+    }
     assert len(parts) == 16 and all(0 <= part < 2**63 for part in parts)
     unseeded = PlayGroup(1, "train", 3, 2, {}, 0)
     assert unseeded.seeded("episode", 1) is unseeded
@@ -22,4 +26,6 @@ def test_a_message_of_many_empty_rollouts_is_refused_before_they_are_made():
     before, _, after = sent.partition(b"\x91" + msgspec.msgpack.encode(Rollout()))
     array = (MAX_ROLLOUTS + 1).to_bytes(4)
     with pytest.raises(msgspec.ValidationError, match="Expected `array` of length <= 100000"):
-        msgspec.msgpack.decode(before + b"\xdd" + array + b"\x80" * (MAX_ROLLOUTS + 1) + after, type=FromWorker)
+        msgspec.msgpack.decode(
+            before + b"\xdd" + array + b"\x80" * (MAX_ROLLOUTS + 1) + after, type=FromWorker
+        )

@@ -1,4 +1,5 @@
-"""Write a tiny Python function. The reward runs it against test cases in a sandboxed process, see `sandbox.py`."""
+"""Write a tiny Python function. The reward runs it against test cases in a sandboxed process,
+see `sandbox.py`."""
 
 import json
 import random
@@ -14,7 +15,11 @@ from write_function.sandbox import Ended, Sandbox
 HELD_OUT_EVERY = 5
 NUM_CASES = 6
 CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
-EXAMPLES = (("x minus 100", "x - 100"), ("the second character of the string x", "x[1]"), ("twice the sum of the list x", "2 * sum(x)"))
+EXAMPLES = (
+    ("x minus 100", "x - 100"),
+    ("the second character of the string x", "x[1]"),
+    ("twice the sum of the list x", "2 * sum(x)"),
+)
 
 Spec = tuple[str, str, Callable[[Any], Any]]
 """In words, the type of x, and a right solution."""
@@ -26,13 +31,22 @@ def question(what: str) -> str:
 
 def examples() -> list[dict[str, str]]:
     """Solved tasks as turns of the prompt."""
-    turns = [(("user", question(what)), ("assistant", f"```python\ndef f(x):\n    return {code}\n```")) for what, code in EXAMPLES]
+    turns = [
+        (("user", question(what)), ("assistant", f"```python\ndef f(x):\n    return {code}\n```"))
+        for what, code in EXAMPLES
+    ]
     return [{"role": role, "content": content} for turn in turns for role, content in turn]
 
 
 def number_specs() -> list[Spec]:
-    specs: list[Spec] = [("the square of x", "int", lambda x: x * x), ("x negated", "int", lambda x: -x)]
-    specs += [("the absolute value of x", "int", abs), ("True if x is even, else False", "int", lambda x: x % 2 == 0)]
+    specs: list[Spec] = [
+        ("the square of x", "int", lambda x: x * x),
+        ("x negated", "int", lambda x: -x),
+    ]
+    specs += [
+        ("the absolute value of x", "int", abs),
+        ("True if x is even, else False", "int", lambda x: x % 2 == 0),
+    ]
     for k in range(2, 12):
         specs.append((f"x plus {k}", "int", lambda x, k=k: x + k))
         specs.append((f"x times {k}", "int", lambda x, k=k: x * k))
@@ -44,8 +58,14 @@ def number_specs() -> list[Spec]:
 
 
 def text_specs() -> list[Spec]:
-    specs: list[Spec] = [("the length of the string x", "str", len), ("the string x in upper case", "str", str.upper)]
-    specs += [("the string x reversed", "str", lambda x: x[::-1]), ("the first character of the string x", "str", lambda x: x[0])]
+    specs: list[Spec] = [
+        ("the length of the string x", "str", len),
+        ("the string x in upper case", "str", str.upper),
+    ]
+    specs += [
+        ("the string x reversed", "str", lambda x: x[::-1]),
+        ("the first character of the string x", "str", lambda x: x[0]),
+    ]
     specs += [("the last character of the string x", "str", lambda x: x[-1])]
     for k in range(2, 5):
         specs.append((f"the string x repeated {k} times", "str", lambda x, k=k: x * k))
@@ -53,18 +73,45 @@ def text_specs() -> list[Spec]:
         specs.append((f"the last {k} characters of the string x", "str", lambda x, k=k: x[-k:]))
         specs.append((f"the length of the string x plus {k}", "str", lambda x, k=k: len(x) + k))
     for letter in "aeiou":
-        specs.append((f"how often the letter '{letter}' is in the string x", "str", lambda x, c=letter: x.count(c)))
+        specs.append(
+            (
+                f"how often the letter '{letter}' is in the string x",
+                "str",
+                lambda x, c=letter: x.count(c),
+            )
+        )
         specs.append((f"the string x with '{letter}' at the end", "str", lambda x, c=letter: x + c))
     return specs
 
 
 def list_specs() -> list[Spec]:
-    specs: list[Spec] = [("the sum of the list x", "list", sum), ("the largest number in the list x", "list", max)]
-    specs += [("the smallest number in the list x", "list", min), ("the list x sorted", "list", sorted)]
-    specs += [("the list x reversed", "list", lambda x: x[::-1]), ("the number of items in the list x", "list", len)]
+    specs: list[Spec] = [
+        ("the sum of the list x", "list", sum),
+        ("the largest number in the list x", "list", max),
+    ]
+    specs += [
+        ("the smallest number in the list x", "list", min),
+        ("the list x sorted", "list", sorted),
+    ]
+    specs += [
+        ("the list x reversed", "list", lambda x: x[::-1]),
+        ("the number of items in the list x", "list", len),
+    ]
     for k in range(2, 6):
-        specs.append((f"the list x with every number multiplied by {k}", "list", lambda x, k=k: [item * k for item in x]))
-        specs.append((f"the list x with {k} added to every number", "list", lambda x, k=k: [item + k for item in x]))
+        specs.append(
+            (
+                f"the list x with every number multiplied by {k}",
+                "list",
+                lambda x, k=k: [item * k for item in x],
+            )
+        )
+        specs.append(
+            (
+                f"the list x with {k} added to every number",
+                "list",
+                lambda x, k=k: [item + k for item in x],
+            )
+        )
     return specs
 
 
@@ -96,7 +143,8 @@ def rows(kinds: list[str], seed: int, held_out: bool) -> list[dict]:
 
 
 def code_of(completion: list) -> str:
-    """The reply up to the first fence if it begins with a function; else its last code block, closed or not; else nothing."""
+    """The reply up to the first fence if it begins with a function; else its last code block,
+    closed or not; else nothing."""
     text = (completion[-1]["content"] or "") if completion else ""
     if text.lstrip().startswith("def "):
         return text.partition("```")[0]
@@ -109,7 +157,8 @@ def share_right(ended: Ended, cases: list[dict]) -> float:
     if ended.results is None:
         return 0.0
     right = [
-        returned and json.dumps(value) == json.dumps(case["output"]) for (returned, value), case in zip(ended.results, cases, strict=True)
+        returned and json.dumps(value) == json.dumps(case["output"])
+        for (returned, value), case in zip(ended.results, cases, strict=True)
     ]
     return sum(right) / len(cases)
 
@@ -132,7 +181,8 @@ def load_environment(
     wall_s: int = 20,
     memory_mib: int = 256,
 ) -> vf.Environment:
-    """Write f(x); reward `tests_passed` (share of six cases), metrics `solved` (all of them) and `has_code`.
+    """Write f(x); reward `tests_passed` (share of six cases), metrics `solved` (all of them) and
+    `has_code`.
 
     Args:
         kinds: which functions are asked for, comma-separated: number, text, list.
@@ -152,7 +202,9 @@ def load_environment(
         if not code:
             return 0.0
         cases = info["cases"]
-        state["tests_passed"] = share_right(await sandbox.run(code, "f", [[case["input"]] for case in cases]), cases)
+        state["tests_passed"] = share_right(
+            await sandbox.run(code, "f", [[case["input"]] for case in cases]), cases
+        )
         return state["tests_passed"]
 
     rubric = vf.Rubric(funcs=[tests_passed])

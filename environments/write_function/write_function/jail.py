@@ -1,8 +1,9 @@
-"""The other side of the sandbox: started by `sandbox.py`, which imports an exit code alone, as `python -I -S jail.py`. See there what it
-is worth.
+"""The other side of the sandbox: started by `sandbox.py`, which imports an exit code alone, as
+`python -I -S jail.py`. See there what it is worth.
 
-It reads one JSON request from stdin, goes into namespaces of its own, gives up every right it can, has the kernel refuse every system call
-that computing does not take, calls the code, and writes one JSON answer to stdout.
+It reads one JSON request from stdin, goes into namespaces of its own, gives up every right it can,
+has the kernel refuse every system call that computing does not take, calls the code, and writes one
+JSON answer to stdout.
 """
 
 import ctypes
@@ -11,14 +12,32 @@ import platform
 import struct
 import sys
 
-ALLOWED_MODULES = ("math", "re", "string", "itertools", "functools", "collections", "operator", "typing", "heapq", "bisect")
+ALLOWED_MODULES = (
+    "math",
+    "re",
+    "string",
+    "itertools",
+    "functools",
+    "collections",
+    "operator",
+    "typing",
+    "heapq",
+    "bisect",
+)
 NOBODY = 65534
 MAX_ANSWER = 60_000
 NO_FILTER = 77
 """Exit code where the kernel filters no system calls: nothing was run."""
 
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x20000000, 0x40000000, 0x08000000  # linux/sched.h
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2  # linux/prctl.h
+# linux/sched.h
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWIPC = (
+    0x10000000,
+    0x20000000,
+    0x40000000,
+    0x08000000,
+)
+# linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2
 CAPABILITY_VERSION = 0x20080522  # linux/capability.h, version 3
 PROT_EXEC, EPERM = 4, 1
 
@@ -50,7 +69,8 @@ CALLS: dict[str, tuple[int, int]] = {
     "exit": (60, 93),
     "exit_group": (231, 94),
 }
-"""All that the code may ask the kernel for: memory that is not executable, the time, random bytes, to write to stdout, and to end."""
+"""All that the code may ask the kernel for: memory that is not executable, the time, random
+bytes, to write to stdout, and to end."""
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000 | EPERM, 0x80000000  # linux/seccomp.h
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
@@ -58,7 +78,8 @@ NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 
 
 def filter_program() -> list[tuple[int, int, int, int]]:
-    """The filter of system calls as (code, jump if true, jump if false, operand); jumps count the instructions that are left out."""
+    """The filter of system calls as (code, jump if true, jump if false, operand); jumps count
+    the instructions that are left out."""
     machine = platform.machine()
     column = list(ARCHITECTURES).index(machine)
     numbers = {name: pair[column] for name, pair in CALLS.items()}
@@ -95,8 +116,11 @@ def filter_calls(libc: ctypes.CDLL) -> bool:
     if platform.machine() not in ARCHITECTURES:
         return False
     program = filter_program()
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
-    described = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))  # struct sock_fprog
+    code = ctypes.create_string_buffer(
+        b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    )
+    # struct sock_fprog
+    described = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     return libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, described, 0, 0) == 0
 
@@ -116,9 +140,11 @@ def write_text(path: str, text: str) -> None:
 
 
 def isolate(libc: ctypes.CDLL) -> list[str]:
-    """Goes on in a child that sees no network, no other process and no other's shared memory, if the system lets it. Returns what worked.
+    """Goes on in a child that sees no network, no other process and no other's shared memory, if
+    the system lets it. Returns what worked.
 
-    This process waits for the child, and ends as it does; told to end it ends the child first, or whoever adopts that had to bury it.
+    This process waits for the child, and ends as it does; told to end it ends the child first, or
+    whoever adopts that had to bury it.
     """
     import signal
 
@@ -126,7 +152,12 @@ def isolate(libc: ctypes.CDLL) -> list[str]:
     alone = libc.unshare(spaces) == 0
     if not alone and libc.unshare(CLONE_NEWUSER | spaces) == 0:
         alone = True
-        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):  # keeps the right to chroot
+        # keeps the right to chroot
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"0 {uid} 1"),
+            ("gid_map", f"0 {gid} 1"),
+        ):
             attempt(write_text, f"/proc/self/{name}", text)
     child = 0
     signal.signal(signal.SIGTERM, lambda *_: child and os.kill(child, signal.SIGKILL))
@@ -140,19 +171,26 @@ def isolate(libc: ctypes.CDLL) -> list[str]:
 
 
 def lock(libc: ctypes.CDLL, cpu_s: int, memory_mib: int) -> list[str]:
-    """Gives up files, user, capabilities and resources for good, as far as the system lets this process. Returns what worked."""
+    """Gives up files, user, capabilities and resources for good, as far as the system lets this
+    process. Returns what worked."""
     import resource
     import signal
 
     layers = []
-    if attempt(os.chroot, "/proc/self/fdinfo"):  # a folder that exists everywhere, cannot be written, and goes with the process
+    # a folder that exists everywhere, cannot be written, and goes with the process
+    if attempt(os.chroot, "/proc/self/fdinfo"):
         os.chdir("/")
         layers.append("files")
     attempt(os.setgroups, [])
-    if os.getuid() == 0 and attempt(os.setresgid, NOBODY, NOBODY, NOBODY) and attempt(os.setresuid, NOBODY, NOBODY, NOBODY):
+    if (
+        os.getuid() == 0
+        and attempt(os.setresgid, NOBODY, NOBODY, NOBODY)
+        and attempt(os.setresuid, NOBODY, NOBODY, NOBODY)
+    ):
         layers.append("user")
     libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24))
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # after the change of user, which undoes it
+    # after the change of user, which undoes it
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for kind, limit in (
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_mib << 20),
@@ -166,7 +204,8 @@ def lock(libc: ctypes.CDLL, cpu_s: int, memory_mib: int) -> list[str]:
 
 
 def refuse(event, args):
-    """Audit hook. Only constants and built-in exceptions are used, so that no variable within reach of the code changes what it does."""
+    """Audit hook. Only constants and built-in exceptions are used, so that no variable within
+    reach of the code changes what it does."""
     if event == "object.__setattr__" and args[1] != "__code__":
         return  # namedtuple, NamedTuple and wraps set such attributes
     if event not in {"compile", "exec", "builtins.id", "sys._getframe", "sys._getframemodulename"}:
@@ -184,7 +223,8 @@ class Nowhere:
 
 
 def restricted_builtins(modules: dict) -> dict:
-    """Python's own functions without those that reach outside, and an import that knows a few modules."""
+    """Python's own functions without those that reach outside, and an import that knows a few
+    modules."""
     import builtins
 
     def import_allowed(name, globals=None, locals=None, fromlist=(), level=0):
@@ -192,7 +232,11 @@ def restricted_builtins(modules: dict) -> dict:
             raise ImportError(f"not allowed here: {name}")
         return modules[name if fromlist else name.partition(".")[0]]
 
-    kept = {name: value for name, value in vars(builtins).items() if name not in ("open", "input", "breakpoint")}
+    kept = {
+        name: value
+        for name, value in vars(builtins).items()
+        if name not in ("open", "input", "breakpoint")
+    }
     return kept | {"__import__": import_allowed}
 
 
@@ -220,7 +264,9 @@ def main() -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     request = json.loads(sys.stdin.buffer.read())
-    modules = {name: importlib.import_module(name) for name in (*ALLOWED_MODULES, "collections.abc")}
+    modules = {
+        name: importlib.import_module(name) for name in (*ALLOWED_MODULES, "collections.abc")
+    }
     scope = {"__builtins__": restricted_builtins(modules), "__name__": "answer"}
     layers = isolate(libc) + lock(libc, request["cpu_s"], request["memory_mib"])
     sys.stdout = sys.stderr = Nowhere()

@@ -2,21 +2,26 @@
 
 What holds where, strongest first:
 
-* Always: a seccomp filter, by which the kernel refuses every system call but two dozen that computing takes (memory that is not
-  executable, the time, random bytes, writing to stdout, the end). No file, socket, process, signal or namespace can be had, whatever the
-  process does to its own memory. Where the kernel has no such filter, or the machine is neither x86_64 nor aarch64, nothing is run.
-* Always: a fresh Python without site packages, environment variables or inherited files; kernel limits on CPU seconds, memory, size of
-  files (0), open files (none beyond the pipes) and processes (0); a wall clock after which the whole process group is killed, as it is
-  when its parent ends; an audit hook that refuses files, sockets, processes, signals, ctypes, gc and imports.
-* As root, or for anyone where the kernel allows user namespaces: an empty root directory, no capabilities, a network without an interface,
-  and a process table in which it is alone. As root it becomes `nobody`. `Ended.layers` says what of it was in force.
+* Always: a seccomp filter, by which the kernel refuses every system call but two dozen that
+  computing takes (memory that is not executable, the time, random bytes, writing to stdout, the
+  end). No file, socket, process, signal or namespace can be had, whatever the process does to its
+  own memory. Where the kernel has no such filter, or the machine is neither x86_64 nor aarch64,
+  nothing is run.
+* Always: a fresh Python without site packages, environment variables or inherited files; kernel
+  limits on CPU seconds, memory, size of files (0), open files (none beyond the pipes) and processes
+  (0); a wall clock after which the whole process group is killed, as it is when its parent ends; an
+  audit hook that refuses files, sockets, processes, signals, ctypes, gc and imports.
+* As root, or for anyone where the kernel allows user namespaces: an empty root directory, no
+  capabilities, a network without an interface, and a process table in which it is alone. As root it
+  becomes `nobody`. `Ended.layers` says what of it was in force.
 
-The answers expected are never in the process, only the inputs: code that forges results must still know them. It shares a process with
-what reports the results, so a report is believed no further than that.
+The answers expected are never in the process, only the inputs: code that forges results must still
+know them. It shares a process with what reports the results, so a report is believed no further
+than that.
 
-What this is not: a boundary against someone who has a hole in the kernel itself, behind one of those two dozen calls. Where that is too
-little, put the trainer in a virtual machine. Bubblewrap is not used: it makes the same namespaces, and the filter would
-be ours all the same.
+What this is not: a boundary against someone who has a hole in the kernel itself, behind one of
+those two dozen calls. Where that is too little, put the trainer in a virtual machine. Bubblewrap is
+not used: it makes the same namespaces, and the filter would be ours all the same.
 """
 
 import asyncio
@@ -39,7 +44,8 @@ END_S = 2.0
 
 @dataclass
 class Ended:
-    """How a run ended: `results` has a pair (whether it returned, value or name of the exception) for each input, or is None."""
+    """How a run ended: `results` has a pair (whether it returned, value or name of the
+    exception) for each input, or is None."""
 
     results: list[tuple[bool, Any]] | None
     why: str = "finished"
@@ -49,16 +55,20 @@ class Ended:
 class Sandbox:
     """Runs at most `max_processes` at once; the others wait in the event loop.
 
-    A process gets `cpu_s` seconds of CPU time for all inputs together, `memory_mib` of address space, and `wall_s` seconds in all.
+    A process gets `cpu_s` seconds of CPU time for all inputs together, `memory_mib` of address
+    space, and `wall_s` seconds in all.
     """
 
-    def __init__(self, max_processes: int = 2, cpu_s: int = 2, wall_s: int = 20, memory_mib: int = 256):
+    def __init__(
+        self, max_processes: int = 2, cpu_s: int = 2, wall_s: int = 20, memory_mib: int = 256
+    ):
         self.limits = {"cpu_s": cpu_s, "memory_mib": memory_mib}
         self.wall_s = wall_s
         self.places = asyncio.Semaphore(max_processes)
 
     async def run(self, code: str, name: str, inputs: list[list[Any]]) -> Ended:
-        """Defines `code` and calls its function `name` with each list of arguments. Raises RuntimeError where nothing can be confined."""
+        """Defines `code` and calls its function `name` with each list of arguments. Raises
+        RuntimeError where nothing can be confined."""
         request = json.dumps({"code": code, "name": name, "inputs": inputs, **self.limits}).encode()
         async with self.places:
             process = await asyncio.create_subprocess_exec(
@@ -80,7 +90,10 @@ class Sandbox:
             finally:
                 await end(process)
         if process.returncode == NO_FILTER:
-            raise RuntimeError("this kernel filters no system calls (seccomp), or this is no x86_64 or aarch64: model code is not run here")
+            raise RuntimeError(
+                "this kernel filters no system calls (seccomp), or this is no x86_64 or "
+                "aarch64: model code is not run here"
+            )
         return read_answer(answer, len(inputs), process.returncode)
 
 
@@ -97,7 +110,8 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 async def exchange(process: asyncio.subprocess.Process, request: bytes) -> bytes:
-    """Writes the request and reads the answer, of which no more than MAX_READ is kept or waited for."""
+    """Writes the request and reads the answer, of which no more than MAX_READ is kept or waited
+    for."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         process.stdin.write(request)
         await process.stdin.drain()
@@ -109,7 +123,8 @@ async def exchange(process: asyncio.subprocess.Process, request: bytes) -> bytes
 
 
 def read_answer(answer: bytes, num_inputs: int, status: int) -> Ended:
-    """What the process reported, if it is exactly one report of the right shape: it comes from untrusted code."""
+    """What the process reported, if it is exactly one report of the right shape: it comes from
+    untrusted code."""
     if not answer or len(answer) > MAX_READ:
         return Ended(None, f"no usable answer of {len(answer)} bytes, exit status {status}")
     try:

@@ -11,17 +11,27 @@ from rl.system.linux import address_towards
 
 
 def own_address() -> str:
-    """Returns RL_NODE_ADDRESS if it is set; else an address of this machine, by its name or on its way out, if there is one of IPv4, and
-    never a loopback one if there is another: on Debian a machine's name is 127.0.1.1."""
+    """Returns RL_NODE_ADDRESS if it is set; else an address of this machine, by its name or on
+    its way out, if there is one of IPv4, and never a loopback one if there is another: on Debian
+    a machine's name is 127.0.1.1."""
     if given := os.environ.get(NODE_ADDRESS):
         return given
-    candidates = sorted([*addresses_of_name(), *outgoing(), *interface_addresses()], key=lambda address: ":" in address)
-    return next((address for address in candidates if not address.startswith(("127.", "::1", "fe80:"))), "127.0.0.1")
+    candidates = sorted(
+        [*addresses_of_name(), *outgoing(), *interface_addresses()],
+        key=lambda address: ":" in address,
+    )
+    return next(
+        (address for address in candidates if not address.startswith(("127.", "::1", "fe80:"))),
+        "127.0.0.1",
+    )
 
 
 def addresses_of_name() -> list[str]:
     try:
-        return [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+        return [
+            str(entry[4][0])
+            for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        ]
     except OSError:
         return []
 

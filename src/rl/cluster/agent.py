@@ -1,4 +1,5 @@
-"""The ranks of the trainer on one machine: torchrun's agent, or the rank itself if there is only one."""
+"""The ranks of the trainer on one machine: torchrun's agent, or the rank itself if there is only
+one."""
 
 import os
 import signal
@@ -17,12 +18,28 @@ from rl.trainer.departure import GRACE
 
 
 class Agent:
-    """Starts the ranks of each new world that this machine belongs to, and ends them when it is over. Call `poll` twice a second."""
+    """Starts the ranks of each new world that this machine belongs to, and ends them when it is
+    over. Call `poll` twice a second."""
 
-    def __init__(self, config: RLConfig, index: int, lease: int, share: Split, children: Children, environment: dict[str, str]):
-        """`lease`: the number of this machine's lease. `environment`: further variables of the ranks."""
+    def __init__(
+        self,
+        config: RLConfig,
+        index: int,
+        lease: int,
+        share: Split,
+        children: Children,
+        environment: dict[str, str],
+    ):
+        """`lease`: the number of this machine's lease. `environment`: further variables of the
+        ranks."""
         assert config.cluster is not None
-        self.run_dir, self.index, self.lease, self.share, self.children = config.run_dir, index, lease, share, children
+        self.run_dir, self.index, self.lease, self.share, self.children = (
+            config.run_dir,
+            index,
+            lease,
+            share,
+            children,
+        )
         self.grace_s, self.environment = config.cluster.grace_s, environment
         self.world: World | None = None
         """The world that its ranks belong to, or have belonged to."""
@@ -47,7 +64,12 @@ class Agent:
         """Starts and ends ranks so that they belong to the newest world."""
         if self.child:
             self._watch(self.child, world)
-        elif world and not world.stop and world.generation > self.generation and world.has(self.index, self.lease):
+        elif (
+            world
+            and not world.stop
+            and world.generation > self.generation
+            and world.has(self.index, self.lease)
+        ):
             self._start(world)
 
     def _watch(self, child: Child, world: World | None) -> None:
@@ -63,7 +85,11 @@ class Agent:
         if self.child and self.kill_at is None:
             self.kill_at = time.monotonic() + self.grace_s
             os.kill(self.child.pid, signal.SIGTERM)
-        elif self.child and self.kill_at is not None and time.monotonic() >= self.kill_at + STOP_DEADLINE_S:
+        elif (
+            self.child
+            and self.kill_at is not None
+            and time.monotonic() >= self.kill_at + STOP_DEADLINE_S
+        ):
             self.kill()
 
     def kill(self) -> None:
@@ -84,12 +110,32 @@ class Agent:
                 "MASTER_PORT": str(world.port),
             }
         else:
-            place = ["--nnodes", str(size), "--node-rank", str(rank), "--nproc-per-node", str(self.share.ranks)]
-            endpoint = ["--rdzv-backend", "static", "--master-addr", world.address, "--master-port", str(world.port)]
-            patience = ["--max-restarts", "0", "--shutdown-timeout", f"{self.grace_s + STOP_DEADLINE_S:.0f}"]
+            place = [
+                "--nnodes",
+                str(size),
+                "--node-rank",
+                str(rank),
+                "--nproc-per-node",
+                str(self.share.ranks),
+            ]
+            endpoint = [
+                "--rdzv-backend",
+                "static",
+                "--master-addr",
+                world.address,
+                "--master-port",
+                str(world.port),
+            ]
+            patience = [
+                "--max-restarts",
+                "0",
+                "--shutdown-timeout",
+                f"{self.grace_s + STOP_DEADLINE_S:.0f}",
+            ]
             command = [*AGENT, *place, *endpoint, *patience, *command]
         name, cores = f"trainer-node{self.index}", self.share.trainer.cores
-        # From a copy of its predecessor, but not twice without progress: the fault may be in the state that a copy inherits.
+        # From a copy of its predecessor, but not twice without progress: the fault may be in the
+        # state that a copy inherits.
         warm = (self.world is not None and self.barren <= 1) if self.share.ranks == 1 else None
         self.child = self.children.start(name, command, env, self.run_dir.logs, cores, warm)
         self.world, self.exit_code, self.kill_at, self.log = world, None, None, str(self.child.log)
@@ -102,7 +148,9 @@ class Agent:
     def _ended(self, child: Child, code: int) -> None:
         status = read_status(self.run_dir.status(self._rank_name()))
         self.barren = 0 if status and status.progress else self.barren + 1
-        self.children.kill_tree(child)  # once: what it does not reap, because a thread has not ended yet, is later reaped as an orphan
+        # once: what it does not reap, because a thread has not ended yet, is later reaped as an
+        # orphan
+        self.children.kill_tree(child)
         self.child, self.exit_code, self.port = None, code, free_port()
 
 

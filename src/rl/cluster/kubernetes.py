@@ -1,10 +1,14 @@
-"""Kubernetes: one JobSet for a run, with an Indexed Job of the pods that train and another of those that serve.
+"""Kubernetes: one JobSet for a run, with an Indexed Job of the pods that train and another of those
+that serve.
 
-    ConfigMap rl-NAME   the resolved configuration, which each pod reads as CONFIG: this machine need not see the volume
-    JobSet rl-NAME      trainer: indices 0 to T-1; inference: indices T to T+I-1, since RL_INDEX_OFFSET = T
+    ConfigMap rl-NAME   the resolved configuration, which each pod reads as CONFIG: this machine
+                        need not see the volume
+    JobSet rl-NAME      trainer: indices 0 to T-1; inference: indices T to T+I-1, since
+                        RL_INDEX_OFFSET = T
 
-A Job replaces its pods: one that was evicted always, one that failed up to cluster.max_requeues times, and none once a pod has said
-`never again`: that ends the Job, and so the JobSet. The end of the Job `trainer` is the end of the JobSet.
+A Job replaces its pods: one that was evicted always, one that failed up to cluster.max_requeues
+times, and none once a pod has said `never again`: that ends the Job, and so the JobSet. The end of
+the Job `trainer` is the end of the JobSet.
 """
 
 import math
@@ -34,13 +38,16 @@ CONFIG = "/etc/rl/config.toml"
 TIMEOUT_S = 60.0
 """Seconds that kubectl has to answer."""
 MAX_SLUG = 28
-"""Characters of the run's name in that of the JobSet: names of pods, `rl-SLUG-DIGEST-inference-0-INDEX-SUFFIX`, have at most 63."""
+"""Characters of the run's name in that of the JobSet: names of pods,
+`rl-SLUG-DIGEST-inference-0-INDEX-SUFFIX`, have at most 63."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 EXPLAINED = {
-    r"no matches for kind \"JobSet\"|resource type \"jobsets?\"": "the cluster has no JobSets: have the controller of "
+    r"no matches for kind \"JobSet\"|resource type \"jobsets?\"": "the cluster has no JobSets: "
+    "have the controller of "
     "https://jobset.sigs.k8s.io installed",
-    r"persistentvolumeclaims .* not found": "create the claim, or give the name of another as cluster.kubernetes.volume_claim "
+    r"persistentvolumeclaims .* not found": "create the claim, or give the name of another as "
+    "cluster.kubernetes.volume_claim "
     "(`kubectl get pvc` lists them)",
     r"[Ff]orbidden": "ask for the right to do that, or give another cluster.kubernetes.namespace",
 }
@@ -51,17 +58,39 @@ def faults(config: RLConfig) -> Iterator[Fault]:
     """Yields what can be seen to be wrong before the cluster is asked."""
     settings, key = cluster_of(config).kubernetes, "cluster.kubernetes"
     if not shutil.which("kubectl"):
-        yield "cluster.engine", "kubernetes", "needs `kubectl`, which is not on the PATH: install it, or submit where it is"
+        yield (
+            "cluster.engine",
+            "kubernetes",
+            "needs `kubectl`, which is not on the PATH: install it, or submit where it is",
+        )
     if not settings.image:
         yield f"{key}.image", "", "name a container image in which `rl` is installed"
     if not settings.volume_claim:
-        yield f"{key}.volume_claim", "", "name a PersistentVolumeClaim that all pods may write (ReadWriteMany)"
-    for name, path in (("output_dir", config.output_dir), ("trainer.weights.dir", config.trainer.weights.dir)):
+        yield (
+            f"{key}.volume_claim",
+            "",
+            "name a PersistentVolumeClaim that all pods may write (ReadWriteMany)",
+        )
+    for name, path in (
+        ("output_dir", config.output_dir),
+        ("trainer.weights.dir", config.trainer.weights.dir),
+    ):
         if path and not Path(path).is_relative_to(settings.mount):
-            yield name, path, f"is not on the volume, which pods see as {key}.mount: give {settings.mount} or a folder in it"
+            yield (
+                name,
+                path,
+                f"is not on the volume, which pods see as {key}.mount: give {settings.mount} "
+                "or a folder in it",
+            )
     sizes = [config.inference.vllm.get(name, 1) for name in SIZES]
-    if settings.gpus and (needed := math.prod(size for size in sizes if isinstance(size, int))) > settings.gpus:
-        remedy = f"needs {needed} GPUs for one server, but a pod has {key}.gpus = {settings.gpus}: servers that span pods are not supported"
+    if (
+        settings.gpus
+        and (needed := math.prod(size for size in sizes if isinstance(size, int))) > settings.gpus
+    ):
+        remedy = (
+            f"needs {needed} GPUs for one server, but a pod has {key}.gpus = {settings.gpus}: "
+            "servers that span pods are not supported"
+        )
         yield "inference.vllm", config.inference.vllm, remedy
 
 
@@ -73,16 +102,23 @@ def stays(config: RLConfig) -> bool:
 def submit(config: RLConfig, run_dir: RunDir) -> list[str]:
     """Applies ConfigMap and JobSet and returns their names for kubectl. Raises RunError.
 
-    Deletes a JobSet of the same run that has ended before, since applying the same one again would start nothing.
+    Deletes a JobSet of the same run that has ended before, since applying the same one again would
+    start nothing.
     """
     cluster, name = cluster_of(config), job_name(run_dir)
     claim = cluster.kubernetes.volume_claim
     modes = kubectl(cluster, "get", "pvc", claim, "-o", "jsonpath={.spec.accessModes}")
     if cluster.nodes > 1 and "ReadWriteMany" not in modes:
-        raise RunError(f"volume claim {claim} has access modes {modes}, but pods on several machines write to it: it must be ReadWriteMany")
+        raise RunError(
+            f"volume claim {claim} has access modes {modes}, but pods on several machines "
+            "write to it: it must be ReadWriteMany"
+        )
     jobs = jobs_of(run_dir)
     if active(jobs, config):
-        raise RunError(f"JobSet {name} of this run exists and has not ended: stop it first, with `rl stop {run_dir.root}`")
+        raise RunError(
+            f"JobSet {name} of this run exists and has not ended: stop it first, with `rl "
+            f"stop {run_dir.root}`"
+        )
     cancel(jobs, config)
     kubectl(cluster, "apply", "-f", "-", text=render(config, run_dir))
     return jobs
@@ -91,7 +127,9 @@ def submit(config: RLConfig, run_dir: RunDir) -> list[str]:
 def active(jobs: list[str], config: RLConfig) -> list[str]:
     """Returns the JobSet, unless it has ended. Raises RunError."""
     state = "jsonpath={.metadata.name}={.status.terminalState}"
-    found, _, ended = kubectl(cluster_of(config), "get", *jobs[0].split("/"), "--ignore-not-found", "-o", state).partition("=")
+    found, _, ended = kubectl(
+        cluster_of(config), "get", *jobs[0].split("/"), "--ignore-not-found", "-o", state
+    ).partition("=")
     return jobs[:1] if found and not ended else []
 
 
@@ -103,21 +141,34 @@ def cancel(jobs: list[str], config: RLConfig) -> None:
     kubectl(cluster, "delete", *jobs, *flags, timeout_s=wait_s + TIMEOUT_S)
 
 
-def kubectl(cluster: ClusterConfig, *arguments: str, text: str = "", timeout_s: float = TIMEOUT_S) -> str:
+def kubectl(
+    cluster: ClusterConfig, *arguments: str, text: str = "", timeout_s: float = TIMEOUT_S
+) -> str:
     """Returns what kubectl prints. Raises RunError with what it complains of, and the remedy."""
     namespace = cluster.kubernetes.namespace
     command = ["kubectl", *(["--namespace", namespace] if namespace else []), *arguments]
     said = f"`{' '.join(command)}`"
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=timeout_s
+        )
     except FileNotFoundError:
         raise RunError("`kubectl` is not on the PATH: install it, or submit where it is") from None
     except subprocess.TimeoutExpired:
-        raise RunError(f"{said} has not ended within {timeout_s:.0f} s: see whether `kubectl cluster-info` reaches the cluster") from None
+        raise RunError(
+            f"{said} has not ended within {timeout_s:.0f} s: see whether `kubectl "
+            "cluster-info` reaches the cluster"
+        ) from None
     if done.returncode:
         words = done.stderr.strip() or f"exit code {done.returncode}"
-        remedy = next((remedy for pattern, remedy in EXPLAINED.items() if re.search(pattern, words)), "")
-        raise RunError(f"{said} failed: {words}\n{remedy or 'see whether `kubectl cluster-info` reaches the cluster you mean'}")
+        remedy = next(
+            (remedy for pattern, remedy in EXPLAINED.items() if re.search(pattern, words)), ""
+        )
+        raise RunError(
+            f"{said} failed: "
+            f"{words}\n"
+            f"{remedy or 'see whether `kubectl cluster-info` reaches the cluster you mean'}"
+        )
     return done.stdout.strip()
 
 
@@ -129,7 +180,10 @@ class Dumper(yaml.SafeDumper):
 
 
 Dumper.add_representer(
-    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
 )
 
 
@@ -139,25 +193,46 @@ def render(config: RLConfig, run_dir: RunDir) -> str:
 
 
 def manifests(config: RLConfig, run_dir: RunDir) -> list[dict[str, Any]]:
-    found, settings, start = plan(config), cluster_of(config).kubernetes, f"start-{secrets.token_hex(4)}"
+    found, settings, start = (
+        plan(config),
+        cluster_of(config).kubernetes,
+        f"start-{secrets.token_hex(4)}",
+    )
     metadata = filled({"name": job_name(run_dir), "namespace": settings.namespace})
     jobs = [("trainer", found.trainers, 0), ("inference", found.servers, found.trainers)]
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All", "targetReplicatedJobs": ["trainer"]},
-        "replicatedJobs": [job(name, count, offset, config, run_dir, start) for name, count, offset in jobs if count],
+        "replicatedJobs": [
+            job(name, count, offset, config, run_dir, start)
+            for name, count, offset in jobs
+            if count
+        ],
     }
     labels = {"labels": {QUEUE_LABEL: settings.queue}} if settings.queue else {}
     return [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {Path(CONFIG).name: to_toml(config)}},
-        {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata | labels, "spec": spec},
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": metadata,
+            "data": {Path(CONFIG).name: to_toml(config)},
+        },
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": metadata | labels,
+            "spec": spec,
+        },
     ]
 
 
 def job_name(run_dir: RunDir) -> str:
-    """Returns the name of a run's JobSet: that of the run as far as Kubernetes allows it, and a digest of its directory."""
+    """Returns the name of a run's JobSet: that of the run as far as Kubernetes allows it, and a
+    digest of its directory."""
     slug = re.sub(r"[^a-z0-9]+", "-", run_dir.root.name.lower())[:MAX_SLUG].strip("-")
-    return "-".join(filter(None, ["rl", slug, blake2b(bytes(run_dir.root), digest_size=4).hexdigest()]))
+    return "-".join(
+        filter(None, ["rl", slug, blake2b(bytes(run_dir.root), digest_size=4).hexdigest()])
+    )
 
 
 def jobs_of(run_dir: RunDir) -> list[str]:
@@ -165,9 +240,15 @@ def jobs_of(run_dir: RunDir) -> list[str]:
     return [f"{kind}/{job_name(run_dir)}" for kind in ("jobset", "configmap")]
 
 
-def job(name: str, count: int, offset: int, config: RLConfig, run_dir: RunDir, start: str) -> dict[str, Any]:
-    """Returns a replicated Job of `count` pods, whose indices begin at `offset`. `start`: see START."""
-    again = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+def job(
+    name: str, count: int, offset: int, config: RLConfig, run_dir: RunDir, start: str
+) -> dict[str, Any]:
+    """Returns a replicated Job of `count` pods, whose indices begin at `offset`. `start`: see
+    START."""
+    again = {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
     never = {"containerName": "rl", "operator": "In", "values": [WRONG_SETTINGS, GIVE_UP]}
     spec = {
         "completionMode": "Indexed",
@@ -186,7 +267,10 @@ def pod(offset: int, config: RLConfig, run_dir: RunDir, start: str) -> dict[str,
     volumes = {
         "run": (settings.mount, {"persistentVolumeClaim": {"claimName": settings.volume_claim}}),
         "config": (str(Path(CONFIG).parent), {"configMap": {"name": job_name(run_dir)}}),
-        "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}}),
+        "shm": (
+            "/dev/shm",
+            {"emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
+        ),
     }
     container = {
         "name": "rl",
@@ -194,7 +278,12 @@ def pod(offset: int, config: RLConfig, run_dir: RunDir, start: str) -> dict[str,
         "command": ["rl", "node", "@", CONFIG],
         "env": [{"name": OFFSET, "value": str(offset)}, {"name": START, "value": start}],
         "envFrom": [{"secretRef": {"name": name}} for name in settings.secrets],
-        "resources": filled({"limits": {"nvidia.com/gpu": str(settings.gpus)} if settings.gpus else {}, "requests": settings.requests}),
+        "resources": filled(
+            {
+                "limits": {"nvidia.com/gpu": str(settings.gpus)} if settings.gpus else {},
+                "requests": settings.requests,
+            }
+        ),
         "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
     }
     spec = {

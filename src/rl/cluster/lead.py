@@ -1,5 +1,6 @@
-"""The leader of a run on a cluster: today's `rl` with its console, supervisor, repair, trackers and orchestrator, on one of the machines
-that train. Its trainer is the process that forms the world of all of them (cluster/world.py); servers announce themselves.
+"""The leader of a run on a cluster: today's `rl` with its console, supervisor, repair, trackers and
+orchestrator, on one of the machines that train. Its trainer is the process that forms the world of
+all of them (cluster/world.py); servers announce themselves.
 """
 
 import sys
@@ -23,15 +24,18 @@ from rl.system.children import PYTHON, Child, RestartPolicy
 from rl.system.errors import ConfigError, RunError
 
 TAKEN, UNFIT = 76, 77
-"""Exit codes of a leader that finds another one; and of one whose machine lacks what it needs, before it has touched the run."""
+"""Exit codes of a leader that finds another one; and of one whose machine lacks what it needs,
+before it has touched the run."""
 REPORT_S = 10.0
 """Seconds that the launcher of worlds has for its own end when those of all machines have ended."""
 TRY_S = 1.0
-"""Seconds between looks at the role of the leader; a machine's first look comes this much later for each index before its own."""
+"""Seconds between looks at the role of the leader; a machine's first look comes this much later
+for each index before its own."""
 
 
 def with_open_hosts(config: RLConfig) -> RLConfig:
-    """Returns the configuration that all machines share: servers and orchestrator bind all interfaces unless the user chose one."""
+    """Returns the configuration that all machines share: servers and orchestrator bind all
+    interfaces unless the user chose one."""
     config = config.model_copy(deep=True)
     if config.cluster:
         config.cluster.index = None  # all else is the same on all machines
@@ -47,15 +51,20 @@ def on_a_cluster(config: RLConfig) -> Placement:
 
     def roles(run_dir: RunDir) -> list[Role]:
         launcher = [*PYTHON, "-m", "rl.cluster.world", "@", str(run_dir.config)]
-        trainer = Role("trainer", launcher, {}, leaves_copy=True, stop_s=world_end_s(config, "save") + REPORT_S)
-        orchestrator = Role("orchestrator", command("orchestrator", run_dir, 1), {}, leaves_copy=True)
+        trainer = Role(
+            "trainer", launcher, {}, leaves_copy=True, stop_s=world_end_s(config, "save") + REPORT_S
+        )
+        orchestrator = Role(
+            "orchestrator", command("orchestrator", run_dir, 1), {}, leaves_copy=True
+        )
         return [trainer] if config.sft else [orchestrator, trainer]
 
     return Placement(config, roles)
 
 
 def run_leader(config: RLConfig, line: CommandLine, children: Children) -> int:
-    """Starts or continues the run. Returns the exit code of `rl`, TAKEN or UNFIT. Raises RunError, OSError and Stopped."""
+    """Starts or continues the run. Returns the exit code of `rl`, TAKEN or UNFIT. Raises
+    RunError, OSError and Stopped."""
     line.resume, fits = -1 if is_run(config.run_dir.root) else None, False
     again = resume_command(["@", str(config.run_dir.config)])
 
@@ -79,29 +88,53 @@ def run_leader(config: RLConfig, line: CommandLine, children: Children) -> int:
 class Leader:
     """The leader on this machine, while no other one leads. Call `poll` several times a second."""
 
-    def __init__(self, config: RLConfig, index: int, children: Children, environment: dict[str, str]):
+    def __init__(
+        self, config: RLConfig, index: int, children: Children, environment: dict[str, str]
+    ):
         """`environment`: further variables of the leader."""
-        self.config, self.lock, self.logs, self.children = config, config.run_dir.lock("rl"), config.run_dir.logs, children
+        self.config, self.lock, self.logs, self.children = (
+            config,
+            config.run_dir.lock("rl"),
+            config.run_dir.logs,
+            children,
+        )
         self.nodes, self.environment = Nodes(config.run_dir), environment
         path = self.nodes.config_path(index)
         write_config(path, config)  # the user's file may change while the run lasts
-        self.command = [*PYTHON, "-m", "rl.main", "node", "--lead", "@", str(path), "--cluster.index", str(index)]
+        self.command = [
+            *PYTHON,
+            "-m",
+            "rl.main",
+            "node",
+            "--lead",
+            "@",
+            str(path),
+            "--cluster.index",
+            str(index),
+        ]
         self.child: Child | None = None
         self.attempt: Attempt | None = None
         self.fault = ""
         """Why no leader can run on this machine; on another one it may."""
         self.try_at = time.monotonic() + index * TRY_S
         settings = config.supervisor
-        self.restarts = RestartPolicy(settings.backoff_s, settings.backoff_limit_s, settings.max_restarts, settings.window_s)
+        self.restarts = RestartPolicy(
+            settings.backoff_s, settings.backoff_limit_s, settings.max_restarts, settings.window_s
+        )
         self.deaths: list[float] = []
 
     def poll(self, may_lead: bool = True) -> tuple[int, str] | None:
-        """Starts the leader if nobody leads. Returns exit code and last words of a leader that has ended the run.
+        """Starts the leader if nobody leads. Returns exit code and last words of a leader that has
+        ended the run.
 
         `may_lead`: whether this machine reaches others. One that does not leaves the role to them.
         """
         if self.child and not may_lead:
-            print("node: this machine reaches none of the others over the network: another one is to lead the run", flush=True)
+            print(
+                "node: this machine reaches none of the others over the network: another one "
+                "is to lead the run",
+                flush=True,
+            )
             self.children.kill_tree(self.child)
             self.child = None
         if self.child:
@@ -116,8 +149,9 @@ class Leader:
     def _is_free(self, takes_over: bool = False) -> bool:
         """Returns whether nobody holds the role `rl`; on other machines that shows after some time.
 
-        `takes_over`: in that case ends the ranks of the last leader's world. The first of them holds the role `trainer`, for which the
-        new leader would wait, and itself may wait for a machine that stands still.
+        `takes_over`: in that case ends the ranks of the last leader's world. The first of them
+        holds the role `trainer`, for which the new leader would wait, and itself may wait for a
+        machine that stands still.
         """
         self.lock.parent.mkdir(parents=True, exist_ok=True)
         self.attempt = self.attempt or Attempt(self.lock)
@@ -126,8 +160,14 @@ class Leader:
                 self.nodes.stop_world(world, "kill")
             lease.close()
             before, self.attempt = self.attempt.owner, None
-            if before and before.machine and before.machine != self.environment.get(MACHINE_LEASE) and before.lives() is None:
-                declare_lost(self.lock.parent / before.machine)  # it led, and nothing has been heard of it
+            if (
+                before
+                and before.machine
+                and before.machine != self.environment.get(MACHINE_LEASE)
+                and before.lives() is None
+            ):
+                # it led, and nothing has been heard of it
+                declare_lost(self.lock.parent / before.machine)
         return lease is not None
 
     def _ended(self, child: Child, code: int) -> tuple[int, str] | None:
@@ -135,9 +175,14 @@ class Leader:
         self.child = None
         if code == UNFIT:
             self.fault = last_words(child.log)
-            print(f"node: this machine cannot lead the run, another one is to: {self.fault} (log: {child.log})", flush=True)
+            print(
+                f"node: this machine cannot lead the run, another one is to: {self.fault} "
+                f"(log: {child.log})",
+                flush=True,
+            )
             return None
-        if code == TAKEN or (code and not self._is_free()):  # a leader that lost its role is not the end of the run
+        # a leader that lost its role is not the end of the run
+        if code == TAKEN or (code and not self._is_free()):
             return None
         if code >= 0:
             return code, last_words(child.log) if code else ""
@@ -145,6 +190,10 @@ class Leader:
         delay_s = self.restarts.delay_s(len(self.deaths), self.deaths)
         if delay_s is None:
             return 1, f"the leader {child.ending()}, {len(self.deaths)} times; see {child.log}"
-        print(f"node: the leader {child.ending()}; it starts again in {delay_s:g} s (log: {child.log})", flush=True)
+        print(
+            f"node: the leader {child.ending()}; it starts again in {delay_s:g} s (log: "
+            f"{child.log})",
+            flush=True,
+        )
         self.try_at = time.monotonic() + delay_s
         return None

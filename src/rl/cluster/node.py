@@ -1,9 +1,12 @@
-"""`rl node`: one machine of a run on a cluster. It runs the roles that follow from its index until the run is over.
+"""`rl node`: one machine of a run on a cluster. It runs the roles that follow from its index until
+the run is over.
 
-    trains: the ranks of the current World (cluster/agent.py); one of these machines also leads the run (cluster/lead.py)
+    trains: the ranks of the current World (cluster/agent.py); one of these machines also leads the
+            run (cluster/lead.py)
     serves: one inference server, kept alive by a Keeper (launch/keeper.py)
 
-Whatever started it (Slurm, Kubernetes, Ray, a shell) replaces a machine that is lost; the new one has the same index.
+Whatever started it (Slurm, Kubernetes, Ray, a shell) replaces a machine that is lost; the new one
+has the same index.
 """
 
 import contextlib
@@ -32,9 +35,25 @@ from rl.launch import devices
 from rl.launch.children import Children
 from rl.launch.keeper import Keeper
 from rl.launch.roles import Role
-from rl.run_dir.lease import LEASE_S, ROLE_WAIT_S, declare_lost, hold_role, lease_path, lost_to, newest_lease
+from rl.run_dir.lease import (
+    LEASE_S,
+    ROLE_WAIT_S,
+    declare_lost,
+    hold_role,
+    lease_path,
+    lost_to,
+    newest_lease,
+)
 from rl.run_dir.nodes import START, Nodes, NodeStatus, RunOver
-from rl.run_dir.status import HEARTBEAT_S, MACHINE_LEASE, NODE_ADDRESS, SERVER_NAME, Staleness, read_status, server_files
+from rl.run_dir.status import (
+    HEARTBEAT_S,
+    MACHINE_LEASE,
+    NODE_ADDRESS,
+    SERVER_NAME,
+    Staleness,
+    read_status,
+    server_files,
+)
 from rl.system.children import PYTHON, STOP_DEADLINE_S, Stopped
 from rl.system.errors import GIVE_UP, RESTART, ConfigError, RunError, system_error
 from rl.system.linux import pid_scope, shared_memory_fault
@@ -43,20 +62,24 @@ from rl.trainer.departure import GRACE
 
 POLL_S = 0.5
 START_AGAIN = 75
-"""Exit code of a machine that ends before the run does, because its engine takes it away: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a machine that ends before the run does, because its engine takes it away:
+EX_TEMPFAIL of sysexits.h."""
 PREPARED_S = 120.0
 """Seconds after which a configuration of the run that is not this machine's will not become so."""
 LEADER_S = 5.0
-"""Seconds after SIGTERM in which the leader is to stop the ranks of all machines; after that this machine stops its own."""
+"""Seconds after SIGTERM in which the leader is to stop the ranks of all machines; after that
+this machine stops its own."""
 REPORT_S = 10.0
 """Seconds that a single machine's leader has for its end when its processes have ended."""
 USAGE = f"""usage: {{program}} @ FILE [--KEY VALUE] ...
 
-Runs what this machine has to do in a run on several machines, until the run is over. Engines start it (docs/clusters.md); by hand, start
-it on every machine with the same file and `--cluster.index` 0, 1, 2, ...
+Runs what this machine has to do in a run on several machines, until the run is over. Engines start
+it (docs/clusters.md); by hand, start it on every machine with the same file and `--cluster.index`
+0, 1, 2, ...
 
 {SETTINGS}
-Exit codes: 0 the run is over; 75 stopped before that, and 1 a fault of this machine: start it again; 2 and 3 do not start it again.
+Exit codes: 0 the run is over; 75 stopped before that, and 1 a fault of this machine: start it
+again; 2 and 3 do not start it again.
 """
 
 
@@ -66,7 +89,9 @@ def main(args: list[str], children: Children) -> int:
     args = [word for word in args if word != "--lead"]
     config, line = load_config_or_exit(args, "rl node", usage=USAGE)
     if config.cluster is None:
-        raise RunError("the configuration has no [cluster]: give --cluster.nodes, or start the run as `rl`")
+        raise RunError(
+            "the configuration has no [cluster]: give --cluster.nodes, or start the run as `rl`"
+        )
     index, config = index_of(config.cluster), with_open_hosts(config.with_absolute_paths())
     if leads and plan(config).is_one_machine and config.cluster:
         # Slurm sends it SIGTERM, and a bit later so does `rl node`, which does not know that.
@@ -85,14 +110,23 @@ class Node:
 
     def __init__(self, config: RLConfig, index: int, children: Children):
         assert config.cluster is not None
-        self.config, self.cluster, self.index, self.children = config, config.cluster, index, children
+        self.config, self.cluster, self.index, self.children = (
+            config,
+            config.cluster,
+            index,
+            children,
+        )
         self.run_dir, self.nodes = config.run_dir, Nodes(config.run_dir)
         self.roles = plan(config).roles(index)
         self.lease = hold_role(self.nodes.lock(index), ROLE_WAIT_S)
         box = machine()
-        self.environment = {NODE_ADDRESS: own_address(), MACHINE_LEASE: str(self.lease.path.relative_to(self.run_dir.status_dir))}
+        self.environment = {
+            NODE_ADDRESS: own_address(),
+            MACHINE_LEASE: str(self.lease.path.relative_to(self.run_dir.status_dir)),
+        }
         self.stop_s = STOP_DEADLINE_S
-        if plan(config).is_one_machine:  # its leader waits for the trainer's checkpoint, and then has to report
+        # its leader waits for the trainer's checkpoint, and then has to report
+        if plan(config).is_one_machine:
             self.environment[GRACE] = f"{self.cluster.grace_s:g}"
             self.stop_s = max(STOP_DEADLINE_S, self.cluster.grace_s) + REPORT_S
         self.status = NodeStatus(
@@ -114,57 +148,84 @@ class Node:
         )
         self.share = self.fit(box)
         self.began = self.beat_at = time.monotonic()
-        """Time (time.monotonic) of this start, and that at which the status is to be written though nothing has changed."""
+        """Time (time.monotonic) of this start, and that at which the status is to be written
+        though nothing has changed."""
         self.leaving = False
         self.signs, self.looked = Staleness(), 0.0
         """Signs of life of the leader, and the time (time.monotonic) of the last look at them."""
         self.reach = Reach(self.nodes, index)
         trains = "trainer" in self.roles and not plan(config).is_one_machine
-        self.agent = Agent(config, index, self.lease.number, self.share, children, self.environment) if trains else None
-        self.leader = Leader(config, index, children, self.environment) if "trainer" in self.roles else None
+        self.agent = (
+            Agent(config, index, self.lease.number, self.share, children, self.environment)
+            if trains
+            else None
+        )
+        self.leader = (
+            Leader(config, index, children, self.environment) if "trainer" in self.roles else None
+        )
         self.server: Keeper | None = None
         """Of a machine that serves, once its server was started."""
 
     def fit(self, box: Machine) -> devices.Split:
-        """Returns this machine's devices. If it cannot take part, its status says why, and others that have its role may go on without it
-        or with its successor; if all of them say so, that is the end of the run. Raises RunError."""
+        """Returns this machine's devices. If it cannot take part, its status says why, and
+        others that have its role may go on without it or with its successor; if all of them say
+        so, that is the end of the run. Raises RunError."""
         try:
             if fault := shared_memory_fault():
                 raise RunError(fault)
             share = own_share(self.config, self.roles, box)
         except RunError as error:
-            self.nodes.write(self.nodes.status_path(self.index), msgspec.structs.replace(self.status, fault=str(error)))
+            self.nodes.write(
+                self.nodes.status_path(self.index),
+                msgspec.structs.replace(self.status, fault=str(error)),
+            )
             self.lease.close()
             if over := self.all_have_faults(error.exit_code):
                 self.nodes.end(over)
                 raise
             raise RunError(str(error), RESTART) from None
-        self.status = msgspec.structs.replace(self.status, ranks=share.ranks if "trainer" in self.roles else 0)
+        self.status = msgspec.structs.replace(
+            self.status, ranks=share.ranks if "trainer" in self.roles else 0
+        )
         return share
 
     def all_have_faults(self, exit_code: int) -> RunOver | None:
-        """Returns the end of the run if no machine with a role of this one can do what it is for."""
-        peers = [index for index in range(plan(self.config).nodes) if plan(self.config).roles(index) == self.roles]
+        """Returns the end of the run if no machine with a role of this one can do what it is
+        for."""
+        peers = [
+            index
+            for index in range(plan(self.config).nodes)
+            if plan(self.config).roles(index) == self.roles
+        ]
         statuses = self.nodes.statuses(peers)
         if not all(index in statuses and statuses[index].fault for index in peers):
             return None
-        named = {status.fault: f"machine {index} ({status.host}): {status.fault}" for index, status in statuses.items()}
+        named = {
+            status.fault: f"machine {index} ({status.host}): {status.fault}"
+            for index, status in statuses.items()
+        }
         return self.run_over(exit_code, "\n".join(named.values()))
 
     def run_over(self, exit_code: int, text: str) -> RunOver:
         return RunOver(exit_code=exit_code, text=text, time=time.time(), start=self.status.start)
 
-    # The loop -----------------------------------------------------------------------------------------------------------
+    # The loop -------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Takes part until the run is over, or until this machine is taken away. Returns the exit code. Raises OSError."""
-        say(f"machine {self.index} ({self.status.host}, {self.status.address}): {' and '.join(self.roles)} of {self.run_dir.root}")
+        """Takes part until the run is over, or until this machine is taken away. Returns the
+        exit code. Raises OSError."""
+        say(
+            f"machine {self.index} ({self.status.host}, {self.status.address}): "
+            f"{' and '.join(self.roles)} of {self.run_dir.root}"
+        )
         over, answered, told = None, time.monotonic(), ""
         try:
             while over is None:
                 try:
                     over, answered = self.poll(), time.monotonic()
-                except OSError as error:  # the disk does not answer, or is full: it may pass until others count this machine as lost
+                # the disk does not answer, or is full: it may pass until others count this machine
+                # as lost
+                except OSError as error:
                     if time.monotonic() - answered >= LEASE_S:
                         raise
                     if told != (told := system_error(error)):
@@ -174,11 +235,16 @@ class Node:
             self.children.stop_caught()
             say(f"{stopped}: leaving within {self.cluster.grace_s:g} s")
             self.leave()
-            return self.finish(START_AGAIN if stopped.signum == signal.SIGTERM else 128 + stopped.signum)
+            return self.finish(
+                START_AGAIN if stopped.signum == signal.SIGTERM else 128 + stopped.signum
+            )
         except RunError as error:  # whose exit code tells the engine what to do
             print(f"rl node: {error}", file=sys.stderr, flush=True)
             return self.finish(error.exit_code)
-        say(f"the run is over: {over.text or 'all is done'}" + (f" (exit code {over.exit_code})" if over.exit_code else ""))
+        say(
+            f"the run is over: {over.text or 'all is done'}"
+            + (f" (exit code {over.exit_code})" if over.exit_code else "")
+        )
         if self.run_dir.config.exists():
             say(f"it stays so until it is started again: rl @ {self.run_dir.config} --resume")
         stopped = over.exit_code > 128  # on request: nothing failed
@@ -187,11 +253,13 @@ class Node:
         return self.finish(0 if stopped or not over.exit_code else GIVE_UP)
 
     def poll(self) -> RunOver | None:
-        """Does what is due. Returns the end of the run, once it has ended. Raises RunError if this machine cannot go on."""
+        """Does what is due. Returns the end of the run, once it has ended. Raises RunError if
+        this machine cannot go on."""
         self.publish()
         self.children.poll()
         for index, status in self.reach.ended().items():
-            declare_lost(lease_path(self.nodes.lock(index), status.lease))  # so that its successor need not wait
+            # so that its successor need not wait
+            declare_lost(lease_path(self.nodes.lock(index), status.lease))
         over = self.nodes.over()
         if over and over.start == self.status.start:
             return over
@@ -205,18 +273,24 @@ class Node:
         elif not self.leader:
             self.serve_or_end()
         if over:
-            with contextlib.suppress(OSError):  # the disk is full, on which others cannot lead either
+            # the disk is full, on which others cannot lead either
+            with contextlib.suppress(OSError):
                 self.nodes.end(over)
         elif not self.leader or self.leader.fault:
             self.check_leader()
         return over
 
     def publish(self) -> None:
-        """Writes this machine's status if it has changed, or is older than a heartbeat. Raises RunError if another one has its index."""
+        """Writes this machine's status if it has changed, or is older than a heartbeat. Raises
+        RunError if another one has its index."""
         agent = self.agent
         roles = [*self.roles, *(["leader"] if self.leader and self.leader.child else [])]
         doing: dict[str, Any] = {"roles": roles, "leaving": self.leaving, "door": self.reach.port}
-        doing |= {"cut_off": self.reach.cut_off(), "ended": [*self.reach.ended()], "fault": self.leader.fault if self.leader else ""}
+        doing |= {
+            "cut_off": self.reach.cut_off(),
+            "ended": [*self.reach.ended()],
+            "fault": self.leader.fault if self.leader else "",
+        }
         if agent:
             doing |= {
                 "generation": agent.generation,
@@ -231,63 +305,97 @@ class Node:
             self.status = msgspec.structs.replace(status, heartbeat=time.time())
             self.nodes.write(self.nodes.status_path(self.index), self.status)
             now = time.monotonic()
-            self.beat_at = now + min(HEARTBEAT_S, now - self.began)  # at first more often, so that others see at once that it lives
+            # at first more often, so that others see at once that it lives
+            self.beat_at = now + min(HEARTBEAT_S, now - self.began)
 
     def check_lease(self) -> None:
-        """Raises RunError if this machine is lost to the run. That does not end the run, as GIVE_UP would where the engine reads it."""
+        """Raises RunError if this machine is lost to the run. That does not end the run, as
+        GIVE_UP would where the engine reads it."""
         try:
             self.lease.check()
         except RunError:
-            text = f"{self.run_dir.root}: machine {self.index} counts as lost, or is replaced: it gave no sign of life for {LEASE_S:.0f} s"
-            raise RunError(f"{text}, or could not be reached; it ends, and may be started again", RESTART) from None
+            text = (
+                f"{self.run_dir.root}: machine {self.index} counts as lost, or is replaced: it "
+                f"gave no sign of life for {LEASE_S:.0f} s"
+            )
+            raise RunError(
+                f"{text}, or could not be reached; it ends, and may be started again", RESTART
+            ) from None
 
     def serve_or_end(self) -> None:
-        """Does `serve`. A server that cannot go on ends the run if there is no other, else only this machine. Raises RunError."""
+        """Does `serve`. A server that cannot go on ends the run if there is no other, else only
+        this machine. Raises RunError."""
         try:
             self.serve()
         except RunError as error:
             own = self.run_dir.status(f"inference-node{self.index}")
-            others = [status for path in server_files(self.run_dir.status_dir) if path != own and (status := read_status(path))]
+            others = [
+                status
+                for path in server_files(self.run_dir.status_dir)
+                if path != own and (status := read_status(path))
+            ]
             if any(status.address for status in others):
                 raise RunError(str(error), RESTART) from None
             self.nodes.end(self.run_over(GIVE_UP, str(error)))
             raise
 
     def serve(self) -> None:
-        """Keeps the server alive, from the moment at which the leader has prepared the run's directory. Raises RunError."""
+        """Keeps the server alive, from the moment at which the leader has prepared the run's
+        directory. Raises RunError."""
         if self.server:
             for death in self.server.poll():
                 if death.verdict:
                     raise death.verdict
                 say(f"{death.role} {death.reason}, {death.again}")
         elif self.is_prepared():
-            events = self.run_dir.events.with_name(f"{self.run_dir.events.stem}-node{self.index}.jsonl")
+            events = self.run_dir.events.with_name(
+                f"{self.run_dir.events.stem}-node{self.index}.jsonl"
+            )
             self.server = Keeper(self.config, self.run_dir, self.children, say, events)
             self.server.begin([self.server_role()])
 
     def server_role(self) -> Role:
         """Returns how to start this machine's inference server."""
         name, share = f"inference-node{self.index}", self.share.inference
-        implied = {key: value for key, value in self.share.vllm.items() if key not in self.config.inference.vllm}
-        flags = [word for key, value in implied.items() for word in (f"--inference.vllm.{key}", str(value))]
+        implied = {
+            key: value
+            for key, value in self.share.vllm.items()
+            if key not in self.config.inference.vllm
+        }
+        flags = [
+            word
+            for key, value in implied.items()
+            for word in (f"--inference.vllm.{key}", str(value))
+        ]
         command = [*PYTHON, "-m", "rl.inference.main", "@", str(self.run_dir.config), *flags]
         variables = share.env | self.environment | {SERVER_NAME: name}
         return Role(name, command, variables, share.cores, leaves_copy=True)
 
     def is_prepared(self) -> bool:
-        """Returns whether the run's config.toml is that of this start. Raises RunError if somebody leads and it is not so for long."""
+        """Returns whether the run's config.toml is that of this start. Raises RunError if
+        somebody leads and it is not so for long."""
         try:
-            prepared = self.run_dir.config.exists() and digest(from_toml(self.run_dir.config)) == self.status.config
+            prepared = (
+                self.run_dir.config.exists()
+                and digest(from_toml(self.run_dir.config)) == self.status.config
+            )
         except ConfigError:
             prepared = False
         differs = not prepared and self.run_dir.config.exists() and self.signs.moved("leader")
-        if differs and self.signs.look("config", self.run_dir.config.stat().st_mtime_ns) > PREPARED_S:
+        if (
+            differs
+            and self.signs.look("config", self.run_dir.config.stat().st_mtime_ns) > PREPARED_S
+        ):
             remedy = "start all machines with the same file and flags, and the same version of rl"
-            raise RunError(f"this machine's configuration differs from {self.run_dir.config}, which the leader has written: {remedy}")
+            raise RunError(
+                f"this machine's configuration differs from {self.run_dir.config}, which the "
+                f"leader has written: {remedy}"
+            )
         return prepared
 
     def check_leader(self) -> None:
-        """Looks every two seconds. Raises RunError if nobody has led the run for cluster.join_timeout_s."""
+        """Looks every two seconds. Raises RunError if nobody has led the run for
+        cluster.join_timeout_s."""
         if time.monotonic() - self.looked < HEARTBEAT_S:
             return
         self.looked = time.monotonic()
@@ -296,13 +404,20 @@ class Node:
         path = lease_path(lock, number)
         sign = (number, path.stat().st_mtime_ns if path.exists() else 0)
         if self.signs.look("leader", sign) >= self.cluster.join_timeout_s:
-            reason = f"nobody has led the run in {self.run_dir.root} for cluster.join_timeout_s = {self.cluster.join_timeout_s:g} s"
-            raise RunError(f"{reason}: do the machines that train run `rl node`, and see the same directory?", START_AGAIN)
+            reason = (
+                f"nobody has led the run in {self.run_dir.root} for cluster.join_timeout_s = "
+                f"{self.cluster.join_timeout_s:g} s"
+            )
+            raise RunError(
+                f"{reason}: do the machines that train run `rl node`, and see the same directory?",
+                START_AGAIN,
+            )
 
-    # The end ------------------------------------------------------------------------------------------------------------
+    # The end --------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Has the ranks of all machines write a checkpoint and end, and waits for it up to cluster.grace_s."""
+        """Has the ranks of all machines write a checkpoint and end, and waits for it up to
+        cluster.grace_s."""
         self.leaving = True
         began = time.monotonic()
         while self.agent and self.agent.child and time.monotonic() - began < self.cluster.grace_s:
@@ -317,7 +432,8 @@ class Node:
         """Ends all processes on this machine and gives its role back. Returns the exit code."""
         if self.agent:
             self.agent.kill()
-            with contextlib.suppress(OSError, RunError):  # another machine has this index, or the disk does not answer
+            # another machine has this index, or the disk does not answer
+            with contextlib.suppress(OSError, RunError):
                 self.publish()  # the launcher, which may be one of these processes, waits for it
         if stuck := self.children.stop(self.stop_s):
             say(f"these processes do not end, even after SIGKILL: {stuck}")
@@ -330,14 +446,16 @@ class Node:
 
 
 def own_share(config: RLConfig, roles: list[str], box: Machine) -> devices.Split:
-    """Returns the devices of this machine's one role: all of them, or as many as trainer.gpus or inference.gpus says, unless these two only
-    say how to divide the machines. Raises ConfigError."""
+    """Returns the devices of this machine's one role: all of them, or as many as trainer.gpus or
+    inference.gpus says, unless these two only say how to divide the machines. Raises
+    ConfigError."""
     own = config.model_copy(deep=True)
     if is_ratio(config):
         own.trainer.gpus = own.inference.gpus = None
     if "inference" in roles and "trainer" not in roles and (fault := devices.check_build(own, box)):
         raise ConfigError(fault.removeprefix("warning: "))
-    own.trainer.dp_replicate = own.trainer.context_parallel = own.trainer.expert_parallel = 1  # they divide the ranks of all machines
+    # they divide the ranks of all machines
+    own.trainer.dp_replicate = own.trainer.context_parallel = own.trainer.expert_parallel = 1
     if "trainer" in roles:
         own.trainer.gpus = len(box.gpus) if own.trainer.gpus is None else own.trainer.gpus
         own.inference.gpus = 0
@@ -348,7 +466,9 @@ def own_share(config: RLConfig, roles: list[str], box: Machine) -> devices.Split
 
 def digest(config: RLConfig) -> str:
     """Returns a short hash of the settings that all machines must share."""
-    shared = config.model_copy(update={"cluster": config.cluster and config.cluster.model_copy(update={"index": None})})
+    shared = config.model_copy(
+        update={"cluster": config.cluster and config.cluster.model_copy(update={"index": None})}
+    )
     return blake2b(to_toml(shared).encode(), digest_size=4).hexdigest()
 
 

@@ -1,7 +1,8 @@
-"""Ray: one actor a machine, which runs `rl node` there. Ray starts the actor of a lost machine on another one, with the same index.
+"""Ray: one actor a machine, which runs `rl node` there. Ray starts the actor of a lost machine on
+another one, with the same index.
 
-The actors belong to this driver: Ray ends them with it, and the kernel ends `rl node` with its actor. Without Ray's head, actors live on
-for minutes: both sides watch it, too.
+The actors belong to this driver: Ray ends them with it, and the kernel ends `rl node` with its
+actor. Without Ray's head, actors live on for minutes: both sides watch it, too.
 """
 
 import contextlib
@@ -38,15 +39,20 @@ from rl.system.terminal import say
 
 POLL_S = 1.0
 HEAD_S = 20.0
-"""Seconds without a connection to Ray's head after which it is given up; Ray itself would kill the driver after a minute."""
+"""Seconds without a connection to Ray's head after which it is given up; Ray itself would kill
+the driver after a minute."""
 LONGEST_DELAY_S = 60.0
 NODE = ("-P", "-m", "rl.main", "node")
 """Arguments of Python for `rl node`."""
 OF_A_MACHINE = re.compile(
-    r"RAY_|SLURM_|RL_NODE_|\w+_VISIBLE_DEVICES$|(HOST|LOG)NAME$|(LD_LIBRARY_)?PATH$|(HOME|USER|TMPDIR|PWD|OLDPWD|XDG_RUNTIME_DIR|_)$"
+    r"RAY_|SLURM_|RL_NODE_|\w+_VISIBLE_DEVICES$|(HOST|LOG)NAME$|(LD_LIBRARY_)?PATH$"
+    r"|(HOME|USER|TMPDIR|PWD|OLDPWD|XDG_RUNTIME_DIR|_)$"
 )
 """Environment variables that describe a machine or a session on it."""
-MISSING = "needs Ray, which is not installed: install the extra (`pip install 'rl-triad[ray]'`) here and on every machine"
+MISSING = (
+    "needs Ray, which is not installed: install the extra (`pip install 'rl-triad[ray]'`) here "
+    "and on every machine"
+)
 
 
 class Head:
@@ -73,16 +79,20 @@ class NodeActor:
         self.process: Any = None
 
     def run(self, delay_s: float, variables: dict[str, str]) -> int:
-        """Runs `rl node` with further environment variables. Returns its exit code, or minus the signal that ended it."""
+        """Runs `rl node` with further environment variables. Returns its exit code, or minus the
+        signal that ended it."""
         if self.stopping.wait(delay_s):
             return -signal.SIGTERM
         self.logs.mkdir(parents=True, exist_ok=True)
-        env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}  # Ray sets it to the CPUs of the actor, 1
+        # Ray sets it to the CPUs of the actor, 1
+        env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         env |= variables
         with next_log(self.logs, self.name).open("ab") as log:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             command = [sys.executable, *self.arguments]
-            process = subprocess.Popen(command, env=env, **streams, start_new_session=True, preexec_fn=end_with_parent)
+            process = subprocess.Popen(
+                command, env=env, **streams, start_new_session=True, preexec_fn=end_with_parent
+            )
         self.process = process
         while True:
             try:
@@ -107,7 +117,12 @@ def faults(config: RLConfig) -> Iterator[Fault]:
     if not importlib.util.find_spec("ray"):
         yield "cluster.engine", "ray", MISSING
     if (address := cluster_of(config).ray.address).startswith("ray://"):
-        yield "cluster.ray.address", address, "is that of Ray's client: give HOST:6379, or use `ray job submit` with the address auto"
+        yield (
+            "cluster.ray.address",
+            address,
+            "is that of Ray's client: give HOST:6379, or use `ray job submit` with the "
+            "address auto",
+        )
 
 
 def stays(config: RLConfig) -> bool:
@@ -117,7 +132,10 @@ def stays(config: RLConfig) -> bool:
 
 def render(config: RLConfig, run_dir: RunDir) -> str:
     """Returns the commands of the actors."""
-    return "".join(f"rl node {shlex.join(place_of(run_dir, index))}\n" for index in range(cluster_of(config).nodes))
+    return "".join(
+        f"rl node {shlex.join(place_of(run_dir, index))}\n"
+        for index in range(cluster_of(config).nodes)
+    )
 
 
 def place_of(run_dir: RunDir, index: int) -> list[str]:
@@ -125,10 +143,14 @@ def place_of(run_dir: RunDir, index: int) -> list[str]:
     return ["@", str(run_dir.config), "--cluster.index", str(index)]
 
 
-def run(config: RLConfig, run_dir: RunDir, children: Children, program: Sequence[str] = NODE) -> int:
-    """Runs the whole run on machines of a Ray cluster, and returns the exit code. Raises RunError if it cannot be started."""
+def run(
+    config: RLConfig, run_dir: RunDir, children: Children, program: Sequence[str] = NODE
+) -> int:
+    """Runs the whole run on machines of a Ray cluster, and returns the exit code. Raises
+    RunError if it cannot be started."""
     address = cluster_of(config).ray.address
-    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # below `uv run` Ray would copy the current directory to all machines, and run that
+    # below `uv run` Ray would copy the current directory to all machines, and run that
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     try:
         ray = importlib.import_module("ray")
     except ImportError:
@@ -154,16 +176,22 @@ def run(config: RLConfig, run_dir: RunDir, children: Children, program: Sequence
     if text:
         say(text)
     if code == RESTART:
-        print(f"resume with: {resume_command(['@', str(run_dir.config)])}", file=sys.stderr, flush=True)
+        print(
+            f"resume with: {resume_command(['@', str(run_dir.config)])}",
+            file=sys.stderr,
+            flush=True,
+        )
     driver.close()
     return code
 
 
 def given_variables() -> dict[str, str]:
-    """Returns the environment variables that machines get from here: those of the user's shell, but for what describes this machine.
+    """Returns the environment variables that machines get from here: those of the user's shell, but
+    for what describes this machine.
 
-    They travel as an argument of a call, which Ray neither stores nor shows, as it does with a runtime environment. In a job of Ray there
-    is no such shell, and its actors have the job's runtime environment, apart from OMP_NUM_THREADS, which they remove.
+    They travel as an argument of a call, which Ray neither stores nor shows, as it does with a
+    runtime environment. In a job of Ray there is no such shell, and its actors have the job's
+    runtime environment, apart from OMP_NUM_THREADS, which they remove.
     """
     if job := os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
         given = json.loads(job).get("runtime_env", {}).get("env_vars", {})
@@ -175,7 +203,12 @@ class Driver:
     """The machines of a run on Ray."""
 
     def __init__(self, ray: Any, config: RLConfig, run_dir: RunDir, program: Sequence[str]):
-        self.ray, self.cluster, self.run_dir, self.program = ray, cluster_of(config), run_dir, program
+        self.ray, self.cluster, self.run_dir, self.program = (
+            ray,
+            cluster_of(config),
+            run_dir,
+            program,
+        )
         self.head = Head(ray.get_runtime_context().gcs_address)
         self.group: Any = None
         self.actors: list[Any] = []
@@ -185,7 +218,8 @@ class Driver:
         self.variables = given_variables()
 
     def place(self) -> None:
-        """Gets the machines, and an actor on each. Raises RunError if Ray does not have them within cluster.join_timeout_s."""
+        """Gets the machines, and an actor on each. Raises RunError if Ray does not have them
+        within cluster.join_timeout_s."""
         settings, count = self.cluster.ray, self.cluster.nodes
         machines = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
         found = sorted((int(resources.get("GPU", 0)) for resources in machines), reverse=True)
@@ -196,21 +230,39 @@ class Driver:
         while self.ray.util.placement_group_table(self.group)["state"] != "CREATED":
             time.sleep(POLL_S)
             if time.monotonic() >= deadline:
-                wanted = f"{count} machines with {', '.join(f'{key}: {value:g}' for key, value in bundle.items())}"
-                has = f"it has {len(found)}, with {', '.join(map(str, found))} GPUs, some of which may be taken"
+                wanted = (
+                    f"{count} machines with "
+                    f"{', '.join(f'{key}: {value:g}' for key, value in bundle.items())}"
+                )
+                has = (
+                    f"it has {len(found)}, with {', '.join(map(str, found))} GPUs, some of which "
+                    "may be taken"
+                )
                 remedy = "add machines, or lower cluster.nodes or cluster.ray.gpus"
                 raise RunError(
-                    f"Ray did not give {wanted} within cluster.join_timeout_s = {self.cluster.join_timeout_s:g}: {has}; {remedy}"
+                    f"Ray did not give {wanted} within cluster.join_timeout_s = "
+                    f"{self.cluster.join_timeout_s:g}: {has}; {remedy}"
                 )
             self.check_head()
         for index in range(count):
-            strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, index)
-            options = {"num_cpus": 1, "num_gpus": gpus, "resources": settings.resources, "scheduling_strategy": strategy}
+            strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                self.group, index
+            )
+            options = {
+                "num_cpus": 1,
+                "num_gpus": gpus,
+                "resources": settings.resources,
+                "scheduling_strategy": strategy,
+            }
             lasting = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
             actor = self.ray.remote(NodeActor).options(**options, **lasting)
             arguments = [*self.program, *place_of(self.run_dir, index)]
             grace_s = self.cluster.grace_s + END_S / 2
-            self.actors.append(actor.remote(arguments, str(self.run_dir.logs), f"node-{index}", self.head.address, grace_s))
+            self.actors.append(
+                actor.remote(
+                    arguments, str(self.run_dir.logs), f"node-{index}", self.head.address, grace_s
+                )
+            )
             self.start(index, 0.0)
 
     def start(self, index: int, delay_s: float) -> None:
@@ -221,7 +273,8 @@ class Driver:
         """Starts machines again until the run is over. Raises RunError."""
         deadline = math.inf
         while self.waiting and time.monotonic() < deadline:
-            time.sleep(POLL_S)  # Stopped may be raised here, but not inside Ray, which would make a SystemError of it
+            # Stopped may be raised here, but not inside Ray, which would make a SystemError of it
+            time.sleep(POLL_S)
             ended, _ = self.ray.wait([*self.waiting], num_returns=len(self.waiting), timeout=0)
             for call in ended:
                 index, code = self.waiting.pop(call), self.exit_code(call)
@@ -237,27 +290,37 @@ class Driver:
             return self.ray.get(call)
         except self.ray.exceptions.RayError as error:
             raise RunError(
-                f"an actor cannot run `rl node` (is rl installed on that machine, and the run directory there?): {error}"
+                "an actor cannot run `rl node` (is rl installed on that machine, and the "
+                f"run directory there?): {error}"
             ) from None
 
     def start_again(self, index: int, code: int) -> None:
         """Starts `rl node` again. Raises RunError if that is useless."""
         log = newest_log(self.run_dir.logs, f"node-{index}")
-        text = f"machine {index} ended with exit code {code} ({log}):\n" + "\n".join(last_lines(log))
+        text = f"machine {index} ended with exit code {code} ({log}):\n" + "\n".join(
+            last_lines(log)
+        )
         if code in (WRONG_SETTINGS, GIVE_UP):
             raise RunError(text, code)
         if self.starts[index] > self.cluster.max_requeues:
-            raise RunError(f"{text}\nIt was started {self.starts[index]} times, as cluster.max_requeues allows", RESTART)
+            raise RunError(
+                f"{text}\nIt was started {self.starts[index]} times, as cluster.max_requeues "
+                "allows",
+                RESTART,
+            )
         self.start(index, min(LONGEST_DELAY_S, 2.0 ** (self.starts[index] - 1)))
 
     def check_head(self) -> None:
         """Raises RunError if Ray's head is lost."""
         if self.head.is_lost():
             lost = f"Ray's head at {self.head.address} has not answered for {HEAD_S:g} s"
-            raise RunError(f"{lost}, and the machines end; start Ray again, then continue this run", RESTART)
+            raise RunError(
+                f"{lost}, and the machines end; start Ray again, then continue this run", RESTART
+            )
 
     def close(self) -> None:
-        """Ends all machines, within their grace, and gives them back. Without a head they end by themselves."""
+        """Ends all machines, within their grace, and gives them back. Without a head they end by
+        themselves."""
         if not self.head.is_lost():
             calls = [actor.stop.remote() for actor in self.actors] + [*self.waiting]
             if calls:

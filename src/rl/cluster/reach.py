@@ -1,5 +1,6 @@
-"""Which other machines this one reaches over the network. One whose network is cut may still see the run's directory, on another network or
-by a cache, and so look alive while the ranks of all others wait for it.
+"""Which other machines this one reaches over the network. One whose network is cut may still see
+the run's directory, on another network or by a cache, and so look alive while the ranks of all
+others wait for it.
 """
 
 import contextlib
@@ -17,15 +18,19 @@ from rl.run_dir.status import HEARTBEAT_S, Staleness
 KNOCK_S = 3.0
 """Seconds between attempts to connect, each of which has as long."""
 READ_S = 9.0
-"""Seconds between looks at the files of the other machines: all read those of all, so their cost is the square of their number."""
+"""Seconds between looks at the files of the other machines: all read those of all, so their cost
+is the square of their number."""
 CUT_S = 45.0
-"""A machine counts as cut off when nothing has reached it for this long: TCP outlives a cable that is pulled for half a minute."""
+"""A machine counts as cut off when nothing has reached it for this long: TCP outlives a cable
+that is pulled for half a minute."""
 
 
 class Reach:
-    """Lets other machines connect to this one, at `port`, and tries to connect to them, from a thread that lives as long as the process.
+    """Lets other machines connect to this one, at `port`, and tries to connect to them, from a
+    thread that lives as long as the process.
 
-    A machine that was never reached is not cut off: a firewall does that, which the ranks report themselves.
+    A machine that was never reached is not cut off: a firewall does that, which the ranks report
+    themselves.
     """
 
     def __init__(self, nodes: Nodes, index: int):
@@ -33,15 +38,20 @@ class Reach:
         self.door = socket.create_server(("", 0), backlog=4096)
         self.door.setblocking(False)
         self.port: int = self.door.getsockname()[1]
-        self.reached = {cut: -math.inf for status in nodes.statuses().values() for cut in status.cut_off}
-        """Index -> time at which a machine with it was last reached, by time.monotonic. Its successor, or its own next start, is in the
-        world once it is reached, too. So is one that was cut off, as this machine or others said, when this process started."""
+        self.reached = {
+            cut: -math.inf for status in nodes.statuses().values() for cut in status.cut_off
+        }
+        """Index -> time at which a machine with it was last reached, by time.monotonic. Its
+        successor, or its own next start, is in the world once it is reached, too. So is one that
+        was cut off, as this machine or others said, when this process started."""
         self.refusing: dict[int, float] = {}
-        """The machines whose kernel, or a firewall, refused the newest attempt, and their heartbeats then."""
+        """The machines whose kernel, or a firewall, refused the newest attempt, and their
+        heartbeats then."""
         self.refused: dict[int, NodeStatus] = {}
         """Those of them whose heartbeat stands still."""
         self.statuses, self.read_at = dict[int, NodeStatus](), -math.inf
-        """The newest statuses of the other machines, and the time (time.monotonic) at which they were read."""
+        """The newest statuses of the other machines, and the time (time.monotonic) at which they
+        were read."""
         self.others: list[int] = []
         """The machines whose heartbeat changes."""
         threading.Thread(target=self._knock_forever, name="reach", daemon=True).start()
@@ -49,30 +59,55 @@ class Reach:
     def cut_off(self) -> list[int]:
         """Returns the machines that were once reached and now are not."""
         now = time.monotonic()
-        late = [index for index, at in list(self.reached.items()) if now - at >= CUT_S]  # the thread may add one
+        # the thread may add one
+        late = [index for index, at in list(self.reached.items()) if now - at >= CUT_S]
         return [index for index in late if index in self.others or self.reached[index] == -math.inf]
 
     def ended(self) -> dict[int, NodeStatus]:
-        """Returns the machines that were once reached, and now refuse it without a heartbeat: their `rl node` has ended."""
-        return {index: status for index, status in self.refused.items() if self.reached.get(index, -math.inf) > -math.inf}
+        """Returns the machines that were once reached, and now refuse it without a heartbeat:
+        their `rl node` has ended."""
+        return {
+            index: status
+            for index, status in self.refused.items()
+            if self.reached.get(index, -math.inf) > -math.inf
+        }
 
     def is_alone(self) -> bool:
-        """Returns whether this machine is the one that is cut off: it reaches none of several others."""
+        """Returns whether this machine is the one that is cut off: it reaches none of several
+        others."""
         return len(self.others) > 1 and set(self.cut_off()) >= set(self.others)
 
     def look(self) -> None:
         """Tries to connect to all other machines, once."""
-        if self.refusing or time.monotonic() - self.read_at >= READ_S:  # one that refuses may be back at another door
+        # one that refuses may be back at another door
+        if self.refusing or time.monotonic() - self.read_at >= READ_S:
             self.statuses, self.read_at = self.nodes.statuses(), time.monotonic()
-        statuses = {index: status for index, status in self.statuses.items() if index != self.index and status.door}
-        silent_s = {index: self.heartbeats.look(str(index), status.heartbeat) for index, status in statuses.items()}
+        statuses = {
+            index: status
+            for index, status in self.statuses.items()
+            if index != self.index and status.door
+        }
+        silent_s = {
+            index: self.heartbeats.look(str(index), status.heartbeat)
+            for index, status in statuses.items()
+        }
         found = {index: status for index, status in statuses.items() if silent_s[index] < LEASE_S}
         answers = knock(found)
         for index in [index for index, error in answers.items() if error == 0]:
             self.reached[index] = time.monotonic()
-        now = self.nodes.statuses(index for index, error in answers.items() if error == errno.ECONNREFUSED)
-        silent_s |= {index: self.heartbeats.look(str(index), status.heartbeat) for index, status in now.items()}
-        still = [index for index in now if silent_s[index] >= 2 * HEARTBEAT_S or self.refusing.get(index) == now[index].heartbeat]
+        now = self.nodes.statuses(
+            index for index, error in answers.items() if error == errno.ECONNREFUSED
+        )
+        silent_s |= {
+            index: self.heartbeats.look(str(index), status.heartbeat)
+            for index, status in now.items()
+        }
+        still = [
+            index
+            for index in now
+            if silent_s[index] >= 2 * HEARTBEAT_S
+            or self.refusing.get(index) == now[index].heartbeat
+        ]
         self.refused = {index: now[index] for index in still}
         self.refusing = {index: status.heartbeat for index, status in now.items()}
         self.others = sorted(found)
@@ -80,7 +115,8 @@ class Reach:
     def _knock_forever(self) -> None:
         while True:
             began = time.monotonic()
-            with contextlib.suppress(OSError):  # the run's directory does not answer: others judge by that
+            # the run's directory does not answer: others judge by that
+            with contextlib.suppress(OSError):
                 self.look()
             with contextlib.suppress(BlockingIOError):
                 while True:
@@ -89,13 +125,16 @@ class Reach:
 
 
 def knock(machines: dict[int, NodeStatus]) -> dict[int, int]:
-    """Tries to connect to all machines at once. Returns the error of each that answers within KNOCK_S, 0 for a connection."""
+    """Tries to connect to all machines at once. Returns the error of each that answers within
+    KNOCK_S, 0 for a connection."""
     answers, deadline = dict[int, int](), time.monotonic() + KNOCK_S
     with contextlib.ExitStack() as stack:
         waiting = stack.enter_context(selectors.DefaultSelector())
         for index, status in machines.items():
             with contextlib.suppress(OSError):
-                family, _, _, _, address = socket.getaddrinfo(status.address, status.door, type=socket.SOCK_STREAM)[0]
+                family, _, _, _, address = socket.getaddrinfo(
+                    status.address, status.door, type=socket.SOCK_STREAM
+                )[0]
                 connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 connection.setblocking(False)
                 connection.connect_ex(address)

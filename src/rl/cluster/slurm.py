@@ -1,7 +1,9 @@
-"""Slurm: one job of the machines that train, and an array of jobs of one machine each that serve, so that Slurm replaces those one by one.
+"""Slurm: one job of the machines that train, and an array of jobs of one machine each that serve,
+so that Slurm replaces those one by one.
 
-On preemption, before the time limit and on scancel, SIGTERM goes to all processes of a step, also to those in sessions of their own. A job
-that then ends by itself is not queued again, whatever its exit code: its batch script asks for it.
+On preemption, before the time limit and on scancel, SIGTERM goes to all processes of a step, also
+to those in sessions of their own. A job that then ends by itself is not queued again, whatever its
+exit code: its batch script asks for it.
 """
 
 import contextlib
@@ -30,7 +32,8 @@ TIMEOUT_S = 60.0
 SERVERS = "RL_SERVERS"
 """Environment variable of the trainer's job: the array of the machines that serve."""
 OF_A_JOB = ("partition", "account", "qos", "time", "gres")
-"""Settings that are options of sbatch, most of which have a default in a variable such as SBATCH_ACCOUNT."""
+"""Settings that are options of sbatch, most of which have a default in a variable such as
+SBATCH_ACCOUNT."""
 SHARING = re.compile(r"--(exclusive|oversubscribe|cpus-per-\w+|mem[-\w]*|ntasks-per-\w+)\b|-[cs]\b")
 """Options after which a job does not get whole machines."""
 TASK = """\
@@ -48,9 +51,11 @@ if [ -e "$over" ]; then echo "rl: the run is over, says $over"; exit 0; fi
 fact() { scontrol show job "$job" | tr ' ' '\\n' | sed -n "s/^$1=//p"; }
 again() {
   if [ "${SLURM_RESTART_COUNT:-0}" -lt "$most" ]; then scontrol requeue "$job"; return; fi
-  echo "rl: this job was queued again cluster.max_requeues = $most times: continue the run with --resume"; return 1
+  echo "rl: this job was queued again cluster.max_requeues = $most times: continue with --resume"
+  return 1
 }
-# This shell gets SIGTERM from scancel, after a requeue, and when steps have not ended in time: of these only the time limit asks for more.
+# This shell gets SIGTERM from scancel, after a requeue, and when steps have not ended in time: of
+# these only the time limit asks for more.
 told() { told=1; if [ "$(fact Reason)" = TimeLimit ]; then again; fi; }
 told=; trap told TERM
 """
@@ -63,39 +68,63 @@ if [ ! -e "$over" ]; then
 fi
 """
 LAST = f"""\
-# Without this job the machines that serve wait in vain, unless it is queued again: by `told`, or by Slurm after the loss of a machine.
+# Without this job the machines that serve wait in vain, unless it is queued again: by `told`, or by
+# Slurm after the loss of a machine.
 if [ -n "${SERVERS}" ] && [ "$(fact Restarts)" = "${{SLURM_RESTART_COUNT:-0}}" ]; then
-  if [ -e "$over" ]; then scancel --quiet --state=PENDING "${SERVERS}"; else scancel --quiet "${SERVERS}"; fi
+  if [ -e "$over" ]; then scancel --quiet --state=PENDING "${SERVERS}"
+  else scancel --quiet "${SERVERS}"; fi
 fi
 """
 
 
 def faults(config: RLConfig) -> Iterator[Fault]:
-    """Yields what Slurm would refuse, or would never start. Raises RunError if it does not answer."""
+    """Yields what Slurm would refuse, or would never start. Raises RunError if it does not
+    answer."""
     cluster = cluster_of(config)
     if stays(config):
         return
     if not shutil.which("sbatch"):
-        yield "cluster.engine", "slurm", "needs `sbatch`, which is not on the PATH: run this on a login node of the cluster"
+        yield (
+            "cluster.engine",
+            "slurm",
+            "needs `sbatch`, which is not on the PATH: run this on a login node of the cluster",
+        )
         return
     listed = partitions(ask(["sinfo", "--noheader", "--format=%P %D %L %l"]))
     known, machines = {name.removesuffix("*"): facts for name, facts in listed.items()}, 0
-    chosen = cluster.slurm.partition or next((name.removesuffix("*") for name in listed if name.endswith("*")), "")
+    chosen = cluster.slurm.partition or next(
+        (name.removesuffix("*") for name in listed if name.endswith("*")), ""
+    )
     for name in chosen.split(",") if chosen else ():
         if name not in known:
-            yield "cluster.slurm.partition", chosen, f"is not a partition of this cluster; choose one of {', '.join(known)}"
+            yield (
+                "cluster.slurm.partition",
+                chosen,
+                f"is not a partition of this cluster; choose one of {', '.join(known)}",
+            )
             return
         machines += known[name].machines
         if not cluster.slurm.time and (remedy := time_fault(cluster, limit := known[name].limit)):
-            yield "cluster.slurm.time", "", f"means the limit of partition {name}, {limit}, which {remedy}"
+            yield (
+                "cluster.slurm.time",
+                "",
+                f"means the limit of partition {name}, {limit}, which {remedy}",
+            )
     if chosen and cluster.nodes > machines:
-        remedy = f"is more than the {machines} machines of partition {chosen}: lower it, or set cluster.slurm.partition"
+        remedy = (
+            f"is more than the {machines} machines of partition {chosen}: lower it, or set "
+            "cluster.slurm.partition"
+        )
         yield "cluster.nodes", cluster.nodes, remedy
         return
     for script in scripts(config).values():
         done = call(["sbatch", "--test-only"], script)
         if done.returncode:
-            yield "cluster.slurm", cluster.slurm.model_dump(exclude_defaults=True), f"sbatch refuses the job: {said(done)}"
+            yield (
+                "cluster.slurm",
+                cluster.slurm.model_dump(exclude_defaults=True),
+                f"sbatch refuses the job: {said(done)}",
+            )
             return
 
 
@@ -105,19 +134,31 @@ def render(config: RLConfig, run_dir: RunDir) -> str:
 
 
 def submit(config: RLConfig, run_dir: RunDir) -> list[str]:
-    """Queues the run. Returns the ids of the jobs. Raises RunError and Stopped, and then removes the jobs that it knows of."""
+    """Queues the run. Returns the ids of the jobs. Raises RunError and Stopped, and then removes
+    the jobs that it knows of."""
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     jobs: dict[str, str] = {}
-    unknown = f"a job may be queued all the same: `squeue {shlex.quote(f'--name={config.name}')}` shows it, and scancel removes it"
+    unknown = (
+        f"a job may be queued all the same: `squeue {shlex.quote(f'--name={config.name}')}` "
+        "shows it, and scancel removes it"
+    )
     with contextlib.ExitStack() as undo:
         for role, script in reversed(scripts(config).items()):
             try:
-                done = call(["sbatch", "--parsable"], script, {SERVERS: jobs.get("inference", "")}, late=unknown)
+                done = call(
+                    ["sbatch", "--parsable"],
+                    script,
+                    {SERVERS: jobs.get("inference", "")},
+                    late=unknown,
+                )
             except Stopped:
                 say(f"rl: {unknown}")
                 raise
             if done.returncode:
-                raise RunError(f"sbatch does not take the job of the machines for {role}, so nothing is queued: {said(done)}")
+                raise RunError(
+                    f"sbatch does not take the job of the machines for {role}, so nothing is "
+                    f"queued: {said(done)}"
+                )
             jobs[role] = done.stdout.strip().partition(";")[0]
             undo.callback(cancel, [jobs[role]], config)
         undo.pop_all()
@@ -128,7 +169,9 @@ def active(jobs: list[str], config: RLConfig) -> list[str]:
     """Returns those of the jobs that are queued or running. Raises RunError."""
     listed = call(["squeue", "--noheader", "--format=%A %F", f"--jobs={','.join(jobs)}"])
     if listed.returncode and "Invalid job id" not in listed.stderr:
-        raise RunError(f"squeue failed: {said(listed)}; does Slurm's controller run (`scontrol ping`)?")
+        raise RunError(
+            f"squeue failed: {said(listed)}; does Slurm's controller run (`scontrol ping`)?"
+        )
     return [job for job in jobs if job in listed.stdout.split()]
 
 
@@ -136,75 +179,182 @@ def cancel(jobs: list[str], config: RLConfig) -> None:
     """Removes jobs; those that have ended are no error. Raises RunError."""
     done = call(["scancel", "--quiet", *jobs], late=f"jobs {', '.join(jobs)} may still be queued")
     if done.returncode and "Invalid job id" not in done.stderr:  # not of one that ended long ago
-        raise RunError(f"scancel of {', '.join(jobs)} failed: {said(done)}; does Slurm's controller run (`scontrol ping`)?")
+        raise RunError(
+            f"scancel of {', '.join(jobs)} failed: {said(done)}; does Slurm's controller run "
+            "(`scontrol ping`)?"
+        )
 
 
 def stays(config: RLConfig, variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process belongs to an allocation that has enough machines. The run starts there at once, and ends with this process."""
-    return "SLURM_JOB_ID" in variables and int(variables.get("SLURM_JOB_NUM_NODES", "0")) >= cluster_of(config).nodes
+    """Whether this process belongs to an allocation that has enough machines. The run starts
+    there at once, and ends with this process."""
+    return (
+        "SLURM_JOB_ID" in variables
+        and int(variables.get("SLURM_JOB_NUM_NODES", "0")) >= cluster_of(config).nodes
+    )
 
 
 def run(config: RLConfig, run_dir: RunDir, children: Children) -> int:
-    """Runs all machines as one step of this process's allocation. Returns the exit code. Raises RunError."""
+    """Runs all machines as one step of this process's allocation. Returns the exit code. Raises
+    RunError."""
     cluster, name = cluster_of(config), f"rl-{os.getpid()}"
-    where = [f"--job-name={name}", f"--nodes={cluster.nodes}", f"--ntasks={cluster.nodes}", "--ntasks-per-node=1", "--overlap", "--no-kill"]
-    own = [f"export {key}={shlex.quote(os.environ[key])}" if key in os.environ else f"unset {key}" for key in OF_AN_ATTEMPT]
-    shell = "\n".join([*own, *cluster.slurm.setup, f"exec srun {shlex.join([*where, *step(config)])}"])
+    where = [
+        f"--job-name={name}",
+        f"--nodes={cluster.nodes}",
+        f"--ntasks={cluster.nodes}",
+        "--ntasks-per-node=1",
+        "--overlap",
+        "--no-kill",
+    ]
+    own = [
+        f"export {key}={shlex.quote(os.environ[key])}" if key in os.environ else f"unset {key}"
+        for key in OF_AN_ATTEMPT
+    ]
+    shell = "\n".join(
+        [*own, *cluster.slurm.setup, f"exec srun {shlex.join([*where, *step(config)])}"]
+    )
     child = children.start("slurm", ["bash", "-c", shell], dict(os.environ), run_dir.logs)
     try:
         while child.wait(1.0) is None:
             children.poll()
     except Stopped as stop:
         children.stop_caught()
-        # srun itself would kill the machines at once. scancel fails if a machine of the allocation has no task, but tells the others.
-        steps = ask(["squeue", "--steps", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%i %j"]).splitlines()
-        call(["scancel", "--quiet", "--signal=TERM", *(line.split()[0] for line in steps if line.split()[1:] == [name])])
+        # srun itself would kill the machines at once. scancel fails if a machine of the allocation
+        # has no task, but tells the others.
+        steps = ask(
+            [
+                "squeue",
+                "--steps",
+                "--noheader",
+                f"--jobs={os.environ['SLURM_JOB_ID']}",
+                "--format=%i %j",
+            ]
+        ).splitlines()
+        call(
+            [
+                "scancel",
+                "--quiet",
+                "--signal=TERM",
+                *(line.split()[0] for line in steps if line.split()[1:] == [name]),
+            ]
+        )
         child.wait(cluster.grace_s + END_S)
         return 128 + stop.signum
     return child.exit_code or 0
 
 
-# The scripts ------------------------------------------------------------------------------------------------------------
+# The scripts --------------------------------------------------------------------------------------
 
 
 def scripts(config: RLConfig) -> dict[str, str]:
-    """Returns the batch scripts by role: `trainer`, and `inference` if there are machines that only serve."""
+    """Returns the batch scripts by role: `trainer`, and `inference` if there are machines that
+    only serve."""
     cluster, division = cluster_of(config), plan(config)
-    shrinks = ["--no-kill"] if (cluster.min_trainer_nodes or division.trainers) < division.trainers else []
-    result = {"trainer": script(config, f"--nodes={division.trainers}", "%j", '"$SLURM_JOB_ID"', shrinks, last=LAST)}
+    shrinks = (
+        ["--no-kill"]
+        if (cluster.min_trainer_nodes or division.trainers) < division.trainers
+        else []
+    )
+    result = {
+        "trainer": script(
+            config, f"--nodes={division.trainers}", "%j", '"$SLURM_JOB_ID"', shrinks, last=LAST
+        )
+    }
     if division.servers:
         # The id of one element is also that of the array, so elements are named by both numbers.
         job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
         index = f'export RL_NODE_INDEX="$SLURM_ARRAY_TASK_ID" {OFFSET}={division.trainers}\n'
-        result["inference"] = script(config, f"--nodes=1 --array=0-{division.servers - 1}", "%A_%a", job, [], begin=index)
+        result["inference"] = script(
+            config, f"--nodes=1 --array=0-{division.servers - 1}", "%A_%a", job, [], begin=index
+        )
     return result
 
 
-def script(config: RLConfig, size: str, log: str, job: str, shrinks: list[str], begin: str = "", last: str = "") -> str:
-    """Returns a batch script. `size`: options of sbatch. `log`: the part of the log's name that tells jobs apart. `job`: expression for the
-    job's id. `shrinks`: the option with which the job outlives a machine, if it does.
+def script(
+    config: RLConfig,
+    size: str,
+    log: str,
+    job: str,
+    shrinks: list[str],
+    begin: str = "",
+    last: str = "",
+) -> str:
+    """Returns a batch script. `size`: options of sbatch. `log`: the part of the log's name that
+    tells jobs apart. `job`: expression for the job's id. `shrinks`: the option with which the job
+    outlives a machine, if it does.
     """
     cluster = cluster_of(config)
     output = str(config.run_dir.logs).replace("%", "%%") + f"/slurm-{log}.log"
     whole = [] if any(map(SHARING.match, cluster.slurm.extra)) else ["--exclusive", "--mem=0"]
-    options = [f"--job-name={config.name}", *size.split(), "--ntasks-per-node=1", *whole, *shrinks, "--requeue", "--export=ALL"]
-    options += [f"--signal=TERM@{math.ceil(cluster.grace_s) + END_S}", "--open-mode=append", f"--output={output}"]
-    given = {key: getattr(cluster.slurm, key) or os.environ.get(f"SBATCH_{key.upper()}") for key in OF_A_JOB}
-    options += [*(f"--{key}={value}" for key, value in given.items() if value), *cluster.slurm.extra]
-    variables = f"over={shlex.quote(str(Nodes(config.run_dir).over_path))} most={cluster.max_requeues} job={job}\n"
+    options = [
+        f"--job-name={config.name}",
+        *size.split(),
+        "--ntasks-per-node=1",
+        *whole,
+        *shrinks,
+        "--requeue",
+        "--export=ALL",
+    ]
+    options += [
+        f"--signal=TERM@{math.ceil(cluster.grace_s) + END_S}",
+        "--open-mode=append",
+        f"--output={output}",
+    ]
+    given = {
+        key: getattr(cluster.slurm, key) or os.environ.get(f"SBATCH_{key.upper()}")
+        for key in OF_A_JOB
+    }
+    options += [
+        *(f"--{key}={value}" for key, value in given.items() if value),
+        *cluster.slurm.extra,
+    ]
+    variables = (
+        f"over={shlex.quote(str(Nodes(config.run_dir).over_path))} most={cluster.max_requeues} "
+        f"job={job}\n"
+    )
     place = f"cd {shlex.quote(os.getcwd())} || exit 3\n"
     run = f"srun {shlex.join([*shrinks, *step(config)])} &\nstep=$!\n"
-    head = "".join(f"{line}\n" for line in ["#!/bin/bash", *(f"#SBATCH {quote(option)}" for option in options), *cluster.slurm.setup])
+    head = "".join(
+        f"{line}\n"
+        for line in [
+            "#!/bin/bash",
+            *(f"#SBATCH {quote(option)}" for option in options),
+            *cluster.slurm.setup,
+        ]
+    )
     return head + place + variables + begin + BEGIN + run + END + last + "exit $code\n"
 
 
 def step(config: RLConfig) -> list[str]:
     """Returns the end of an srun command: a task on each machine, none of which ends the others."""
     image = cluster_of(config).slurm.container_image
-    folders = [str(config.run_dir.root.parent), os.getcwd(), config.trainer.weights.dir or "", config.model.name]
+    folders = [
+        str(config.run_dir.root.parent),
+        os.getcwd(),
+        config.trainer.weights.dir or "",
+        config.model.name,
+    ]
     mounts = ",".join(f"{path}:{path}" for path in dict.fromkeys(folders) if os.path.isabs(path))
-    container = [f"--container-image={image}", f"--container-mounts={mounts}", f"--container-workdir={os.getcwd()}"] if image else []
-    return ["--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", *container, "bash", "-c", TASK, "rl", *command(config)]
+    container = (
+        [
+            f"--container-image={image}",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={os.getcwd()}",
+        ]
+        if image
+        else []
+    )
+    return [
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--cpu-bind=none",
+        *container,
+        "bash",
+        "-c",
+        TASK,
+        "rl",
+        *command(config),
+    ]
 
 
 def command(config: RLConfig) -> list[str]:
@@ -214,11 +364,16 @@ def command(config: RLConfig) -> list[str]:
 
 
 def quote(option: str) -> str:
-    """Quotes an option as sbatch reads it in a script: by its own rules, which are not those of a shell."""
-    return option if re.fullmatch(r"[\w%+,./:=@^-]+", option) else '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
+    """Quotes an option as sbatch reads it in a script: by its own rules, which are not those of
+    a shell."""
+    return (
+        option
+        if re.fullmatch(r"[\w%+,./:=@^-]+", option)
+        else '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
+    )
 
 
-# Commands of Slurm ------------------------------------------------------------------------------------------------------
+# Commands of Slurm --------------------------------------------------------------------------------
 
 
 class Partition(NamedTuple):
@@ -230,7 +385,8 @@ class Partition(NamedTuple):
 
 
 def partitions(listing: str) -> dict[str, Partition]:
-    """Returns the partitions by name, the default one with an asterisk, from `sinfo --format="%P %D %L %l"`."""
+    """Returns the partitions by name, the default one with an asterisk, from `sinfo --format="%P
+    %D %L %l"`."""
     found: dict[str, Partition] = {}
     for name, number, default, longest in (line.split() for line in listing.splitlines()):
         before = found[name].machines if name in found else 0
@@ -238,19 +394,32 @@ def partitions(listing: str) -> dict[str, Partition]:
     return found
 
 
-def call(command: list[str], script: str = "", more: Mapping[str, str] | None = None, late: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs a command of Slurm, without the variables of a job around it, and those of the user's own jobs.
+def call(
+    command: list[str], script: str = "", more: Mapping[str, str] | None = None, late: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command of Slurm, without the variables of a job around it, and those of the user's
+    own jobs.
 
     Raises RunError if it cannot be run or does not answer. `late`: what that may mean.
     """
-    outer = re.compile(r"SLURM_(?!CONF$)|SBATCH_")  # defaults of options come before what a script says
-    env = {key: value for key, value in inherited().items() if not outer.match(key)} | dict(more or {})
+    # defaults of options come before what a script says
+    outer = re.compile(r"SLURM_(?!CONF$)|SBATCH_")
+    env = {key: value for key, value in inherited().items() if not outer.match(key)} | dict(
+        more or {}
+    )
     try:
-        return subprocess.run(command, input=script, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+        return subprocess.run(
+            command, input=script, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
     except FileNotFoundError:
-        raise RunError(f"there is no `{command[0]}` on the PATH: run this on a login node of the cluster") from None
+        raise RunError(
+            f"there is no `{command[0]}` on the PATH: run this on a login node of the cluster"
+        ) from None
     except subprocess.TimeoutExpired:
-        text = f"{command[0]} has not answered for {TIMEOUT_S:.0f} s: does Slurm's controller run (`scontrol ping`)?"
+        text = (
+            f"{command[0]} has not answered for {TIMEOUT_S:.0f} s: does Slurm's controller run "
+            "(`scontrol ping`)?"
+        )
         raise RunError(f"{text}; {late}" if late else text) from None
 
 
@@ -258,7 +427,9 @@ def ask(command: list[str]) -> str:
     """Returns what a command of Slurm prints. Raises RunError if it fails."""
     done = call(command)
     if done.returncode:
-        raise RunError(f"{command[0]} failed: {said(done)}; does Slurm's controller run (`scontrol ping`)?")
+        raise RunError(
+            f"{command[0]} failed: {said(done)}; does Slurm's controller run (`scontrol ping`)?"
+        )
     return done.stdout
 
 

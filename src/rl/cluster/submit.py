@@ -1,4 +1,5 @@
-"""`rl` with [cluster]: prepares the run directory, has the engine start `rl node` on every machine, and follows the run."""
+"""`rl` with [cluster]: prepares the run directory, has the engine start `rl node` on every
+machine, and follows the run."""
 
 import contextlib
 import importlib
@@ -38,7 +39,8 @@ class Engine(Protocol):
         """Returns the text that is submitted."""
 
     def stays(self, config: RLConfig) -> bool:
-        """Whether the run ends with this process, which calls `run` then. Otherwise it is submitted."""
+        """Whether the run ends with this process, which calls `run` then. Otherwise it is
+        submitted."""
 
     def run(self, config: RLConfig, run_dir: RunDir, children: Children) -> int:
         """Runs everything to its end. Returns the exit code. Raises RunError."""
@@ -64,51 +66,94 @@ def engine_named(name: str) -> Engine:
 
 
 def dry_run(config: RLConfig) -> str:
-    """Returns what a command would submit; without an engine, the configuration. Prints that the model is not to be found. Raises RunError
-    if a start would find a port in use."""
+    """Returns what a command would submit; without an engine, the configuration. Prints that the
+    model is not to be found. Raises RunError if a start would find a port in use."""
     check_ports(config)
     try:
         if config.cluster is None:
             resolve_model(config.model, needs_template=config.plays, needs_weights=False)
     except RunError as fault:
         print(f"rl: {fault}", file=sys.stderr)
-    config, engine = with_open_hosts(config.with_absolute_paths()) if config.cluster else config, engine_of(config)
+    config, engine = (
+        with_open_hosts(config.with_absolute_paths()) if config.cluster else config,
+        engine_of(config),
+    )
     return engine.render(config, config.run_dir) if engine else to_toml(config)
 
 
 def start(config: RLConfig, line: CommandLine, children: Children, again: str) -> int:
-    """Runs a configuration on this machine or on a cluster, and returns the exit code. Raises RunError, OSError and Stopped."""
-    return submit(config, line, children) if config.cluster else launch(config, line, children, again)
+    """Runs a configuration on this machine or on a cluster, and returns the exit code. Raises
+    RunError, OSError and Stopped."""
+    return (
+        submit(config, line, children) if config.cluster else launch(config, line, children, again)
+    )
 
 
 def submit(config: RLConfig, line: CommandLine, children: Children) -> int:
-    """Starts a run on its machines, and follows it. Returns the exit code. Raises RunError and OSError."""
+    """Starts a run on its machines, and follows it. Returns the exit code. Raises RunError and
+    OSError."""
     is_given = "dtype" in config.model.model_fields_set  # the next line makes every key a given one
     config = with_open_hosts(config.with_absolute_paths())
     run_dir, engine = config.run_dir, engine_of(config)
     if queued := active(run_dir, config):  # others would compete with them
         remedy = f"`rl watch {run_dir.root}` shows the run, `rl stop {run_dir.root}` ends it"
-        raise RunError(f"jobs {', '.join(queued)} of {run_dir.root} are queued or running: {remedy}")
-    raise_all([f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in (engine.faults(config) if engine else ())])
+        raise RunError(
+            f"jobs {', '.join(queued)} of {run_dir.root} are queued or running: {remedy}"
+        )
+    raise_all(
+        [
+            f"{setting_text(key, value)}\n    {remedy}"
+            for key, value, remedy in (engine.faults(config) if engine else ())
+        ]
+    )
     if config.model.dtype == "float32" and not is_given:
-        print("model.dtype = float32, because this machine does not multiply bfloat16; set bfloat16 if the run's machines do", flush=True)
-    sees_directory = config.cluster is None or config.cluster.engine != "kubernetes" or Path(config.cluster.kubernetes.mount).is_dir()
+        print(
+            "model.dtype = float32, because this machine does not multiply bfloat16; set "
+            "bfloat16 if the run's machines do",
+            flush=True,
+        )
+    sees_directory = (
+        config.cluster is None
+        or config.cluster.engine != "kubernetes"
+        or Path(config.cluster.kubernetes.mount).is_dir()
+    )
     if not sees_directory and (line.resume is not None or "clean" in line.switches):
-        remedy = "leave it out, and an existing run is continued; give it where the volume is mounted"
-        raise RunError(f"{config.output_dir} is not on this machine, so --resume and --clean cannot look at the run: {remedy}")
+        remedy = (
+            "leave it out, and an existing run is continued; give it where the volume is mounted"
+        )
+        raise RunError(
+            f"{config.output_dir} is not on this machine, so --resume and --clean cannot "
+            f"look at the run: {remedy}"
+        )
     if sees_directory:
         prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
         prepared.lease.close()
         for note in prepared.notes:
             print(note, flush=True)
         if prepared.is_done:
-            print(f"{run_dir.root}: all {config.max_steps} steps are done; raise --max_steps to continue", flush=True)
+            print(
+                f"{run_dir.root}: all {config.max_steps} steps are done; raise --max_steps "
+                "to continue",
+                flush=True,
+            )
             return 0
         nodes = Nodes(run_dir)
-        for path in (nodes.jobs_path, *([] if config.cluster and config.cluster.engine == "kubernetes" else [nodes.over_path])):
-            path.unlink(missing_ok=True)  # pods tell by START whether an end concerns them: some of an earlier start may still be there
+        for path in (
+            nodes.jobs_path,
+            *(
+                []
+                if config.cluster and config.cluster.engine == "kubernetes"
+                else [nodes.over_path]
+            ),
+        ):
+            # pods tell by START whether an end concerns them: some of an earlier start may still be
+            # there
+            path.unlink(missing_ok=True)
         if "view" in line.switches:
-            print(f"--view has no effect on a cluster; see the run with: rl view {run_dir.root}", flush=True)
+            print(
+                f"--view has no effect on a cluster; see the run with: rl view {run_dir.root}",
+                flush=True,
+            )
     if engine and engine.stays(config):
         threading.Thread(target=watch, args=(run_dir, config), name="watch", daemon=True).start()
         code = engine.run(config, run_dir, children)
@@ -120,22 +165,35 @@ def submit(config: RLConfig, line: CommandLine, children: Children) -> int:
             undo.callback(engine.cancel, jobs, config)
             if sees_directory:
                 nodes = Nodes(run_dir)
-                others = nodes.jobs()  # of a command that has submitted the run at the same moment: `rl stop` ends these, too
-                nodes.write(nodes.jobs_path, Jobs(cluster_of(config).engine, [*(others.jobs if others else []), *jobs]))
+                # of a command that has submitted the run at the same moment: `rl stop` ends these,
+                # too
+                others = nodes.jobs()
+                nodes.write(
+                    nodes.jobs_path,
+                    Jobs(cluster_of(config).engine, [*(others.jobs if others else []), *jobs]),
+                )
             undo.pop_all()
         print(f"submitted {', '.join(jobs)}", flush=True)
         if not sees_directory:
-            print(f"{run_dir.root} is not on this machine; `rl stop` with the same files and flags ends the run", flush=True)
+            print(
+                f"{run_dir.root} is not on this machine; `rl stop` with the same files and "
+                "flags ends the run",
+                flush=True,
+            )
             return 0
     else:
         print("\n".join(["start on each machine, with its index:", *commands(config)]), flush=True)
-    return watch(run_dir, config, children, waits=True, is_queued=lambda: is_queued(run_dir, config))
+    return watch(
+        run_dir, config, children, waits=True, is_queued=lambda: is_queued(run_dir, config)
+    )
 
 
 def commands(config: RLConfig) -> list[str]:
     """Returns the commands for machines that no engine starts."""
     place = shlex.quote(str(config.run_dir.config))
-    return [f"  rl node @ {place} --cluster.index {index}" for index in range(cluster_of(config).nodes)]
+    return [
+        f"  rl node @ {place} --cluster.index {index}" for index in range(cluster_of(config).nodes)
+    ]
 
 
 def cancel(run_dir: RunDir, config: RLConfig) -> None:
@@ -145,13 +203,15 @@ def cancel(run_dir: RunDir, config: RLConfig) -> None:
 
 
 def active(run_dir: RunDir, config: RLConfig) -> list[str]:
-    """Returns the jobs of a run that are queued or running. Raises RunError if its engine does not say."""
+    """Returns the jobs of a run that are queued or running. Raises RunError if its engine does
+    not say."""
     jobs = Nodes(run_dir).jobs()
     return engine_named(jobs.engine).active(jobs.jobs, config) if jobs else []
 
 
 def is_queued(run_dir: RunDir, config: RLConfig) -> bool | None:
-    """Returns whether an engine has jobs of a run; None if none was asked for them, or if it does not answer."""
+    """Returns whether an engine has jobs of a run; None if none was asked for them, or if it
+    does not answer."""
     try:
         return bool(active(run_dir, config)) if Nodes(run_dir).jobs() else None
     except RunError:

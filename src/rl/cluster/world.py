@@ -1,9 +1,12 @@
-"""The trainer of a run on a cluster, as one process of its leader: forms a world of the machines that train, and ends as it ends.
+"""The trainer of a run on a cluster, as one process of its leader: forms a world of the machines
+that train, and ends as it ends.
 
-    waits for the machines -> writes the World -> each machine starts its agent -> all end well (0), one fails (its exit code),
-    one is lost or killed (KILLED);   a machine leaves or returns -> stops the agents after a checkpoint, and forms the next world
+    waits for the machines -> writes the World -> each machine starts its agent
+        -> all end well (0), one fails (its exit code), one is lost or killed (KILLED)
+        -> a machine leaves or returns: stops the agents after a checkpoint, forms the next world
 
-So what a death means, when to start again and when to give up is decided by the supervisor, as on one machine.
+So what a death means, when to start again and when to give up is decided by the supervisor, as on
+one machine.
 """
 
 import signal
@@ -38,7 +41,8 @@ SETTLE_S = 10.0
 SHORT_WAIT_S = 30.0
 """How long to wait for all machines when enough for cluster.min_trainer_nodes are there."""
 LATE_S = 2 * HEARTBEAT_S
-"""A rank that fails while a machine has given no sign of life for this long has probably failed because that one is lost."""
+"""A rank that fails while a machine has given no sign of life for this long has probably failed
+because that one is lost."""
 END_S = 30.0
 """Seconds that an agent may take to end after it was told to, beyond cluster.grace_s."""
 LINES = 200
@@ -49,13 +53,18 @@ class Launcher:
     """Runs one world after the other until the training has ended."""
 
     def __init__(self, config: RLConfig):
-        self.config, self.nodes, self.trainers = config, Nodes(config.run_dir), plan(config).trainers
+        self.config, self.nodes, self.trainers = (
+            config,
+            Nodes(config.run_dir),
+            plan(config).trainers,
+        )
         assert config.cluster is not None
         self.cluster = config.cluster
         self.least = self.cluster.min_trainer_nodes or self.trainers
         self.heartbeats = Staleness()
         self.here: dict[int, tuple[float, str]] = {}
-        """The living machines outside the world: since when each could have been taken in (time.monotonic), and why it cannot."""
+        """The living machines outside the world: since when each could have been taken in
+        (time.monotonic), and why it cannot."""
         self.cut_off: list[int] = []
         """Machines that this one does not reach, whether or not they live."""
         self.gone: list[int] = []
@@ -65,12 +74,14 @@ class Launcher:
         """The newest world; at first that of a predecessor, which may not have ended."""
 
     def run(self) -> int:
-        """Returns the exit code of the training. Raises RunError, and Stopped after the agents have been told to save and have ended."""
+        """Returns the exit code of the training. Raises RunError, and Stopped after the agents
+        have been told to save and have ended."""
         try:
             return self.train()
         except Stopped:
             newest = self.nodes.world()
-            self.end(self.world, newest.stop or "save" if newest else "save")  # what was told to end at once does not save
+            # what was told to end at once does not save
+            self.end(self.world, newest.stop or "save" if newest else "save")
             raise
 
     def train(self) -> int:
@@ -82,7 +93,10 @@ class Launcher:
             self.config.run_dir.exit_code("trainer").unlink(missing_ok=True)  # of the world before
             self.write(self.world)
             machines = ", ".join(map(str, self.world.nodes))
-            say(f"generation {self.world.generation}: machines {machines} with {self.world.ranks[0]} ranks each")
+            say(
+                f"generation {self.world.generation}: machines {machines} with "
+                f"{self.world.ranks[0]} ranks each"
+            )
             code = self.watch(self.world)
             if code is not None:
                 return self.finish(code)
@@ -90,9 +104,11 @@ class Launcher:
             self.end(self.world, "save")
 
     def finish(self, code: int) -> int:
-        """Ends the agents of a world that has failed or is done, and returns its exit code. Raises RunError.
+        """Ends the agents of a world that has failed or is done, and returns its exit code. Raises
+        RunError.
 
-        Waits until all have ended if a rank has found damage, because the leader repairs it next. Otherwise the next launcher waits.
+        Waits until all have ended if a rank has found damage, because the leader repairs it next.
+        Otherwise the next launcher waits.
         """
         if DAMAGED not in (code, rank_code(self.config.run_dir)):
             self.tell(self.world, "kill")
@@ -100,29 +116,37 @@ class Launcher:
         try:
             self.end(self.world, "kill")
         except RunError:
-            self.config.run_dir.exit_code("trainer").unlink(missing_ok=True)  # the next attempt finds it again
+            # the next attempt finds it again
+            self.config.run_dir.exit_code("trainer").unlink(missing_ok=True)
             raise
         return DAMAGED
 
-    # Machines -----------------------------------------------------------------------------------------------------------
+    # Machines -------------------------------------------------------------------------------------
 
     def joined(self) -> dict[int, NodeStatus]:
-        """Reads the statuses of the machines that train. Call it once a look: it is a file of the shared disk for each machine."""
+        """Reads the statuses of the machines that train. Call it once a look: it is a file of
+        the shared disk for each machine."""
         return self.nodes.statuses(range(self.trainers))
 
     def living(self, found: dict[int, NodeStatus]) -> dict[int, NodeStatus]:
-        """Returns those of the machines that train whose heartbeat changes, and that this machine reaches."""
+        """Returns those of the machines that train whose heartbeat changes, and that this
+        machine reaches."""
         here = [status for status in found.values() if status.place == pid_scope()]
         self.cut_off = [index for status in here for index in status.cut_off]
         self.gone = [index for status in here for index in status.ended]
         unreached = {*self.cut_off, *self.gone}
-        return {index: status for index, status in found.items() if self.alive(index, status) and index not in unreached}
+        return {
+            index: status
+            for index, status in found.items()
+            if self.alive(index, status) and index not in unreached
+        }
 
     def alive(self, index: int, status: NodeStatus) -> bool:
         return self.silent_s(index, status) < LEASE_S and self.heartbeats.moved(str(index))
 
     def is_lost(self, status: NodeStatus) -> bool:
-        """Returns whether a machine was declared lost: if it lives on, it is about to end itself, and can write nothing."""
+        """Returns whether a machine was declared lost: if it lives on, it is about to end
+        itself, and can write nothing."""
         return is_over(lease_path(self.nodes.lock(status.index), status.lease))
 
     def silent_s(self, index: int, status: NodeStatus) -> float:
@@ -130,17 +154,31 @@ class Launcher:
         return self.heartbeats.look(str(index), (status.started, status.heartbeat))
 
     def form(self, began: float) -> World:
-        """Waits for: the machines that train, up to cluster.join_timeout_s after `began`. Returns the next world. Raises RunError."""
+        """Waits for: the machines that train, up to cluster.join_timeout_s after `began`.
+        Returns the next world. Raises RunError."""
         while True:
             found = self.joined()
-            here = {index: status for index, status in self.living(found).items() if not status.leaving and not self.is_lost(status)}
+            here = {
+                index: status
+                for index, status in self.living(found).items()
+                if not status.leaving and not self.is_lost(status)
+            }
             waited_s = time.monotonic() - began
             if len(here) == self.trainers or (len(here) >= self.least and waited_s >= SHORT_WAIT_S):
                 break
-            missing = ", ".join(named(index, found.get(index)) for index in range(self.trainers) if index not in here)
+            missing = ", ".join(
+                named(index, found.get(index))
+                for index in range(self.trainers)
+                if index not in here
+            )
             if waited_s >= self.cluster.join_timeout_s:
-                remedy = "do they run `rl node`, and see the same run directory? Start them, then resume"
-                raise RunError(f"machines {missing} did not come within cluster.join_timeout_s = {waited_s:.0f} s: {remedy}")
+                remedy = (
+                    "do they run `rl node`, and see the same run directory? Start them, then resume"
+                )
+                raise RunError(
+                    f"machines {missing} did not come within cluster.join_timeout_s = "
+                    f"{waited_s:.0f} s: {remedy}"
+                )
             self.status.enter(Phase.WAITING_FOR_RANKS, detail=f"machines {missing}")
             time.sleep(POLL_S)
         if fault := mismatch(here):
@@ -151,12 +189,20 @@ class Launcher:
         newest = max([self.world.generation, *(status.generation for status in here.values())])
         ranks = [here[index].ranks for index in order]
         leases = [here[index].lease for index in order]
-        return World(generation=newest + 1, nodes=order, leases=leases, ranks=ranks, address=first.address, port=first.port)
+        return World(
+            generation=newest + 1,
+            nodes=order,
+            leases=leases,
+            ranks=ranks,
+            address=first.address,
+            port=first.port,
+        )
 
-    # A world ------------------------------------------------------------------------------------------------------------
+    # A world --------------------------------------------------------------------------------------
 
     def watch(self, world: World) -> int | None:
-        """Returns the exit code with which the training ended; None if it is to go on with other machines."""
+        """Returns the exit code with which the training ended; None if it is to go on with other
+        machines."""
         while True:
             time.sleep(POLL_S)
             self.status.advance()
@@ -165,15 +211,31 @@ class Launcher:
             members = {index: statuses[index] for index in world.nodes if index in statuses}
             ended = {index: status for index, status in members.items() if has_ended(status, world)}
             leaving = [index for index, status in members.items() if status.leaving]
-            there = [index for index, status in living.items() if world.has(status.index, status.lease)]
-            failed = [status for status in ended.values() if status.exit_code and not (leaving and status.exit_code == LEFT)]
+            there = [
+                index for index, status in living.items() if world.has(status.index, status.lease)
+            ]
+            failed = [
+                status
+                for status in ended.values()
+                if status.exit_code and not (leaving and status.exit_code == LEFT)
+            ]
             if failed:
                 others = [index for index in world.nodes if index not in ended]
-                late = [index for index in others if index not in there or self.silent_s(index, living[index]) >= LATE_S]
+                late = [
+                    index
+                    for index in others
+                    if index not in there or self.silent_s(index, living[index]) >= LATE_S
+                ]
                 return failure(failed, bool(late))
-            if len(ended) == len(world.nodes) and not any(status.exit_code for status in ended.values()):
+            if len(ended) == len(world.nodes) and not any(
+                status.exit_code for status in ended.values()
+            ):
                 return 0
-            if lost := [pair for pair in zip(world.nodes, world.leases, strict=True) if pair[0] not in ended and pair[0] not in there]:
+            if lost := [
+                pair
+                for pair in zip(world.nodes, world.leases, strict=True)
+                if pair[0] not in ended and pair[0] not in there
+            ]:
                 for index, lease in lost:
                     self.lose(index, lease, members.get(index))
                 return KILLED
@@ -185,7 +247,8 @@ class Launcher:
                 return None
 
     def lose(self, index: int, lease: int, status: NodeStatus | None) -> None:
-        """Says that a machine is lost. All roles that were held there are free from now on; if it lives on, it ends itself."""
+        """Says that a machine is lost. All roles that were held there are free from now on; if
+        it lives on, it ends itself."""
         why = f"it has given no sign of life for {LEASE_S:.0f} s"
         if index in self.gone or status is None or status.lease != lease:
             why = "its `rl node` has ended"
@@ -195,19 +258,24 @@ class Launcher:
         declare_lost(lease_path(self.nodes.lock(index), lease))
 
     def returned(self, world: World, living: dict[int, NodeStatus]) -> list[int]:
-        """Returns machines that are not in the world, would fit into it, and have been there for SETTLE_S."""
+        """Returns machines that are not in the world, would fit into it, and have been there for
+        SETTLE_S."""
         now, before, self.here = time.monotonic(), self.here, {}
         for index, status in living.items():
             if index in world.nodes or status.leaving or self.is_lost(status):
                 continue
-            (since, told), fault = before.get(index, (now, "")), mismatch({i: living[i] for i in {*world.nodes, index} if i in living})
+            (since, told), fault = (
+                before.get(index, (now, "")),
+                mismatch({i: living[i] for i in {*world.nodes, index} if i in living}),
+            )
             self.here[index] = now if fault else since, fault
             if fault not in ("", told):
                 say(f"machine {index} is not taken in: {fault}")
         return [index for index, (since, _) in self.here.items() if now - since >= SETTLE_S]
 
     def end(self, world: World, stop: Stop) -> None:
-        """Has the agents of a world end, and waits for them. Machines that are lost do not count: when they return, they see a newer world.
+        """Has the agents of a world end, and waits for them. Machines that are lost do not count:
+        when they return, they see a newer world.
 
         Raises RunError.
         """
@@ -217,30 +285,52 @@ class Launcher:
         deadline = time.monotonic() + world_end_s(self.config, stop)
         while running := self.still_running(world):
             if time.monotonic() >= deadline:
-                raise RunError(f"the trainer's agents on machines {', '.join(map(str, running))} do not end: end `rl node` there", RESTART)
+                raise RunError(
+                    f"the trainer's agents on machines {', '.join(map(str, running))} do not "
+                    "end: end `rl node` there",
+                    RESTART,
+                )
             time.sleep(POLL_S)
         folder = self.config.run_dir.status_dir
         for path in [folder / "trainer.json", *folder.glob("trainer-[0-9]*.json")]:
-            archive_status(path, self.config.run_dir.spans)  # of ranks that were killed: the next world may have fewer
+            # of ranks that were killed: the next world may have fewer
+            archive_status(path, self.config.run_dir.spans)
 
     def tell(self, world: World, stop: Stop) -> None:
         """Tells the agents of a world to end."""
         self.write(msgspec.structs.replace(world, stop=stop))
 
     def write(self, world: World) -> None:
-        """Publishes a world. Raises RunError if there is a newer one: another machine leads by now, because this one was stopped."""
+        """Publishes a world. Raises RunError if there is a newer one: another machine leads by
+        now, because this one was stopped."""
         newest = self.nodes.world()
-        if newest and newest.generation >= world.generation and msgspec.structs.replace(newest, stop=world.stop) != world:
-            raise RunError(f"another machine has formed world {newest.generation}; this one, of world {world.generation}, ends")
+        if (
+            newest
+            and newest.generation >= world.generation
+            and msgspec.structs.replace(newest, stop=world.stop) != world
+        ):
+            raise RunError(
+                f"another machine has formed world {newest.generation}; this one, of world "
+                f"{world.generation}, ends"
+            )
         self.nodes.write(self.nodes.world_path, world)
 
     def still_running(self, world: World) -> list[int]:
-        """Returns the machines whose agents run, or may still start because the machine has not seen that the world is over."""
+        """Returns the machines whose agents run, or may still start because the machine has not
+        seen that the world is over."""
         joined = self.joined()
         self.living(joined)
-        running = {index: status for index, status in joined.items() if index in world.nodes and status.agent == "running"}
+        running = {
+            index: status
+            for index, status in joined.items()
+            if index in world.nodes and status.agent == "running"
+        }
         running = {index: status for index, status in running.items() if not self.is_lost(status)}
-        lost = [index for index, status in running.items() if index in self.gone or self.silent_s(index, status) >= LEASE_S]
+        lost = [
+            index
+            for index, status in running.items()
+            if index in self.gone or self.silent_s(index, status) >= LEASE_S
+        ]
         for index in lost:
             self.lose(index, running[index].lease, running[index])
         return [index for index in running if index not in lost]
@@ -267,21 +357,34 @@ def mismatch(machines: dict[int, NodeStatus]) -> str:
     for index, status in machines.items():
         pairs = (
             (first.software, status.software, "software", "install the same versions on both"),
-            (first.config, status.config, "configuration", "start both with the same file and flags"),
-            (first.gpus, status.gpus, "number of GPUs", "use machines of one kind, or set trainer.gpus to a number that each has"),
+            (
+                first.config,
+                status.config,
+                "configuration",
+                "start both with the same file and flags",
+            ),
+            (
+                first.gpus,
+                status.gpus,
+                "number of GPUs",
+                "use machines of one kind, or set trainer.gpus to a number that each has",
+            ),
             (first.ranks, status.ranks, "number of ranks", "set trainer.ranks"),
         )
         for one, other, what, remedy in pairs:
             if one != other:
                 return (
-                    f"machines {first.index} ({first.host}) and {index} ({status.host}) differ in their {what}, {one} and {other}: {remedy}"
+                    f"machines {first.index} ({first.host}) and {index} ({status.host}) differ "
+                    f"in their {what}, {one} and {other}: {remedy}"
                 )
     return ""
 
 
 def failure(failed: list[NodeStatus], is_late: bool) -> int:
-    """Returns the exit code of a world whose agents have failed. `is_late`: whether another machine gives no sign of life."""
-    status = min(failed, key=lambda status: not was_killed(status))  # the ranks of the others fail because of that
+    """Returns the exit code of a world whose agents have failed. `is_late`: whether another
+    machine gives no sign of life."""
+    # the ranks of the others fail because of that
+    status = min(failed, key=lambda status: not was_killed(status))
     quote(status)
     code = status.exit_code or RESTART
     if was_killed(status) or (code == RESTART and is_late):
@@ -297,7 +400,10 @@ def quote(status: NodeStatus) -> None:
     """Repeats the end of a failed agent's log, so that the trainer's own log says why it died."""
     for line in last_lines(Path(status.log), LINES):
         print(line)
-    say(f"the trainer on machine {status.index} ({status.host}) ended with exit code {status.exit_code}; the whole log: {status.log}")
+    say(
+        f"the trainer on machine {status.index} ({status.host}) ended with exit code "
+        f"{status.exit_code}; the whole log: {status.log}"
+    )
 
 
 def say(text: str) -> None:

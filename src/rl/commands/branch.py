@@ -1,4 +1,5 @@
-"""`rl branch RUN[@STEP] --name NEW`: starts a new run from another run's checkpoint, with other settings."""
+"""`rl branch RUN[@STEP] --name NEW`: starts a new run from another run's checkpoint, with other
+settings."""
 
 import fnmatch
 import os
@@ -18,7 +19,16 @@ from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch import devices
 from rl.launch.children import Children
-from rl.launch.prepare import REMEDY, clean_run, delete_weights, edits, is_run_or_free, moved, new_rate, ranges
+from rl.launch.prepare import (
+    REMEDY,
+    clean_run,
+    delete_weights,
+    edits,
+    is_run_or_free,
+    moved,
+    new_rate,
+    ranges,
+)
 from rl.orchestrator.batches.batch_selection import decode_state
 from rl.orchestrator.batches.early_stop import RewardHistory
 from rl.orchestrator.tasks.task_source import TaskState
@@ -33,15 +43,18 @@ from rl.wire.batch_file import decode_batch, sound_batch, write_batch
 
 HELP = """usage: rl branch RUN[@STEP] --name NEW [@ FILE] [--KEY VALUE] ...
 
-Starts a new run from a checkpoint of another run, with its optimizer state and with other settings: outputs/x@40 is the checkpoint of
-step 40, outputs/x the newest, outputs/x@best the best in the run's evaluations. Step numbers continue, so the branch's first step is 41.
-Settings default to those of RUN, which is not changed: files are linked, or copied to another file system. The branch records its origin,
-which `rl doctor` shows and where `rl replay` begins. Resume it like any run: rl @ outputs/NEW/config.toml --resume. With unchanged
-settings a branch trains the same bits as RUN would have on the same batches.
+Starts a new run from a checkpoint of another run, with its optimizer state and with other settings:
+outputs/x@40 is the checkpoint of step 40, outputs/x the newest, outputs/x@best the best in the
+run's evaluations. Step numbers continue, so the branch's first step is 41. Settings default to
+those of RUN, which is not changed: files are linked, or copied to another file system. The branch
+records its origin, which `rl doctor` shows and where `rl replay` begins. Resume it like any run: rl
+@ outputs/NEW/config.toml --resume. With unchanged settings a branch trains the same bits as RUN
+would have on the same batches.
 
-A branch cannot change the model (model.name, model.dtype, trainer.lora), whose weights the checkpoint holds, nor switch to or from
-`rl sft`, nor change the examples of `rl sft`, their order or their batches. If the environments' tasks change, they start from the first
-again; otherwise they continue.
+A branch cannot change the model (model.name, model.dtype, trainer.lora), whose weights the
+checkpoint holds, nor switch to or from `rl sft`, nor change the examples of `rl sft`, their order
+or their batches. If the environments' tasks change, they start from the first again; otherwise they
+continue.
 
   --name NEW                  the new run's name; --output_dir DIR: where, by default beside RUN
   --max_steps N               the last step, counting those of RUN
@@ -50,15 +63,31 @@ again; otherwise they continue.
   --clean                     delete an existing run NEW first
 """
 FIXED = {
-    "model.name*": "the checkpoint holds the weights of that model; start a new run with the other model",
-    "model.dtype": "version {step} was published in that dtype and would be another policy in another one",
-    "trainer.lora*": "the checkpoint holds the whole model, or adapters of one shape; start a new run from the exported model",
+    "model.name*": "the checkpoint holds the weights of that model; start a new run with the "
+    "other model",
+    "model.dtype": "version {step} was published in that dtype and would be another policy in "
+    "another one",
+    "trainer.lora*": "the checkpoint holds the whole model, or adapters of one shape; start a "
+    "new run from "
+    "the exported model",
 }
 """Settings that a branch cannot change -> the reason."""
-TASKS = ("id", "dataset*", "args.*", "set_kwargs.*", "head_server", "reward*", "name", "weight", "max_samples", "difficulty*")
+TASKS = (
+    "id",
+    "dataset*",
+    "args.*",
+    "set_kwargs.*",
+    "head_server",
+    "reward*",
+    "name",
+    "weight",
+    "max_samples",
+    "difficulty*",
+)
 """Settings of an environment that decide which tasks it has, or how often each is played."""
 EXAMPLES = ("sft.*", "model.*", "renderer.*", "seed")
-"""Settings of supervised fine-tuning that decide the examples, their order and their batches, and therefore which were already trained."""
+"""Settings of supervised fine-tuning that decide the examples, their order and their batches,
+and therefore which were already trained."""
 HELD_OUT = ("sft.validation", "sft.validation_split")
 """Settings of supervised fine-tuning that decide only on what it is validated."""
 
@@ -67,23 +96,38 @@ def main(args: list[str], children: Children) -> int:
     """Creates the branch and trains it. Checks everything before writing anything."""
     _, rest = take("rl branch", args, (), HELP)
     if not rest or rest[0].startswith(("-", "@")):
-        fail("rl branch", "which run? Give its directory first: rl branch outputs/NAME[@STEP] --name NEW")
+        fail(
+            "rl branch",
+            "which run? Give its directory first: rl branch outputs/NAME[@STEP] --name NEW",
+        )
     flags, (root, version) = rest[1:], find_run(rest[0])
     root = root.resolve()
     parent_config, stored = root / "config.toml", stored_config(root).with_absolute_paths()
-    wet = [flag for flag in flags if flag != "--dry-run"]  # a dry run would exit in load_config, before the checks below
-    config, line = load_config_or_exit(wet, "rl branch", variables=os.environ, usage=HELP, base=parent_config)
+    # a dry run would exit in load_config, before the checks below
+    wet = [flag for flag in flags if flag != "--dry-run"]
+    config, line = load_config_or_exit(
+        wet, "rl branch", variables=os.environ, usage=HELP, base=parent_config
+    )
     config = config.with_absolute_paths()
     if line.resume is not None:
-        fail("rl branch", "--resume continues a run unchanged: rl @ RUN/config.toml --resume; a branch is a new run")
+        fail(
+            "rl branch",
+            "--resume continues a run unchanged: rl @ RUN/config.toml --resume; a branch is "
+            "a new run",
+        )
     if config.run_dir.root.resolve() == root:
         fail("rl branch", f"{root.name} is the run itself; name the new run: --name NEW")
     if stored.serve:
-        again = "client.create_training_client_from_state(PATH) makes a new model of a state that its client has saved"
+        again = (
+            "client.create_training_client_from_state(PATH) makes a new model of a state that "
+            "its client has saved"
+        )
         raise RunError(f"{root} belongs to `rl serve`: {again}")
     parent = run_dir_of(root, stored)
     step = checkpoint_of(parent, version, [entry.label for entry in config.orchestrator.eval])
-    changed = [change for change in changed_keys(stored, config) if change[0] not in ("name", "output_dir")] + edits(parent, config)
+    changed = [
+        change for change in changed_keys(stored, config) if change[0] not in ("name", "output_dir")
+    ] + edits(parent, config)
     check_changes(stored, config, changed, step)
     if "--dry-run" in flags:
         print(to_toml(config), end="")
@@ -92,7 +136,12 @@ def main(args: list[str], children: Children) -> int:
     if config.cluster is None:
         config = devices.implied_again(config, stored, machine())
         config = devices.write_into(config, devices.split(config, machine()))
-    make(config, parent, Origin(str(root), step, round(time.time(), 3), changes), clean="clean" in line.switches)
+    make(
+        config,
+        parent,
+        Origin(str(root), step, round(time.time(), 3), changes),
+        clean="clean" in line.switches,
+    )
     head = f"{config.run_dir.root}: branch of {root} at step {step}"
     print(head, *changes, *filter(None, [new_rate(stored, config, step)]), sep="\n  ", flush=True)
     again = f"rl @ {shlex.quote(str(config.run_dir.config))} --resume"
@@ -100,46 +149,65 @@ def main(args: list[str], children: Children) -> int:
 
 
 def checkpoint_of(parent: RunDir, version: str, evals: list[str]) -> int:
-    """Returns the step of the checkpoint named after the @. Raises RunError if the run does not have it."""
+    """Returns the step of the checkpoint named after the @. Raises RunError if the run does not
+    have it."""
     there = numbered(parent.checkpoints)
     step = version_number(parent.root, version, there, tuple(evals))
     if step == 0:
-        what = f"{parent.root}@0: is the base model" if version else f"{parent.root}: has no checkpoint yet"
+        what = (
+            f"{parent.root}@0: is the base model"
+            if version
+            else f"{parent.root}: has no checkpoint yet"
+        )
         raise RunError(f"{what}; start a new run there instead: rl @ {parent.config} --name NEW")
     if step not in there:
         raise RunError(
-            f"{parent.root}@{version}: there is no checkpoint of step {step}, only of {ranges(there)}. Which ones a run keeps is set by "
+            f"{parent.root}@{version}: there is no checkpoint of step {step}, only of "
+            f"{ranges(there)}. Which ones a run keeps is set by "
             "trainer.checkpoint: interval, keep_last, keep_every"
         )
     return step
 
 
-def check_changes(stored: RLConfig, config: RLConfig, changed: list[tuple[str, Any, Any]], step: int) -> None:
+def check_changes(
+    stored: RLConfig, config: RLConfig, changed: list[tuple[str, Any, Any]], step: int
+) -> None:
     """Raises RunError that lists every changed setting that a branch at this step cannot change."""
     refused = []
     why_examples = (
-        "decides the examples, their order or their batches, {step} of which are trained; start a new run from the exported model"
+        "decides the examples, their order or their batches, {step} of which are trained; start "
+        "a new run from the exported model"
     )
     fixed = FIXED | (dict.fromkeys(EXAMPLES, why_examples) if stored.sft and config.sft else {})
     for key, old, new in changed:
-        why = next((text for pattern, text in fixed.items() if fnmatch.fnmatchcase(key, pattern)), "")
+        why = next(
+            (text for pattern, text in fixed.items() if fnmatch.fnmatchcase(key, pattern)), ""
+        )
         if why and key not in (*HELD_OUT, "sft.validation_interval") and not moved(old, new):
             refused.append(f"  {key}: {old!r} -> {new!r}\n    {why.format(step=step)}")
     if bool(stored.sft) != bool(config.sft):
         kinds = ("supervised fine-tuning", "reinforcement learning")
         before, after = kinds if stored.sft else reversed(kinds)
-        refused.append(f"  {before} -> {after}\n    set model.name to the version instead: its optimizer state belongs to the other loss")
+        refused.append(
+            f"  {before} -> {after}\n    set model.name to the version instead: its "
+            "optimizer state belongs to the other loss"
+        )
     elif config.max_steps <= step and not (config.sft and config.sft.epochs):
-        refused.append(f"  max_steps = {config.max_steps}\n    is already reached at step {step}; raise it")
+        refused.append(
+            f"  max_steps = {config.max_steps}\n    is already reached at step {step}; raise it"
+        )
     if refused:
-        raise RunError("\n".join([f"a branch at step {step} cannot have these settings:", *refused]))
+        raise RunError(
+            "\n".join([f"a branch at step {step} cannot have these settings:", *refused])
+        )
 
 
 def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> None:
     """Creates the directory of the branch atomically, by rename. Raises RunError."""
     run_dir, step = config.run_dir, origin.step
     weights = parent.weights(step)
-    has_weights = weights.is_dir() and not is_delta(weights)  # the trainer makes what is not there, from the checkpoint
+    # the trainer makes what is not there, from the checkpoint
+    has_weights = weights.is_dir() and not is_delta(weights)
     verify_checkpoint(parent.checkpoint(step))
     batch = None if config.sft else sound_batch(parent.batch(step))
     take_place(run_dir, clean=clean)
@@ -149,7 +217,11 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
         link_tree(parent.checkpoint(step), new.checkpoint(step))
         if batch is not None:
             new.batches.mkdir()
-            if any(fnmatch.fnmatchcase(change.key, f"orchestrator.environment.*.{key}") for change in origin.changes for key in TASKS):
+            if any(
+                fnmatch.fnmatchcase(change.key, f"orchestrator.environment.*.{key}")
+                for change in origin.changes
+                for key in TASKS
+            ):
                 write_with_new_tasks(new, step, batch)
             else:
                 link_tree(parent.batch(step), new.batch(step))
@@ -159,7 +231,8 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
         if has_weights and not config.trainer.weights.dir:
             link_tree(parent.weights(step), new.weights(step))
         other_data = any(change.key in HELD_OUT for change in origin.changes)
-        if config.sft and parent.data.is_dir() and not other_data:  # a branch reads recorded rollouts from the first, also of another file
+        # a branch reads recorded rollouts from the first, also of another file
+        if config.sft and parent.data.is_dir() and not other_data:
             link_tree(parent.data, new.data)
         if parent.environments.is_dir():
             link_tree(parent.environments, new.environments)
@@ -168,16 +241,21 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
 
     try:
         if config.trainer.weights.dir and has_weights:
-            write_directory(run_dir.weights(step), lambda folder: link_tree(parent.weights(step), folder))
+            write_directory(
+                run_dir.weights(step), lambda folder: link_tree(parent.weights(step), folder)
+            )
         write_directory(run_dir.root, fill)
     except FileNotFoundError as error:
         if config.trainer.weights.dir:
             delete_weights(run_dir.weights_dir)
-        raise RunError(f"{error.filename}: was deleted by the running run while being linked; try again") from None
+        raise RunError(
+            f"{error.filename}: was deleted by the running run while being linked; try again"
+        ) from None
 
 
 def take_place(run_dir: RunDir, *, clean: bool) -> None:
-    """Makes room for a new run. Replaces a branch that has trained nothing, as after a failed start. Raises RunError."""
+    """Makes room for a new run. Replaces a branch that has trained nothing, as after a failed
+    start. Raises RunError."""
     if is_run_or_free(run_dir.root):
         lease = hold_role(run_dir.lock("rl"))
         try:
@@ -187,12 +265,20 @@ def take_place(run_dir: RunDir, *, clean: bool) -> None:
         finally:
             lease.close()
     if versions := numbered(run_dir.weights_dir):
-        raise RunError(f"{run_dir.weights_dir} holds versions {ranges(versions)} of another run; choose another --name")
+        raise RunError(
+            f"{run_dir.weights_dir} holds versions {ranges(versions)} of another run; choose "
+            "another --name"
+        )
 
 
 def write_with_new_tasks(run_dir: RunDir, step: int, data: bytes) -> None:
-    """Writes the batch with the state of an orchestrator that has issued none of the environments' tasks. Group numbers continue."""
+    """Writes the batch with the state of an orchestrator that has issued none of the
+    environments' tasks. Group numbers continue."""
     content = decode_batch(data, str(run_dir.batch(step)))
     state = decode_state(content.state)
     tasks = TaskState(next_group=state.tasks.next_group, issued={}, in_flight=[])
-    write_batch(run_dir.batch(step), content.batch, msgspec.structs.replace(state, tasks=tasks, history=RewardHistory(), pending=[]))
+    write_batch(
+        run_dir.batch(step),
+        content.batch,
+        msgspec.structs.replace(state, tasks=tasks, history=RewardHistory(), pending=[]),
+    )

@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from rl.commands.eval_report import eval_part, finished_report, show, write_report
-from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, name_of_play, usage
+from rl.commands.options import (
+    CONCURRENCY,
+    ENDPOINT,
+    POLICY,
+    POLICY_SPECS,
+    load,
+    name_of_play,
+    usage,
+)
 from rl.commands.play_session import Job, play_session, run, task_count
 from rl.commands.policy_spec import Source, check_policy, resolve
 from rl.config.command_line import CommandLine, fail
@@ -25,28 +33,44 @@ from rl.wire.worker_messages import Ready, derived_seed
 
 OPTIONS = (
     POLICY,
-    Option("compare", "SPEC", "a second policy to play on the same examples, or the report.json of an earlier evaluation"),
+    Option(
+        "compare",
+        "SPEC",
+        "a second policy to play on the same examples, or the report.json of an earlier evaluation",
+    ),
     *ENDPOINT,
     Option("limit", "N", "examples of every evaluation; overrides num_examples"),
     Option("samples", "N", "rollouts per example; overrides samples"),
     CONCURRENCY,
-    Option("output", "DIR", "directory for the report and rollouts; default: outputs/eval-NAME/TIME, NAME being the run or what is played"),
+    Option(
+        "output",
+        "DIR",
+        "directory for the report and rollouts; default: outputs/eval-NAME/TIME, NAME being "
+        "the run or what is played",
+    ),
 )
 HELP = usage(
     "usage: rl eval [@ FILE] [--policy SPEC] [--compare SPEC] [--KEY VALUE] ...\n\n"
-    "Plays [[orchestrator.eval]], or the eval splits of the environments if there is none; an environment without one is played on its\n"
-    "training examples. Sampling is set by orchestrator.sampling and orchestrator.eval.sampling; temperature 0 is greedy.",
+    "Plays [[orchestrator.eval]], or the eval splits of the environments if there is none; "
+    "an environment without one is played on its\n"
+    "training examples. Sampling is set by orchestrator.sampling and "
+    "orchestrator.eval.sampling; temperature 0 is greedy.",
     OPTIONS,
     POLICY_SPECS,
 )
 
 
-def evaluations_only(config: RLConfig, limit: int | None, samples: int | None, *, quick: bool) -> RLConfig:
-    """Returns the configuration without training environments; without evaluations, the environments' eval splits become those. Each is
-    limited to `limit` examples and `samples` rollouts."""
+def evaluations_only(
+    config: RLConfig, limit: int | None, samples: int | None, *, quick: bool
+) -> RLConfig:
+    """Returns the configuration without training environments; without evaluations, the
+    environments' eval splits become those. Each is limited to `limit` examples and `samples`
+    rollouts."""
     config = config.model_copy(deep=True)
     settings, shared = config.orchestrator, set(EnvSource.model_fields)
-    settings.eval = settings.eval or [EvalConfig(**env.model_dump(include=shared)) for env in settings.environment]
+    settings.eval = settings.eval or [
+        EvalConfig(**env.model_dump(include=shared)) for env in settings.environment
+    ]
     settings.environment = []
     config = shrink(config) if quick else config
     for entry in config.orchestrator.eval:
@@ -56,52 +80,92 @@ def evaluations_only(config: RLConfig, limit: int | None, samples: int | None, *
 
 
 def main(args: list[str], children: Children) -> int:
-    config, line, values = load("rl eval", args, OPTIONS, HELP, optional=("orchestrator.environment", "orchestrator.sampling.temperature"))
-    config = evaluations_only(config, values["limit"], values["samples"], quick="quick" in line.switches)
+    config, line, values = load(
+        "rl eval",
+        args,
+        OPTIONS,
+        HELP,
+        optional=("orchestrator.environment", "orchestrator.sampling.temperature"),
+    )
+    config = evaluations_only(
+        config, values["limit"], values["samples"], quick="quick" in line.switches
+    )
     if not config.orchestrator.eval:
         check_policy(values["policy"] or "")
-        fail("rl eval", "nothing to evaluate: give an environment (--orchestrator.environment.id owner/name), a file (@ run.toml) or a run")
-    homes = homes_of(config, say, recorded=bool(line.files))  # before the policy is contacted, and where a signal stops it
+        fail(
+            "rl eval",
+            "nothing to evaluate: give an environment (--orchestrator.environment.id "
+            "owner/name), a file (@ run.toml) or a run",
+        )
+    # before the policy is contacted, and where a signal stops it
+    homes = homes_of(config, say, recorded=bool(line.files))
     return run("rl eval", children, evaluate(config, homes, line, values, children))
 
 
-async def evaluate(config: RLConfig, homes: Homes, line: CommandLine, values: dict[str, Any], children: Children) -> int:
+async def evaluate(
+    config: RLConfig, homes: Homes, line: CommandLine, values: dict[str, Any], children: Children
+) -> int:
     """Plays one policy or two, resolving both before the first is played, and writes the report."""
     entries = config.orchestrator.eval
     labels = tuple(entry.label for entry in entries)
     second = values["compare"]
     earlier = finished_report(second) if second else None
-    sources = [resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"], labels)]
+    sources = [
+        resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"], labels)
+    ]
     if second and not earlier:
         sources.append(resolve(second, config, None, values["api_key_var"], labels))
     name = name_of_play(config, line, labels, sources[0], values["policy"])
-    output = Path(values["output"]) if values["output"] else new_folder(Path(config.output_dir) / f"eval-{name}")
+    output = (
+        Path(values["output"])
+        if values["output"]
+        else new_folder(Path(config.output_dir) / f"eval-{name}")
+    )
     results: list[dict[str, Any]] = []
     for source in sources:
-        slug = source.slug if not results or results[0]["files"] != source.slug else f"{source.slug}-2"
-        results.append(await evaluate_policy(config, homes, source, output, slug, values["concurrency"], children))
+        slug = (
+            source.slug if not results or results[0]["files"] != source.slug else f"{source.slug}-2"
+        )
+        results.append(
+            await evaluate_policy(
+                config, homes, source, output, slug, values["concurrency"], children
+            )
+        )
     report = write_report(output, config, [*results, *([earlier] if earlier else [])])
     show(report, output)
     return 0
 
 
 def new_folder(parent: Path) -> Path:
-    """Makes a folder that has the time as its name, and a number if another evaluation began in the same second."""
+    """Makes a folder that has the time as its name, and a number if another evaluation began in
+    the same second."""
     now = time.strftime("%Y%m%d-%H%M%S")
     for name in (now, *(f"{now}-{number}" for number in range(2, 1000))):
         with suppress(FileExistsError):
             (parent / name).mkdir(parents=True)
             return parent / name
-    raise RunError(f"{parent}: has 1,000 evaluations of this second; name another folder with --output")
+    raise RunError(
+        f"{parent}: has 1,000 evaluations of this second; name another folder with --output"
+    )
 
 
 async def evaluate_policy(
-    config: RLConfig, homes: Homes, source: Source, output: Path, slug: str, concurrency: int | None, children: Children
+    config: RLConfig,
+    homes: Homes,
+    source: Source,
+    output: Path,
+    slug: str,
+    concurrency: int | None,
+    children: Children,
 ) -> dict:
-    """Plays every evaluation with one policy, writes its rollouts, and returns its part of the report."""
+    """Plays every evaluation with one policy, writes its rollouts, and returns its part of the
+    report."""
     async with play_session(config, homes, source, output, children) as place:
         names = eval_workers(config)
-        splits = {entry.label: split_of(entry, place.ready[names[entry.label]]) for entry in config.orchestrator.eval}
+        splits = {
+            entry.label: split_of(entry, place.ready[names[entry.label]])
+            for entry in config.orchestrator.eval
+        }
         jobs = [
             Job(
                 names[entry.label],
@@ -124,10 +188,20 @@ async def evaluate_policy(
     for entry in config.orchestrator.eval:
         by_task = sorted(results[entry.label], key=lambda result: result[0])
         warn_of_failures(source.label, entry.label, by_task)
-        write_eval(output / slug / f"{entry.label}.jsonl", source.policy_version, entry.label, by_task)
-        parts[entry.label] = eval_part(entry, splits[entry.label][0], config.sampling_of(entry), by_task)
+        write_eval(
+            output / slug / f"{entry.label}.jsonl", source.policy_version, entry.label, by_task
+        )
+        parts[entry.label] = eval_part(
+            entry, splits[entry.label][0], config.sampling_of(entry), by_task
+        )
     model = source.adapter or source.model
-    return {"policy": source.label, "policy_version": source.policy_version, "model": model, "files": slug, "evals": parts}
+    return {
+        "policy": source.label,
+        "policy_version": source.policy_version,
+        "model": model,
+        "files": slug,
+        "evals": parts,
+    }
 
 
 def warn_of_failures(policy: str, label: str, results: Results) -> None:
@@ -135,24 +209,37 @@ def warn_of_failures(policy: str, label: str, results: Results) -> None:
     failed = [rollout.error for _, rollouts in results for rollout in rollouts if rollout.error]
     if failed:
         first = failed[0].splitlines()[0]
-        say(f"warning: eval {label}: {len(failed)} rollouts of {policy} failed and count as reward 0; the first error: {first}")
+        say(
+            f"warning: eval {label}: {len(failed)} rollouts of {policy} failed and count as "
+            f"reward 0; the first error: {first}"
+        )
 
 
 def split_of(entry: EvalConfig, ready: Ready) -> tuple[Split, int | None]:
-    """Returns the split to play and its size (None: endless). As in verifiers, training examples are used if there are no eval examples."""
+    """Returns the split to play and its size (None: endless). As in verifiers, training examples
+    are used if there are no eval examples."""
     if ready.num_eval == 0 and ready.num_train != 0:
-        say(f"warning: eval {entry.label}: its environment has no eval examples, so its training examples are played")
+        say(
+            f"warning: eval {entry.label}: its environment has no eval examples, so its "
+            "training examples are played"
+        )
         return "train", ready.num_train
     return "eval", ready.num_eval
 
 
 def num_examples(entry: EvalConfig, size: int | None) -> int:
-    """Returns how many of `size` examples (None: endless) to play. Raises RunError if there are none or the number is unlimited."""
+    """Returns how many of `size` examples (None: endless) to play. Raises RunError if there are
+    none or the number is unlimited."""
     count = task_count(entry.num_examples, size)
     if count is None:
         raise RunError(f"eval {entry.label}: its tasks are endless; give a number with --limit")
     if size == 0:
-        raise RunError(f"eval {entry.label}: its environment has no examples; check its arguments (args, dataset)")
+        raise RunError(
+            f"eval {entry.label}: its environment has no examples; check its arguments "
+            "(args, dataset)"
+        )
     if not count:
-        raise RunError(f"eval {entry.label}: num_examples = {entry.num_examples} leaves nothing to play")
+        raise RunError(
+            f"eval {entry.label}: num_examples = {entry.num_examples} leaves nothing to play"
+        )
     return count

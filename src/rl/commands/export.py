@@ -19,21 +19,38 @@ from rl.system.errors import RunError
 
 OPTIONS = (
     Option("to", "DIR", "directory for the model; must not exist yet"),
-    Option("push", "OWNER/NAME", "also push the model to this repository on the Hugging Face hub; without --to, only push it"),
-    Option("public", "", "with --push: make the repository public; by default a new repository is private"),
-    Option("merge", "", "for a run with trainer.lora: export the base model with the adapters merged, not the adapters alone"),
+    Option(
+        "push",
+        "OWNER/NAME",
+        "also push the model to this repository on the Hugging Face hub; without --to, only "
+        "push it",
+    ),
+    Option(
+        "public",
+        "",
+        "with --push: make the repository public; by default a new repository is private",
+    ),
+    Option(
+        "merge",
+        "",
+        "for a run with trainer.lora: export the base model with the adapters merged, not "
+        "the adapters alone",
+    ),
     Option("dtype", "bfloat16|float32", "default: model.dtype of the run"),
     Option("overwrite", "", "replace an existing model"),
 )
-HELP = f"""usage: rl export RUN[@STEP] --to DIR [--push OWNER/NAME] [--merge] [--dtype TYPE] [--overwrite] [--KEY VALUE] ...
+HELP = f"""usage: rl export RUN[@STEP] --to DIR [--push OWNER/NAME] [--merge] [--dtype TYPE]
+                 [--overwrite] [--KEY VALUE] ...
 
-Writes the weights of a run after batch STEP: outputs/x is the newest, outputs/x@12 step 12, outputs/x@best the best
-in its evaluations. It reads the step's checkpoint, which has the float32 master weights, or if there is none the
-published version in model.dtype. The result is a folder in Hugging Face format, or a peft adapter for a run with
-trainer.lora. Neither ranks nor a GPU are needed.
+Writes the weights of a run after batch STEP: outputs/x is the newest, outputs/x@12 step 12,
+outputs/x@best the best in its evaluations. It reads the step's checkpoint, which has the float32
+master weights, or if there is none the published version in model.dtype. The result is a folder in
+Hugging Face format, or a peft adapter for a run with trainer.lora. Neither ranks nor a GPU are
+needed.
 
 {option_lines(OPTIONS)}
-  --model.name FOLDER         location of the run's base model, if it was moved; any other configuration key works likewise
+  --model.name FOLDER         location of the run's base model, if it was moved; any other
+                              configuration key works likewise
 """
 
 
@@ -42,7 +59,11 @@ def main(args: list[str], children: Children) -> int:
     if not rest or rest[0].startswith(("-", "@")):
         fail("rl export", "which run? Give its directory first: rl export outputs/NAME --to DIR")
     if not (values["to"] or values["push"]):
-        fail("rl export", f"where to? Give a directory: rl export {rest[0]} --to DIR, or a repository: --push OWNER/NAME")
+        fail(
+            "rl export",
+            f"where to? Give a directory: rl export {rest[0]} --to DIR, or a repository: "
+            "--push OWNER/NAME",
+        )
     if values["public"] and not values["push"]:
         fail("rl export", "--public: needs a repository; name it with --push OWNER/NAME")
     with tempfile.TemporaryDirectory(prefix="rl-export-") as scratch:
@@ -50,13 +71,18 @@ def main(args: list[str], children: Children) -> int:
 
 
 def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> int:
-    """Exports the weights of a run, via `scratch` if they are only pushed to the hub. Checks everything before importing torch."""
+    """Exports the weights of a run, via `scratch` if they are only pushed to the hub. Checks
+    everything before importing torch."""
     root, version = find_run(spec)
-    config, _ = load_config_or_exit(["@", str(root / "config.toml"), *flags], "rl export", usage=HELP)
+    config, _ = load_config_or_exit(
+        ["@", str(root / "config.toml"), *flags], "rl export", usage=HELP
+    )
     target = Path(values["to"] or scratch / "model").expanduser().resolve()
     check_target(target, values["overwrite"], root)
     if values["merge"] and not config.trainer.lora:
-        raise RunError(f"--merge: {root} trained the whole model and has no adapters; leave --merge out")
+        raise RunError(
+            f"--merge: {root} trained the whole model and has no adapters; leave --merge out"
+        )
     need_weights(config, root, "rl export writes weights")
     step, checkpoint, published = weights_of(run_dir_of(root, config), version)
     base = resolve_model(config.model, needs_template=False)
@@ -69,7 +95,14 @@ def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> i
     print(f"step {step} of {root}: reading {checkpoint or published}", file=sys.stderr, flush=True)
     from rl.trainer.export import Origin, export
 
-    origin = Origin(Path(base), config.trainer.lora, checkpoint, published, config.model.trust_remote_code, config.model.name)
+    origin = Origin(
+        Path(base),
+        config.trainer.lora,
+        checkpoint,
+        published,
+        config.model.trust_remote_code,
+        config.model.name,
+    )
     try:
         export(origin, target, bool(values["merge"]), values["dtype"] or config.model.dtype)
     except CorruptFileError as error:
@@ -81,34 +114,58 @@ def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> i
         print(f"{target}: the {kind} of step {step}, {size:.1f} MiB")
     if repo:
         print(f"pushing {size:.1f} MiB to {repo}", file=sys.stderr, flush=True)
-        url, visible = push(target, repo, f"Step {step} of {root.resolve().name}", public=public, overwrite=overwrite)
+        url, visible = push(
+            target,
+            repo,
+            f"Step {step} of {root.resolve().name}",
+            public=public,
+            overwrite=overwrite,
+        )
         print(f"{url}: the {kind} of step {step}, {visible}")
     return 0
 
 
 def check_target(target: Path, overwrite: bool | None, root: Path) -> None:
-    """Raises RunError unless `target`, a resolved path, may be written: outside the run, and new or, with `overwrite`, a model alone."""
+    """Raises RunError unless `target`, a resolved path, may be written: outside the run, and new
+    or, with `overwrite`, a model alone."""
     if root.resolve() in (target, *target.parents):
         raise RunError(f"--to {target}: is inside the run's own directory; give one outside of it")
     if not target.exists():
         return
     if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise RunError(f"--to {target}: exists and is not a model; give a directory that does not exist")
+        raise RunError(
+            f"--to {target}: exists and is not a model; give a directory that does not exist"
+        )
     if not overwrite:
-        raise RunError(f"--to {target}: a model exists there; give another directory, or --overwrite")
+        raise RunError(
+            f"--to {target}: a model exists there; give another directory, or --overwrite"
+        )
     if folders := sorted(path.name for path in target.iterdir() if path.is_dir()):
-        raise RunError(f"--to {target}: --overwrite would delete {', '.join(folders)} beside the model; give another directory")
+        raise RunError(
+            f"--to {target}: --overwrite would delete {', '.join(folders)} beside the model; "
+            "give another directory"
+        )
 
 
 def weights_of(run_dir: RunDir, version: str) -> tuple[int, Path | None, Path | None]:
-    """Returns (step, its checkpoint, its published version); one path may be None. Raises RunError that lists the existing steps."""
-    root, checkpoints, versions = run_dir.root, numbered(run_dir.checkpoints), numbered(run_dir.weights_dir)
+    """Returns (step, its checkpoint, its published version); one path may be None. Raises
+    RunError that lists the existing steps."""
+    root, checkpoints, versions = (
+        run_dir.root,
+        numbered(run_dir.checkpoints),
+        numbered(run_dir.weights_dir),
+    )
     step = version_number(root, version, {*checkpoints, *versions}, ())
     if step in checkpoints or step in versions:
         return step, checkpoints.get(step), versions.get(step)
     if step == 0:
-        raise RunError(f"{root}@0: is the base model (model.name of the run); there is nothing to export before the first step")
+        raise RunError(
+            f"{root}@0: is the base model (model.name of the run); there is nothing to "
+            "export before the first step"
+        )
     raise RunError(
-        f"{root}@{step}: step {step} has neither a checkpoint nor a published version; there are checkpoints {ranges(checkpoints)} "
-        f"and versions {ranges(versions)}. Which ones a run keeps is set by trainer.checkpoint and trainer.weights"
+        f"{root}@{step}: step {step} has neither a checkpoint nor a published version; there "
+        f"are checkpoints {ranges(checkpoints)} "
+        f"and versions {ranges(versions)}. Which ones a run keeps is set by "
+        "trainer.checkpoint and trainer.weights"
     )

@@ -1,4 +1,5 @@
-"""`rl env install | list | remove | freeze`: manages the homes of environments, and shows the packages that a run used."""
+"""`rl env install | list | remove | freeze`: manages the homes of environments, and shows the
+packages that a run used."""
 
 import re
 import time
@@ -18,15 +19,25 @@ from rl.system.errors import RunError
 from rl.system.terminal import say
 
 KIND = Option("kind", "classic|v1", "the API to use for a package that has both")
-REQUIRE = Option("requirements", "A,B", "further packages, as in orchestrator.environment.requirements")
+REQUIRE = Option(
+    "requirements", "A,B", "further packages, as in orchestrator.environment.requirements"
+)
 DRY = Option("dry-run", "", "print what would be installed, without installing it")
-OPTIONS: dict[str, tuple[Option, ...]] = {"install": (KIND, REQUIRE, DRY), "list": (), "remove": (), "freeze": ()}
+OPTIONS: dict[str, tuple[Option, ...]] = {
+    "install": (KIND, REQUIRE, DRY),
+    "list": (),
+    "remove": (),
+    "freeze": (),
+}
 EARLIER = "earlier"
 VERBS = {
-    "install": "rl env install ID|FILE.txt   makes an environment's home: owner/name@1.0 of the Environments Hub, pypi:name, ./folder; or\n"
-    "                             remakes it with the newest packages. FILE.txt: with exactly the packages that a run used",
+    "install": "rl env install ID|FILE.txt   makes an environment's home: owner/name@1.0 of the "
+    "Environments Hub, pypi:name, ./folder; or\n"
+    "                             remakes it with the newest packages. FILE.txt: with "
+    "exactly the packages that a run used",
     "list": "rl env list                  lists the existing homes",
-    "remove": "rl env remove ID|NAME|DIGEST deletes homes; `earlier`: those that newer ones have replaced",
+    "remove": "rl env remove ID|NAME|DIGEST deletes homes; `earlier`: those that newer ones have "
+    "replaced",
     "freeze": "rl env freeze RUN [NAME]     prints the packages that an environment of a run used",
 }
 
@@ -45,13 +56,18 @@ def main(verb: str, args: list[str]) -> int:
     if verb == "freeze":
         return freeze(rest[0], "".join(rest[1:]))
     if values["dry_run"]:
-        print("\n".join(fetched([rest[0]])) or f"{rest[0]}: {read_id(rest[0]).text} would get a home in {homes_root()}, unless it exists")
+        print(
+            "\n".join(fetched([rest[0]]))
+            or f"{rest[0]}: {read_id(rest[0]).text} would get a home in {homes_root()}, unless "
+            "it exists"
+        )
         return 0
     return install(rest[0], values["kind"], several(values["requirements"] or ""))
 
 
 def several(text: str) -> tuple[str, ...]:
-    """Splits comma-separated requirements. Versions may contain commas: `sympy>=1.13,<2, nltk` has two requirements."""
+    """Splits comma-separated requirements. Versions may contain commas: `sympy>=1.13,<2, nltk`
+    has two requirements."""
     parts = re.split(r",(?![^\[]*\])(?!\s*[=<>!~])", text)
     return tuple(part.strip() for part in parts if part.strip())
 
@@ -62,10 +78,14 @@ def install(env_id: str, kind: str | None, requirements: tuple[str, ...]) -> int
     if path.suffix == ".txt" and path.is_file():
         record = read_record(path)
         if not record:
-            raise RunError(f"{path}: not an environment record; a run has one file per environment in environments/")
+            raise RunError(
+                f"{path}: not an environment record; a run has one file per environment in "
+                "environments/"
+            )
         home = install_record(record, say)
     else:
-        home = ensure(Request(env_id, read_id(env_id), kind, requirements), say, fresh=True)  # type: ignore[arg-type]
+        request = Request(env_id, read_id(env_id), kind, requirements)  # type: ignore[arg-type]
+        home = ensure(request, say, fresh=True)
     print(f"{summary(home)} ({len(home.packages)} packages in {home.place})")
     return 0
 
@@ -79,19 +99,29 @@ def show() -> int:
         print(f"{made}  {text}  {homes_root() / pointer.home} ({size(own_bytes(pointer.home))})")
     for name in unreferenced():
         home, damage = read(name)
-        print(f"{'earlier':<16}  {summary(home) if home else damage}  {homes_root() / name} ({size(own_bytes(name))})")
+        print(
+            f"{'earlier':<16}  {summary(home) if home else damage}  {homes_root() / name} "
+            f"({size(own_bytes(name))})"
+        )
     return 0
 
 
 def meant(name: str) -> dict[Path, Pointer]:
-    """Returns the pointers that an id, a digest or a name matches. Raises RunError if there are none or the name is ambiguous."""
+    """Returns the pointers that an id, a digest or a name matches. Raises RunError if there are
+    none or the name is ambiguous."""
     there = pointers()
     text = str(Path(name).expanduser().resolve()) if name.startswith((".", "/", "~")) else name
     found = {path: pointer for path, pointer in there.items() if text in (pointer.id, pointer.home)}
     if not found and "/" not in name:
-        found = {path: pointer for path, pointer in there.items() if path.name.startswith(f"{module_name(name).lower()}-")}
+        found = {
+            path: pointer
+            for path, pointer in there.items()
+            if path.name.startswith(f"{module_name(name).lower()}-")
+        }
         if len(ids := sorted({pointer.id for pointer in found.values()})) > 1:
-            raise RunError(f"{name} is ambiguous: {' or '.join(ids)}; give the full id, or the digest")
+            raise RunError(
+                f"{name} is ambiguous: {' or '.join(ids)}; give the full id, or the digest"
+            )
     if not found:
         known = ", ".join(sorted({pointer.id for pointer in there.values()})) or "none"
         raise RunError(f"{name}: no such home in {homes_root()}; existing homes: {known}")
@@ -99,7 +129,8 @@ def meant(name: str) -> dict[Path, Pointer]:
 
 
 def remove(name: str) -> int:
-    """Deletes the matching pointers, and the homes that no other pointer refers to. Raises RunError for a home in use."""
+    """Deletes the matching pointers, and the homes that no other pointer refers to. Raises
+    RunError for a home in use."""
     old = unreferenced()
     if name in (EARLIER, *old):
         for one in old if name == EARLIER else [name]:
@@ -112,7 +143,10 @@ def remove(name: str) -> int:
     kept = {pointer.home for path, pointer in pointers().items() if path not in doomed}
     for path, pointer in doomed.items():
         if pointer.home not in kept and (processes := users(pointer.home)):
-            raise RunError(f"{pointer.id}: processes {processes} use {homes_root() / pointer.home}; end them first")
+            raise RunError(
+                f"{pointer.id}: processes {processes} use {homes_root() / pointer.home}; end "
+                "them first"
+            )
         path.unlink(missing_ok=True)
         if pointer.home not in kept:
             delete(pointer.home)
@@ -122,14 +156,18 @@ def remove(name: str) -> int:
 
 
 def freeze(run: str, name: str) -> int:
-    """Prints the record of a run's environment as requirements for uv and pip. Without a name, the run must have only one. Raises
-    RunError if there is no such record, or several."""
+    """Prints the record of a run's environment as requirements for uv and pip. Without a name,
+    the run must have only one. Raises RunError if there is no such record, or several."""
     folder = named_run(run).absolute() / "environments"
     records = read_records(folder)
     if not records:
-        raise RunError(f"{run}: {folder} has no records: its environments use `python`, or run elsewhere")
+        raise RunError(
+            f"{run}: {folder} has no records: its environments use `python`, or run elsewhere"
+        )
     if name not in records and (name or len(records) > 1):
-        raise RunError(f"{run}: which environment? rl env freeze {run} NAME, one of {', '.join(records)}")
+        raise RunError(
+            f"{run}: which environment? rl env freeze {run} NAME, one of {', '.join(records)}"
+        )
     name = name or next(iter(records))
     print(text_of(name, records[name]), end="")
     return 0

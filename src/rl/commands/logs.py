@@ -22,15 +22,20 @@ OPTIONS = (
     Option("node", "K", "only processes on machine K of a cluster"),
     Option("attempt", "N", "the log of this attempt; default: the newest"),
     Option("lines", "N", "lines to print of each log, the newest; default: 100"),
-    Option("follow", "", "print new lines, also those of later attempts and processes, until the run is over"),
+    Option(
+        "follow",
+        "",
+        "print new lines, also those of later attempts and processes, until the run is over",
+    ),
 )
 HELP = f"""usage: rl logs RUN [PROCESS] [-f] [-n N] [--node K] [--attempt N]
 
-Prints the logs of a run's processes: trainer, orchestrator, inference, worker-NAME-0 and so on; on a cluster also
-trainer-node1, inference-node3: trainer stands for all of them, trainer-node1 or trainer --node 1 for that machine's.
-Without a process, lists them. Several logs have the name of their process before each line. RUN is the directory of a run,
-or its name under outputs/. With -f it ends when the run is over; one on a cluster that may come back is waited for, see
-rl watch --help.
+Prints the logs of a run's processes: trainer, orchestrator, inference, worker-NAME-0 and so on; on
+a cluster also trainer-node1, inference-node3: trainer stands for all of them, trainer-node1 or
+trainer --node 1 for that machine's. Without a process, lists them. Several logs have the name of
+their process before each line. RUN is the directory of a run, or its name under outputs/. With -f
+it ends when the run is over; one on a cluster that may come back is waited for, see rl watch
+--help.
 
 {option_lines(OPTIONS)}
 """
@@ -47,9 +52,18 @@ def main(args: list[str], children: Children) -> int:
     args = [{"-f": "--follow", "-n": "--lines"}.get(word, word) for word in args]
     values, rest = take("rl logs", args, OPTIONS, HELP)
     if not 1 <= len(rest) <= 2 or any(word.startswith(("-", "@")) for word in rest):
-        fail("rl logs", "which run? Give its directory and perhaps a process: rl logs outputs/NAME trainer")
+        fail(
+            "rl logs",
+            "which run? Give its directory and perhaps a process: rl logs outputs/NAME trainer",
+        )
     root = named_run(rest[0]).resolve()
-    view = View(root / "logs", rest[1] if rest[1:] else "", values["node"], values["attempt"], values["lines"] or LINES)
+    view = View(
+        root / "logs",
+        rest[1] if rest[1:] else "",
+        values["node"],
+        values["attempt"],
+        values["lines"] or LINES,
+    )
     life = None
     if values["follow"]:
         config = stored_config(root)
@@ -102,28 +116,42 @@ def logs_in(folder: Path) -> Logs:
 
 
 def machine_of(name: str) -> tuple[str, str]:
-    """Returns role and machine of a process, `trainer` and `1` for trainer-node1; the machine is empty where the name has none."""
+    """Returns role and machine of a process, `trainer` and `1` for trainer-node1; the machine is
+    empty where the name has none."""
     match = re.fullmatch(r"(?!worker-)(?:(.+)-)?node-?(\d+)", name)
     return (match[1] or "node", match[2]) if match else (name, "")
 
 
 def listing(found: Logs) -> list[str]:
-    """Returns a line for each process: its attempts, the size and the age of its newest log, and its last line."""
+    """Returns a line for each process: its attempts, the size and the age of its newest log, and
+    its last line."""
     lines = []
     for name, attempts in found.items():
         attempt = max(attempts)
         stat, last = attempts[attempt].stat(), next(iter(last_lines(attempts[attempt], 1)), "")
         age_s = max(0.0, time.time() - stat.st_mtime)
-        lines.append(f"{name:20} attempt {attempt:3}  {stat.st_size / 1024:8.0f} KiB  {age_s:6.0f} s ago  {clip(last, WIDTH)}")
+        lines.append(
+            f"{name:20} attempt {attempt:3}  {stat.st_size / 1024:8.0f} KiB  {age_s:6.0f} s "
+            f"ago  {clip(last, WIDTH)}"
+        )
     return lines
 
 
 class View:
     """The logs that are asked for, and how far each was printed."""
 
-    def __init__(self, folder: Path, process: str, node: str | None, attempt: int | None, lines: int):
-        """`process`: empty for all. `node`: the index of a machine. `attempt`: None for the newest. `lines`: to print of each at first."""
-        self.folder, self.process, self.node, self.attempt, self.lines = folder, process, node, attempt, lines
+    def __init__(
+        self, folder: Path, process: str, node: str | None, attempt: int | None, lines: int
+    ):
+        """`process`: empty for all. `node`: the index of a machine. `attempt`: None for the
+        newest. `lines`: to print of each at first."""
+        self.folder, self.process, self.node, self.attempt, self.lines = (
+            folder,
+            process,
+            node,
+            attempt,
+            lines,
+        )
         self.followers: dict[str, Follower] = {}
 
     def found(self) -> Logs:
@@ -140,22 +168,32 @@ class View:
 
     def nothing(self) -> str:
         where = f" on machine {self.node}" if self.node else ""
-        return f"{self.folder}: no log of {self.process or 'any process'}{where}; there are {', '.join(logs_in(self.folder)) or 'none'}"
+        return (
+            f"{self.folder}: no log of {self.process or 'any process'}{where}; there are "
+            f"{', '.join(logs_in(self.folder)) or 'none'}"
+        )
 
     def start(self, found: Logs) -> None:
         """Prints the last lines of each. Raises RunError for an attempt that does not exist."""
         for name, attempts in found.items():
             if self.attempt and self.attempt not in attempts:
-                raise RunError(f"{self.folder}: {name} has no attempt {self.attempt}; there are {sorted(attempts)}")
+                raise RunError(
+                    f"{self.folder}: {name} has no attempt {self.attempt}; there are "
+                    f"{sorted(attempts)}"
+                )
         wide = max(map(len, found), default=0)
         for name, attempts in found.items():
-            follower = self.followers[name] = Follower("" if [*found] == [self.process] else f"{name.ljust(wide)} | ")
+            follower = self.followers[name] = Follower(
+                "" if [*found] == [self.process] else f"{name.ljust(wide)} | "
+            )
             follower.last(attempts, self.attempt or max(attempts), self.lines)
 
     def new(self) -> None:
         """Prints new lines; all of those of new processes and attempts."""
         for name, attempts in self.found().items():
-            wanted = {number: path for number, path in attempts.items() if self.attempt in (None, number)}
+            wanted = {
+                number: path for number, path in attempts.items() if self.attempt in (None, number)
+            }
             self.followers.setdefault(name, Follower(f"{name} | ")).new(wanted)
 
     def close(self) -> None:

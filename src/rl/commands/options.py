@@ -1,4 +1,5 @@
-"""Flags shared by several subcommands, and loading the configuration of a command with its own flags."""
+"""Flags shared by several subcommands, and loading the configuration of a command with its own
+flags."""
 
 import os
 from collections.abc import Collection, Iterable
@@ -14,24 +15,41 @@ from rl.config.run import RLConfig
 
 POLICY = Option("policy", "SPEC", "policy to play; default: the model of the configuration")
 ENDPOINT = (
-    Option("endpoint-model", "NAME", "model to request from an endpoint; default: its only one. Also SPEC = URL#NAME"),
-    Option("api-key-var", "VAR", "environment variable with the endpoint's key; default, over https: OPENAI_API_KEY"),
+    Option(
+        "endpoint-model",
+        "NAME",
+        "model to request from an endpoint; default: its only one. Also SPEC = URL#NAME",
+    ),
+    Option(
+        "api-key-var",
+        "VAR",
+        "environment variable with the endpoint's key; default, over https: OPENAI_API_KEY",
+    ),
 )
 CONCURRENCY = Option("concurrency", "N", "rollouts to play at once; default: 64")
 POLICY_SPECS = """
 SPEC is one of
   name or folder              a model on the Hugging Face hub, or a folder in its format
-  outputs/x                   the newest weights of a run; its configuration is used if no other is given
+  outputs/x                   the newest weights of a run; its configuration is used if no other is
+                              given
   outputs/x@12                version 12 of that run (0: the base model)
-  outputs/x@best              the best version in its evaluations; if they differ, use outputs/x@best:EVAL
+  outputs/x@best              the best version in its evaluations; if they differ, use
+                              outputs/x@best:EVAL
   https://host/v1             any OpenAI-compatible endpoint
 """
 
 
-def name_of_play(config: RLConfig, line: CommandLine, labels: Iterable[str], source: Source, policy: str | None) -> str:
-    """Returns the name of what a command plays: the configured name if given or without a policy, otherwise environments and policy. The
-    default name contains the configuration's model, which `policy` may not be."""
-    return config.name if line.gives("name") or not policy else f"{'+'.join(labels)}-{source.slug}"[:MAX_RUN_NAME]
+def name_of_play(
+    config: RLConfig, line: CommandLine, labels: Iterable[str], source: Source, policy: str | None
+) -> str:
+    """Returns the name of what a command plays: the configured name if given or without a
+    policy, otherwise environments and policy. The default name contains the configuration's
+    model, which `policy` may not be."""
+    return (
+        config.name
+        if line.gives("name") or not policy
+        else f"{'+'.join(labels)}-{source.slug}"[:MAX_RUN_NAME]
+    )
 
 
 def usage(head: str, options: tuple[Option, ...], tail: str = "") -> str:
@@ -40,13 +58,23 @@ def usage(head: str, options: tuple[Option, ...], tail: str = "") -> str:
 
 
 def load(
-    program: str, args: list[str], options: tuple[Option, ...], text: str, *, given: Spelled | None = None, optional: Collection[str] = ()
+    program: str,
+    args: list[str],
+    options: tuple[Option, ...],
+    text: str,
+    *,
+    given: Spelled | None = None,
+    optional: Collection[str] = (),
 ) -> tuple[RLConfig, CommandLine, dict[str, Any]]:
-    """Loads a command's configuration and its own flags. Without a file, uses the configuration of the run given as policy."""
+    """Loads a command's configuration and its own flags. Without a file, uses the configuration
+    of the run given as policy."""
     values, rest = take(program, args, options)
     run = split_run(values["policy"]) if values.get("policy") else None
     if run and not any(word.startswith("@") for word in rest):
         rest = ["@", str(run[0] / "config.toml"), *rest]
-    config, line = load_config_or_exit(rest, program, variables=os.environ, usage=text, given=given, optional=optional, plays=True)
-    config.sft = config.recorded = None  # these commands play the model, also of a run that has none played
+    config, line = load_config_or_exit(
+        rest, program, variables=os.environ, usage=text, given=given, optional=optional, plays=True
+    )
+    # these commands play the model, also of a run that has none played
+    config.sft = config.recorded = None
     return config, line, values

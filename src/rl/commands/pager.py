@@ -11,13 +11,19 @@ from types import FrameType
 
 
 def page(texts: Iterable[str]) -> None:
-    """Prints texts, each followed by a newline: on a terminal through $PAGER (default: less), otherwise directly.
+    """Prints texts, each followed by a newline: on a terminal through $PAGER (default: less),
+    otherwise directly.
 
-    Texts are generated on demand, and no more of them after the pager has quit. There is no time limit for reading.
+    Texts are generated on demand, and no more of them after the pager has quit. There is no time
+    limit for reading.
     """
     try:
         command = shlex.split(os.environ.get("PAGER") or "less") if sys.stdout.isatty() else []
-        pager = subprocess.Popen(command, stdin=subprocess.PIPE, env={"LESS": "FRX", **os.environ}) if command else None
+        pager = (
+            subprocess.Popen(command, stdin=subprocess.PIPE, env={"LESS": "FRX", **os.environ})
+            if command
+            else None
+        )
     except (OSError, ValueError):  # not installed, or not a valid command
         pager = None
     if pager is None:

@@ -1,4 +1,5 @@
-"""Starts a policy and environments, plays tasks and stops both: the common part of `rl eval`, `rl collect` and `rl env`."""
+"""Starts a policy and environments, plays tasks and stops both: the common part of `rl eval`,
+`rl collect` and `rl env`."""
 
 import asyncio
 import contextlib
@@ -52,8 +53,9 @@ PROGRESS_S = 20.0
 
 
 def run(program: str, children: Children, work: Coroutine[Any, Any, int]) -> int:
-    """Runs a command and returns its exit code: 1 after printing an error that the user can fix, 2 if the error is in the arguments,
-    128 + N after signal N. Ends every process that the command started."""
+    """Runs a command and returns its exit code: 1 after printing an error that the user can fix,
+    2 if the error is in the arguments, 128 + N after signal N. Ends every process that the
+    command started."""
     before = set(descendants())
     try:
         return asyncio.run(until_stopped(children, work))
@@ -91,11 +93,12 @@ async def until_stopped(children: Children, work: Coroutine[Any, Any, int]) -> i
 
 
 def task_count(limit: int, size: int | None) -> int | None:
-    """Returns the number of tasks to play, None if endless. `size`: tasks available (None: endless); `limit`: negative for no limit."""
+    """Returns the number of tasks to play, None if endless. `size`: tasks available (None:
+    endless); `limit`: negative for no limit."""
     return size if limit < 0 else limit if size is None else min(size, limit)
 
 
-# The policy -------------------------------------------------------------------------------------------------------------
+# The policy ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -116,20 +119,31 @@ class Server:
             raise failure(self.child, self.child.ending())
 
     async def ready(self) -> None:
-        """Waits until the server is ready. Raises RunError if that takes longer than inference.startup_timeout_s."""
+        """Waits until the server is ready. Raises RunError if that takes longer than
+        inference.startup_timeout_s."""
         limit, shown = self.config.inference.startup_timeout_s, time.monotonic()
-        while not ((status := read_status(self.config.run_dir.status("inference"))) and status.address):
+        while not (
+            (status := read_status(self.config.run_dir.status("inference"))) and status.address
+        ):
             self.check()
             doing, now = describe(status), time.monotonic()
             if now - self.child.started > limit:
-                raise failure(self.child, f"is not ready after inference.startup_timeout_s = {limit:g} s; last status: {doing}")
+                raise failure(
+                    self.child,
+                    f"is not ready after inference.startup_timeout_s = {limit:g} s; last "
+                    f"status: {doing}",
+                )
             if now - shown > PROGRESS_S:
                 shown = now
-                say(f"  waiting for inference for {now - self.child.started:.0f} s: {doing} (log: {self.child.log})")
+                say(
+                    f"  waiting for inference for {now - self.child.started:.0f} s: {doing} "
+                    f"(log: {self.child.log})"
+                )
             await asyncio.sleep(POLL_S)
 
     async def end(self) -> None:
-        """Stops the server and its processes with SIGTERM, then SIGKILL after the deadline. Deletes its folder."""
+        """Stops the server and its processes with SIGTERM, then SIGKILL after the deadline.
+        Deletes its folder."""
         self.child.terminate()
         await self.child.wait_async(STOP_DEADLINE_S)
         self.children.kill_tree(self.child)
@@ -145,15 +159,24 @@ def server_config(config: RLConfig, model: str, folder: Path, adapter: str = "")
     if adapter:  # a server needs rank and alpha before it loads the adapters
         fields = read_json(Path(adapter) / "adapter_config.json")
         config.trainer.lora = LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"])
-    config.trainer.gpus, config.trainer.cpus, config.trainer.ranks, config.trainer.weights.dir = 0, None, None, None
+    config.trainer.gpus, config.trainer.cpus, config.trainer.ranks, config.trainer.weights.dir = (
+        0,
+        None,
+        None,
+        None,
+    )
     config.orchestrator.inference_urls, config.orchestrator.eval = [], []
-    config.orchestrator.environment = [EnvConfig(id="none")]  # unused by a server, but a configuration needs one
+    # unused by a server, but a configuration needs one
+    config.orchestrator.environment = [EnvConfig(id="none")]
     return config.with_absolute_paths()
 
 
-async def start_server(config: RLConfig, model: str, work: Path, children: Children, adapter: str = "") -> Server:
-    """Finds or downloads the model and starts its server, with the adapters in folder `adapter` if given, without waiting until it is
-    ready. Its log goes to `work`, which may be the user's folder, and another command's. Raises RunError."""
+async def start_server(
+    config: RLConfig, model: str, work: Path, children: Children, adapter: str = ""
+) -> Server:
+    """Finds or downloads the model and starts its server, with the adapters in folder `adapter`
+    if given, without waiting until it is ready. Its log goes to `work`, which may be the user's
+    folder, and another command's. Raises RunError."""
     work.mkdir(parents=True, exist_ok=True)
     folder = own_folder(work, "server")
     with contextlib.ExitStack() as on_failure:
@@ -163,7 +186,9 @@ async def start_server(config: RLConfig, model: str, work: Path, children: Child
     return server
 
 
-async def start_in(folder: Path, config: RLConfig, model: str, logs: Path, children: Children, adapter: str) -> Server:
+async def start_in(
+    folder: Path, config: RLConfig, model: str, logs: Path, children: Children, adapter: str
+) -> Server:
     """Starts a server as `start_server` says, in a folder of its own."""
     if is_delta(Path(model)):
         with readable(Path(model)) as whole:
@@ -183,13 +208,23 @@ async def start_in(folder: Path, config: RLConfig, model: str, logs: Path, child
         say(f"  waiting for the model {model} (log: {found.log})")
     if found.exit_code:
         lines = last_lines(found.log)
-        raise RunError(f"{lines[-1] if lines else 'the model: ' + found.ending()}\n  the whole log: {found.log}")
+        raise RunError(
+            f"{lines[-1] if lines else 'the model: ' + found.ending()}\n  the whole log: "
+            f"{found.log}"
+        )
     weights = resolve_model(config.model)
-    return Server(children, config, weights, roles.start(children, "inference", run_dir, division.inference, 1, logs), folder)
+    return Server(
+        children,
+        config,
+        weights,
+        roles.start(children, "inference", run_dir, division.inference, 1, logs),
+        folder,
+    )
 
 
 def own_folder(parent: Path, label: str) -> Path:
-    """Makes a folder that has this process in its name, and deletes those of processes that have ended without doing so."""
+    """Makes a folder that has this process in its name, and deletes those of processes that have
+    ended without doing so."""
     prefix = f"{label}-{pid_scope()}-"
     for old in parent.glob(f"{prefix}*"):
         pid = old.name.removeprefix(prefix).partition("-")[0]
@@ -200,8 +235,8 @@ def own_folder(parent: Path, label: str) -> Path:
 
 @contextlib.contextmanager
 def scratch(label: str) -> Iterator[Path]:
-    """Provides a new directory and deletes it at the end or when a signal stops the command. After an error, which may refer to a log in
-    it, the directory stays until the next call."""
+    """Provides a new directory and deletes it at the end or when a signal stops the command.
+    After an error, which may refer to a log in it, the directory stays until the next call."""
     work = own_folder(Path(tempfile.gettempdir()), f"rl-env-{label}")
     named = False
     try:
@@ -214,7 +249,7 @@ def scratch(label: str) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)
 
 
-# Environments -----------------------------------------------------------------------------------------------------------
+# Environments -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -241,12 +276,15 @@ class PlaySession:
     config: RLConfig
     server: Server | None
 
-    async def play(self, label: str, jobs: list[Job], concurrency: int | None) -> AsyncGenerator[tuple[Job, list[Rollout]]]:
-        """Plays jobs, `concurrency` rollouts at once, and yields each job with its rollouts when it is finished. `label` is the label of
-        the progress output.
+    async def play(
+        self, label: str, jobs: list[Job], concurrency: int | None
+    ) -> AsyncGenerator[tuple[Job, list[Rollout]]]:
+        """Plays jobs, `concurrency` rollouts at once, and yields each job with its rollouts when it
+        is finished. `label` is the label of the progress output.
 
-        Close it with `contextlib.aclosing`, which cancels unfinished rollouts. Raises RunError if nothing finishes for longer than the
-        rollouts' own deadlines allow, or if all rollouts fail from the start.
+        Close it with `contextlib.aclosing`, which cancels unfinished rollouts. Raises RunError if
+        nothing finishes for longer than the rollouts' own deadlines allow, or if all rollouts fail
+        from the start.
         """
         if self.server:
             say(f"waiting for inference to serve {label} (log: {self.server.child.log})")
@@ -257,18 +295,36 @@ class PlaySession:
         progress = Progress(label, sum(job.num_episodes for job in jobs))
         try:
             while True:
-                while sum(job.num_episodes for job in playing.values()) < (concurrency or CONCURRENCY) and (job := next(todo, None)):
-                    rollouts = self.pool.play(job.env, job.split, job.task, job.num_episodes, job.sampling, job.task, seed=job.seed)
+                while sum(job.num_episodes for job in playing.values()) < (
+                    concurrency or CONCURRENCY
+                ) and (job := next(todo, None)):
+                    rollouts = self.pool.play(
+                        job.env,
+                        job.split,
+                        job.task,
+                        job.num_episodes,
+                        job.sampling,
+                        job.task,
+                        seed=job.seed,
+                    )
                     playing[asyncio.create_task(rollouts)] = job
                 if not playing:
                     break
-                done, _ = await asyncio.wait({*playing, self.pool.failed}, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    {*playing, self.pool.failed},
+                    timeout=POLL_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
                 if self.pool.failed in done:
                     self.pool.failed.result()
                 for task in done:
                     job, rollouts = playing.pop(task), task.result()
                     last, finished = time.monotonic(), finished + len(rollouts)
-                    failures += [one.error or TOO_LONG for one in rollouts if one.error or (one.overlong and not one.num_tokens)]
+                    failures += [
+                        one.error or TOO_LONG
+                        for one in rollouts
+                        if one.error or (one.overlong and not one.num_tokens)
+                    ]
                     progress.advance(job.num_episodes)
                     yield job, rollouts
                 if finished >= HOPELESS and len(failures) == finished and TOO_LONG not in failures:
@@ -278,11 +334,16 @@ class PlaySession:
                 if time.monotonic() - last > patience_s:
                     names = sorted({job.env for job in playing.values()})
                     raise RunError(
-                        f"waited {patience_s:.0f} s for any of {len(playing)} tasks of {', '.join(names)} to finish, longer than their "
-                        f"deadlines (orchestrator.rollout_timeout_s, timeout_s); see {self.pool.log_dir}"
+                        f"waited {patience_s:.0f} s for any of {len(playing)} tasks of "
+                        f"{', '.join(names)} to finish, longer than their "
+                        "deadlines (orchestrator.rollout_timeout_s, timeout_s); see "
+                        f"{self.pool.log_dir}"
                     )
             if failures and len(failures) == finished:
-                raise RunError(f"all of the first {finished} rollouts failed; one of them:\n{failures[0]}\nSee {self.pool.log_dir}")
+                raise RunError(
+                    f"all of the first {finished} rollouts failed; one of "
+                    f"them:\n{failures[0]}\nSee {self.pool.log_dir}"
+                )
         finally:
             progress.close()
             for task in playing:
@@ -290,9 +351,13 @@ class PlaySession:
             await asyncio.gather(*playing, return_exceptions=True)
 
     def patience_s(self) -> float:
-        """Returns the longest time in seconds that a rollout may take: generation and scoring, repeated for every retry."""
+        """Returns the longest time in seconds that a rollout may take: generation and scoring,
+        repeated for every retry."""
         settings = self.config.orchestrator
-        limits = [entry.timeout_s or settings.rollout_timeout_s for entry in [*settings.environment, *settings.eval]]
+        limits = [
+            entry.timeout_s or settings.rollout_timeout_s
+            for entry in [*settings.environment, *settings.eval]
+        ]
         return 2 * max(limits) * (settings.rollout_retries + 1) + 60.0
 
 
@@ -307,28 +372,42 @@ async def play_session(
     model: str = "",
     head_server: str = "",
 ) -> AsyncIterator[PlaySession]:
-    """Starts the configured environments in their homes and, if the policy is a model, its server; ends them on exit. `play` waits for the
-    server.
+    """Starts the configured environments in their homes and, if the policy is a model, its server;
+    ends them on exit. `play` waits for the server.
 
-    Without a source the environments can only be described; `model` is a model folder against whose context their prompts are measured,
-    `head_server` one of NeMo Gym, whose model server is the policy.
+    Without a source the environments can only be described; `model` is a model folder against whose
+    context their prompts are measured, `head_server` one of NeMo Gym, whose model server is the
+    policy.
     """
     from rl.orchestrator.workers.pool import WorkerPool  # takes 0.2 s, which `--help` should not
 
     server, pool = None, None
     add_metrics = metrics_function(config.orchestrator)  # before anything starts: loading may fail
     try:
-        closed = [entry.label for entry in entries(config).values() if entry.isolation == "sandbox" and not entry.network]
+        closed = [
+            entry.label
+            for entry in entries(config).values()
+            if entry.isolation == "sandbox" and not entry.network
+        ]
         if closed and (head_server or (source and source.endpoint)):
             remedy = "set its network = true, or use a model served on this machine"
             where = head_server or (source.label if source else "")
-            raise RunError(f"environment {closed[0]} is in a sandbox without network access and cannot reach {where}: {remedy}")
+            raise RunError(
+                f"environment {closed[0]} is in a sandbox without network access and cannot "
+                f"reach {where}: {remedy}"
+            )
         if model:
             policy = policy_spec(config, model)
         elif head_server:
-            policy = PolicySpec(head_server=head_server, max_model_len=sys.maxsize)  # what its model server holds is not known here
+            # what its model server holds is not known here
+            policy = PolicySpec(head_server=head_server, max_model_len=sys.maxsize)
         elif source is None or source.endpoint:
-            endpoint = source.endpoint if source else Endpoint(base_url="http://127.0.0.1:9/v1", model="none")  # never contacted
+            # never contacted
+            endpoint = (
+                source.endpoint
+                if source
+                else Endpoint(base_url="http://127.0.0.1:9/v1", model="none")
+            )
             policy = PolicySpec(endpoint=endpoint, max_model_len=config.model.max_model_len)
         elif not source.model:
             config = config.with_absolute_paths()
@@ -337,7 +416,11 @@ async def play_session(
             server = await start_server(config, source.model, work, children, source.adapter)
             policy = policy_spec(server.config, server.model)
         settings = config.orchestrator
-        pool = WorkerPool(work / "logs", memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
+        pool = WorkerPool(
+            work / "logs",
+            memory_gib=settings.worker_memory_gib,
+            silence_s=settings.worker_silence_s,
+        )
         pool.add_metrics = add_metrics
         await pool.start_all(worker_setups(in_homes(config, homes), policy, pool.address))
         ready = await pool.sizes(settings.worker_timeout_s)
@@ -350,10 +433,17 @@ async def play_session(
 
 
 class Progress:
-    """Shows how many rollouts are finished: a bar on a terminal, a line every PROGRESS_S elsewhere."""
+    """Shows how many rollouts are finished: a bar on a terminal, a line every PROGRESS_S
+    elsewhere."""
 
     def __init__(self, label: str, total: int):
-        self.label, self.total, self.done, self.printed, self.bar = label, total, 0, time.monotonic(), None
+        self.label, self.total, self.done, self.printed, self.bar = (
+            label,
+            total,
+            0,
+            time.monotonic(),
+            None,
+        )
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import Progress as Bar

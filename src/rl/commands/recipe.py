@@ -1,4 +1,5 @@
-"""`rl recipe`: lists recipes, copies one to start from, or checks that one still gives its recorded curve."""
+"""`rl recipe`: lists recipes, copies one to start from, or checks that one still gives its
+recorded curve."""
 
 import contextlib
 import itertools
@@ -24,21 +25,32 @@ from rl.system.linux import end_with_parent
 OPTIONS = (
     Option("to", "FOLDER", "folder of the copy; must not exist yet; default: ./NAME"),
     Option("check", "", "run all stages, and compare the end of the curve with the recorded seeds"),
-    Option("short", "", "with --check: two steps of each stage that trains, to see that all of them work"),
+    Option(
+        "short",
+        "",
+        "with --check: two steps of each stage that trains, to see that all of them work",
+    ),
     Option("seed", "SEED", "with --check: seed of the stages; default: that of their files"),
-    Option("output", "FOLDER", "with --check: new folder to run in; default: outputs/recipes/NAME-1, NAME-2, ..."),
+    Option(
+        "output",
+        "FOLDER",
+        "with --check: new folder to run in; default: outputs/recipes/NAME-1, NAME-2, ...",
+    ),
 )
 HELP = f"""usage: rl recipe [NAME] [--to FOLDER]
        rl recipe NAME --check [--short] [--seed SEED] [--output FOLDER]
 
-A recipe is a task with settings, and the curves of one or more seeds: how far a model got. Without a name, lists all recipes: minutes of
-one seed on the machine that recipe.toml names, how many seeds were recorded, and the measure, mostly a reward, before -> after the last
-stage. Of a recipe that was `not run` the minutes are estimated (~), and its README says what others published. With a name, copies the
-recipe and its environments, and prints the commands that train it; change the copy into your own.
+A recipe is a task with settings, and the curves of one or more seeds: how far a model got. Without
+a name, lists all recipes: minutes of one seed on the machine that recipe.toml names, how many seeds
+were recorded, and the measure, mostly a reward, before -> after the last stage. Of a recipe that
+was `not run` the minutes are estimated (~), and its README says what others published. With a name,
+copies the recipe and its environments, and prints the commands that train it; change the copy into
+your own.
 
---check trains one in a new folder and compares the last value of the measure with the recorded ones. It passes unless it is lower than the
-worst seed's by more than the seeds differ, or by 0.05 if they differ less (by 0.15 if one or two were recorded). Exit code 0: passed, 1:
-not. It also prints the curve as a line of recipe.toml, to record one more seed.
+--check trains one in a new folder and compares the last value of the measure with the recorded
+ones. It passes unless it is lower than the worst seed's by more than the seeds differ, or by 0.05
+if they differ less (by 0.15 if one or two were recorded). Exit code 0: passed, 1: not. It also
+prints the curve as a line of recipe.toml, to record one more seed.
 
 {option_lines(OPTIONS)}
 """
@@ -48,22 +60,41 @@ SHORT_STEPS = "2"
 def main(args: list[str], _children: Children) -> int:
     values, rest = take("rl recipe", args, OPTIONS, HELP)
     if len(rest) > 1 or any(word.startswith(("-", "@")) for word in rest):
-        fail("rl recipe", f"{' '.join(rest)}: not understood; give the name of one recipe, {', '.join(names())}")
+        fail(
+            "rl recipe",
+            f"{' '.join(rest)}: not understood; give the name of one recipe, {', '.join(names())}",
+        )
     given = {key for key, value in values.items() if value is not None}
-    if (given & {"short", "seed", "output"} and "check" not in given) or given >= {"to", "check"} or (given and not rest):
-        fail("rl recipe", "--to is for a copy, --short, --seed and --output are for --check, and each needs NAME; see rl recipe --help")
+    if (
+        (given & {"short", "seed", "output"} and "check" not in given)
+        or given >= {"to", "check"}
+        or (given and not rest)
+    ):
+        fail(
+            "rl recipe",
+            "--to is for a copy, --short, --seed and --output are for --check, and each "
+            "needs NAME; see rl recipe --help",
+        )
     if not rest:
         print("\n".join(listed({name: read(name) for name in names()})))
         return 0
     name, recipe = rest[0], read(rest[0])
     if values["check"]:
         if recipe.aim and not values["short"]:
-            remedy = "add --short to see whether its stages work; docs/recipes.md says how a curve is recorded"
-            fail("rl recipe", f"{name} was never run, so there is no curve to compare with: {remedy}")
+            remedy = (
+                "add --short to see whether its stages work; docs/recipes.md says how a curve is "
+                "recorded"
+            )
+            fail(
+                "rl recipe", f"{name} was never run, so there is no curve to compare with: {remedy}"
+            )
         return check(name, recipe, values)
     folder = Path(values["to"] or name).expanduser()
     copy(name, recipe, folder)
-    time = f"{'never run; estimated ' if recipe.aim else 'about '}{recipe.minutes:g} minutes on {recipe.machine}"
+    time = (
+        f"{'never run; estimated ' if recipe.aim else 'about '}{recipe.minutes:g} minutes on "
+        f"{recipe.machine}"
+    )
     print(f"{folder}: {recipe.title}; {time}. Train it with:\n")
     print("\n".join([f"cd {shlex.quote(str(folder))}", *commands(recipe, program(folder))]))
     return 0
@@ -80,18 +111,35 @@ def commands(recipe: Recipe, rl: str) -> list[str]:
 
 def listed(recipes: dict[str, Recipe]) -> list[str]:
     rows = [("recipe", "minutes", "seeds", "before -> after", "task")]
-    rows += [(name, recipe.time, str(len(recipe.seeds)), recipe.ends, recipe.title) for name, recipe in recipes.items()]
+    rows += [
+        (name, recipe.time, str(len(recipe.seeds)), recipe.ends, recipe.title)
+        for name, recipe in recipes.items()
+    ]
     first = max(len(row[0]) for row in rows)
-    return [f"{name:<{first}}  {minutes:>7}  {seeds:>5}  {ends:<15}  {title}" for name, minutes, seeds, ends, title in rows]
+    return [
+        f"{name:<{first}}  {minutes:>7}  {seeds:>5}  {ends:<15}  {title}"
+        for name, minutes, seeds, ends, title in rows
+    ]
 
 
 def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
-    """Runs all stages in a new folder and prints what they came to. Returns the exit code. Raises RunError."""
+    """Runs all stages in a new folder and prints what they came to. Returns the exit code.
+    Raises RunError."""
     numbered = (Path("outputs") / "recipes" / f"{name}-{i}" for i in itertools.count(1))
-    folder = Path(values["output"]).expanduser() if values["output"] else next(path for path in numbered if not path.exists())
+    folder = (
+        Path(values["output"]).expanduser()
+        if values["output"]
+        else next(path for path in numbered if not path.exists())
+    )
     copy(name, recipe, folder)
-    flags = ["--seed", str(values["seed"])] * (values["seed"] is not None) + ["--max_steps", SHORT_STEPS] * bool(values["short"])
-    stages = [[*words, *(flags if "@" in words else [])] for words in map(shlex.split, recipe.stages)]  # `export` has no such settings
+    flags = ["--seed", str(values["seed"])] * (values["seed"] is not None) + [
+        "--max_steps",
+        SHORT_STEPS,
+    ] * bool(values["short"])
+    # `export` has no such settings
+    stages = [
+        [*words, *(flags if "@" in words else [])] for words in map(shlex.split, recipe.stages)
+    ]
     with contextlib.chdir(folder):
         settings = itertools.dropwhile(lambda word: not word.startswith(("-", "@")), stages[-1])
         config = build(parse_args([*settings], os.environ))
@@ -100,10 +148,16 @@ def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
             with teaching(recipe.teacher if words is stages[-1] else "", folder):
                 print(f"{folder}: rl {shlex.join(words)}", flush=True)
                 if code := run_stage(words):
-                    raise RunError(f"{name}: `rl {shlex.join(words)}` in {folder} ended with exit code {code}; it says why above")
+                    raise RunError(
+                        f"{name}: `rl {shlex.join(words)}` in {folder} ended with exit code "
+                        f"{code}; it says why above"
+                    )
     points = measured(recipe, metrics)
     if values["short"]:
-        print(f"{name}: all stages work, and {recipe.measure} is {points[max(points)]:.3f} at step {max(points)}")
+        print(
+            f"{name}: all stages work, and {recipe.measure} is {points[max(points)]:.3f} at "
+            f"step {max(points)}"
+        )
         return 0
     lines, passed = verdict(name, recipe, points)
     print("\n".join(lines))
@@ -114,23 +168,29 @@ def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def teaching(arguments: str, folder: Path) -> Iterator[None]:
-    """A recipe's teacher, if it has one, which serves until the block ends. Nothing waits for its start here: its run does."""
+    """A recipe's teacher, if it has one, which serves until the block ends. Nothing waits for
+    its start here: its run does."""
     if not arguments:
         yield
         return
-    os.environ.setdefault(VARIABLE, secrets.token_hex(16))  # the key by which the run may ask the server
+    # the key by which the run may ask the server
+    os.environ.setdefault(VARIABLE, secrets.token_hex(16))
     print(f"{folder}: inference {arguments} (log: teacher.log)", flush=True)
     words = [*PYTHON, "-m", "rl.inference.main", *shlex.split(arguments)]
     with (
         open("teacher.log", "wb") as log,
-        subprocess.Popen(words, env=inherited(), stdout=log, stderr=log, preexec_fn=end_with_parent) as process,
+        subprocess.Popen(
+            words, env=inherited(), stdout=log, stderr=log, preexec_fn=end_with_parent
+        ) as process,
     ):
         try:
             yield
         except RunError as error:
             if process.poll() is None:
                 raise
-            raise RunError(f"{error}; its teacher had ended before, {folder}/teacher.log says why") from None
+            raise RunError(
+                f"{error}; its teacher had ended before, {folder}/teacher.log says why"
+            ) from None
         finally:
             process.terminate()
             try:
@@ -141,30 +201,42 @@ def teaching(arguments: str, folder: Path) -> Iterator[None]:
 
 
 def run_stage(words: list[str]) -> int:
-    """Runs `rl` with these arguments on this terminal. Returns its exit code. A signal that ends this process ends it first."""
-    with subprocess.Popen([*PYTHON, "-m", "rl.main", *words], preexec_fn=end_with_parent) as process:
+    """Runs `rl` with these arguments on this terminal. Returns its exit code. A signal that ends
+    this process ends it first."""
+    with subprocess.Popen(
+        [*PYTHON, "-m", "rl.main", *words], preexec_fn=end_with_parent
+    ) as process:
         try:
             return process.wait()
         except Stopped:
-            process.send_signal(signal.SIGTERM)  # after a Ctrl-C, which the terminal sends it as well, this counts as the same signal
+            # after a Ctrl-C, which the terminal sends it as well, this counts as the same signal
+            process.send_signal(signal.SIGTERM)
             raise
 
 
 def measured(recipe: Recipe, metrics: Path) -> dict[int, float]:
-    """Returns a recipe's measure by step, from the metrics.jsonl of its last stage's run. Raises RunError."""
+    """Returns a recipe's measure by step, from the metrics.jsonl of its last stage's run. Raises
+    RunError."""
     from rl.run_dir.numbers import Numbers  # takes 0.1 s, which `--help` should not
 
     numbers = Numbers.read(metrics)
     steps, values = numbers.curve(recipe.measure)
     if not len(steps):
         close = get_close_matches(recipe.measure, numbers.names, n=1) or numbers.names
-        raise RunError(f"{metrics} has no {recipe.measure}, the recipe's measure; it has {', '.join(close) or 'nothing'}")
+        raise RunError(
+            f"{metrics} has no {recipe.measure}, the recipe's measure; it has "
+            f"{', '.join(close) or 'nothing'}"
+        )
     return dict(zip(steps.tolist(), values.tolist(), strict=True))
 
 
 def verdict(name: str, recipe: Recipe, points: dict[int, float]) -> tuple[list[str], bool]:
-    """Returns lines that show the curve of a run beside the recorded ones, and whether its end passes for that of one more seed."""
-    columns = {"this run": points} | {f"seed {seed}": dict(zip(recipe.steps, values, strict=True)) for seed, values in recipe.seeds.items()}
+    """Returns lines that show the curve of a run beside the recorded ones, and whether its end
+    passes for that of one more seed."""
+    columns = {"this run": points} | {
+        f"seed {seed}": dict(zip(recipe.steps, values, strict=True))
+        for seed, values in recipe.seeds.items()
+    }
     lines = [" ".join(f"{head:>9}" for head in ("step", *columns))]
     for step in sorted({*recipe.steps, *points}):
         cells = (f"{column[step]:.3f}" if step in column else "-" for column in columns.values())

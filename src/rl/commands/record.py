@@ -1,7 +1,9 @@
-"""`rl.record`: any program that speaks OpenAI's API plays the policy, and what it plays is written as rollouts. See docs/recorded.md.
+"""`rl.record`: any program that speaks OpenAI's API plays the policy, and what it plays is written
+as rollouts. See docs/recorded.md.
 
-A server in this process answers `/v1/chat/completions`, with an address of its own for each episode, by asking the policy's inference
-server for token ids. So each call becomes a turn with exactly the ids that were sent and sampled.
+A server in this process answers `/v1/chat/completions`, with an address of its own for each
+episode, by asking the policy's inference server for token ids. So each call becomes a turn with
+exactly the ids that were sent and sampled.
 """
 
 import asyncio
@@ -34,8 +36,27 @@ from rl.wire.rollouts import Rollout, unfit
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
-READ = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "seed", "temperature", "n", "stream"}
-WITHOUT_EFFECT = {"user", "metadata", "store", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+READ = {
+    "model",
+    "messages",
+    "tools",
+    "tool_choice",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "seed",
+    "temperature",
+    "n",
+    "stream",
+}
+WITHOUT_EFFECT = {
+    "user",
+    "metadata",
+    "store",
+    "parallel_tool_calls",
+    "safety_identifier",
+    "prompt_cache_key",
+}
 """Fields of a request that do not change what is sampled."""
 LAST_LINES = 30
 STOP_S, POLL_S = 30.0, 1.0
@@ -43,12 +64,15 @@ MAX_REQUEST_BYTES = 1 << 28
 
 
 class RecordedEpisode:
-    """One play of a task by your program. `client` and `async_client` are OpenAI's own; `base_url` and `api_key` are for anything else."""
+    """One play of a task by your program. `client` and `async_client` are OpenAI's own;
+    `base_url` and `api_key` are for anything else."""
 
     def __init__(self, recorder: "Recorder", env: str, task: int | str):
         self.recorder, self.env, self.task = recorder, env, task
         self.key = secrets.token_hex(16)
-        self.conversation = Conversation(recorder.policy, next(recorder.sessions), recorder.sampling)
+        self.conversation = Conversation(
+            recorder.policy, next(recorder.sessions), recorder.sampling
+        )
         self.messages: list[Message] = []
         self.overlong = False
         self.failure: RolloutError | None = None
@@ -77,37 +101,53 @@ class RecordedEpisode:
         """The same for asyncio."""
         from openai import AsyncOpenAI
 
-        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=0, timeout=None)
+        return AsyncOpenAI(
+            base_url=self.base_url, api_key=self.api_key, max_retries=0, timeout=None
+        )
 
     async def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request of OpenAI's API. Raises RolloutError and PromptTooLongError."""
-        if fault := fault_of(body, self.recorder.sampling) or (self.finished and "this episode is finished: begin another one"):
+        if fault := fault_of(body, self.recorder.sampling) or (
+            self.finished and "this episode is finished: begin another one"
+        ):
             raise RolloutError("environment", fault)
         messages = body["messages"]
         turn, answer = await self.conversation.answer(messages, body.get("tools"), body)
         self.messages = [*messages, assistant_message(answer)]
         return chat_completion(turn, answer, body.get("model") or "policy")
 
-    def finish(self, reward: float, metrics: dict[str, float] | None = None, *, truncated: bool = False) -> Rollout:
-        """Ends the episode and appends its rollout to the file. `truncated`: whether your program broke it off; an answer cut short says
-        so itself. A rollout one of whose calls has failed is written as failed. Raises RunError."""
+    def finish(
+        self, reward: float, metrics: dict[str, float] | None = None, *, truncated: bool = False
+    ) -> Rollout:
+        """Ends the episode and appends its rollout to the file. `truncated`: whether your
+        program broke it off; an answer cut short says so itself. A rollout one of whose calls
+        has failed is written as failed. Raises RunError."""
         turns, history = self.conversation.turns, self.conversation.history
         if self.finished:
-            raise RunError("this episode is finished already: begin another one with recorder.episode()")
+            raise RunError(
+                "this episode is finished already: begin another one with recorder.episode()"
+            )
         if not turns and not self.failure and not self.overlong:
-            raise RunError("this episode has no call of the policy: give your program its client, or its base_url")
+            raise RunError(
+                "this episode has no call of the policy: give your program its client, or "
+                "its base_url"
+            )
         rollout = Rollout(
             turns=turns,
             text=self.messages,
             num_prompt_messages=history[-1].num_prompt if history else len(self.messages),
             reward=float(reward),
             metrics=metrics or {},
-            truncated=truncated or self.overlong or any(answer.finish_reason == "length" for answer in turns.answers),
+            truncated=truncated
+            or self.overlong
+            or any(answer.finish_reason == "length" for answer in turns.answers),
             overlong=self.overlong,
             error=str(self.failure) if self.failure else None,
             cause=self.failure.cause if self.failure else None,
         )
-        if fault := unfit(rollout) or next(faults_of_turns(turns, self.recorder.policy.spec, None), ""):
+        if fault := unfit(rollout) or next(
+            faults_of_turns(turns, self.recorder.policy.spec, None), ""
+        ):
             raise RunError(fault)
         self.finished = True
         self.recorder.write(self, rollout)
@@ -115,16 +155,29 @@ class RecordedEpisode:
 
 
 def fault_of(body: dict[str, Any], sampling: dict[str, Any]) -> str:
-    """Describes what a request asks for that would not be done and that its conversation does not refuse; empty if there is nothing."""
+    """Describes what a request asks for that would not be done and that its conversation does
+    not refuse; empty if there is nothing."""
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         return "messages: give a list of chat messages"
-    for name in sorted({name for name, value in body.items() if value not in (None, False, [], {})} - READ - WITHOUT_EFFECT):
-        return f"{name}: is not supported by rl.record: leave it out; settings of sampling are given to rl.record itself"
+    for name in sorted(
+        {name for name, value in body.items() if value not in (None, False, [], {})}
+        - READ
+        - WITHOUT_EFFECT
+    ):
+        return (
+            f"{name}: is not supported by rl.record: leave it out; settings of sampling are "
+            "given to rl.record itself"
+        )
     if body.get("stream"):
         return "stream: answers come in one piece: leave it out"
     if (heat := body.get("temperature")) is not None and heat != sampling["temperature"]:
-        remedy = f"leave it out, or give it to rl.record: orchestrator__sampling__temperature={heat}"
-        return f"temperature: the policy is sampled at {sampling['temperature']}, at which the trainer will score it: {remedy}"
+        remedy = (
+            f"leave it out, or give it to rl.record: orchestrator__sampling__temperature={heat}"
+        )
+        return (
+            f"temperature: the policy is sampled at {sampling['temperature']}, at which the "
+            f"trainer will score it: {remedy}"
+        )
     return ""
 
 
@@ -135,17 +188,25 @@ class ServerProcess:
         """Waits until it is ready. Raises RunError or ConfigError."""
         self.lines = deque[str](maxlen=LAST_LINES)
         command = [*PYTHON, "-m", "rl.commands.record_server", *args]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
         self.process = subprocess.Popen(command, start_new_session=True, errors="replace", **pipes)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
             self.config = build(parse_args([f"@{self._ready()}"]), OPTIONAL)
             on_failure.pop_all()
         assert self.process.stdout
-        threading.Thread(target=self.lines.extend, args=(self.process.stdout,), name="rl.record.log", daemon=True).start()
+        threading.Thread(
+            target=self.lines.extend, args=(self.process.stdout,), name="rl.record.log", daemon=True
+        ).start()
 
     def _ready(self) -> Path:
-        """Shows what the process says, and returns the path of its configuration when it is ready. Raises RunError or ConfigError."""
+        """Shows what the process says, and returns the path of its configuration when it is
+        ready. Raises RunError or ConfigError."""
         assert self.process.stdout
         for line in self.process.stdout:
             if (path := Path(line.strip())).is_absolute() and path.name == "config.toml":
@@ -157,7 +218,11 @@ class ServerProcess:
     def fault(self) -> str:
         """Describes how the process has ended; empty if it lives."""
         code = self.process.poll()
-        return "" if code is None else f"the policy's server has ended with {code}:\n{''.join(self.lines).rstrip()}"
+        return (
+            ""
+            if code is None
+            else f"the policy's server has ended with {code}:\n{''.join(self.lines).rstrip()}"
+        )
 
     def close(self) -> None:
         """Ends the process: its standard input ends."""
@@ -171,12 +236,25 @@ class ServerProcess:
 
 
 class Recorder(contextlib.AbstractContextManager["Recorder"]):
-    """Records episodes of your programs with one policy. Use it in a `with` block, which ends the policy's server."""
+    """Records episodes of your programs with one policy. Use it in a `with` block, which ends
+    the policy's server."""
 
-    def __init__(self, policy: Policy, sampling: dict[str, Any], name: str, output: Path, server: ServerProcess | None = None):
-        """`name`: the policy's in the file. Raises RunError if `output` is a file of something else, or is being written."""
+    def __init__(
+        self,
+        policy: Policy,
+        sampling: dict[str, Any],
+        name: str,
+        output: Path,
+        server: ServerProcess | None = None,
+    ):
+        """`name`: the policy's in the file. Raises RunError if `output` is a file of something
+        else, or is being written."""
         self.policy, self.sampling, self.name, self.server = policy, sampling, name, server
-        self.output, self.lock, self.sessions = output.expanduser().absolute(), threading.Lock(), count()
+        self.output, self.lock, self.sessions = (
+            output.expanduser().absolute(),
+            threading.Lock(),
+            count(),
+        )
         self.on_close = contextlib.ExitStack()
         self.on_close.enter_context(only_writer(self.output))
         self.present = read_present(self.output)
@@ -192,7 +270,10 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(server.close)
             config = server.config
-            policy = Policy(policy_spec(config, resolve_model(config.model)), config.orchestrator.inference_timeout_s)
+            policy = Policy(
+                policy_spec(config, resolve_model(config.model)),
+                config.orchestrator.inference_timeout_s,
+            )
             sampling = config.orchestrator.sampling.model_dump(exclude_none=True)
             recorder = Recorder(policy, sampling, config.model.name, output, server)
             on_failure.pop_all()
@@ -206,7 +287,8 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         """Starts to answer on this machine's loopback. Returns the address."""
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/{episode}/v1/chat/completions", self._complete)
-        self.runner = web.AppRunner(app, handler_cancellation=True)  # an answer that nobody waits for is no turn
+        # an answer that nobody waits for is no turn
+        self.runner = web.AppRunner(app, handler_cancellation=True)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
         return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
@@ -232,7 +314,8 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
             return refusal(f"{type(error).__name__}: {error}", "invalid_request_error")
 
     async def _while_served(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Awaits work that asks the server. Raises RolloutError if the server's process ends meanwhile."""
+        """Awaits work that asks the server. Raises RolloutError if the server's process ends
+        meanwhile."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -244,8 +327,8 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
             task.cancel()
 
     def episode(self, task: int | str, env: str = "recorded") -> RecordedEpisode:
-        """Begins an episode. `task`: number or name of what is played; rollouts of one task are compared with each other. `env`: a name for
-        metrics."""
+        """Begins an episode. `task`: number or name of what is played; rollouts of one task are
+        compared with each other. `env`: a name for metrics."""
         episode = RecordedEpisode(self, env, task)
         self.episodes[episode.key] = episode
         return episode
@@ -257,7 +340,13 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
             there = self.present.setdefault((episode.env, episode.task), set())
             sample = next(number for number in count() if number not in there)
             there.add(sample)
-            where = {"env": episode.env, "task": episode.task, "sample": sample, "agents": 1, "policy": self.name}
+            where = {
+                "env": episode.env,
+                "task": episode.task,
+                "sample": sample,
+                "agents": 1,
+                "policy": self.name,
+            }
             append_file(self.output, line_of(where, rollout, self.sampling["temperature"]))
 
     def close(self) -> None:
@@ -275,4 +364,6 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
 
 def refusal(message: str, kind: str, status: int = 400) -> web.Response:
     """An error in the form of OpenAI's API."""
-    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": kind}}, status=status)
+    return web.json_response(
+        {"error": {"message": message, "type": kind, "param": None, "code": kind}}, status=status
+    )

@@ -1,6 +1,8 @@
-"""`python -m rl.commands.record_server`: the inference server of a policy for `rl.record`, until standard input ends.
+"""`python -m rl.commands.record_server`: the inference server of a policy for `rl.record`, until
+standard input ends.
 
-It is a process of its own because what starts servers belongs into a main thread, and adopts orphans and handles signals there.
+It is a process of its own because what starts servers belongs into a main thread, and adopts
+orphans and handles signals there.
 """
 
 import asyncio
@@ -29,16 +31,22 @@ def main() -> None:
 
 
 async def serve(config: RLConfig, values: dict[str, Any], children: Children) -> int:
-    """Starts the server and prints the path of its configuration; ends it with standard input, or raises RunError if it ends itself."""
+    """Starts the server and prints the path of its configuration; ends it with standard input,
+    or raises RunError if it ends itself."""
     source = resolve(values["policy"], config, None, None)
     if source.endpoint:
         what = f"{source.label} is an endpoint that returns no token ids"
-        raise RunError(f"{what}: give a model or a run, or the addresses of servers of rl (orchestrator.inference_urls)")
+        raise RunError(
+            f"{what}: give a model or a run, or the addresses of servers of rl "
+            "(orchestrator.inference_urls)"
+        )
     with tempfile.TemporaryDirectory(prefix="rl-record-") as folder:
         config, server, place = config.with_absolute_paths(), None, Path(folder) / "config.toml"
         try:
             if source.model:
-                server = await start_server(config, source.model, Path(folder), children, source.adapter)
+                server = await start_server(
+                    config, source.model, Path(folder), children, source.adapter
+                )
                 await server.ready()
                 config, place = server.config, server.config.run_dir.config
             else:

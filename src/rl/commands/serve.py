@@ -26,8 +26,10 @@ from rl.system.terminal import say
 from rl.tinker.gate import KEY_PREFIX
 
 HELP = (
-    "Serves the Tinker API over a model: programs that use the tinker SDK train LoRA adapters on this machine and sample from\n"
-    "them. Prints the address and the key to give them. What clients make is kept in the run directory, and the next start\n"
+    "Serves the Tinker API over a model: programs that use the tinker SDK train LoRA "
+    "adapters on this machine and sample from\n"
+    "them. Prints the address and the key to give them. What clients make is kept in the run "
+    "directory, and the next start\n"
     "with the same name goes on with it. See docs/tinker.md.\n\n"
     "usage: rl serve [@ FILE] [--serve.alias NAME] [--KEY VALUE] ...\n\n"
     f"{SETTINGS}  --clean                     delete what clients have made, and start over\n"
@@ -37,7 +39,9 @@ POLL_S = 0.2
 
 def main(args: list[str], children: Children) -> int:
     given = {"serve": (True, "rl serve")}
-    config, line = load_config_or_exit(args, "rl serve", variables=os.environ, usage=HELP, given=given, dry_run=dry_run)
+    config, line = load_config_or_exit(
+        args, "rl serve", variables=os.environ, usage=HELP, given=given, dry_run=dry_run
+    )
     assert config.serve
     config = config.with_absolute_paths()
     box = machine()
@@ -47,7 +51,8 @@ def main(args: list[str], children: Children) -> int:
     assert config.serve
     check_ports(config)
     sock = bind(config.serve.host, config.serve.port, "serve.port")
-    config.serve.port = sock.getsockname()[1]  # a process that is started again must be found where it was
+    # a process that is started again must be found where it was
+    config.serve.port = sock.getsockname()[1]
     sock.close()
     prepared = prepare(config, resume=None, clean="clean" in line.switches)
     run_dir = prepared.run_dir
@@ -61,7 +66,9 @@ def main(args: list[str], children: Children) -> int:
         while not keeper.finished:
             poll(keeper)
         inference = [role for role in roles.roles(config, run_dir, division) if role.serves]
-        trainer = Role(NAME, roles.command(NAME, run_dir, 1), division.trainer.env, division.trainer.cores)
+        trainer = Role(
+            NAME, roles.command(NAME, run_dir, 1), division.trainer.env, division.trainer.cores
+        )
         say(f"starting {Path(config.model.name).name} (logs: {run_dir.logs})")
         keeper.begin([*inference, trainer])
         watch(keeper, run_dir)
@@ -73,13 +80,16 @@ def main(args: list[str], children: Children) -> int:
 
 
 def check_same(config: RLConfig, clean: bool) -> None:
-    """Raises RunError if clients have made something here with settings that what they make depends on."""
+    """Raises RunError if clients have made something here with settings that what they make
+    depends on."""
     run_dir = config.run_dir
     if clean or not (run_dir.root / "models").is_dir():
         return
     if refused := refusals(as_written(run_dir.root), config):
         remedy = "  choose another --name, or delete what clients have made with --clean"
-        raise RunError("\n".join([f"{run_dir.root} was made with other settings:", *refused, remedy]))
+        raise RunError(
+            "\n".join([f"{run_dir.root} was made with other settings:", *refused, remedy])
+        )
 
 
 def poll(keeper: Keeper) -> None:
@@ -100,5 +110,9 @@ def watch(keeper: Keeper, run_dir: RunDir) -> None:
         addresses = [status.address for status in statuses if status and status.address]
         if not told and len(addresses) == len(statuses):
             told = True
-            print(f"export TINKER_BASE_URL={addresses[1]}\nexport TINKER_API_KEY={KEY_PREFIX}{run_token(run_dir.status_dir)}", flush=True)
+            print(
+                f"export TINKER_BASE_URL={addresses[1]}\nexport "
+                f"TINKER_API_KEY={KEY_PREFIX}{run_token(run_dir.status_dir)}",
+                flush=True,
+            )
     run_dir.stop_request.unlink(missing_ok=True)

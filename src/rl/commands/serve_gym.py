@@ -1,4 +1,5 @@
-"""`rl env ID --serve-gym PORT`: an environment as an agent of NeMo Gym, whose programs play it over HTTP."""
+"""`rl env ID --serve-gym PORT`: an environment as an agent of NeMo Gym, whose programs play it
+over HTTP."""
 
 import asyncio
 import itertools
@@ -32,7 +33,9 @@ MAX_BODY_BYTES = 1 << 30
 """NeMo Gym sends the numbers of all rollouts of a collection at once."""
 
 
-def main(config: RLConfig, values: dict[str, Any], homes: Callable[[], Homes], children: Children) -> int:
+def main(
+    config: RLConfig, values: dict[str, Any], homes: Callable[[], Homes], children: Children
+) -> int:
     """Serves until a signal. The port is taken before the environment's home is made."""
     sock = bind(HOST, values["serve_gym"], "--serve-gym")
     sock.listen()
@@ -40,25 +43,42 @@ def main(config: RLConfig, values: dict[str, Any], homes: Callable[[], Homes], c
         return run("rl env", children, serve(config, homes(), values, sock, children))
 
 
-async def serve(config: RLConfig, homes: Homes, values: dict[str, Any], sock: socket.socket, children: Children) -> int:
+async def serve(
+    config: RLConfig, homes: Homes, values: dict[str, Any], sock: socket.socket, children: Children
+) -> int:
     env = config.orchestrator.environment[0]
     if env.head_server:
         raise RunError(f"{env.label} is an environment of NeMo Gym already")
     head = values["head_server"] or HEAD_SERVER
     with scratch(env.label) as work:
         async with play_session(config, homes, None, work, children, head_server=head) as place:
-            agent = GymAgent(place, env.label, config.orchestrator.worker_timeout_s, values["concurrency"] or CONCURRENCY)
+            agent = GymAgent(
+                place,
+                env.label,
+                config.orchestrator.worker_timeout_s,
+                values["concurrency"] or CONCURRENCY,
+            )
             folder = Path(values["export"] or FOLDER / env.label)
             await agent.write_rows(folder, values["limit"])
             text = yaml.safe_dump(agent_entry(env.label, sock.getsockname()[1]), sort_keys=False)
             write_file(folder / "agent.yaml", text.encode())
             app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[programs_only])
-            app.add_routes([web.post("/run", agent.run), web.post("/aggregate_metrics", agent.aggregate_metrics)])
-            runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+            app.add_routes(
+                [
+                    web.post("/run", agent.run),
+                    web.post("/aggregate_metrics", agent.aggregate_metrics),
+                ]
+            )
+            runner = web.AppRunner(
+                app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+            )
             await runner.setup()
             await web.SockSite(runner, sock).start()
             print(text, end="", flush=True)
-            say(f"serving {env.label} for the NeMo Gym of {head}: give its ng_run {folder / 'agent.yaml'} (the lines above)")
+            say(
+                f"serving {env.label} for the NeMo Gym of {head}: give its ng_run "
+                f"{folder / 'agent.yaml'} (the lines above)"
+            )
             try:
                 await place.pool.failed
             finally:
@@ -76,51 +96,77 @@ class GymAgent:
         ready = place.ready[label]
         self.sizes = {"train": ready.num_train, "eval": ready.num_eval}
         if ready.scores_groups:
-            raise RunError(f"{label} scores the episodes of a task together, but NeMo Gym plays each alone: it cannot be served")
+            raise RunError(
+                f"{label} scores the episodes of a task together, but NeMo Gym plays each "
+                "alone: it cannot be served"
+            )
 
     async def rows(self, split: str, num: int, first: int = 0) -> list[dict[str, Any]]:
-        """Returns the rows of up to `num` tasks (-1: all) from task `first`; at least one, if there is one."""
+        """Returns the rows of up to `num` tasks (-1: all) from task `first`; at least one, if
+        there is one."""
         described = await self.place.pool.describe(self.label, split, num, self.timeout_s, first)
-        return [task_row(self.label, split, index, task) for index, task in enumerate(described.tasks, first)]
+        return [
+            task_row(self.label, split, index, task)
+            for index, task in enumerate(described.tasks, first)
+        ]
 
     async def write_rows(self, folder: Path, limit: int | None) -> None:
-        """Writes the tasks of each split, the first `limit` or all. Raises RunError for endless ones without limit."""
+        """Writes the tasks of each split, the first `limit` or all. Raises RunError for endless
+        ones without limit."""
         for split, size in self.sizes.items():
             rows = list[dict[str, Any]]()
             if size is None and not limit:
-                raise RunError(f"{self.label}: its {split} tasks are endless; give a number with --limit")
+                raise RunError(
+                    f"{self.label}: its {split} tasks are endless; give a number with --limit"
+                )
             while more := await self.rows(split, limit - len(rows) if limit else -1, len(rows)):
                 rows += more
             if rows:
-                write_file(folder / f"{split}.jsonl", b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+                write_file(
+                    folder / f"{split}.jsonl",
+                    b"".join(msgspec.json.encode(row) + b"\n" for row in rows),
+                )
                 say(f"{len(rows)} {split} rows in {folder / f'{split}.jsonl'}")
 
     async def run(self, request: web.Request) -> web.Response:
-        """Plays the task of a row. A failed rollout is an answer as well, in the form that NeMo Gym stores apart."""
+        """Plays the task of a row. A failed rollout is an answer as well, in the form that NeMo
+        Gym stores apart."""
         try:
             row = json.loads(await request.read())
             sampling, split, index = await self.checked(row)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+            said = (
+                str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+            )
             return refused(422, f"not a row of {self.label}: {said}")
         except RunError as error:
             return refused(503, str(error))
         try:
             async with self.places:
-                rollouts = await self.place.pool.play(self.label, split, index, 1, sampling, next(self.sessions))
+                rollouts = await self.place.pool.play(
+                    self.label, split, index, 1, sampling, next(self.sessions)
+                )
         except RunError as error:  # the environment is lost, and the server ends
             return refused(503, str(error))
         trained = [rollout for rollout in rollouts if rollout.trainable] or rollouts
         rollout = trained[0]
         if len(trained) > 1:
-            rollout.cause, rollout.error = "environment", f"it trains {len(trained)} agents, but a result of NeMo Gym shows one"
+            rollout.cause, rollout.error = (
+                "environment",
+                f"it trains {len(trained)} agents, but a result of NeMo Gym shows one",
+            )
         if rollout.error:
             say(f"  task {index} failed ({rollout.cause}): {rollout.error.splitlines()[0]}")
         return web.json_response(body=msgspec.json.encode(to_result(row, rollout)))
 
     async def checked(self, row: dict[str, Any]) -> tuple[dict[str, Any], Any, int]:
-        """Returns sampling, split and task of a row. Raises ValueError unless it shows the task as this environment has it."""
-        agent, task, params = row.get("agent_ref") or {}, row.get(TASK), row["responses_create_params"]
+        """Returns sampling, split and task of a row. Raises ValueError unless it shows the task
+        as this environment has it."""
+        agent, task, params = (
+            row.get("agent_ref") or {},
+            row.get(TASK),
+            row["responses_create_params"],
+        )
         if agent.get("name", self.label) != self.label:
             raise ValueError(f"its agent_ref names {agent['name']}")
         if not task:
@@ -133,7 +179,8 @@ class GymAgent:
         for key, value in own["responses_create_params"].items():
             if params.get(key) != value:
                 raise ValueError(
-                    f"the {key} of {split} task {index} differs: the environment or its arguments changed, make the rows again"
+                    f"the {key} of {split} task {index} differs: the environment or its "
+                    "arguments changed, make the rows again"
                 )
         return sampling_of(params), split, index
 
@@ -143,9 +190,14 @@ class GymAgent:
 
 @web.middleware
 async def programs_only(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuses what a page in a browser of this machine may have sent: a request with its origin, or in DNS rebinding with its host name."""
-    if "Origin" in request.headers or not is_loopback(host_name(request.headers.get("Host", "").encode())):
-        return refused(403, "it comes from a web page, or asks for another host than localhost or 127.0.0.1")
+    """Refuses what a page in a browser of this machine may have sent: a request with its origin,
+    or in DNS rebinding with its host name."""
+    if "Origin" in request.headers or not is_loopback(
+        host_name(request.headers.get("Host", "").encode())
+    ):
+        return refused(
+            403, "it comes from a web page, or asks for another host than localhost or 127.0.0.1"
+        )
     return await handler(request)
 
 

@@ -1,4 +1,5 @@
-"""The process of `rl serve` that answers clients and trains their adapters: `python -m rl.commands.serve_process @ config.toml`."""
+"""The process of `rl serve` that answers clients and trains their adapters: `python -m
+rl.commands.serve_process @ config.toml`."""
 
 import os
 import sys
@@ -30,7 +31,8 @@ def main() -> None:
         code = exit_code_of(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # everything is written; threads of libraries may abort at the end of the interpreter
+    # everything is written; threads of libraries may abort at the end of the interpreter
+    os._exit(code)
 
 
 def run(config: RLConfig) -> None:

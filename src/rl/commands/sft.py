@@ -9,13 +9,18 @@ from rl.launch.children import Children
 from rl.launch.run import resume_command
 
 HELP = (
-    "Trains on examples: JSONL or a Hugging Face data set with prompts and completions or with conversations, or the best\n"
-    "rollouts of a run. Reinforcement learning can start from the weights it writes. See docs/sft.md.\n\n"
-    f"usage: rl sft [@ FILE] [--KEY VALUE] ...\n\n{SETTINGS}  --trainer-gpus, --trainer-cpus   devices (counts or ids)\n{VIEW}{RESUME}"
+    "Trains on examples: JSONL or a Hugging Face data set with prompts and completions or "
+    "with conversations, or the best\n"
+    "rollouts of a run. Reinforcement learning can start from the weights it writes. See "
+    "docs/sft.md.\n\n"
+    f"usage: rl sft [@ FILE] [--KEY VALUE] ...\n\n{SETTINGS}  --trainer-gpus, --trainer-cpus "
+    f"  devices (counts or ids)\n{VIEW}{RESUME}"
 )
 
 
 def main(args: list[str], children: Children) -> int:
     given = {"sft": (True, "rl sft")}
-    config, line = load_config_or_exit(args, "rl sft", variables=os.environ, usage=HELP, given=given, dry_run=dry_run)
+    config, line = load_config_or_exit(
+        args, "rl sft", variables=os.environ, usage=HELP, given=given, dry_run=dry_run
+    )
     return start(config, line, children, resume_command(args, "rl sft"))

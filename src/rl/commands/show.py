@@ -21,17 +21,27 @@ OPTIONS = (
     Option("env", "NAME", "only rollouts of one environment"),
     Option("task", "TASK", "only rollouts of one task, by its number"),
     Option(
-        "why", "REASON", "only rollouts not trained for this reason: no_signal, surplus, stale, error, truncated, pending ...; or: trained"
+        "why",
+        "REASON",
+        "only rollouts not trained for this reason: no_signal, surplus, stale, error, "
+        "truncated, pending ...; or: trained",
     ),
-    Option("sort", "FIELD", "sort by a number, the highest first: reward, advantage, num_tokens, num_turns, or one of the metrics"),
+    Option(
+        "sort",
+        "FIELD",
+        "sort by a number, the highest first: reward, advantage, num_tokens, num_turns, or "
+        "one of the metrics",
+    ),
     Option("reverse", "", "with --sort: lowest first"),
     Option("limit", "N", "most rollouts to print; default: all, or 100 with --sort"),
 )
-HELP = f"""usage: rl show RUN [--step N] [--env NAME] [--task TASK] [--why REASON] [--sort FIELD [--reverse]] [--limit N]
+HELP = f"""usage: rl show RUN [--step N] [--env NAME] [--task TASK] [--why REASON] [--sort FIELD
+               [--reverse]] [--limit N]
 
-Prints rollouts in full: messages, reward with each reward function's value, advantage, and whether they were trained on. RUN is the
-directory of a run, alive or dead, or its name under outputs/; or a file of rollouts: outputs/x/evals/000010/NAME.jsonl, or an output of
-`rl collect`. Control characters are shown as \\x1b. On a terminal, the output goes through $PAGER.
+Prints rollouts in full: messages, reward with each reward function's value, advantage, and whether
+they were trained on. RUN is the directory of a run, alive or dead, or its name under outputs/; or a
+file of rollouts: outputs/x/evals/000010/NAME.jsonl, or an output of `rl collect`. Control
+characters are shown as \\x1b. On a terminal, the output goes through $PAGER.
 
 {option_lines(OPTIONS)}
 """
@@ -42,11 +52,15 @@ MOST_LISTED = 12
 
 
 def main(args: list[str], _children: Children) -> int:
-    """Prints the selected rollouts. Returns 1 if a file was damaged. Raises RunError if there is nothing to print."""
+    """Prints the selected rollouts. Returns 1 if a file was damaged. Raises RunError if there is
+    nothing to print."""
     values, rest = take("rl show", args, OPTIONS, HELP)
     if len(rest) != 1 or rest[0].startswith(("-", "@")):
         what = f"{rest[-1]}: not understood." if rest else "which run?"
-        fail("rl show", f"{what} Give one run, its directory or its name, and flags of `rl show --help`")
+        fail(
+            "rl show",
+            f"{what} Give one run, its directory or its name, and flags of `rl show --help`",
+        )
     spec = rest[0]
     files = files_of(spec, values["step"])
     selection, damaged = Selection(values["env"], values["task"], values["why"]), list[str]()
@@ -55,7 +69,11 @@ def main(args: list[str], _children: Children) -> int:
         raise RunError("\n".join([*damaged, nothing(spec, selection, values)]))
     page(texts(first, rows))
     if values["sort"] and not values["limit"] and selection.taken > MOST_SORTED:
-        print(f"rl show: printed the first {MOST_SORTED} of {selection.taken:,} in this order; --limit N prints more", file=sys.stderr)
+        print(
+            f"rl show: printed the first {MOST_SORTED} of {selection.taken:,} in this order; "
+            "--limit N prints more",
+            file=sys.stderr,
+        )
     for fault in damaged:
         print(f"rl show: {fault}", file=sys.stderr)
     return 1 if damaged else 0
@@ -72,16 +90,23 @@ def files_of(spec: str, step: int | None) -> list[Path]:
     files = rollout_files(run_dir, step)
     if not files and step is not None:
         there = ranges(run_dir.rollout_files())
-        raise RunError(f"--step {step}: no rollouts of this step in {run_dir.rollouts_dir}; steps with rollouts: {there}")
+        raise RunError(
+            f"--step {step}: no rollouts of this step in {run_dir.rollouts_dir}; steps with "
+            f"rollouts: {there}"
+        )
     return files
 
 
-def chosen(files: list[Path], selection: Selection, values: dict[str, Any], damaged: list[str]) -> Iterator[Row]:
+def chosen(
+    files: list[Path], selection: Selection, values: dict[str, Any], damaged: list[str]
+) -> Iterator[Row]:
     """Returns the selected rollouts in the requested order. Raises RunError."""
     rows: Iterable[Row] = filter(selection.takes, read_all(files, damaged))
     limit = values["limit"]
     if values["sort"]:
-        rows = ranked(rows, values["sort"], limit or MOST_SORTED, lowest_first=bool(values["reverse"]))
+        rows = ranked(
+            rows, values["sort"], limit or MOST_SORTED, lowest_first=bool(values["reverse"])
+        )
     elif values["reverse"]:
         raise RunError("--reverse: needs --sort FIELD, whose order it reverses")
     return islice(rows, limit)
@@ -90,8 +115,13 @@ def chosen(files: list[Path], selection: Selection, values: dict[str, Any], dama
 def nothing(spec: str, selection: Selection, values: dict[str, Any]) -> str:
     """Returns why nothing is printed, and the remedy."""
     if not selection.seen["env"]:
-        one = "give a run's directory or name, or a file of rollouts that `rl` has written, one JSON object per line"
-        remedy = one if Path(spec).is_file() else f"`rl doctor {spec}` shows what the run is waiting for"
+        one = (
+            "give a run's directory or name, or a file of rollouts that `rl` has written, one "
+            "JSON object per line"
+        )
+        remedy = (
+            one if Path(spec).is_file() else f"`rl doctor {spec}` shows what the run is waiting for"
+        )
         return f"{spec}: no finished rollouts; {remedy}"
     for name, wanted in selection.wanted.items():
         if wanted is not None and not selection.seen[name][wanted]:
@@ -100,7 +130,10 @@ def nothing(spec: str, selection: Selection, values: dict[str, Any]) -> str:
             listed = ", ".join(f"{value} ({count})" for value, count in there)
             return f"--{name} {wanted}: no rollout matches; existing values: {listed}{more}"
     if values["sort"] and selection.numbers:
-        return f"--sort {values['sort']}: the rollouts have no such number; they have: {', '.join(sorted(selection.numbers))}"
+        return (
+            f"--sort {values['sort']}: the rollouts have no such number; they have: "
+            f"{', '.join(sorted(selection.numbers))}"
+        )
     return f"{spec}: no rollout matches all filters"
 
 

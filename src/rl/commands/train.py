@@ -1,4 +1,5 @@
-"""`rl train --from FILE`: a run whose rollouts were recorded before, without environments and inference."""
+"""`rl train --from FILE`: a run whose rollouts were recorded before, without environments and
+inference."""
 
 import os
 
@@ -9,10 +10,16 @@ from rl.config.options import Option, option_lines, take
 from rl.launch.children import Children
 from rl.launch.run import resume_command
 
-OPTIONS = (Option("from", "FILE", 'a JSONL file of rollouts, or a pattern ("data/*.jsonl"): recorded.rollouts'),)
+OPTIONS = (
+    Option(
+        "from", "FILE", 'a JSONL file of rollouts, or a pattern ("data/*.jsonl"): recorded.rollouts'
+    ),
+)
 HELP = (
-    "Trains on recorded rollouts: of `rl collect --tokens`, of rl.record in Python, of verifiers' saved results, or in the form\n"
-    "that docs/recorded.md describes. The file is checked row by row; then it is a run like any other.\n\n"
+    "Trains on recorded rollouts: of `rl collect --tokens`, of rl.record in Python, of "
+    "verifiers' saved results, or in the form\n"
+    "that docs/recorded.md describes. The file is checked row by row; then it is a run like "
+    "any other.\n\n"
     f"usage: rl train --from FILE [@ FILE] [--KEY VALUE] ...\n\n{option_lines(OPTIONS)}\n"
     f"{SETTINGS}  --trainer-gpus, --trainer-cpus   devices (counts or ids)\n{VIEW}{RESUME}"
 )
@@ -22,7 +29,19 @@ def main(args: list[str], children: Children) -> int:
     values, rest = take("rl train", args, OPTIONS)
     given = {"recorded.rollouts": (values["from"], "--from")} if values["from"] else None
     optional = ("orchestrator.environment",)  # without which `fail` below says what is missing
-    config, line = load_config_or_exit(rest, "rl train", variables=os.environ, usage=HELP, given=given, optional=optional, dry_run=dry_run)
+    config, line = load_config_or_exit(
+        rest,
+        "rl train",
+        variables=os.environ,
+        usage=HELP,
+        given=given,
+        optional=optional,
+        dry_run=dry_run,
+    )
     if not config.recorded:
-        fail("rl train", "on which rollouts? Name the file: rl train --from rollouts.jsonl; without a file, `rl` plays environments")
+        fail(
+            "rl train",
+            "on which rollouts? Name the file: rl train --from rollouts.jsonl; without a "
+            "file, `rl` plays environments",
+        )
     return start(config, line, children, resume_command(args, "rl train"))

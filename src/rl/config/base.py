@@ -12,10 +12,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 
 class Settings(BaseModel):
-    """A section of the configuration: unknown keys are errors, a field's docstring is its help text, and numbers are finite unless the
-    field's type is Unbounded."""
+    """A section of the configuration: unknown keys are errors, a field's docstring is its help
+    text, and numbers are finite unless the field's type is Unbounded."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 def not_nan(value: float) -> float:
@@ -30,17 +32,26 @@ Unbounded = Annotated[float, Field(allow_inf_nan=True), AfterValidator(not_nan)]
 
 
 def switch(value: object) -> object:
-    """Maps `true` to an empty table (the section's defaults) and `false` to None (off); returns other values unchanged."""
+    """Maps `true` to an empty table (the section's defaults) and `false` to None (off); returns
+    other values unchanged."""
     return {} if value is True else None if value is False else value
 
 
 def default_type(kind: str) -> BeforeValidator:
-    """Validator for a union discriminated by `type`: a table without one gets `kind`, or "custom" if it has a `function`."""
-    return BeforeValidator(lambda value: {"type": "custom" if "function" in value else kind, **value} if isinstance(value, dict) else value)
+    """Validator for a union discriminated by `type`: a table without one gets `kind`, or
+    "custom" if it has a `function`."""
+    return BeforeValidator(
+        lambda value: (
+            {"type": "custom" if "function" in value else kind, **value}
+            if isinstance(value, dict)
+            else value
+        )
+    )
 
 
 def parse_pair(value: object) -> object:
-    """Splits `0.9,0.99` into a list; returns a list of two unchanged. Raises ValueError for anything else."""
+    """Splits `0.9,0.99` into a list; returns a list of two unchanged. Raises ValueError for
+    anything else."""
     numbers = value.split(",") if isinstance(value, str) else value
     if not isinstance(numbers, (list, tuple)) or len(numbers) != 2:
         raise ValueError("give two numbers: [0.5, 0.9] or 0.5,0.9")
@@ -58,15 +69,24 @@ def parse_names(value: object) -> object:
 
 NAMES = BeforeValidator(parse_names)
 """Validator for a list of names that may be given separated by commas."""
-REQUIREMENTS = BeforeValidator(lambda value: re.split(r", *(?=[a-zA-Z])(?![^[]*\])", value) if isinstance(value, str) else value)
-"""Validator for a list of packages; commas separate them, but not their extras and bounds of their versions."""
+REQUIREMENTS = BeforeValidator(
+    lambda value: (
+        re.split(r", *(?=[a-zA-Z])(?![^[]*\])", value) if isinstance(value, str) else value
+    )
+)
+"""Validator for a list of packages; commas separate them, but not their extras and bounds of
+their versions."""
 
 
 def parse_stops(value: object) -> object:
-    """Splits a text at its commas and reads `\\n` in it as a newline; returns a list unchanged. Raises ValueError for an empty string."""
+    """Splits a text at its commas and reads `\\n` in it as a newline; returns a list unchanged.
+    Raises ValueError for an empty string."""
     texts = re.split(", *", value.replace("\\n", "\n")) if isinstance(value, str) else value
     if isinstance(texts, list) and "" in texts:
-        raise ValueError("""an empty text would end every answer at once; leave it out, or give a text with a comma in a list: '[","]'""")
+        raise ValueError(
+            "an empty text would end every answer at once; leave it out, or give a text with a "
+            """comma in a list: '[","]'"""
+        )
     return texts
 
 
@@ -75,17 +95,24 @@ STOPS = BeforeValidator(parse_stops)
 
 
 def path_setting(absolute: Callable[[str], str]) -> AfterValidator:
-    """Validator for a setting that holds a path: `RLConfig.with_absolute_paths` applies `absolute` to it."""
-    return AfterValidator(lambda value, info: absolute(value) if value is not None and info.context == ABSOLUTE_PATHS else value)
+    """Validator for a setting that holds a path: `RLConfig.with_absolute_paths` applies
+    `absolute` to it."""
+    return AfterValidator(
+        lambda value, info: (
+            absolute(value) if value is not None and info.context == ABSOLUTE_PATHS else value
+        )
+    )
 
 
 def absolute(path: str) -> str:
-    """Returns the absolute path; `~` is the user's home, and relative paths start at the current directory."""
+    """Returns the absolute path; `~` is the user's home, and relative paths start at the current
+    directory."""
     return os.path.abspath(os.path.expanduser(path))
 
 
 def absolute_if_written_as_path(value: str) -> str:
-    """Makes ./x, ., ~/x, x.jsonl, x.py:function and .venvs/x/bin/python absolute; returns a plain name unchanged."""
+    """Makes ./x, ., ~/x, x.jsonl, x.py:function and .venvs/x/bin/python absolute; returns a
+    plain name unchanged."""
     if not re.match(r"(\.{0,2}|~)/|(\.{1,2}|~)$|\.venv|.*\.(py|jsonl)(:|$)", value):
         return value
     path, colon, name = value.partition(":")
@@ -93,12 +120,14 @@ def absolute_if_written_as_path(value: str) -> str:
 
 
 def absolute_if_folder(value: str) -> str:
-    """Makes the path of an existing folder absolute; returns anything else, such as a hub id, unchanged."""
+    """Makes the path of an existing folder absolute; returns anything else, such as a hub id,
+    unchanged."""
     return absolute(value) if value and Path(value).expanduser().is_dir() else value
 
 
 def absolute_if_exists(value: str) -> str:
-    """Makes a path absolute if it exists or is written as a path; returns anything else unchanged."""
+    """Makes a path absolute if it exists or is written as a path; returns anything else
+    unchanged."""
     value = absolute_if_written_as_path(value)
     return absolute(value) if os.path.exists(value) else value
 
@@ -123,7 +152,8 @@ class FunctionConfig(Settings):
 
 
 def parse_devices(value: object) -> object:
-    """Parses the text `2` as a count and `0,1` as a list of ids; returns other types unchanged. Raises ValueError for other text."""
+    """Parses the text `2` as a count and `0,1` as a list of ids; returns other types unchanged.
+    Raises ValueError for other text."""
     if isinstance(value, str):
         ids = [part.strip() for part in value.split(",")]
         if not all(part.isascii() and part.isdigit() for part in ids):
@@ -150,7 +180,8 @@ MAX_RUN_NAME, MAX_LABEL = 200, 100
 
 
 def name_fault(name: str, longest: int) -> str | None:
-    """Returns why a name cannot be one component of a path, or None if it can. `longest` is in bytes."""
+    """Returns why a name cannot be one component of a path, or None if it can. `longest` is in
+    bytes."""
     if not name or name in (".", ".."):
         return "is not a valid file name"
     if "/" in name or name.startswith("."):
@@ -168,4 +199,8 @@ def text_fault(text: str) -> str | None:
     """Returns why a text cannot be written to a file, or None if it can."""
     if "\0" in text:
         return "contains a NUL character; remove it"
-    return "is not valid UTF-8; encode it as UTF-8" if text.encode(errors="ignore").decode() != text else None
+    return (
+        "is not valid UTF-8; encode it as UTF-8"
+        if text.encode(errors="ignore").decode() != text
+        else None
+    )

@@ -7,7 +7,8 @@ from rl.config.run import RLConfig
 
 
 def leaves(value: Any, key: str = "") -> dict[str, Any]:
-    """Returns every value by its dotted key. Unlike command_line.flatten, enters lists of tables, whose entries are keyed by index."""
+    """Returns every value by its dotted key. Unlike command_line.flatten, enters lists of
+    tables, whose entries are keyed by index."""
     if isinstance(value, dict) and value:
         items = value.items()
     elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -21,7 +22,11 @@ def leaves(value: Any, key: str = "") -> dict[str, Any]:
 
 
 def changed_keys(old: RLConfig, new: RLConfig) -> list[tuple[str, Any, Any]]:
-    """Returns (key, old value, new value) of each setting that differs; the value of an unset setting is None."""
+    """Returns (key, old value, new value) of each setting that differs; the value of an unset
+    setting is None."""
     before, after = leaves(without_none(old)), leaves(without_none(new))
     both = ((key, before.get(key), after.get(key)) for key in {**before, **after})
-    return [(key, one, other) for key, one, other in both if one != other and repr(one) != repr(other)]  # repr: nan != nan
+    # repr: nan != nan
+    return [
+        (key, one, other) for key, one, other in both if one != other and repr(one) != repr(other)
+    ]

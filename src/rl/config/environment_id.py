@@ -1,9 +1,11 @@
-"""Resolves environment ids to packages, from local files only: nothing is imported, installed or looked up on the network.
+"""Resolves environment ids to packages, from local files only: nothing is imported, installed or
+looked up on the network.
 
 owner/name, owner/name@0.3.0     the Environments Hub
 pypi:name, pypi:name==0.3.0      the package index
 ./folder                         a folder with a package or a module
-name                             a module or ./environments/name of the current directory, or one installed under that name
+name                             a module or ./environments/name of the current directory, or one
+                                 installed under that name
 """
 
 import json
@@ -18,8 +20,22 @@ from rl.system.errors import RunError
 ROOT_VARIABLE = "RL_ENVIRONMENTS"
 INDEX_PREFIX = "pypi:"
 HUB_ID = re.compile(r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)(@(?P<version>[\w.+!-]+))?", re.ASCII)
-REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)(?P<rest>(\[[\w., -]*\])?\s*([=<>!~][\w.*+!<>=~, -]*)?)", re.ASCII)
-BUNDLED = ("harbor", "lean", "nemo_gym", "openenv", "textarena", "agentic_judge", "best_of_n", "shared_agentic_judge", "user_sim")
+REQUIREMENT = re.compile(
+    r"(?P<name>[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)(?P<rest>(\[[\w., "
+    r"-]*\])?\s*([=<>!~][\w.*+!<>=~, -]*)?)",
+    re.ASCII,
+)
+BUNDLED = (
+    "harbor",
+    "lean",
+    "nemo_gym",
+    "openenv",
+    "textarena",
+    "agentic_judge",
+    "best_of_n",
+    "shared_agentic_judge",
+    "user_sim",
+)
 """v1 tasksets and environments that ship with verifiers (0.3.1 to 0.4.0)."""
 Kind = Literal["hub", "index", "folder", "module", "bundled"]
 
@@ -41,9 +57,14 @@ class Source:
 
 
 def homes_root() -> Path:
-    """Returns the directory of all homes: $RL_ENVIRONMENTS, or `~/.cache/rl/environments` if that is not set."""
+    """Returns the directory of all homes: $RL_ENVIRONMENTS, or `~/.cache/rl/environments` if
+    that is not set."""
     given = os.environ.get(ROOT_VARIABLE, "").strip()
-    return Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "rl" / "environments"
+    return (
+        Path(given).expanduser().absolute()
+        if given
+        else Path.home() / ".cache" / "rl" / "environments"
+    )
 
 
 def module_name(path: str) -> str:
@@ -52,12 +73,18 @@ def module_name(path: str) -> str:
 
 
 def unversioned(env_id: str) -> str:
-    """Returns the id of a Hub or index package without version, with the name normalised as package indexes do; a path unchanged."""
-    return env_id if env_id.startswith("/") else re.sub(r"[-_.]+", "-", re.split(r"[@\[=<>!~]", env_id, maxsplit=1)[0]).lower()
+    """Returns the id of a Hub or index package without version, with the name normalised as
+    package indexes do; a path unchanged."""
+    return (
+        env_id
+        if env_id.startswith("/")
+        else re.sub(r"[-_.]+", "-", re.split(r"[@\[=<>!~]", env_id, maxsplit=1)[0]).lower()
+    )
 
 
 def short_name(env_id: str) -> str:
-    """Strips owner and version from `owner/name@version`, prefix and version from `pypi:name==1.0`, and the suffix from a file name."""
+    """Strips owner and version from `owner/name@version`, prefix and version from
+    `pypi:name==1.0`, and the suffix from a file name."""
     if env_id.startswith(INDEX_PREFIX):
         found = REQUIREMENT.match(env_id.removeprefix(INDEX_PREFIX))
         return found["name"] if found else env_id.removeprefix(INDEX_PREFIX)
@@ -68,19 +95,28 @@ def short_name(env_id: str) -> str:
 
 
 def read_id(env_id: str) -> Source:
-    """Returns the package that an id refers to. Raises RunError, which lists the places searched and how to install it."""
+    """Returns the package that an id refers to. Raises RunError, which lists the places searched
+    and how to install it."""
     if not env_id.strip():
-        raise RunError("the environment id is empty; write owner/name, pypi:name, ./folder, or the name of a module")
+        raise RunError(
+            "the environment id is empty; write owner/name, pypi:name, ./folder, or the name "
+            "of a module"
+        )
     if env_id.startswith((".", "/", "~")):
         return folder(env_id)
     if env_id.startswith(INDEX_PREFIX):
         text = re.sub(r"\s*([\[\],=<>!~]+)\s*", r"\1", env_id.removeprefix(INDEX_PREFIX)).strip()
         if not (found := REQUIREMENT.fullmatch(text)):
-            raise RunError(f"environment {env_id}: not a valid requirement; write pypi:name or pypi:name==1.0")
+            raise RunError(
+                f"environment {env_id}: not a valid requirement; write pypi:name or pypi:name==1.0"
+            )
         return Source("index", INDEX_PREFIX + text, found["name"])
     if "/" in env_id:
         if not (found := HUB_ID.fullmatch(env_id)):
-            raise RunError(f"environment {env_id}: not a valid id; write owner/name, owner/name@version, pypi:name, or ./folder")
+            raise RunError(
+                f"environment {env_id}: not a valid id; write owner/name, "
+                "owner/name@version, pypi:name, or ./folder"
+            )
         version = "" if found["version"] == "latest" else found["version"] or ""
         text = f"{found['owner']}/{found['name']}" + (f"@{version}" if version else "")
         return Source("hub", text, found["name"], found["owner"], version)
@@ -88,41 +124,64 @@ def read_id(env_id: str) -> Source:
 
 
 def folder(env_id: str) -> Source:
-    """Returns the environment in a folder. Raises RunError if the folder contains neither a package nor a module of its name."""
+    """Returns the environment in a folder. Raises RunError if the folder contains neither a
+    package nor a module of its name."""
     path = Path(env_id).expanduser()
     full = path.resolve()
     if (path / "pyproject.toml").is_file() or module_place(full):
         return Source("folder", str(full), full.name, path=full)
-    raise no_environment(path, f"no pyproject.toml, no {module_name(full.name)}.py and no package of that name")
+    raise no_environment(
+        path, f"no pyproject.toml, no {module_name(full.name)}.py and no package of that name"
+    )
 
 
 def no_environment(path: Path, lacks: str) -> RunError:
-    """Returns the error for a path that is not an environment's folder; `lacks` names the missing files."""
+    """Returns the error for a path that is not an environment's folder; `lacks` names the
+    missing files."""
     if path.suffix == ".jsonl" and path.is_file():
-        return RunError(f"environment {path}: this is a dataset, not an environment; set `dataset` and `reward` instead of `id`")
+        return RunError(
+            f"environment {path}: this is a dataset, not an environment; set `dataset` and "
+            "`reward` instead of `id`"
+        )
     if path.is_file():
         return RunError(f"environment {path}: this is a file; give its folder, {path.parent}")
     fault = f"has {lacks}" if path.is_dir() else "does not exist"
-    return RunError(f"environment {path}: the folder {fault}; give the folder that contains its pyproject.toml")
+    return RunError(
+        f"environment {path}: the folder {fault}; give the folder that contains its pyproject.toml"
+    )
 
 
 def module_place(path: Path) -> Path | None:
-    """Returns the directory to import the module of folder NAME from: NAME/name.py, NAME/name/, NAME/src/name/ or NAME/__init__.py."""
+    """Returns the directory to import the module of folder NAME from: NAME/name.py, NAME/name/,
+    NAME/src/name/ or NAME/__init__.py."""
     module = module_name(path.name)
-    return next((place for place in (path, path / "src", path.parent) if module_file(place, module)), None)
+    return next(
+        (place for place in (path, path / "src", path.parent) if module_file(place, module)), None
+    )
 
 
 def module_file(place: Path, module: str) -> Path | None:
     """Returns the file of a module or package in a directory; None if there is none."""
-    return next((path for path in (place / f"{module}.py", place / module / "__init__.py") if path.is_file()), None)
+    return next(
+        (
+            path
+            for path in (place / f"{module}.py", place / module / "__init__.py")
+            if path.is_file()
+        ),
+        None,
+    )
 
 
 def here(env_id: str) -> Source:
-    """Returns the environment for a bare name: one in the current directory, or an installed one. Raises RunError."""
+    """Returns the environment for a bare name: one in the current directory, or an installed
+    one. Raises RunError."""
     name, _, version = env_id.partition("@")
     module = module_name(name)
     if module.isidentifier():
-        places = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
+        places = [
+            Path.cwd(),
+            *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))),
+        ]
         if not version:
             for place in places:
                 if path := module_file(place, module):
@@ -130,16 +189,31 @@ def here(env_id: str) -> Source:
             for path in (Path("environments") / name, Path("environments") / module):
                 if path.is_dir():
                     return folder(f"./{path}")
-        installed = [found for found in installed_as(name) if not version or found.endswith((f"@{version}", f"=={version}"))]
+        installed = [
+            found
+            for found in installed_as(name)
+            if not version or found.endswith((f"@{version}", f"=={version}"))
+        ]
         if len(installed) == 1:
             return read_id(installed[0])
         if installed:
-            raise RunError(f"environment {env_id} is ambiguous: {' and '.join(installed)} are installed; give the full id")
+            raise RunError(
+                f"environment {env_id} is ambiguous: {' and '.join(installed)} are "
+                "installed; give the full id"
+            )
         if module in BUNDLED and not version:
             return Source("bundled", module, module)
-    looked = f"no ./{module}.py, no ./environments/{name}, and nothing of that name in {homes_root()}"
-    ways = f"`rl env install owner/{name}` from the Environments Hub, `rl env install pypi:{name}` from the package index"
-    raise RunError(f"environment {env_id} is not installed: there is {looked}; {ways}, or give the ./FOLDER of one of your own")
+    looked = (
+        f"no ./{module}.py, no ./environments/{name}, and nothing of that name in {homes_root()}"
+    )
+    ways = (
+        f"`rl env install owner/{name}` from the Environments Hub, `rl env install pypi:{name}` "
+        "from the package index"
+    )
+    raise RunError(
+        f"environment {env_id} is not installed: there is {looked}; {ways}, or give the "
+        "./FOLDER of one of your own"
+    )
 
 
 def installed_as(name: str) -> list[str]:
@@ -148,7 +222,8 @@ def installed_as(name: str) -> list[str]:
     for path in sorted(homes_root().glob(f"requests/{module_name(name).lower()}-*.json")):
         try:
             found.append(str(json.loads(path.read_bytes())["id"]))
-        except (OSError, ValueError, KeyError, TypeError):  # being removed, or written by another program
+        # being removed, or written by another program
+        except (OSError, ValueError, KeyError, TypeError):
             continue
     return list(dict.fromkeys(found))
 
@@ -157,7 +232,11 @@ def fetched(ids: list[str]) -> list[str]:
     """Returns one sentence for each id whose package may be downloaded at the start of a run."""
     places = {"hub": "the Environments Hub", "index": "the package index"}
     sources = [read_id(env_id) for env_id in dict.fromkeys(ids)]
-    return [f"{one.text}: installed from {places[one.kind]} at the start, unless already present" for one in sources if one.kind in places]
+    return [
+        f"{one.text}: installed from {places[one.kind]} at the start, unless already present"
+        for one in sources
+        if one.kind in places
+    ]
 
 
 def id_faults(ids: list[str]) -> list[str]:

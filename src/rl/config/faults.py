@@ -1,4 +1,5 @@
-"""Describes faults of a configuration in the user's terms: key, value, where it was given, and the remedy."""
+"""Describes faults of a configuration in the user's terms: key, value, where it was given, and
+the remedy."""
 
 import reprlib
 import types
@@ -27,7 +28,9 @@ def raise_all(faults: list[str]) -> None:
     """Raises a ConfigError that counts and lists the faults, if there are any."""
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-        raise ConfigError("\n".join([f"{count} in the configuration", *(f"  {fault}" for fault in faults)]))
+        raise ConfigError(
+            "\n".join([f"{count} in the configuration", *(f"  {fault}" for fault in faults)])
+        )
 
 
 def setting_text(key: str, value: Any) -> str:
@@ -36,19 +39,25 @@ def setting_text(key: str, value: Any) -> str:
 
 
 def key_of(location: Iterable[int | str]) -> str:
-    """Returns the dotted key of a pydantic error location, without the union tags and type names that pydantic inserts."""
+    """Returns the dotted key of a pydantic error location, without the union tags and type names
+    that pydantic inserts."""
     tree, parts = field_tree(RLConfig), list[str]()
     for part in map(str, location):
         info = tree.get(without_numbers(".".join(parts)))
         tag = info and any(part in tags(model) for model in models_in(info.annotation))
-        a_type = info and not models_in(info.annotation) and typing.get_origin(info.annotation) in (typing.Union, types.UnionType)
+        a_type = (
+            info
+            and not models_in(info.annotation)
+            and typing.get_origin(info.annotation) in (typing.Union, types.UnionType)
+        )
         if not tag and (part.isdigit() or not a_type):
             parts.append(part)
     return ".".join(parts)
 
 
 def without_value(settings: Spelled) -> dict[str, str]:
-    """Returns faults by key for bools where another type is needed: pydantic would read `--seed` without a value as 1."""
+    """Returns faults by key for bools where another type is needed: pydantic would read `--seed`
+    without a value as 1."""
     tree, faults = field_tree(RLConfig), {}
     for key, (value, place) in settings.items():
         info = tree.get(without_numbers(key))
@@ -58,7 +67,8 @@ def without_value(settings: Spelled) -> dict[str, str]:
 
 
 def too_large(settings: Spelled) -> dict[str, str]:
-    """Returns faults by key for whole numbers beyond 64 bits, which the processes of a run cannot send each other."""
+    """Returns faults by key for whole numbers beyond 64 bits, which the processes of a run
+    cannot send each other."""
     tree = field_tree(RLConfig)
     return {
         key: f"{setting_text(key, value)} ({place})\n    is too large; give a number below 2^63"
@@ -73,7 +83,8 @@ def below(key: str, other: str) -> bool:
 
 
 def place_of(key: str, settings: Spelled) -> str:
-    """Returns where a key, its section or one of its own keys was given, as ` (file, variable or flag)`; empty if nowhere."""
+    """Returns where a key, its section or one of its own keys was given, as ` (file, variable or
+    flag)`; empty if nowhere."""
     for same in (str, without_numbers):  # a list's only element may be addressed without its index
         for name, (_, place) in settings.items():
             if below(same(key), same(name)) or below(same(name), same(key)):
@@ -97,9 +108,16 @@ def remedy_for(finding: ErrorDetails, key: str) -> str:
     kind = finding["type"]
     if kind == "union_tag_invalid":
         elsewhere = known_elsewhere(f"{key}.{finding['ctx']['tag']}")
-        return f"{elsewhere}: " * bool(elsewhere) + "give one of " + finding["ctx"]["expected_tags"].replace("'", "")
+        return (
+            f"{elsewhere}: " * bool(elsewhere)
+            + "give one of "
+            + finding["ctx"]["expected_tags"].replace("'", "")
+        )
     if kind == "extra_forbidden":
-        secret = is_secret_key(key) and "secrets are read from environment variables: WANDB_API_KEY, HF_TOKEN"
+        secret = (
+            is_secret_key(key)
+            and "secrets are read from environment variables: WANDB_API_KEY, HF_TOKEN"
+        )
         return types_with(without_numbers(key)) or f"unknown key; {secret or hint(key)}"
     if kind.startswith(("greater_", "less_")):
         about = field_tree(RLConfig)[without_numbers(key)].description or ""
@@ -108,16 +126,24 @@ def remedy_for(finding: ErrorDetails, key: str) -> str:
 
 
 def fault_lines(finding: ErrorDetails, settings: Spelled) -> dict[str, str]:
-    """Converts a pydantic error into faults by key, each with key, value, place and remedy. An unknown section yields one fault for each
-    setting given in it."""
+    """Converts a pydantic error into faults by key, each with key, value, place and remedy. An
+    unknown section yields one fault for each setting given in it."""
     key, value = key_of(finding["loc"]), finding["input"]
     if finding["type"] == "union_tag_invalid":
         key, value = f"{key}.type", finding["ctx"]["tag"]
     if finding["type"] == "missing":
         return {key: f"{key}{place_of(key, settings)}\n    {remedy_for(finding, key)}"}
     given = {key: value}
-    if finding["type"] == "extra_forbidden" and isinstance(value, dict) and not types_with(without_numbers(key)):
-        given = {name: inner for name, (inner, _) in settings.items() if name != key and below(name, key)} or given
+    if (
+        finding["type"] == "extra_forbidden"
+        and isinstance(value, dict)
+        and not types_with(without_numbers(key))
+    ):
+        given = {
+            name: inner for name, (inner, _) in settings.items() if name != key and below(name, key)
+        } or given
     return {
-        name: f"{setting_text(name, inner)}{place_of(name, settings)}\n    {remedy_for(finding, name)}" for name, inner in given.items()
+        name: f"{setting_text(name, inner)}{place_of(name, settings)}\n    "
+        f"{remedy_for(finding, name)}"
+        for name, inner in given.items()
     }

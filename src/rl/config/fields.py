@@ -12,20 +12,27 @@ from pydantic_core import PydanticUndefined
 
 
 def models_in(annotation: object) -> list[type[BaseModel]]:
-    """Returns the config classes in an annotation such as `list[EnvConfig]`, `WandbConfig | None` or a union discriminated by `type`."""
+    """Returns the config classes in an annotation such as `list[EnvConfig]`, `WandbConfig |
+    None` or a union discriminated by `type`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for inner in typing.get_args(annotation) for model in models_in(inner)]
 
 
 def tags(model: type[BaseModel]) -> tuple[str, ...]:
-    """Returns the values of `type` that select this class in a union; empty for a class outside unions."""
-    return typing.get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
+    """Returns the values of `type` that select this class in a union; empty for a class outside
+    unions."""
+    return (
+        typing.get_args(model.model_fields["type"].annotation)
+        if "type" in model.model_fields
+        else ()
+    )
 
 
 @cache
 def field_tree(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """Returns every key below a config class by dotted name, including sections. In a union, the first class with a key describes it."""
+    """Returns every key below a config class by dotted name, including sections. In a union, the
+    first class with a key describes it."""
     tree: dict[str, FieldInfo] = {}
     for name, info in model.model_fields.items():
         tree[prefix + name] = info
@@ -36,7 +43,8 @@ def field_tree(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]
 
 
 def default_text(value: Any) -> str:
-    """Returns a default as written in a file; empty for None, an empty string, a section, and a default made by a factory."""
+    """Returns a default as written in a file; empty for None, an empty string, a section, and a
+    default made by a factory."""
     if value is None or value == "" or value is PydanticUndefined or isinstance(value, BaseModel):
         return ""
     if isinstance(value, (list, tuple)):
@@ -45,18 +53,28 @@ def default_text(value: Any) -> str:
 
 
 def accepts_switch(annotation: object) -> bool:
-    """Returns whether true or false is accepted: for a bool, or for a section that can be switched on."""
-    return annotation is bool or bool(models_in(annotation)) or any(map(accepts_switch, typing.get_args(annotation)))
+    """Returns whether true or false is accepted: for a bool, or for a section that can be
+    switched on."""
+    return (
+        annotation is bool
+        or bool(models_in(annotation))
+        or any(map(accepts_switch, typing.get_args(annotation)))
+    )
 
 
 def takes_text_alone(annotation: object) -> bool:
-    """Returns whether a setting of this type accepts only strings, fixed words, or lists of them: no numbers, true or false."""
+    """Returns whether a setting of this type accepts only strings, fixed words, or lists of
+    them: no numbers, true or false."""
     if typing.get_origin(annotation) is typing.Annotated:
         return takes_text_alone(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) is typing.Literal:
         return all(isinstance(word, str) for word in typing.get_args(annotation))
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, list):
-        return all(takes_text_alone(arg) for arg in typing.get_args(annotation) if arg is not types.NoneType)
+        return all(
+            takes_text_alone(arg)
+            for arg in typing.get_args(annotation)
+            if arg is not types.NoneType
+        )
     return annotation is str
 
 
@@ -69,7 +87,13 @@ def type_name(annotation: object) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(str(value) for value in typing.get_args(annotation))
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return "|".join(type_name(arg) for arg in typing.get_args(annotation) if arg is not types.NoneType)
+        return "|".join(
+            type_name(arg) for arg in typing.get_args(annotation) if arg is not types.NoneType
+        )
     if typing.get_origin(annotation) is dict:
         return "table"
-    return str(annotation) if typing.get_args(annotation) else getattr(annotation, "__name__", str(annotation))
+    return (
+        str(annotation)
+        if typing.get_args(annotation)
+        else getattr(annotation, "__name__", str(annotation))
+    )

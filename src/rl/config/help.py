@@ -1,4 +1,5 @@
-"""Prints `--help` from the docstrings of config fields: the keys that most runs set, and any section in full on demand."""
+"""Prints `--help` from the docstrings of config fields: the keys that most runs set, and any
+section in full on demand."""
 
 import re
 import textwrap
@@ -17,20 +18,54 @@ from rl.run_dir.metric_names import METRICS
 from rl.system.errors import ConfigError
 
 COMMANDS = {
-    "recipe": ("rl.commands.recipe", "list recipes, copy one to start from, or check that one still gives its curve"),
+    "recipe": (
+        "rl.commands.recipe",
+        "list recipes, copy one to start from, or check that one still gives its curve",
+    ),
     "sft": ("rl.commands.sft", "supervised fine-tuning on examples, or on a run's best rollouts"),
-    "train": ("rl.commands.train", "train on recorded rollouts, without environments and inference"),
-    "serve": ("rl.commands.serve", "serve the Tinker API: train and sample adapters of a model from other programs"),
-    "eval": ("rl.commands.evaluate", "evaluate a model, a run's version or an endpoint, and compare two of them"),
-    "collect": ("rl.commands.collect", "play an environment's tasks without training and save the rollouts as JSONL"),
-    "export": ("rl.commands.export", "write a run's weights as a Hugging Face model or a peft adapter"),
+    "train": (
+        "rl.commands.train",
+        "train on recorded rollouts, without environments and inference",
+    ),
+    "serve": (
+        "rl.commands.serve",
+        "serve the Tinker API: train and sample adapters of a model from other programs",
+    ),
+    "eval": (
+        "rl.commands.evaluate",
+        "evaluate a model, a run's version or an endpoint, and compare two of them",
+    ),
+    "collect": (
+        "rl.commands.collect",
+        "play an environment's tasks without training and save the rollouts as JSONL",
+    ),
+    "export": (
+        "rl.commands.export",
+        "write a run's weights as a Hugging Face model or a peft adapter",
+    ),
     "branch": ("rl.commands.branch", "start a new run from a run's checkpoint with other settings"),
-    "replay": ("rl.commands.replay", "retrain a run from its batches and compare every version bit for bit"),
-    "doctor": ("rl.commands.doctor.main", "check a machine or a configuration, or diagnose a run, alive or dead"),
-    "show": ("rl.commands.show", "print a run's rollouts, by step, environment, task, reward, or reason for being dropped"),
-    "view": ("rl.view.main", "show runs in a browser: curves, rollouts token by token, tasks over time, timeline, health"),
+    "replay": (
+        "rl.commands.replay",
+        "retrain a run from its batches and compare every version bit for bit",
+    ),
+    "doctor": (
+        "rl.commands.doctor.main",
+        "check a machine or a configuration, or diagnose a run, alive or dead",
+    ),
+    "show": (
+        "rl.commands.show",
+        "print a run's rollouts, by step, environment, task, reward, or reason for being dropped",
+    ),
+    "view": (
+        "rl.view.main",
+        "show runs in a browser: curves, rollouts token by token, tasks over time, timeline, "
+        "health",
+    ),
     "compare": ("rl.commands.compare", "compare two runs: differing settings, curves, evaluations"),
-    "watch": ("rl.commands.watch", "show a run as `rl` does, from any machine that sees its directory"),
+    "watch": (
+        "rl.commands.watch",
+        "show a run as `rl` does, from any machine that sees its directory",
+    ),
     "logs": ("rl.commands.logs", "print or follow the logs of a run's processes"),
     "stop": ("rl.commands.stop", "end a run from any machine, on a cluster all of it"),
     "node": ("rl.cluster.node", "run one machine's part of a run on several machines"),
@@ -39,19 +74,27 @@ COMMANDS = {
 """Subcommand -> (its module, its description). Each module has `main(args, children)`."""
 
 SETTINGS = """  @ run.toml                  settings from a file; several files merge left to right
-  --SECTION.KEY VALUE         any setting; flags override variables (RL__SECTION__KEY=VALUE), which override files
+  --SECTION.KEY VALUE         any setting; flags override variables (RL__SECTION__KEY=VALUE), which
+                              override files
   --quick                     a tiny version of the run, to check that everything works
-  --dry-run, --schema         print the resolved configuration, or the JSON schema of all settings, and exit
-  --help [SECTION]            the settings of a section, such as model; all of them: all; all metrics: metrics
+  --dry-run, --schema         print the resolved configuration, or the JSON schema of all settings,
+                              and exit
+  --help [SECTION]            the settings of a section, such as model; all of them: all; all
+                              metrics: metrics
 """
-RESUME = """  --resume [STEP]             continue the run from its newest complete checkpoint, or from STEP
+RESUME = """\
+  --resume [STEP]             continue the run from its newest complete checkpoint, or from STEP
   --clean                     delete the run directory and start over
 """
-VIEW = "  --view                      show the run in a browser while it is running (rl view --help)\n"
+VIEW = (
+    "  --view                      show the run in a browser while it is running (rl view --help)\n"
+)
 USAGE = f"""usage: {{program}} [@ FILE] [--SECTION @ FILE] [--KEY VALUE] ...
 
-{SETTINGS}  --trainer @ t.toml          one section from its own file (also --orchestrator, --inference)
-  --trainer-gpus, --inference-gpus, --trainer-cpus, --inference-cpus   divide the machine (counts or ids)
+{SETTINGS}\
+  --trainer @ t.toml          one section from its own file (also --orchestrator, --inference)
+  --trainer-gpus, --inference-gpus, --trainer-cpus, --inference-cpus
+                              divide the machine (counts or ids)
   --strict-parity             end the run, instead of warning, when trainer and inference disagree
 {VIEW}{RESUME}  --version                   print the version
 """
@@ -64,14 +107,44 @@ Starts one process of a run by hand on its own node (docs/clusters.md); `rl` sta
 WIDTH, INDENT, COLUMN = 120, 6 * " ", 63
 
 COMMON = (
-    "name", "output_dir", "max_steps", "seed", "max_lag", "wandb", "model.name", "model.dtype", "model.max_model_len",
-    "trainer.gpus", "trainer.optim.lr", "trainer.optim.warmup_steps", "trainer.optim.schedule", "trainer.loss",
-    "trainer.loss.kl_coefficient", "trainer.lora", "trainer.micro_batch_tokens", "trainer.activation_checkpointing",
-    "trainer.checkpoint.interval", "orchestrator.environment.id", "orchestrator.environment.args", "orchestrator.environment.weight",
-    "orchestrator.eval.interval", "orchestrator.eval.num_examples", "orchestrator.batch_size", "orchestrator.group_size",
-    "orchestrator.sampling.max_tokens", "orchestrator.sampling.temperature", "orchestrator.credit", "inference.gpus", "inference.vllm",
-    "sft.dataset", "sft.epochs", "sft.batch_size", "sft.min_reward", "sft.validation", "sft.validation_fraction",
-)  # fmt: skip
+    "name",
+    "output_dir",
+    "max_steps",
+    "seed",
+    "max_lag",
+    "wandb",
+    "model.name",
+    "model.dtype",
+    "model.max_model_len",
+    "trainer.gpus",
+    "trainer.optim.lr",
+    "trainer.optim.warmup_steps",
+    "trainer.optim.schedule",
+    "trainer.loss",
+    "trainer.loss.kl_coefficient",
+    "trainer.lora",
+    "trainer.micro_batch_tokens",
+    "trainer.activation_checkpointing",
+    "trainer.checkpoint.interval",
+    "orchestrator.environment.id",
+    "orchestrator.environment.args",
+    "orchestrator.environment.weight",
+    "orchestrator.eval.interval",
+    "orchestrator.eval.num_examples",
+    "orchestrator.batch_size",
+    "orchestrator.group_size",
+    "orchestrator.sampling.max_tokens",
+    "orchestrator.sampling.temperature",
+    "orchestrator.credit",
+    "inference.gpus",
+    "inference.vllm",
+    "sft.dataset",
+    "sft.epochs",
+    "sft.batch_size",
+    "sft.min_reward",
+    "sft.validation",
+    "sft.validation_fraction",
+)
 """Settings that most runs set."""
 
 
@@ -93,28 +166,78 @@ class Reads:
 
 RUN = ("name", "output_dir", "max_steps", "seed", "model")
 PLAYING = (
-    "name", "output_dir", "seed", "model", "renderer", "inference", "orchestrator.environment", "orchestrator.sampling",
-    "orchestrator.inference_urls", "orchestrator.rollout_timeout_s", "orchestrator.rollout_retries",
-    "orchestrator.worker_memory_gib", "orchestrator.worker_silence_s", "orchestrator.worker_timeout_s",
-)  # fmt: skip
-OF_TRAINING = tuple(f"orchestrator.environment.{key}" for key in ("weight", "group_size", "credit", "difficulty", "teacher"))
+    "name",
+    "output_dir",
+    "seed",
+    "model",
+    "renderer",
+    "inference",
+    "orchestrator.environment",
+    "orchestrator.sampling",
+    "orchestrator.inference_urls",
+    "orchestrator.rollout_timeout_s",
+    "orchestrator.rollout_retries",
+    "orchestrator.worker_memory_gib",
+    "orchestrator.worker_silence_s",
+    "orchestrator.worker_timeout_s",
+)
+OF_TRAINING = tuple(
+    f"orchestrator.environment.{key}"
+    for key in ("weight", "group_size", "credit", "difficulty", "teacher")
+)
 OF_BATCHES = tuple(
-    f"orchestrator.{key}" for key in (
-        "batch_size", "credit", "filter", "sampling.temperature", "sampling.max_tokens", "max_off_policy_steps", "replace_no_signal",
-        "mask_truncated", "trainer_timeout_s", "host", "port", "batches", "rollouts", "show_rollout_every",
+    f"orchestrator.{key}"
+    for key in (
+        "batch_size",
+        "credit",
+        "filter",
+        "sampling.temperature",
+        "sampling.max_tokens",
+        "max_off_policy_steps",
+        "replace_no_signal",
+        "mask_truncated",
+        "trainer_timeout_s",
+        "host",
+        "port",
+        "batches",
+        "rollouts",
+        "show_rollout_every",
     )
-)  # fmt: skip
+)
 READS = {
-    "rl sft": Reads((*RUN, "renderer", "supervisor", "wandb", "tensorboard", "trainer", "sft"), ("trainer.data", "trainer.strict_parity")),
+    "rl sft": Reads(
+        (*RUN, "renderer", "supervisor", "wandb", "tensorboard", "trainer", "sft"),
+        ("trainer.data", "trainer.strict_parity"),
+    ),
     "rl train": Reads(
-        (*RUN, "max_lag", "renderer", "supervisor", "wandb", "tensorboard", "trainer", "recorded", *OF_BATCHES),
+        (
+            *RUN,
+            "max_lag",
+            "renderer",
+            "supervisor",
+            "wandb",
+            "tensorboard",
+            "trainer",
+            "recorded",
+            *OF_BATCHES,
+        ),
         ("trainer.data",),
     ),
     "rl serve": Reads(
         ("name", "output_dir", "seed", "model", "supervisor", "trainer", "inference", "serve"),
-        ("trainer.data", "trainer.optim", "trainer.loss", "trainer.checkpoint", "trainer.token_log", "trainer.strict_parity"),
+        (
+            "trainer.data",
+            "trainer.optim",
+            "trainer.loss",
+            "trainer.checkpoint",
+            "trainer.token_log",
+            "trainer.strict_parity",
+        ),
     ),
-    "rl eval": Reads((*PLAYING, "orchestrator.eval"), (*OF_TRAINING, "orchestrator.eval.interval", "orchestrator.eval.target")),
+    "rl eval": Reads(
+        (*PLAYING, "orchestrator.eval"),
+        (*OF_TRAINING, "orchestrator.eval.interval", "orchestrator.eval.target"),
+    ),
     "rl collect": Reads(PLAYING, OF_TRAINING),
     "rl env": Reads(PLAYING, ("name", "output_dir", *OF_TRAINING)),
     "rl doctor": Reads(tuple(RLConfig.model_fields), usual=False),
@@ -131,12 +254,15 @@ def fit(text: str) -> str:
     lines = []
     for line in re.sub(r"(?<=\S)\n(?: {10,})?(?=\S)", " ", text).splitlines():
         flag = re.match(r"(  \S.*?  +)?", line)
-        lines += textwrap.wrap(line, WIDTH, subsequent_indent=" " * (flag.end() if flag else 0), break_on_hyphens=False) or [""]
+        lines += textwrap.wrap(
+            line, WIDTH, subsequent_indent=" " * (flag.end() if flag else 0), break_on_hyphens=False
+        ) or [""]
     return "\n".join(lines)
 
 
 def print_help(program: str, usage: str, topic: str = "") -> None:
-    """Prints the program's usage, common keys and sections; or every key of a topic with type, default and docstring.
+    """Prints the program's usage, common keys and sections; or every key of a topic with type,
+    default and docstring.
 
     Raises ConfigError for a topic that is neither a section, a key, `all` nor `metrics`.
     """
@@ -145,7 +271,12 @@ def print_help(program: str, usage: str, topic: str = "") -> None:
     if topic == "all":
         print_fields(RLConfig, "", defaults)
     elif topic == "metrics":
-        print("\n".join(textwrap.fill(f"{name}  {what}", WIDTH, subsequent_indent=INDENT) for name, what in METRICS.items()))
+        print(
+            "\n".join(
+                textwrap.fill(f"{name}  {what}", WIDTH, subsequent_indent=INDENT)
+                for name, what in METRICS.items()
+            )
+        )
     elif topic in tree:
         print_key(topic, tree[topic], defaults)
     elif topic:
@@ -154,25 +285,43 @@ def print_help(program: str, usage: str, topic: str = "") -> None:
         print(fit(usage.replace("{program}", program)) + "\n")
         if program == "rl":
             print("without a command, `rl` trains; the commands, each with its own --help:")
-            print("\n".join(f"  rl {name:<10} {what}" for name, (_, what) in COMMANDS.items()) + "\n")
+            print(
+                "\n".join(f"  rl {name:<10} {what}" for name, (_, what) in COMMANDS.items()) + "\n"
+            )
         read = READS.get(program, EVERYTHING_BUT_SFT)
-        print(overview({key: info for key, info in tree.items() if key in read}, defaults if read.usual else None))
+        print(
+            overview(
+                {key: info for key, info in tree.items() if key in read},
+                defaults if read.usual else None,
+            )
+        )
 
 
 def overview(tree: dict[str, FieldInfo], defaults: RLConfig | None) -> str:
-    """Returns the common keys, each with the start of its docstring, and the section names; without `defaults` only the sections."""
+    """Returns the common keys, each with the start of its docstring, and the section names;
+    without `defaults` only the sections."""
     lines = []
     for key, info in ((key, tree[key]) for key in COMMON if key in tree and defaults):
         flag = f"  {signature(key, info, value_at(defaults, key, info)):<{COLUMN - 2}}"
         what = re.split("[.:;] ", description(info))[0].rstrip(".")
-        lines.append(f"{flag} {textwrap.shorten(what, max(0, WIDTH - len(flag) - 1), placeholder=' ...')}".rstrip())
+        lines.append(
+            f"{flag} "
+            f"{textwrap.shorten(what, max(0, WIDTH - len(flag) - 1), placeholder=' ...')}".rstrip()
+        )
     sections = [key for key, info in tree.items() if models_in(info.annotation)]
     text = f"sections for --help SECTION: {', '.join(sections)}"
-    return "\n".join([*lines, *([""] if lines else []), *textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)])
+    return "\n".join(
+        [
+            *lines,
+            *([""] if lines else []),
+            *textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False),
+        ]
+    )
 
 
 def value_at(config: BaseModel | None, key: str, info: FieldInfo) -> Any:
-    """Returns a key's value in a configuration; the field's default if that is empty or the key is in a list or a disabled section."""
+    """Returns a key's value in a configuration; the field's default if that is empty or the key
+    is in a list or a disabled section."""
     value: Any = config
     for part in key.split("."):
         if not (isinstance(value, BaseModel) and part in type(value).model_fields):
@@ -182,12 +331,19 @@ def value_at(config: BaseModel | None, key: str, info: FieldInfo) -> Any:
 
 
 def signature(key: str, info: FieldInfo, default: Any) -> str:
-    """Formats a setting as a flag with type and default, or a section as the flag that switches it on or selects its class."""
+    """Formats a setting as a flag with type and default, or a section as the flag that switches
+    it on or selects its class."""
     if kinds := [tag for model in models_in(info.annotation) for tag in tags(model)]:
         return f"--{key}.type {'|'.join(kinds)}"
     if models_in(info.annotation):
         return f"--{key}"
-    text = "" if info.is_required() else str(default) if typing.get_origin(info.annotation) is typing.Literal else default_text(default)
+    text = (
+        ""
+        if info.is_required()
+        else str(default)
+        if typing.get_origin(info.annotation) is typing.Literal
+        else default_text(default)
+    )
     return f"--{key} {type_name(info.annotation)}" + (f" = {text}" if text else "")
 
 
@@ -198,13 +354,21 @@ def description(info: FieldInfo) -> str:
 
 
 def print_key(key: str, info: FieldInfo, defaults: RLConfig) -> None:
-    """Prints a setting with its docstring, or a section with its keys; for a union, the shared keys first, then those of each class."""
+    """Prints a setting with its docstring, or a section with its keys; for a union, the shared
+    keys first, then those of each class."""
     models = models_in(info.annotation)
     if not models:
         for kinds, of_kinds in variants(key) or [([], info)]:
             default = of_kinds.default if kinds else value_at(defaults, key, info)
-            print(f"  {signature(key, of_kinds, default)}" + (f"  ({', '.join(kinds)})" if kinds else ""))
-            print(textwrap.fill(description(of_kinds), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
+            print(
+                f"  {signature(key, of_kinds, default)}"
+                + (f"  ({', '.join(kinds)})" if kinds else "")
+            )
+            print(
+                textwrap.fill(
+                    description(of_kinds), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT
+                )
+            )
         return
     print("\n" + textwrap.fill(f"[{key}]  {description(info)}", WIDTH, subsequent_indent="  "))
     if len(models) == 1:
@@ -216,20 +380,31 @@ def print_key(key: str, info: FieldInfo, defaults: RLConfig) -> None:
     for model in models:
         text = f"{key}.type = {tags(model)[0]!r}: {' '.join((model.__doc__ or '').split())}"
         print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    "))
-        for name in [name for name in model.model_fields if name != "type" and name not in shared.model_fields]:
+        for name in [
+            name
+            for name in model.model_fields
+            if name != "type" and name not in shared.model_fields
+        ]:
             own = model.model_fields[name]
             print(f"  {signature(f'{key}.{name}', own, own.default)}")
-            print(textwrap.fill(description(own), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
+            print(
+                textwrap.fill(
+                    description(own), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT
+                )
+            )
 
 
 def variants(key: str) -> list[tuple[list[str], FieldInfo]]:
-    """Returns (types, field) for each differing declaration of a key in a union's classes; empty if all declarations agree."""
+    """Returns (types, field) for each differing declaration of a key in a union's classes; empty
+    if all declarations agree."""
     section, _, name = key.rpartition(".")
     info = field_tree(RLConfig).get(section)
     found: dict[tuple[str, str], tuple[list[str], FieldInfo]] = {}
     for model in models_in(info.annotation) if info else ():
         if tags(model) and (own := model.model_fields.get(name)):
-            found.setdefault((default_text(own.default), description(own)), ([], own))[0].append(tags(model)[0])
+            found.setdefault((default_text(own.default), description(own)), ([], own))[0].append(
+                tags(model)[0]
+            )
     return list(found.values()) if len(found) > 1 and name != "type" else []
 
 
@@ -241,4 +416,7 @@ def print_fields(model: type[BaseModel], prefix: str, defaults: RLConfig) -> Non
 
 def in_order(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
     """Yields the fields of a config class, sections last."""
-    yield from sorted(model.model_fields.items(), key=lambda item: bool(models_in(item[1].annotation)))  # the sort is stable
+    # the sort is stable
+    yield from sorted(
+        model.model_fields.items(), key=lambda item: bool(models_in(item[1].annotation))
+    )

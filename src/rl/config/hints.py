@@ -11,7 +11,8 @@ ALIKE = 0.8
 SURE = 0.85
 """The same, where no other part of the key supports the guess."""
 MOST = 4
-"""Most keys that may share a last part for it to be a useful hint; one like `name` is too common."""
+"""Most keys that may share a last part for it to be a useful hint; one like `name` is too
+common."""
 
 
 def without_numbers(key: str) -> str:
@@ -20,8 +21,8 @@ def without_numbers(key: str) -> str:
 
 
 def hint(key: str) -> str:
-    """Returns the remedy for an unknown key: its name here, the `type` that has it, similar known keys, or the list of all
-    keys."""
+    """Returns the remedy for an unknown key: its name here, the `type` that has it, similar
+    known keys, or the list of all keys."""
     plain = without_numbers(key)
     if remedy := types_with(plain):
         return remedy
@@ -33,11 +34,22 @@ def hint(key: str) -> str:
 
 
 def types_with(key: str) -> str:
-    """Returns a sentence that lists the types with this key, if only some classes of a union have it; otherwise empty."""
+    """Returns a sentence that lists the types with this key, if only some classes of a union
+    have it; otherwise empty."""
     section, _, name = key.rpartition(".")
     info = field_tree(RLConfig).get(section)
-    kinds = [tag for model in (models_in(info.annotation) if info else ()) if name in model.model_fields for tag in tags(model)]
-    return f"is only valid with {section}.type = {' or '.join(filter(None, [', '.join(kinds[:-1]), *kinds[-1:]]))}" if kinds else ""
+    kinds = [
+        tag
+        for model in (models_in(info.annotation) if info else ())
+        if name in model.model_fields
+        for tag in tags(model)
+    ]
+    return (
+        f"is only valid with {section}.type = "
+        f"{' or '.join(filter(None, [', '.join(kinds[:-1]), *kinds[-1:]]))}"
+        if kinds
+        else ""
+    )
 
 
 def below_a_section(key: str) -> list[str]:
@@ -46,22 +58,33 @@ def below_a_section(key: str) -> list[str]:
 
 
 def same_last_part(key: str) -> list[str]:
-    """Returns known keys with the same last part as a key without a section, or with a wrong section of rl, least nested first; empty if
-    the part is too common."""
+    """Returns known keys with the same last part as a key without a section, or with a wrong
+    section of rl, least nested first; empty if the part is too common."""
     first, _, rest = key.partition(".")
     words = {name.split(".")[-1] for name in field_tree(RLConfig)}
     last = key.split(".")[-1]
     if last in ALIASES and first in (*SECTIONS, *RUN_WIDE):
         return [ALIASES[last]]
-    close = [last] if last in words else difflib.get_close_matches(last, {word for word in words if len(word) > 4}, n=1, cutoff=SURE)
-    found = [name for name in (*field_tree(RLConfig), *ALIASES) if close and name.split(".")[-1] == close[0]]
+    close = (
+        [last]
+        if last in words
+        else difflib.get_close_matches(
+            last, {word for word in words if len(word) > 4}, n=1, cutoff=SURE
+        )
+    )
+    found = [
+        name
+        for name in (*field_tree(RLConfig), *ALIASES)
+        if close and name.split(".")[-1] == close[0]
+    ]
     if len(found) > MOST or (rest and first not in (*SECTIONS, *RUN_WIDE)):
         return []
     return sorted(found, key=lambda name: name.count("."))
 
 
 def alike(key: str) -> list[str]:
-    """Returns the known key whose parts all match this one's up to misspelling, as a list of at most one."""
+    """Returns the known key whose parts all match this one's up to misspelling, as a list of at
+    most one."""
     parts = key.split(".")
     for name in (*field_tree(RLConfig), *ALIASES):
         others = name.split(".")

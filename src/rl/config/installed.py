@@ -1,4 +1,5 @@
-"""Checks that an environment is importable in a worker's interpreter: that of its home, or the one that `python` names."""
+"""Checks that an environment is importable in a worker's interpreter: that of its home, or the
+one that `python` names."""
 
 import importlib
 import importlib.metadata
@@ -7,14 +8,23 @@ import os
 import sys
 from pathlib import Path
 
-from rl.config.environment_id import INDEX_PREFIX, module_file, module_name, module_place, no_environment, short_name
+from rl.config.environment_id import (
+    INDEX_PREFIX,
+    module_file,
+    module_name,
+    module_place,
+    no_environment,
+    short_name,
+)
 from rl.system.errors import RunError
 
 
 def check_installed(env_id: str) -> str:
-    """Returns the id without its version. Raises RunError with the remedy if no such module is installed in that version.
+    """Returns the id without its version. Raises RunError with the remedy if no such module is
+    installed in that version.
 
-    An id written as a path (`./folder`) needs no installation: the folder is added to the import path, and its name is returned.
+    An id written as a path (`./folder`) needs no installation: the folder is added to the import
+    path, and its name is returned.
     """
     if env_id.startswith((".", "/", "~")):
         return use_folder(Path(env_id).expanduser())
@@ -26,10 +36,16 @@ def check_installed(env_id: str) -> str:
     install = f"`{python} {name}`" if "/" not in path else f"`{python} PACKAGE`"
     module = module_name(path)
     if here := module_file(Path(), module):
-        sys.path.append(os.getcwd())  # behind what is installed: other files there may have names of packages
+        # behind what is installed: other files there may have names of packages
+        sys.path.append(os.getcwd())
     if (Path(sys.prefix) / "home.json").is_file():
-        install = f"neither its home nor {Path.cwd()} contains a module {module}; give its folder, ./{name}"
-    if not module.isidentifier() or not (here or importlib.util.find_spec(module) or comes_with_verifiers(module)):
+        install = (
+            f"neither its home nor {Path.cwd()} contains a module {module}; give its folder, "
+            f"./{name}"
+        )
+    if not module.isidentifier() or not (
+        here or importlib.util.find_spec(module) or comes_with_verifiers(module)
+    ):
         raise RunError(f"environment {env_id} is not installed for {sys.executable}; {install}")
     if version and version != "latest":
         try:
@@ -42,7 +58,8 @@ def check_installed(env_id: str) -> str:
 
 
 def use_folder(folder: Path) -> str:
-    """Adds a folder's module (NAME/name.py, NAME/name/, NAME/src/name/ or NAME itself) to the import path, and returns its name."""
+    """Adds a folder's module (NAME/name.py, NAME/name/, NAME/src/name/ or NAME itself) to the
+    import path, and returns its name."""
     name = folder.resolve().name
     module = module_name(name)
     if place := module_place(folder.resolve()):
@@ -52,7 +69,14 @@ def use_folder(folder: Path) -> str:
 
 
 def comes_with_verifiers(module: str) -> bool:
-    """Returns whether verifiers ships a v1 taskset or environment of that name. Looks for a file, because importing v1 takes seconds."""
+    """Returns whether verifiers ships a v1 taskset or environment of that name. Looks for a
+    file, because importing v1 takes seconds."""
     spec = importlib.util.find_spec("verifiers")
-    folders = [Path(folder) / "v1" for folder in (spec.submodule_search_locations if spec else None) or []]
-    return any((folder / kind / module / "__init__.py").exists() for folder in folders for kind in ("tasksets", "envs"))
+    folders = [
+        Path(folder) / "v1" for folder in (spec.submodule_search_locations if spec else None) or []
+    ]
+    return any(
+        (folder / kind / module / "__init__.py").exists()
+        for folder in folders
+        for kind in ("tasksets", "envs")
+    )

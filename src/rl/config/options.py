@@ -19,8 +19,8 @@ class Option:
 
     name: str
     value: str
-    """Kind of value: N is an integer from 1, SEED one from 0, JSON an object, A|B one of these words, any other name a text; empty for a
-    switch."""
+    """Kind of value: N is an integer from 1, SEED one from 0, JSON an object, A|B one of these
+    words, any other name a text; empty for a switch."""
     help: str
 
     @property
@@ -28,9 +28,11 @@ class Option:
         return self.name.replace("-", "_")
 
 
-def take(program: str, args: list[str], options: tuple[Option, ...], text: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Splits off a command's own flags. Returns (their values by key, the other arguments). Exits with code 2 on a fault; on --help prints
-    `text`, if given, and exits."""
+def take(
+    program: str, args: list[str], options: tuple[Option, ...], text: str = ""
+) -> tuple[dict[str, Any], list[str]]:
+    """Splits off a command's own flags. Returns (their values by key, the other arguments).
+    Exits with code 2 on a fault; on --help prints `text`, if given, and exits."""
     if text and {"-h", "--help"} & set(args):
         print(fit(text))
         raise SystemExit(0)
@@ -79,4 +81,7 @@ def parse(option: Option, text: str) -> Any:
 
 def option_lines(options: tuple[Option, ...]) -> str:
     """Returns the help of a command's own flags, one line each."""
-    return "\n".join(f"  {f'--{option.name} {option.value}'.strip():<{WIDTH}} {option.help}" for option in options)
+    return "\n".join(
+        f"  {f'--{option.name} {option.value}'.strip():<{WIDTH}} {option.help}"
+        for option in options
+    )

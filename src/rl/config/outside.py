@@ -1,6 +1,8 @@
-"""Finds faults in the data sets, user functions and packages that a configuration names, and in the arguments of environments.
+"""Finds faults in the data sets, user functions and packages that a configuration names, and in the
+arguments of environments.
 
-Nothing is imported. A stored run's configuration is not checked, because the run can be replayed and exported without these files.
+Nothing is imported. A stored run's configuration is not checked, because the run can be replayed
+and exported without these files.
 """
 
 import contextlib
@@ -34,13 +36,20 @@ GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "inf
 
 
 def outside_faults(config: RLConfig) -> Iterator[Fault]:
-    """Yields data sets and functions that are missing or take other arguments; one named by several entries is reported once."""
+    """Yields data sets and functions that are missing or take other arguments; one named by
+    several entries is reported once."""
     seen = set()
-    for kind, entries in (("environment", config.orchestrator.environment), ("eval", config.orchestrator.eval)):
+    for kind, entries in (
+        ("environment", config.orchestrator.environment),
+        ("eval", config.orchestrator.eval),
+    ):
         for i, entry in enumerate(entries if config.plays else ()):
             # The rows of a NeMo Gym server are made with it, possibly after the configuration.
-            named: dict[str, Callable[[str], str]] = {} if entry.head_server else {"dataset": rows_fault, "eval_dataset": rows_fault}
-            elsewhere = entry.python or entry.requirements  # that interpreter may have modules that this one lacks
+            named: dict[str, Callable[[str], str]] = (
+                {} if entry.head_server else {"dataset": rows_fault, "eval_dataset": rows_fault}
+            )
+            # that interpreter may have modules that this one lacks
+            elsewhere = entry.python or entry.requirements
             if not elsewhere or ".py:" in (entry.reward or ""):
                 named["reward"] = partial(reward_fault, entry=entry)
             for key, find in named.items():
@@ -52,9 +61,19 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
                 for name, value in table.items():
                     if fault := argument_fault(value):
                         yield f"orchestrator.{kind}.{i}.{key}.{name}", value, fault
-    if config.recorded and not (Path(config.recorded.rollouts).is_file() or glob.glob(config.recorded.rollouts)):
-        yield "recorded.rollouts", config.recorded.rollouts, "there is no such file; give a JSONL file, or a pattern (data/*.jsonl)"
-    if config.trainer.weights.transport == "nixl" and not config.sft and not importlib.util.find_spec(nixl.PACKAGE):
+    if config.recorded and not (
+        Path(config.recorded.rollouts).is_file() or glob.glob(config.recorded.rollouts)
+    ):
+        yield (
+            "recorded.rollouts",
+            config.recorded.rollouts,
+            "there is no such file; give a JSONL file, or a pattern (data/*.jsonl)",
+        )
+    if (
+        config.trainer.weights.transport == "nixl"
+        and not config.sft
+        and not importlib.util.find_spec(nixl.PACKAGE)
+    ):
         yield "trainer.weights.transport", "nixl", nixl.MISSING
     if config.is_remote and not importlib.util.find_spec(PACKAGE):
         yield "trainer.backend", "tinker", MISSING
@@ -64,18 +83,31 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
 
 
 def argument_fault(value: Any) -> str:
-    """Returns why an argument cannot be passed to an environment, or an empty text if it can. Arguments travel as JSON, which has neither
-    non-finite numbers nor dates."""
+    """Returns why an argument cannot be passed to an environment, or an empty text if it can.
+    Arguments travel as JSON, which has neither non-finite numbers nor dates."""
     if isinstance(value, float) and not math.isfinite(value):
-        return f"arguments are passed to environments as JSON, which has no such number; leave it out, or use a string: '\"{value}\"'"
+        return (
+            "arguments are passed to environments as JSON, which has no such number; leave it "
+            f"out, or use a string: '\"{value}\"'"
+        )
     if isinstance(value, (date, time)):
-        return f'arguments are passed to environments as JSON, which has no dates and times; use a string: "{value}"'
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        return (
+            "arguments are passed to environments as JSON, which has no dates and times; use a "
+            f'string: "{value}"'
+        )
+    inner = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return next(filter(None, map(argument_fault, inner)), "")
 
 
 def rows_fault(source: str) -> str:
-    """Returns what is wrong with the name of a data set, or with the rows of a file; empty if nothing."""
+    """Returns what is wrong with the name of a data set, or with the rows of a file; empty if
+    nothing."""
     path = Path(source).expanduser()
     if path.is_file():
         try:
@@ -89,13 +121,18 @@ def rows_fault(source: str) -> str:
     if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
         files = {file.stem: file for file in path.parent.glob("*.json*")}
         near = get_close_matches(path.stem, files, n=1)
-        remedy = f"did you mean {files[near[0]]}?" if near else "give a JSONL file, or owner/name of a Hugging Face dataset"
+        remedy = (
+            f"did you mean {files[near[0]]}?"
+            if near
+            else "give a JSONL file, or owner/name of a Hugging Face dataset"
+        )
         return f"is not a file ({path.absolute()}); {remedy}"
     return ""
 
 
 def reward_fault(reward: str, entry: EnvSource) -> str:
-    """Returns what is wrong with a reward function, as far as its source text and its rows show; empty if nothing."""
+    """Returns what is wrong with a reward function, as far as its source text and its rows show;
+    empty if nothing."""
     if fault := find_fault(reward):
         return fault
     definition, path = find_definition(reward)
@@ -103,16 +140,23 @@ def reward_fault(reward: str, entry: EnvSource) -> str:
         return ""
     names = required_names(definition.args)
     of_group = bool(GROUP_PARAMETERS & {*names})
-    for file in (Path(source).expanduser() for source in (entry.dataset, entry.eval_dataset) if source):
-        with contextlib.suppress(OSError, RunError):  # `rows_fault` tells of what cannot be read, or is no task
+    for file in (
+        Path(source).expanduser() for source in (entry.dataset, entry.eval_dataset) if source
+    ):
+        # `rows_fault` tells of what cannot be read, or is no task
+        with contextlib.suppress(OSError, RunError):
             for place, row in task_rows(file):
                 if lacking := not_given(names, row, of_group):
-                    return f"{place}: {not_a_column(lacking[0], str(file), row, of_group)}; see {path}:{definition.lineno}"
+                    return (
+                        f"{place}: {not_a_column(lacking[0], str(file), row, of_group)}; see "
+                        f"{path}:{definition.lineno}"
+                    )
     return ""
 
 
 def not_given(required: Iterable[str], columns: Collection[str], of_group: bool) -> list[str]:
-    """Returns the parameters of a reward function without a default that get no value from a row with these columns."""
+    """Returns the parameters of a reward function without a default that get no value from a row
+    with these columns."""
     known = REWARD_PARAMETERS | {*columns} | (GROUP_PARAMETERS if of_group else set())
     return [name for name in required if name not in known]
 
@@ -121,15 +165,21 @@ def not_a_column(name: str, source: str, columns: Collection[str], of_group: boo
     """Returns the message about a parameter of a reward function that gets no value."""
     known = REWARD_PARAMETERS | {*columns} | (GROUP_PARAMETERS if of_group else set())
     also = "" if of_group else ", or for states, prompts, completions, ... of a whole group"
-    return f"asks for {name}, which is not a column of {source}; it can ask for {', '.join(sorted(known))}{also}"
+    return (
+        f"asks for {name}, which is not a column of {source}; it can ask for "
+        f"{', '.join(sorted(known))}{also}"
+    )
 
 
 def own_functions(config: RLConfig) -> Iterator[tuple[str, str, str]]:
-    """Yields (key, function, call arguments) of the user's functions for loss, credit, filter and metrics."""
+    """Yields (key, function, call arguments) of the user's functions for loss, credit, filter
+    and metrics."""
     if isinstance(config.trainer.loss, CustomConfig):
         yield "trainer.loss.function", config.trainer.loss.function, "inputs, config"
     settings = config.orchestrator
-    environments = {f"orchestrator.environment.{i}": env for i, env in enumerate(settings.environment)}
+    environments = {
+        f"orchestrator.environment.{i}": env for i, env in enumerate(settings.environment)
+    }
     for key, place in {"orchestrator": settings, **environments}.items():
         if isinstance(place.credit, CustomCreditConfig):
             yield f"{key}.credit.function", place.credit.function, "group, config"

@@ -1,6 +1,7 @@
 """Which machine of a cluster does what: pure functions of index and configuration.
 
-Machines 0 to T-1 train and machines T to T+I-1 serve. A machine that is replaced comes back with its index, and so with its roles.
+Machines 0 to T-1 train and machines T to T+I-1 serve. A machine that is replaced comes back with
+its index, and so with its roles.
 """
 
 from collections.abc import Iterator
@@ -52,7 +53,9 @@ def plan(config: RLConfig) -> Plan:
     if not config.starts_inference:
         servers = servers or 0
     if trainers is None:
-        trainers = cluster.nodes - servers if servers is not None else trainer_share(config, cluster.nodes)
+        trainers = (
+            cluster.nodes - servers if servers is not None else trainer_share(config, cluster.nodes)
+        )
     servers = cluster.nodes - trainers if servers is None else servers
     return Plan(trainers, servers)
 
@@ -66,12 +69,15 @@ def cluster_of(config: RLConfig) -> ClusterConfig:
 def is_ratio(config: RLConfig) -> bool:
     """Returns whether trainer.gpus and inference.gpus only say how to divide the machines."""
     cluster = config.cluster
-    undivided = cluster is not None and cluster.trainer_nodes is None and cluster.inference_nodes is None
+    undivided = (
+        cluster is not None and cluster.trainer_nodes is None and cluster.inference_nodes is None
+    )
     return undivided and bool(count(config.trainer.gpus) and count(config.inference.gpus))
 
 
 def trainer_share(config: RLConfig, nodes: int) -> int:
-    """Returns the number of machines that train by default: the share of one machine's GPUs that the settings give to the trainer."""
+    """Returns the number of machines that train by default: the share of one machine's GPUs that
+    the settings give to the trainer."""
     training, serving = count(config.trainer.gpus), count(config.inference.gpus)
     share = training / (training + serving) if training and serving else 0.0
     return min(nodes - 1, max(1, round(nodes * share)))
@@ -91,57 +97,101 @@ def cluster_faults(config: RLConfig) -> Iterator[Fault]:
         yield "cluster.slurm.time", cluster.slurm.time, remedy
     if cluster.nodes == 1:
         if cluster.engine == "none":
-            yield "cluster.nodes", 1, "is one machine, which needs no cluster: leave [cluster] out, or give an engine that starts it"
+            yield (
+                "cluster.nodes",
+                1,
+                "is one machine, which needs no cluster: leave [cluster] out, or give an "
+                "engine that starts it",
+            )
         return
     found = plan(config)
     parts = f"{found.trainers} machines that train and {found.servers} that serve"
     if found.nodes != cluster.nodes or found.trainers < 1:
-        remedy = f"is not the sum of {parts}: change cluster.trainer_nodes, inference_nodes or nodes"
+        remedy = (
+            f"is not the sum of {parts}: change cluster.trainer_nodes, inference_nodes or nodes"
+        )
         yield "cluster.nodes", cluster.nodes, remedy
     if found.servers < 1 and config.starts_inference:
-        yield "cluster.inference_nodes", found.servers, "leaves nobody to sample: give at least 1, or orchestrator.inference_urls"
+        yield (
+            "cluster.inference_nodes",
+            found.servers,
+            "leaves nobody to sample: give at least 1, or orchestrator.inference_urls",
+        )
     if found.servers and not config.plays:
         kind = "supervised fine-tuning" if config.sft else "recorded rollouts"
         yield "cluster.inference_nodes", found.servers, f"has no use for {kind}: leave it out"
     if cluster.min_trainer_nodes and cluster.min_trainer_nodes > found.trainers:
-        yield "cluster.min_trainer_nodes", cluster.min_trainer_nodes, f"is more than the {found.trainers} machines that train: lower it"
+        yield (
+            "cluster.min_trainer_nodes",
+            cluster.min_trainer_nodes,
+            f"is more than the {found.trainers} machines that train: lower it",
+        )
     if cluster.index is not None and cluster.index >= cluster.nodes:
         yield "cluster.index", cluster.index, f"must be below cluster.nodes = {cluster.nodes}"
     if found.servers and config.orchestrator.inference_urls:
-        yield "cluster.inference_nodes", found.servers, "is not used with orchestrator.inference_urls: leave either of them out"
-    copies, context, experts = config.trainer.dp_replicate, config.trainer.context_parallel, config.trainer.expert_parallel
+        yield (
+            "cluster.inference_nodes",
+            found.servers,
+            "is not used with orchestrator.inference_urls: leave either of them out",
+        )
+    copies, context, experts = (
+        config.trainer.dp_replicate,
+        config.trainer.context_parallel,
+        config.trainer.expert_parallel,
+    )
     ranks = config.trainer.ranks or (0 if is_ratio(config) else count(config.trainer.gpus))
-    for machines in range(cluster.min_trainer_nodes or found.trainers, found.trainers + 1) if ranks else ():
+    for machines in (
+        range(cluster.min_trainer_nodes or found.trainers, found.trainers + 1) if ranks else ()
+    ):
         of = f"the {machines * ranks} ranks of {machines} machines with {ranks} each"
         if (machines * ranks) % (copies * context):
             remedy = f"must divide {of}"
-            yield ("trainer.dp_replicate", copies, remedy) if copies > 1 else ("trainer.context_parallel", context, remedy)
+            yield (
+                ("trainer.dp_replicate", copies, remedy)
+                if copies > 1
+                else ("trainer.context_parallel", context, remedy)
+            )
             break
         if (machines * ranks) % (copies * experts):
-            yield "trainer.expert_parallel", experts, f"times trainer.dp_replicate = {copies} must divide {of}"
+            yield (
+                "trainer.expert_parallel",
+                experts,
+                f"times trainer.dp_replicate = {copies} must divide {of}",
+            )
             break
     if len(as_ids(config.trainer.gpus)) and len(as_ids(config.inference.gpus)):
         yield (
             "inference.gpus",
             config.inference.gpus,
-            "names GPUs of one machine, but each machine of a cluster trains or serves: leave it out",
+            "names GPUs of one machine, but each machine of a cluster trains or serves: "
+            "leave it out",
         )
 
 
 def time_fault(cluster: ClusterConfig, limit: str) -> str:
-    """Returns why a job of Slurm with this time limit would save before it can train; empty if it would not."""
+    """Returns why a job of Slurm with this time limit would save before it can train; empty if
+    it would not."""
     needed_s, limit_s = cluster.grace_s + END_S + SLURM_EARLY_S, slurm_seconds(limit)
     if not 0 < limit_s <= needed_s:
         return ""
-    told = f"a job is told to save up to {needed_s:g} s before its time limit (cluster.grace_s and {END_S + SLURM_EARLY_S} s)"
+    told = (
+        f"a job is told to save up to {needed_s:g} s before its time limit (cluster.grace_s and "
+        f"{END_S + SLURM_EARLY_S} s)"
+    )
     return f"leaves no time to train: {told}; set a longer one, or a smaller cluster.grace_s"
 
 
 def slurm_seconds(limit: str) -> int:
-    """Returns the seconds of a time limit as `sbatch --time` takes it; 0 for none, and for what only Slurm understands."""
+    """Returns the seconds of a time limit as `sbatch --time` takes it; 0 for none, and for what
+    only Slurm understands."""
     days, dash, clock = limit.rpartition("-")
     parts = clock.split(":")
-    if not all(part.isascii() and part.isdigit() for part in [*parts, days or "0"]) or len(parts) > 3:
+    if (
+        not all(part.isascii() and part.isdigit() for part in [*parts, days or "0"])
+        or len(parts) > 3
+    ):
         return 0
     unit_s = 3600 if dash or len(parts) == 3 else 60
-    return int(days or 0) * 86400 + sum(int(part) * unit_s // 60**place for place, part in enumerate(parts))
+    return int(days or 0) * 86400 + sum(
+        int(part) * unit_s // 60**place for place, part in enumerate(parts)
+    )

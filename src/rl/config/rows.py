@@ -1,4 +1,5 @@
-"""Rows that users write: tasks of an environment and examples of fine-tuning, checked where they are read and kept as they were written."""
+"""Rows that users write: tasks of an environment and examples of fine-tuning, checked where they
+are read and kept as they were written."""
 
 import json
 from collections.abc import Collection, Iterator
@@ -13,7 +14,8 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def task_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (file:line, columns) of a JSONL file of tasks. Raises RunError if there is none, or for a row that is not a task."""
+    """Yields (file:line, columns) of a JSONL file of tasks. Raises RunError if there is none, or
+    for a row that is not a task."""
     is_empty = True
     for place, row in json_objects(path, TASK):
         prompt_of(row, place)
@@ -29,28 +31,43 @@ def prompt_of(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     column = "prompt" if row.get("prompt") is not None else "question"
     prompt = row.get(column)
     if prompt is None:
-        raise RunError(f"{place}: no prompt or question, only {', '.join(row) or 'an empty object'}; write rows like {TASK}")
+        raise RunError(
+            f"{place}: no prompt or question, only {', '.join(row) or 'an empty object'}; "
+            f"write rows like {TASK}"
+        )
     messages = chat_messages(prompt, "user", f"{place}: {column}", ROLES)
     if messages[-1]["role"] == "assistant":
-        raise RunError(f"{place}: {column}: ends with the assistant's words, which are not continued; end it with what it answers to")
+        raise RunError(
+            f"{place}: {column}: ends with the assistant's words, which are not continued; "
+            "end it with what it answers to"
+        )
     return messages
 
 
 def info_of(row: dict[str, Any], place: str) -> Any:
-    """Returns the column `info`, which may be an object or JSON text. Raises RunError for what verifiers takes for something else."""
+    """Returns the column `info`, which may be an object or JSON text. Raises RunError for what
+    verifiers takes for something else."""
     info = row.get("info")
     if isinstance(info, str) and info:
         try:
             info = json.loads(info)
         except ValueError:
-            raise RunError(f"{place}: info: a text that is not JSON; give an object, or name the column otherwise") from None
+            raise RunError(
+                f"{place}: info: a text that is not JSON; give an object, or name the column "
+                "otherwise"
+            ) from None
     if isinstance(info, dict) and info.get("task") is not None:
-        raise RunError(f"{place}: info.task: verifiers takes it for the whole task; give it another name")
+        raise RunError(
+            f"{place}: info.task: verifiers takes it for the whole task; give it another name"
+        )
     return info or {}
 
 
-def chat_messages(value: Any, role: str, place: str, roles: Collection[str]) -> list[dict[str, Any]]:
-    """Returns chat messages: `value`, or a text as one message of `role`. Raises RunError with the place of what is neither."""
+def chat_messages(
+    value: Any, role: str, place: str, roles: Collection[str]
+) -> list[dict[str, Any]]:
+    """Returns chat messages: `value`, or a text as one message of `role`. Raises RunError with
+    the place of what is neither."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
@@ -58,25 +75,41 @@ def chat_messages(value: Any, role: str, place: str, roles: Collection[str]) -> 
     for at, message in enumerate(value):
         where = f"{place}[{at}]"
         if not isinstance(message, dict) or message.get("role") not in roles:
-            raise RunError(f"{where}: not a chat message: it needs a role, one of {', '.join(roles)}")
+            raise RunError(
+                f"{where}: not a chat message: it needs a role, one of {', '.join(roles)}"
+            )
         check_content(message, where)
         check_calls(message.get("tool_calls"), where)
     return value
 
 
 def check_content(message: dict[str, Any], place: str) -> None:
-    """Raises RunError unless the content is text, a list of parts, or, beside the calls of tools, absent."""
+    """Raises RunError unless the content is text, a list of parts, or, beside the calls of
+    tools, absent."""
     content = message.get("content")
     if isinstance(content, list):
-        wrong = next((part for part in content if not isinstance(part, dict) or not isinstance(part.get("type"), str)), None)
+        wrong = next(
+            (
+                part
+                for part in content
+                if not isinstance(part, dict) or not isinstance(part.get("type"), str)
+            ),
+            None,
+        )
         if wrong is not None:
-            raise RunError(f'{place}.content: a list with {kind_of(wrong)}; give text, or parts like {{"type": "text", "text": "..."}}')
-    elif not isinstance(content, str) and not (content is None and message.get("role") == "assistant" and message.get("tool_calls")):
+            raise RunError(
+                f"{place}.content: a list with {kind_of(wrong)}; give text, or parts like "
+                f'{{"type": "text", "text": "..."}}'
+            )
+    elif not isinstance(content, str) and not (
+        content is None and message.get("role") == "assistant" and message.get("tool_calls")
+    ):
         raise RunError(f"{place}.content: {kind_of(content)}; give text")
 
 
 def check_calls(calls: Any, place: str) -> None:
-    """Raises RunError unless `tool_calls` is absent, or a list of calls with names: the chat API's, or verifiers' without `function`."""
+    """Raises RunError unless `tool_calls` is absent, or a list of calls with names: the chat
+    API's, or verifiers' without `function`."""
     form = 'a tool call must be {"function": {"name": ..., "arguments": ...}}'
     if not isinstance(calls, list | None):
         raise RunError(f"{place}.tool_calls: {kind_of(calls)}; {form}")
@@ -86,13 +119,27 @@ def check_calls(calls: Any, place: str) -> None:
         except ValueError:
             raise RunError(f"{place}.tool_calls: a text that is not JSON; {form}") from None
         function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
             raise RunError(f"{place}.tool_calls: {form}")
         if not isinstance(function.get("arguments"), str | dict | None):
-            raise RunError(f"{place}: the arguments of {function['name']} are {kind_of(function['arguments'])}; give an object")
+            raise RunError(
+                f"{place}: the arguments of {function['name']} are "
+                f"{kind_of(function['arguments'])}; give an object"
+            )
 
 
 def kind_of(value: Any) -> str:
     """Names a value of JSON in words."""
-    kinds = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a text", dict: "an object"}
+    kinds = {
+        type(None): "null",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        dict: "an object",
+    }
     return "an empty list" if value == [] else kinds.get(type(value), f"a {type(value).__name__}")

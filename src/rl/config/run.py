@@ -1,4 +1,5 @@
-"""The complete configuration of a run. Each setting exists once; every process loads the resolved config.toml of the run directory.
+"""The complete configuration of a run. Each setting exists once; every process loads the resolved
+config.toml of the run directory.
 
 Importing this module must load neither torch nor vllm, so that `--help` is fast.
 """
@@ -32,75 +33,95 @@ class SupervisorConfig(Settings):
     """How `rl` keeps the processes of a run alive."""
 
     max_restarts: int = Field(20, ge=0)
-    """Restarts of one process within window_s; one more ends the run with a summary. 0: the first death ends it. A process that
-    fails twice before it first becomes ready always ends the run."""
+    """Restarts of one process within window_s; one more ends the run with a summary. 0: the
+    first death ends it. A process that fails twice before it first becomes ready always ends the
+    run."""
     window_s: float = Field(1800.0, gt=0)
     """Seconds over which restarts are counted."""
     backoff_s: float = Field(0.5, ge=0)
-    """Seconds to wait before restarting a process that died without progress; they double with every further such death in a row, up to
-    backoff_limit_s. A process that made progress is restarted at once."""
+    """Seconds to wait before restarting a process that died without progress; they double with
+    every further such death in a row, up to backoff_limit_s. A process that made progress is
+    restarted at once."""
     backoff_limit_s: float = Field(30.0, ge=0)
     """Longest wait before a restart, in seconds."""
     silence_s: float = Field(45.0, gt=0)
-    """Seconds without a heartbeat after which a process (stopped, or stuck in the kernel) is killed and restarted. A thread sends one
-    every 2 s, but a long call that holds the GIL (loading a large model) can delay it by half a minute."""
+    """Seconds without a heartbeat after which a process (stopped, or stuck in the kernel) is
+    killed and restarted. A thread sends one every 2 s, but a long call that holds the GIL
+    (loading a large model) can delay it by half a minute."""
     stall_s: float = Field(600.0, gt=0)
-    """Seconds without a new token, rollout, batch or step after which a diagnosis is printed: what every process is waiting for. While the
-    model is downloaded or data are prepared, the interval at which `rl` says what is being done."""
+    """Seconds without a new token, rollout, batch or step after which a diagnosis is printed:
+    what every process is waiting for. While the model is downloaded or data are prepared, the
+    interval at which `rl` says what is being done."""
     quarantine_after: int = Field(3, ge=1)
-    """Trainer deaths in a row during one step after which its batch is quarantined: the step is skipped, and this is recorded. With
-    `rl serve`: deaths during one call of a client, after which the call is answered with an error."""
+    """Trainer deaths in a row during one step after which its batch is quarantined: the step is
+    skipped, and this is recorded. With `rl serve`: deaths during one call of a client, after
+    which the call is answered with an error."""
 
 
 class RendererConfig(Settings):
     """How chat messages become token ids and sampled ids become messages."""
 
     name: str = "auto"
-    """The renderer. `auto` chooses by the model's chat template; `template` uses that template unchanged; `chatml` adds tools to a template
-    without them; any other name is one of the `renderers` package: qwen3, llama-3, gpt-oss, ..."""
+    """The renderer. `auto` chooses by the model's chat template; `template` uses that template
+    unchanged; `chatml` adds tools to a template without them; any other name is one of the
+    `renderers` package: qwen3, llama-3, gpt-oss, ..."""
     thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
-    """How long thinking stays in the prompts of later turns: `all`: always, so that a rollout is one sample; `tool_cycle`: until the next
-    user message; `template`: as in the model's template. A turn whose prompt drops earlier thinking starts a new sample."""
+    """How long thinking stays in the prompts of later turns: `all`: always, so that a rollout is
+    one sample; `tool_cycle`: until the next user message; `template`: as in the model's
+    template. A turn whose prompt drops earlier thinking starts a new sample."""
     enable_thinking: bool | None = None
-    """Value of `enable_thinking` for chat templates with that switch. Default: the template's own."""
+    """Value of `enable_thinking` for chat templates with that switch. Default: the template's
+    own."""
 
 
 LENGTH = 2048
 
 
 def default_length(known: dict[str, Any]) -> int:
-    """Returns LENGTH, or the longest sequence of the named model, if that is shorter and the model's config.json is on this machine."""
+    """Returns LENGTH, or the longest sequence of the named model, if that is shorter and the
+    model's config.json is on this machine."""
     cache = os.environ.get("HF_HOME", "~/.cache/huggingface")
     name = known.get("name", "")
     for folder in (name, f"{cache}/hub/models--{name.replace('/', '--')}/snapshots/*"):
         for path in glob(os.path.expanduser(f"{folder}/config.json")):
-            with contextlib.suppress(ValueError, AttributeError):  # a damaged one is told of where the model is found
+            # a damaged one is told of where the model is found
+            with contextlib.suppress(ValueError, AttributeError):
                 return min(LENGTH, longest_sequence(json.loads(Path(path).read_bytes())) or LENGTH)
     return LENGTH
 
 
 def longest_sequence(config: dict[str, Any]) -> int | None:
-    """The longest sequence, in tokens, of a model with plain positions, which vLLM holds it to; None for scaled ones: vLLM tells."""
+    """The longest sequence, in tokens, of a model with plain positions, which vLLM holds it to;
+    None for scaled ones: vLLM tells."""
     text = config.get("text_config") or config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    plain = rope.get("rope_type", rope.get("type", "default")) == "default" and not any(isinstance(part, dict) for part in rope.values())
+    plain = rope.get("rope_type", rope.get("type", "default")) == "default" and not any(
+        isinstance(part, dict) for part in rope.values()
+    )
     return text.get("max_position_embeddings") if plain else None
 
 
 class ModelConfig(Settings):
     """The model to train."""
 
-    name: Annotated[str, Field(min_length=1), PATH_IF_FOLDER] = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    name: Annotated[str, Field(min_length=1), PATH_IF_FOLDER] = (
+        "HuggingFaceTB/SmolLM2-135M-Instruct"
+    )
     """A folder in Hugging Face format, or a model's id on the hub."""
-    dtype: Literal["bfloat16", "float32"] = Field(default_factory=lambda: "bfloat16" if multiplies_bfloat16() else "float32")
-    """Number format in which inference and the trainer compute. Default: `bfloat16` on machines that multiply it in hardware (GPUs, CPUs
-    with AVX-512 BF16 or AMX), otherwise `float32`. Master weights, optimizer state and reductions are always float32; masters of a bfloat16
-    model begin with noise below its rounding, without which the first updates would be lost (docs/algorithms.md)."""
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default_factory=lambda: "bfloat16" if multiplies_bfloat16() else "float32"
+    )
+    """Number format in which inference and the trainer compute. Default: `bfloat16` on machines
+    that multiply it in hardware (GPUs, CPUs with AVX-512 BF16 or AMX), otherwise `float32`.
+    Master weights, optimizer state and reductions are always float32; masters of a bfloat16
+    model begin with noise below its rounding, without which the first updates would be lost
+    (docs/algorithms.md)."""
     max_model_len: int = Field(default_factory=default_length, ge=2)
-    """Longest sequence in tokens, prompt and answer together. Default: 2048, or what the model's config.json allows, if that is less and
-    the model is on this machine."""
+    """Longest sequence in tokens, prompt and answer together. Default: 2048, or what the model's
+    config.json allows, if that is less and the model is on this machine."""
     chat_template: Annotated[str | None, TEMPLATE] = None
-    """Chat template to use instead of the model's own, or if it has none: a Jinja file, or the built-in `chatml`."""
+    """Chat template to use instead of the model's own, or if it has none: a Jinja file, or the
+    built-in `chatml`."""
     trust_remote_code: bool = False
     """Whether to run Python code shipped with the model."""
 
@@ -121,11 +142,13 @@ class WandbConfig(Settings):
     notes: str | None = None
     """Description of the run."""
     rollouts: int = Field(20, ge=0)
-    """Rollouts of the newest step to send as a table, every five minutes and at the end; 0: none."""
+    """Rollouts of the newest step to send as a table, every five minutes and at the end; 0:
+    none."""
 
 
 TRUNCATIONS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-"""Settings that leave tokens out of what is sampled, each with the value at which it leaves out none."""
+"""Settings that leave tokens out of what is sampled, each with the value at which it leaves out
+none."""
 
 
 class RLConfig(Settings):
@@ -140,8 +163,9 @@ class RLConfig(Settings):
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed for the order of tasks, the draws of evaluations, and the trainer."""
     max_lag: int = Field(1, ge=0)
-    """Batches that sampling may begin ahead of training; 0 is on-policy. A rollout that no newer one overtakes is at most this many policy
-    versions behind; a slow one may be further, and the hard bound on its age is orchestrator.max_off_policy_steps."""
+    """Batches that sampling may begin ahead of training; 0 is on-policy. A rollout that no newer
+    one overtakes is at most this many policy versions behind; a slow one may be further, and the
+    hard bound on its age is orchestrator.max_off_policy_steps."""
     model: ModelConfig = ModelConfig()
     renderer: RendererConfig = RendererConfig()
     """How chat messages become token ids, and sampled ids become messages."""
@@ -149,7 +173,8 @@ class RLConfig(Settings):
     wandb: Annotated[WandbConfig | None, BeforeValidator(switch)] = None
     """Logging to Weights & Biases; `--wandb` switches it on."""
     tensorboard: bool = False
-    """Whether to write metrics as TensorBoard event files to the run's `tensorboard/` as well. Needs the extra `tensorboard`."""
+    """Whether to write metrics as TensorBoard event files to the run's `tensorboard/` as well.
+    Needs the extra `tensorboard`."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -170,7 +195,15 @@ class RLConfig(Settings):
     def model_post_init(self, _context: object) -> None:
         if not self.name:
             envs = "+".join(env.label for env in self.orchestrator.environment) or "run"
-            kind = "serve" if self.serve else "sft" if self.sft else "recorded" if self.recorded else envs
+            kind = (
+                "serve"
+                if self.serve
+                else "sft"
+                if self.sft
+                else "recorded"
+                if self.recorded
+                else envs
+            )
             self.name = f"{kind}-{Path(self.model.name).name}"
 
     @property
@@ -180,14 +213,21 @@ class RLConfig(Settings):
         return RunDir(root, Path(weights) / self.name if weights else root / "weights")
 
     def with_absolute_paths(self) -> "RLConfig":
-        """Returns a copy that means the same in every directory: relative paths are resolved against the current one."""
+        """Returns a copy that means the same in every directory: relative paths are resolved
+        against the current one."""
         return RLConfig.model_validate(self.model_dump(), context=ABSOLUTE_PATHS)
 
     def sampling_of(self, env: EnvSource) -> dict[str, Any]:
-        """Returns the sampling settings for an environment's training rollouts: its own, completed by the run's, without a truncation that
-        leaves all tokens."""
-        sampling = self.orchestrator.sampling.model_dump(exclude_none=True) | env.sampling.model_dump(exclude_none=True)
-        return {key: value for key, value in sampling.items() if key not in TRUNCATIONS or value != TRUNCATIONS[key]}
+        """Returns the sampling settings for an environment's training rollouts: its own,
+        completed by the run's, without a truncation that leaves all tokens."""
+        sampling = self.orchestrator.sampling.model_dump(
+            exclude_none=True
+        ) | env.sampling.model_dump(exclude_none=True)
+        return {
+            key: value
+            for key, value in sampling.items()
+            if key not in TRUNCATIONS or value != TRUNCATIONS[key]
+        }
 
     @property
     def plays(self) -> bool:
@@ -210,13 +250,22 @@ class RLConfig(Settings):
         return self.trainer.backend == "tinker"
 
     def truncates(self, vocab_size: int) -> bool:
-        """Whether inference samples from a truncated distribution, so that its log-probabilities differ from the trainer's."""
-        settings = [item for env in self.orchestrator.environment for item in self.sampling_of(env).items()]
-        return any(key in TRUNCATIONS and (key != "top_k" or value < vocab_size) for key, value in settings)
+        """Whether inference samples from a truncated distribution, so that its log-probabilities
+        differ from the trainer's."""
+        settings = [
+            item for env in self.orchestrator.environment for item in self.sampling_of(env).items()
+        ]
+        return any(
+            key in TRUNCATIONS and (key != "top_k" or value < vocab_size) for key, value in settings
+        )
 
 
 SECTIONS = ("trainer", "orchestrator", "inference", "tinker", "sft", "recorded", "serve")
 RUN_WIDE = tuple(name for name in RLConfig.model_fields if name not in SECTIONS)
 """Keys that may also be written in a section: `orchestrator.max_lag` is `max_lag`."""
-ALIASES = {"steps": "max_steps", "learning_rate": "trainer.optim.lr", "trainer.learning_rate": "trainer.optim.lr"}
+ALIASES = {
+    "steps": "max_steps",
+    "learning_rate": "trainer.optim.lr",
+    "trainer.learning_rate": "trainer.optim.lr",
+}
 """Other names of settings that guides use -> their keys."""

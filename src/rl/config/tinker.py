@@ -24,37 +24,57 @@ PUBLIC_SERVICE = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 
 
 class TinkerConfig(Settings):
-    """The service that trains and samples with `trainer.backend = "tinker"` (docs/tinker.md). Its key is in the environment variable
-    TINKER_API_KEY, or in the file `.env` of the current directory."""
+    """The service that trains and samples with `trainer.backend = "tinker"` (docs/tinker.md).
+    Its key is in the environment variable TINKER_API_KEY, or in the file `.env` of the current
+    directory."""
 
     base_url: str | None = None
-    """Address of the service. Default: the environment variable TINKER_BASE_URL, or else the public service."""
+    """Address of the service. Default: the environment variable TINKER_BASE_URL, or else the
+    public service."""
     base_model: str | None = Field(None, min_length=1)
-    """Name of the model at the service. Default: model.name, of which only the tokenizer and the chat template are used here."""
+    """Name of the model at the service. Default: model.name, of which only the tokenizer and the
+    chat template are used here."""
     lora_rank: int = Field(32, ge=1)
     """Rank of the adapter that is trained."""
     answer_timeout_s: float = Field(1800.0, gt=0)
-    """Seconds that one answer of the service may take, or that it may be out of reach, before trainer or inference start again."""
+    """Seconds that one answer of the service may take, or that it may be out of reach, before
+    trainer or inference start again."""
 
 
 def with_tinker_defaults(values: Any) -> Any:
-    """Returns a run's raw settings with the defaults of a service: no devices here, losses as the Tinker API has them, groups of 16."""
-    if not isinstance(values, dict) or not isinstance(trainer := values.get("trainer"), dict) or trainer.get("backend") != "tinker":
+    """Returns a run's raw settings with the defaults of a service: no devices here, losses as
+    the Tinker API has them, groups of 16."""
+    if (
+        not isinstance(values, dict)
+        or not isinstance(trainer := values.get("trainer"), dict)
+        or trainer.get("backend") != "tinker"
+    ):
         return values
     loss = trainer.get("loss") or {}
-    played, inference, service = (values.get(name) or {} for name in ("orchestrator", "inference", "tinker"))
+    played, inference, service = (
+        values.get(name) or {} for name in ("orchestrator", "inference", "tinker")
+    )
     if not all(isinstance(one, dict) for one in (loss, played, inference, service)):
         return values
-    given = {"clip": {"delta": math.inf}, "gspo": {"delta": math.inf}, "policy_gradient": {"token_mask": EVERYTHING}}
+    given = {
+        "clip": {"delta": math.inf},
+        "gspo": {"delta": math.inf},
+        "policy_gradient": {"token_mask": EVERYTHING},
+    }
     terms = given.get(loss.get("type", "policy_gradient"), {}) if "function" not in loss else {}
     url = {"base_url": os.environ[BASE_URL]} if os.environ.get(BASE_URL) else {}
     trainer = {**trainer, "gpus": trainer.get("gpus", 0), "loss": {**terms, **loss}}
-    own = {"orchestrator": {"group_size": 16} | played, "inference": {"gpus": 0} | inference, "tinker": url | service}
+    own = {
+        "orchestrator": {"group_size": 16} | played,
+        "inference": {"gpus": 0} | inference,
+        "tinker": url | service,
+    }
     return {**values, "trainer": trainer, **own}
 
 
 def service_loss(loss: AnyLossConfig) -> tuple[str, dict[str, float]] | None:
-    """Returns the Tinker API's loss_fn and loss_fn_config with the gradient of a loss of ours; None if it has none."""
+    """Returns the Tinker API's loss_fn and loss_fn_config with the gradient of a loss of ours;
+    None if it has none."""
     match loss:
         case CrossEntropyConfig() | PolicyGradientConfig(importance="none"):
             return "cross_entropy", {}
@@ -64,5 +84,8 @@ def service_loss(loss: AnyLossConfig) -> tuple[str, dict[str, float]] | None:
             return "cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": loss.truncate}
         case ClipConfig(delta=math.inf) | GspoConfig(delta=math.inf) | CispoConfig():
             name = "ppo" if isinstance(loss, ClipConfig) else loss.type
-            return name, {"clip_low_threshold": 1 - loss.clip_low, "clip_high_threshold": 1 + loss.clip_high}
+            return name, {
+                "clip_low_threshold": 1 - loss.clip_low,
+                "clip_high_threshold": 1 + loss.clip_high,
+            }
     return None

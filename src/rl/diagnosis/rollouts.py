@@ -1,4 +1,5 @@
-"""Reads rollouts from a run's rollouts/*.jsonl and evals/*/*.jsonl and from files of `rl collect`, and formats them as text."""
+"""Reads rollouts from a run's rollouts/*.jsonl and evals/*/*.jsonl and from files of `rl
+collect`, and formats them as text."""
 
 import contextlib
 import heapq
@@ -21,15 +22,19 @@ TRAINED = "trained"
 """Used in place of a reason for not training on a rollout."""
 
 
-# Reading ----------------------------------------------------------------------------------------------------------------
+# Reading ------------------------------------------------------------------------------------------
 
 
 def rollout_files(run_dir: RunDir, step: int | None = None) -> list[Path]:
-    """Returns the files of a run's rollouts of one step or of all, newest first, after the file of pending rollouts."""
+    """Returns the files of a run's rollouts of one step or of all, newest first, after the file
+    of pending rollouts."""
     files = run_dir.rollout_files()
     if step is not None:
         return [files[step]] if step in files else []
-    return [*([run_dir.pending_rollouts] if run_dir.pending_rollouts.exists() else []), *reversed(files.values())]
+    return [
+        *([run_dir.pending_rollouts] if run_dir.pending_rollouts.exists() else []),
+        *reversed(files.values()),
+    ]
 
 
 def read_rollouts(path: Path) -> Iterator[Row]:
@@ -41,7 +46,9 @@ def read_rollouts(path: Path) -> Iterator[Row]:
     with reading(path), open_rollouts(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
             if len(line) >= MAX_LINE_BYTES:
-                raise CorruptFileError(f"{path}:{number}: a line of more than {MAX_LINE_BYTES:,} bytes is no rollout")
+                raise CorruptFileError(
+                    f"{path}:{number}: a line of more than {MAX_LINE_BYTES:,} bytes is no rollout"
+                )
             if line.endswith(b"\n"):
                 yield parse_rollout(line, f"{path}:{number}")
 
@@ -62,7 +69,8 @@ def is_conversation(value: Any) -> bool:
 
 
 def unsettled(path: Path, newest: Path | None) -> Iterator[Row]:
-    """Yields the rollouts of pending.jsonl that are not yet in the `newest` step's file; while a batch is committed, both may have some."""
+    """Yields the rollouts of pending.jsonl that are not yet in the `newest` step's file; while a
+    batch is committed, both may have some."""
     settled = set()
     if newest and newest.stat().st_mtime_ns >= path.stat().st_mtime_ns:
         with contextlib.suppress(CorruptFileError):  # reported when that file itself is read
@@ -71,12 +79,17 @@ def unsettled(path: Path, newest: Path | None) -> Iterator[Row]:
 
 
 def read_all(files: Iterable[Path], damaged: list[str]) -> Iterator[Row]:
-    """Yields the rollouts of several files in order. Appends faults of damaged files to `damaged` and continues with the next file."""
+    """Yields the rollouts of several files in order. Appends faults of damaged files to
+    `damaged` and continues with the next file."""
     files = list(files)
     for path in files:
         try:
             pending = path.name == PENDING_ROLLOUTS
-            yield from unsettled(path, next((other for other in files if other != path), None)) if pending else read_rollouts(path)
+            yield from (
+                unsettled(path, next((other for other in files if other != path), None))
+                if pending
+                else read_rollouts(path)
+            )
         except CorruptFileError as error:
             damaged.append(str(error))
         except FileNotFoundError:  # compressed, deleted or moved since the folder was listed
@@ -84,7 +97,7 @@ def read_all(files: Iterable[Path], damaged: list[str]) -> Iterator[Row]:
                 yield from read_all([compressed], damaged)
 
 
-# Choosing ---------------------------------------------------------------------------------------------------------------
+# Choosing -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -94,8 +107,11 @@ class Selection:
     env: str | None = None
     task: str | None = None
     why: str | None = None
-    """Reason for not being trained on; `trained` for trained rollouts; `error` also matches every rollout that failed itself."""
-    seen: dict[str, Counter[str]] = field(default_factory=lambda: {"env": Counter(), "task": Counter(), "why": Counter()})
+    """Reason for not being trained on; `trained` for trained rollouts; `error` also matches
+    every rollout that failed itself."""
+    seen: dict[str, Counter[str]] = field(
+        default_factory=lambda: {"env": Counter(), "task": Counter(), "why": Counter()}
+    )
 
     taken: int = 0
     """Number of rollouts selected so far."""
@@ -104,8 +120,14 @@ class Selection:
 
     def takes(self, row: Row) -> bool:
         """Returns whether a rollout is selected, and counts its values."""
-        found = {"env": [str(row.get("env"))], "task": [str(row.get("task"))], "why": reasons_of(row)}
-        self.numbers.update(name for name in {**row, **metrics_of(row)} if number_of(row, name) is not None)
+        found = {
+            "env": [str(row.get("env"))],
+            "task": [str(row.get("task"))],
+            "why": reasons_of(row),
+        }
+        self.numbers.update(
+            name for name in {**row, **metrics_of(row)} if number_of(row, name) is not None
+        )
         for name, values in found.items():
             self.seen[name].update(values)
         takes = all(wanted is None or wanted in found[name] for name, wanted in self.wanted.items())
@@ -118,14 +140,16 @@ class Selection:
 
 
 def reasons_of(row: Row) -> list[str]:
-    """Returns why a rollout was not trained on, or `trained`, and `error` if it failed; empty if it was not meant for training."""
+    """Returns why a rollout was not trained on, or `trained`, and `error` if it failed; empty if
+    it was not meant for training."""
     if "why" not in row:
         return ["error"] if row.get("error") else []
     return list(dict.fromkeys([row["why"] or TRAINED, *(["error"] if row.get("error") else [])]))
 
 
 def number_of(row: Row, name: str) -> float | None:
-    """Returns a field of a rollout, or a metric of its environment, as a finite number; None if there is none."""
+    """Returns a field of a rollout, or a metric of its environment, as a finite number; None if
+    there is none."""
     for value in (row.get(name), metrics_of(row).get(name)):
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
@@ -139,32 +163,41 @@ def metrics_of(row: Row) -> dict[str, Any]:
 
 
 def ranked(rows: Iterable[Row], name: str, limit: int, *, lowest_first: bool = False) -> list[Row]:
-    """Returns the `limit` rollouts with the highest (or lowest) value of a field or metric, ties in order; keeps only those in memory."""
+    """Returns the `limit` rollouts with the highest (or lowest) value of a field or metric, ties
+    in order; keeps only those in memory."""
     valued = ((value, row) for row in rows if (value := number_of(row, name)) is not None)
     pick = heapq.nsmallest if lowest_first else heapq.nlargest
     return [row for _, row in pick(limit, valued, key=lambda pair: pair[0])]
 
 
-# Text -------------------------------------------------------------------------------------------------------------------
+# Text ---------------------------------------------------------------------------------------------
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """Formats a message: role, thinking, content and tool calls, with control characters escaped."""
+    """Formats a message: role, thinking, content and tool calls, with control characters
+    escaped."""
     parts = [f"(thinks) {message['reasoning_content']}"] if message.get("reasoning_content") else []
     parts += content_texts(message.get("content"))
-    parts += [f"calls {name}({plain(arguments)})" if name else plain(arguments) for name, arguments in calls_of(message)]
+    parts += [
+        f"calls {name}({plain(arguments)})" if name else plain(arguments)
+        for name, arguments in calls_of(message)
+    ]
     return visible(f"{message.get('role')}: " + "\n".join(parts))
 
 
 def content_texts(content: Any) -> list[str]:
     """Returns the parts of a message's content; parts other than text as JSON."""
     parts = content if isinstance(content, list) else [content]
-    texts = [part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else part for part in parts]
+    texts = [
+        part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else part
+        for part in parts
+    ]
     return [plain(text) for text in texts if text not in (None, "")]
 
 
 def calls_of(message: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields name and arguments of each tool call of a message; a call in an unknown form has no name, and is its own arguments."""
+    """Yields name and arguments of each tool call of a message; a call in an unknown form has no
+    name, and is its own arguments."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -173,14 +206,19 @@ def calls_of(message: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def contains(row: Row, text: str) -> bool:
-    """Returns whether the conversation (thinking, content, names and arguments of tool calls) or the error of a rollout contains a text.
+    """Returns whether the conversation (thinking, content, names and arguments of tool calls) or
+    the error of a rollout contains a text.
 
     text: casefolded; the case is ignored.
     """
     parts = [str(row.get("error") or "")]
     for message in row["messages"]:
-        parts += content_texts([message.get("reasoning_content"), message.get("thinking")]) + content_texts(message.get("content"))
-        parts += [part for name, arguments in calls_of(message) for part in (name, plain(arguments))]
+        parts += content_texts(
+            [message.get("reasoning_content"), message.get("thinking")]
+        ) + content_texts(message.get("content"))
+        parts += [
+            part for name, arguments in calls_of(message) for part in (name, plain(arguments))
+        ]
     return any(text in part.casefold() for part in parts)
 
 
@@ -192,14 +230,20 @@ PROMPT_ENDS = "[the prompt ends here]"
 
 
 def num_prompt_messages(row: Row) -> int:
-    """Returns the number of messages at the start of a rollout that are not the policy's; 0 if the line does not have it."""
+    """Returns the number of messages at the start of a rollout that are not the policy's; 0 if
+    the line does not have it."""
     number = row.get("num_prompt_messages")
     return number if isinstance(number, int) and 0 <= number <= len(row["messages"]) else 0
 
 
 def prompt_end(messages: list[dict[str, Any]], num_prompt: int) -> list[str]:
-    """Returns the line that separates a prompt's worked examples from the policy's answers; empty if the prompt has no answers."""
-    return [PROMPT_ENDS] if any(message.get("role") == "assistant" for message in messages[:num_prompt]) else []
+    """Returns the line that separates a prompt's worked examples from the policy's answers;
+    empty if the prompt has no answers."""
+    return (
+        [PROMPT_ENDS]
+        if any(message.get("role") == "assistant" for message in messages[:num_prompt])
+        else []
+    )
 
 
 def messages_text(messages: list[dict[str, Any]], num_prompt: int = 0) -> str:
@@ -217,8 +261,8 @@ MOST_CHARACTERS, MOST_LINES = 4000, 60
 
 
 def short_messages_text(messages: list[dict[str, Any]], num_prompt: int = 0) -> str:
-    """Shortens a conversation to about one screen: leaves out and counts the middle of the conversation, first of the prompt, and of each
-    message."""
+    """Shortens a conversation to about one screen: leaves out and counts the middle of the
+    conversation, first of the prompt, and of each message."""
     prompt, rest = messages[:num_prompt], messages[num_prompt:]
     for_rest = min(len(rest), MOST_MESSAGES - min(len(prompt), LEAST_OF_PROMPT))
     shown = max(1, min(len(messages), MOST_MESSAGES))
@@ -227,21 +271,52 @@ def short_messages_text(messages: list[dict[str, Any]], num_prompt: int = 0) -> 
     def texts(part: list[dict[str, Any]], room: int) -> list[str]:
         left_out, head = max(0, len(part) - room), room // 2 if len(part) > room else len(part)
         kept = [*part[:head], *part[head + left_out :]]
-        found = [cut_middle(message_text(message), *limits).replace("\n", "\n    ") for message in kept]
-        return [*found[:head], *([f"[... {left_out:,} messages ...]"] if left_out else []), *found[head:]]
+        found = [
+            cut_middle(message_text(message), *limits).replace("\n", "\n    ") for message in kept
+        ]
+        return [
+            *found[:head],
+            *([f"[... {left_out:,} messages ...]"] if left_out else []),
+            *found[head:],
+        ]
 
-    return "\n".join([*texts(prompt, MOST_MESSAGES - for_rest), *prompt_end(messages, num_prompt), *texts(rest, for_rest)])
+    return "\n".join(
+        [
+            *texts(prompt, MOST_MESSAGES - for_rest),
+            *prompt_end(messages, num_prompt),
+            *texts(rest, for_rest),
+        ]
+    )
 
 
 def heading(row: Row) -> str:
     """Returns a rollout's position, its reward and advantage, and how it ended."""
-    names = {"step": "step", "policy_version": "version", "policy": "policy", "env": "", "task": "task", "group_id": "group",
-             "rollout_id": "rollout", "rollout": "rollout", "sample": "sample"}  # fmt: skip
-    place = [f"{word} {row[name]}".strip() for name, word in names.items() if row.get(name) is not None]
+    names = {
+        "step": "step",
+        "policy_version": "version",
+        "policy": "policy",
+        "env": "",
+        "task": "task",
+        "group_id": "group",
+        "rollout_id": "rollout",
+        "rollout": "rollout",
+        "sample": "sample",
+    }
+    place = [
+        f"{word} {row[name]}".strip() for name, word in names.items() if row.get(name) is not None
+    ]
     place += [f"agent {row['agent']}"] if row.get("agent", "agent") != "agent" else []
-    metrics = ", ".join(f"{name} {digits(value, 4)}" for name, value in metrics_of(row).items() if isinstance(value, (int, float)))
+    metrics = ", ".join(
+        f"{name} {digits(value, 4)}"
+        for name, value in metrics_of(row).items()
+        if isinstance(value, (int, float))
+    )
     reward, advantage = number_of(row, "reward"), number_of(row, "advantage")
-    scores = ["no reward" if reward is None else f"reward {reward:.3f}" + (f" ({metrics})" if metrics else "")]
+    scores = [
+        "no reward"
+        if reward is None
+        else f"reward {reward:.3f}" + (f" ({metrics})" if metrics else "")
+    ]
     scores += [f"advantage {advantage:+.3f}"] if advantage is not None else []
     if "why" in row:
         scores.append(TRAINED if row["why"] is None else f"not trained: {row['why']}")
@@ -250,17 +325,26 @@ def heading(row: Row) -> str:
 
 def ending(row: Row) -> str:
     """Returns how a rollout ended, its length, and the versions that sampled it."""
-    outcome, stop, tokens, turns = (row.get(name) for name in ("outcome", "stop", "num_tokens", "num_turns"))
-    # For a single answer, `stop` only says that the turn limit is reached; for an endpoint's answers, turns are unknown.
+    outcome, stop, tokens, turns = (
+        row.get(name) for name in ("outcome", "stop", "num_tokens", "num_turns")
+    )
+    # For a single answer, `stop` only says that the turn limit is reached; for an endpoint's
+    # answers, turns are unknown.
     why = f" ({stop})" if stop and turns != 1 and (turns or not tokens) else ""
     how = [f"{outcome or 'finished'}{why}"]
     how += [f"{tokens:,} tokens"] if isinstance(tokens, int) else []
     how += [f"{turns} turns"] if isinstance(turns, int) and turns > 1 else []
-    how += [f"sampled by version {', '.join(map(str, row['versions']))}"] if row.get("versions") else []
+    how += (
+        [f"sampled by version {', '.join(map(str, row['versions']))}"]
+        if row.get("versions")
+        else []
+    )
     return ", ".join(how)
 
 
 def rollout_text(row: Row) -> str:
     """Formats a whole rollout, with its error if it failed."""
     error = [visible(f"error: {row['error']}").replace("\n", "\n    ")] if row.get("error") else []
-    return "\n".join([heading(row), messages_text(row["messages"], num_prompt_messages(row)), *error])
+    return "\n".join(
+        [heading(row), messages_text(row["messages"], num_prompt_messages(row)), *error]
+    )

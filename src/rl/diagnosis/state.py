@@ -1,6 +1,8 @@
-"""Reads a run's state from its files: live processes and what they do, progress, and events. Nothing is written.
+"""Reads a run's state from its files: live processes and what they do, progress, and events.
+Nothing is written.
 
-Ages use this host's clock. If the heartbeat of a process on another host looks wrong by that clock, it is watched for a few seconds.
+Ages use this host's clock. If the heartbeat of a process on another host looks wrong by that clock,
+it is watched for a few seconds.
 """
 
 import contextlib
@@ -24,14 +26,24 @@ from rl.run_dir.logs import newest_log
 from rl.run_dir.nodes import Jobs, Nodes, NodeStatus, World
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered, numbers
-from rl.run_dir.status import HEARTBEAT_S, Phase, RoleStatus, RunEnd, Staleness, describe, read_json, read_status
+from rl.run_dir.status import (
+    HEARTBEAT_S,
+    Phase,
+    RoleStatus,
+    RunEnd,
+    Staleness,
+    describe,
+    read_json,
+    read_status,
+)
 from rl.system.linux import pid_scope
 
 if TYPE_CHECKING:
     from rl.run_dir.numbers import Numbers
 
 SILENT_S = 5 * HEARTBEAT_S
-"""Age in seconds from which a heartbeat is reported as missing. (`rl` acts later: supervisor.silence_s.)"""
+"""Age in seconds from which a heartbeat is reported as missing. (`rl` acts later:
+supervisor.silence_s.)"""
 POLL_S = 0.1
 RECENT = 10
 """Number of newest steps over which paces and shares are computed."""
@@ -50,7 +62,8 @@ class Process:
     stopped: dict[int, str] = field(default_factory=dict)
     """Processes of its tree stopped by SIGSTOP or a debugger: pid -> name."""
     blocked: bool = False
-    """Whether it is in an uninterruptible system call: a disk or network file system does not respond."""
+    """Whether it is in an uninterruptible system call: a disk or network file system does not
+    respond."""
 
     @property
     def doing(self) -> str:
@@ -79,7 +92,9 @@ class Process:
     @property
     def dry_s(self) -> float:
         """Seconds since its counter last grew, or since it started."""
-        return self.seconds_since(self.status.started if self.status.progressed is None else self.status.progressed)
+        return self.seconds_since(
+            self.status.started if self.status.progressed is None else self.status.progressed
+        )
 
     @property
     def silent(self) -> bool:
@@ -126,7 +141,9 @@ class Machine:
         return self.state in ("live", "leaving")
 
     def runs(self, process: RoleStatus) -> bool:
-        return self.status is not None and bool(process.place) and process.place == self.status.place
+        return (
+            self.status is not None and bool(process.place) and process.place == self.status.place
+        )
 
 
 @dataclass
@@ -135,7 +152,8 @@ class RunState:
 
     run_dir: RunDir
     rl_dir: RunDir
-    """The directory of its `rl`, with the status, logs and events of its processes, see rl_dir_of."""
+    """The directory of its `rl`, with the status, logs and events of its processes, see
+    rl_dir_of."""
     config: RLConfig
     now: float
     launcher: Process | None
@@ -156,7 +174,10 @@ class RunState:
 
     @property
     def alive(self) -> bool:
-        signs = (process.alive or (process.alive is None and process.heard) for process in self.processes.values())
+        signs = (
+            process.alive or (process.alive is None and process.heard)
+            for process in self.processes.values()
+        )
         return any(signs) or any(machine.there for machine in self.machines) or self.is_led
 
     @property
@@ -167,13 +188,25 @@ class RunState:
 
     @property
     def servers(self) -> list[Process]:
-        """The run's inference servers, those that are running first, and of these the one that `rl` started."""
-        found = [process for name, process in self.processes.items() if name.partition("-")[0] == "inference"]
-        return sorted(found, key=lambda process: (process.name != "inference", not (process.there and process.status.address)))
+        """The run's inference servers, those that are running first, and of these the one that
+        `rl` started."""
+        found = [
+            process
+            for name, process in self.processes.items()
+            if name.partition("-")[0] == "inference"
+        ]
+        return sorted(
+            found,
+            key=lambda process: (
+                process.name != "inference",
+                not (process.there and process.status.address),
+            ),
+        )
 
     @property
     def inference(self) -> Process | None:
-        """The run's own inference server; without one, a further server, preferably one that is running."""
+        """The run's own inference server; without one, a further server, preferably one that is
+        running."""
         return next(iter(self.servers), None)
 
     @property
@@ -194,7 +227,8 @@ class RunState:
         return ["trainer"] if self.config.sft else [*self.own_servers, "orchestrator", "trainer"]
 
     def log(self, name: str) -> Path | None:
-        """Returns the newest log of a process: of a rank on a machine of a cluster, that of the ranks there."""
+        """Returns the newest log of a process: of a rank on a machine of a cluster, that of the
+        ranks there."""
         process = self.processes.get(name)
         if process and name.partition("-")[0] == "trainer" and name != "trainer-launcher":
             for machine in self.machines:
@@ -209,7 +243,8 @@ class RunState:
 
     @cached_property
     def step(self) -> int:
-        """The newest step that the trainer reported; before the first one, the step that the run started from."""
+        """The newest step that the trainer reported; before the first one, the step that the run
+        started from."""
         steps = self.numbers.steps("trainer")
         return int(steps[-1]) if len(steps) else first_step(self.run_dir)
 
@@ -222,7 +257,8 @@ class RunState:
         return self.numbers.points(source, metric, RECENT)[1]
 
     def steady(self, metric: str) -> list[float]:
-        """Returns the trainer's recent values without a run's first step, whose time includes the startup of all processes."""
+        """Returns the trainer's recent values without a run's first step, whose time includes
+        the startup of all processes."""
         values = self.recent("trainer", metric)
         return values[1:] if 1 < len(values) < RECENT else values
 
@@ -237,11 +273,16 @@ class RunState:
         return sum(part) / sum(whole) if part and sum(whole) > 0 else None
 
     def moved_s(self) -> float:
-        """Returns the seconds since any progress: a counter, a batch, a line of metrics, or the start of a process."""
+        """Returns the seconds since any progress: a counter, a batch, a line of metrics, or the
+        start of a process."""
         times = [time] if (time := self.numbers.newest()) else []
         times += [event.time for event in self.events if event.event in ("ready", "restart")]
         for process in self.processes.values():
-            times += [time for time in (process.status.progressed, process.status.started) if time is not None]
+            times += [
+                time
+                for time in (process.status.progressed, process.status.started)
+                if time is not None
+            ]
         if self.newest_batch:
             times.append(self.run_dir.batch(self.newest_batch).stat().st_mtime)
         return max(0.0, self.now - max(times)) if times else 0.0
@@ -252,31 +293,47 @@ class RunState:
     @property
     def recent_events(self) -> list[Event]:
         """Events since `rl` was last started."""
-        starts = [i for i, event in enumerate(self.events) if event.event == "start" and event.process == "rl"]
+        starts = [
+            i
+            for i, event in enumerate(self.events)
+            if event.event == "start" and event.process == "rl"
+        ]
         return self.events[starts[-1] :] if starts else self.events
 
     @property
     def stop(self) -> Event | None:
-        """The signal by which the user or the machine's management stopped the run since; None if nobody did."""
+        """The signal by which the user or the machine's management stopped the run since; None
+        if nobody did."""
         return next((event for event in self.recent_events if event.event == "stop"), None)
 
     def down(self, name: str) -> Event | None:
         """Returns the death of a process that has not been restarted since; None otherwise."""
-        mine = [event for event in self.recent_events if event.process == name and event.event in ("death", "restart", "ready")]
+        mine = [
+            event
+            for event in self.recent_events
+            if event.process == name and event.event in ("death", "restart", "ready")
+        ]
         return mine[-1] if mine and mine[-1].event == "death" else None
 
 
 def other_clock(staleness: Staleness, name: str, heartbeat: float, now: float) -> float:
-    """Returns the time on a process's host. While its heartbeat has not changed, it counts as at least as old as it looks."""
+    """Returns the time on a process's host. While its heartbeat has not changed, it counts as at
+    least as old as it looks."""
     shown = heartbeat + staleness.look(name, heartbeat)
     return shown if staleness.moved(name) else max(now, shown)
 
 
-def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None = None, metrics: "Numbers | None" = None) -> RunState:
-    """Returns the state of a run. Missing or half-written files count as absent. Raises PermissionError for unreadable files.
+def read_state(
+    run_dir: RunDir,
+    config: RLConfig,
+    heartbeats: Staleness | None = None,
+    metrics: "Numbers | None" = None,
+) -> RunState:
+    """Returns the state of a run. Missing or half-written files count as absent. Raises
+    PermissionError for unreadable files.
 
-    `heartbeats` holds earlier observations; without it, `watch` waits where clocks may differ. `metrics` are the run's numbers if the
-    caller follows them; without it, they are read.
+    `heartbeats` holds earlier observations; without it, `watch` waits where clocks may differ.
+    `metrics` are the run's numbers if the caller follows them; without it, they are read.
     """
     from rl.run_dir.numbers import Numbers
 
@@ -284,15 +341,31 @@ def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None =
     rl_dir = rl_dir_of(run_dir, config)
     evals = reversed(numbered(run_dir.evals).items())
     paths = files_in(rl_dir.status_dir, ".json")
-    statuses = {path.stem: status for path in paths if (status := read_status(path)) and status.pid is not None}
-    doubtful = [name for name, status in statuses.items() if status.phase and is_doubtful(status, now)]
-    machines = {machine_name(index): as_process(status) for index, status in nodes.statuses().items()} if config.cluster else {}
+    statuses = {
+        path.stem: status
+        for path in paths
+        if (status := read_status(path)) and status.pid is not None
+    }
+    doubtful = [
+        name for name, status in statuses.items() if status.phase and is_doubtful(status, now)
+    ]
+    machines = (
+        {machine_name(index): as_process(status) for index, status in nodes.statuses().items()}
+        if config.cluster
+        else {}
+    )
     doubtful_machines = [name for name, status in machines.items() if is_doubtful(status, now)]
     if heartbeats is None:
         heartbeats = Staleness()
         watch(rl_dir, statuses, [*doubtful, *doubtful_machines], heartbeats)
-    clocks = {name: other_clock(heartbeats, name, statuses[name].heartbeat or now, now) for name in doubtful}
-    processes = {name: inspect_process(name, status, clocks.get(name, now)) for name, status in statuses.items()}
+    clocks = {
+        name: other_clock(heartbeats, name, statuses[name].heartbeat or now, now)
+        for name in doubtful
+    }
+    processes = {
+        name: inspect_process(name, status, clocks.get(name, now))
+        for name, status in statuses.items()
+    }
     return RunState(
         run_dir=run_dir,
         rl_dir=rl_dir,
@@ -314,20 +387,28 @@ def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None =
 
 
 def is_doubtful(status: RoleStatus, now: float) -> bool:
-    """Returns whether a process is on another host and its heartbeat looks old or in the future by this host's clock."""
+    """Returns whether a process is on another host and its heartbeat looks old or in the future
+    by this host's clock."""
     elsewhere = bool(status.heartbeat and status.lives() is None)
     return elsewhere and not -HEARTBEAT_S <= now - (status.heartbeat or now) <= SILENT_S
 
 
-def watch(run_dir: RunDir, statuses: dict[str, RoleStatus], doubtful: list[str], heartbeats: Staleness) -> None:
-    """Waits up to SILENT_S for new heartbeats of the processes whose heartbeat is doubtful: one that changes is new, whatever its time.
+def watch(
+    run_dir: RunDir, statuses: dict[str, RoleStatus], doubtful: list[str], heartbeats: Staleness
+) -> None:
+    """Waits up to SILENT_S for new heartbeats of the processes whose heartbeat is doubtful: one
+    that changes is new, whatever its time.
 
     Updates `statuses` with newer ones.
     """
     if not doubtful:
         return
     names = ", ".join(name.replace("nodes/", "machine ") for name in doubtful)
-    print(f"waiting up to {SILENT_S:.0f} s for new heartbeats of {names} on other hosts", file=sys.stderr, flush=True)
+    print(
+        f"waiting up to {SILENT_S:.0f} s for new heartbeats of {names} on other hosts",
+        file=sys.stderr,
+        flush=True,
+    )
     began = time.monotonic()
     while time.monotonic() - began <= SILENT_S and not all(map(heartbeats.moved, doubtful)):
         for name in doubtful:
@@ -344,15 +425,23 @@ def machine_name(index: int) -> str:
 
 def as_process(status: NodeStatus) -> RoleStatus:
     """Returns the status of a machine's `rl node`."""
-    return RoleStatus(pid=status.pid, host=status.host, place=status.place, heartbeat=status.heartbeat)
+    return RoleStatus(
+        pid=status.pid, host=status.host, place=status.place, heartbeat=status.heartbeat
+    )
 
 
-def read_machines(run_dir: RunDir, config: RLConfig, heartbeats: Staleness, now: float) -> list[Machine]:
-    """Returns the machines of a run, none for one without a cluster. `heartbeats`: see read_state."""
+def read_machines(
+    run_dir: RunDir, config: RLConfig, heartbeats: Staleness, now: float
+) -> list[Machine]:
+    """Returns the machines of a run, none for one without a cluster. `heartbeats`: see
+    read_state."""
     if config.cluster is None:
         return []
     nodes, division, found = Nodes(run_dir), plan(config), []
-    statuses, world = nodes.statuses(), nodes.world() or World(generation=0, nodes=[], leases=[], ranks=[])
+    statuses, world = (
+        nodes.statuses(),
+        nodes.world() or World(generation=0, nodes=[], leases=[], ranks=[]),
+    )
     for index in range(division.nodes):
         if (status := statuses.get(index)) is None:
             found.append(Machine(index, division.roles(index)))
@@ -361,8 +450,15 @@ def read_machines(run_dir: RunDir, config: RLConfig, heartbeats: Staleness, now:
         if is_doubtful(process, now):
             clock = other_clock(heartbeats, machine_name(index), status.heartbeat, now)
         trains = index in world.nodes and status.generation == world.generation
-        ended, generation = status.place == pid_scope() and not psutil.pid_exists(status.pid), world.generation if trains else None
-        found.append(Machine(index, status.roles, status, max(0.0, clock - status.heartbeat), ended, generation))
+        ended, generation = (
+            status.place == pid_scope() and not psutil.pid_exists(status.pid),
+            world.generation if trains else None,
+        )
+        found.append(
+            Machine(
+                index, status.roles, status, max(0.0, clock - status.heartbeat), ended, generation
+            )
+        )
     return found
 
 
@@ -373,23 +469,40 @@ def inspect_process(name: str, status: RoleStatus, now: float) -> Process:
     try:
         process = psutil.Process(status.pid)
         # Workers may stop their own children, and `rl` is the parent of all.
-        tree = [process, *([] if name == "rl" else process.children(recursive=name != "orchestrator"))]
+        tree = [
+            process,
+            *([] if name == "rl" else process.children(recursive=name != "orchestrator")),
+        ]
     except psutil.NoSuchProcess:
         return Process(name, status, now, False)
     states = []
     for member in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
             states.append((member.status(), member.pid, member.name()))
-    stopped = {number: title for state, number, title in states if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)}
-    return Process(name, status, now, True, stopped, bool(states) and states[0][0] == psutil.STATUS_DISK_SLEEP)
+    stopped = {
+        number: title
+        for state, number, title in states
+        if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    }
+    return Process(
+        name, status, now, True, stopped, bool(states) and states[0][0] == psutil.STATUS_DISK_SLEEP
+    )
 
 
 def read_launcher(lock: Path, now: float) -> Process | None:
-    """Returns the process recorded in the lock. Does not try the lock, which could interfere with a start."""
+    """Returns the process recorded in the lock. Does not try the lock, which could interfere
+    with a start."""
     owner = read_json(lock, LockOwner)
     if owner is None or owner.lives() is None:
         return None
-    status = RoleStatus(process="rl", phase=Phase.STARTING, pid=owner.pid, host=owner.host, place=owner.place, start_ticks=owner.started)
+    status = RoleStatus(
+        process="rl",
+        phase=Phase.STARTING,
+        pid=owner.pid,
+        host=owner.host,
+        place=owner.place,
+        start_ticks=owner.started,
+    )
     return inspect_process("rl", status, now)
 
 

@@ -30,7 +30,11 @@ def load(spec: EnvSpec, policy: Policy) -> Environment:
         from rl.envs.nemo_gym.environment import NemoGymEnvironment
 
         return NemoGymEnvironment(spec, policy)
-    api: Api = "v1" if spec.id and (spec.kind == "v1" or (spec.kind is None and is_v1(spec.id))) else "classic"
+    api: Api = (
+        "v1"
+        if spec.id and (spec.kind == "v1" or (spec.kind is None and is_v1(spec.id)))
+        else "classic"
+    )
     try:
         if api == "v1":
             from rl.envs.v1.environment import V1Environment as Adapter
@@ -39,12 +43,15 @@ def load(spec: EnvSpec, policy: Policy) -> Environment:
     except (ImportError, AttributeError) as error:
         needs = f"environment {spec.name} is {api}, which needs {VERIFIERS[api]} and datasets"
         have = f"this interpreter has verifiers {version('verifiers')}"
-        raise RunError(f'{needs}; {have}: {error}; install that, or in a home set its kind = "{api}"') from None
+        raise RunError(
+            f'{needs}; {have}: {error}; install that, or in a home set its kind = "{api}"'
+        ) from None
     return Adapter(spec, policy)
 
 
 def library(spec: EnvSpec) -> str:
-    """The adapter module that an environment probably needs, guessed from its source text: only `load` may import it."""
+    """The adapter module that an environment probably needs, guessed from its source text: only
+    `load` may import it."""
     if spec.head_server:
         return "rl.envs.nemo_gym.environment"
     is_v1 = spec.kind == "v1" or (spec.kind is None and spec.id and mentions_v1(spec.id))
@@ -55,21 +62,30 @@ def mentions_v1(env_id: str) -> bool:
     module = module_name(check_installed(env_id))
     found = importlib.util.find_spec(module)
     folders = (found.submodule_search_locations if found else None) or []
-    files = [file for folder in folders for file in Path(folder).rglob("*.py")] or [Path(found.origin)] if found and found.origin else []
-    return comes_with_verifiers(module) or any("verifiers.v1" in file.read_text(errors="replace") for file in files)
+    files = (
+        [file for folder in folders for file in Path(folder).rglob("*.py")] or [Path(found.origin)]
+        if found and found.origin
+        else []
+    )
+    return comes_with_verifiers(module) or any(
+        "verifiers.v1" in file.read_text(errors="replace") for file in files
+    )
 
 
 def is_v1(env_id: str) -> bool:
-    """Whether an environment is a verifiers v1 package, which has a v1 Taskset or Env in `__all__`. Otherwise it is classic.
+    """Whether an environment is a verifiers v1 package, which has a v1 Taskset or Env in `__all__`.
+    Otherwise it is classic.
 
-    A package that is both counts as v1: exporting the class is as deliberate as writing `load_environment`, and verifiers 0.4
-    no longer has the classic API. Imports the package. Raises RunError if it is not installed, fails to import, or is neither.
+    A package that is both counts as v1: exporting the class is as deliberate as writing
+    `load_environment`, and verifiers 0.4 no longer has the classic API. Imports the package. Raises
+    RunError if it is not installed, fails to import, or is neither.
     """
     module = module_name(check_installed(env_id))
     if comes_with_verifiers(module):
         return True
     remedy = (
-        "fix it, or declare what it lacks: packages in orchestrator.environment.requirements and, in a sandbox, files beside it in "
+        "fix it, or declare what it lacks: packages in orchestrator.environment.requirements "
+        "and, in a sandbox, files beside it in "
         "`read`; after changing the environment itself, run `rl env install` again"
     )
     with Blame(f"environment {env_id}: importing {module}", remedy):
@@ -77,6 +93,9 @@ def is_v1(env_id: str) -> bool:
     if v1_exports(package):
         return True
     if not hasattr(package, "load_environment"):
-        lacks = "has no function load_environment, and no v1 Taskset or Env in `__all__`: check the name, or add one"
+        lacks = (
+            "has no function load_environment, and no v1 Taskset or Env in `__all__`: check the "
+            "name, or add one"
+        )
         raise RunError(f"environment {env_id}: {package.__file__} {lacks}")
     return False

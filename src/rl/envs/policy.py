@@ -1,4 +1,5 @@
-"""The policy as environments see it: messages in, an answer out. Every turn is kept exactly as it was sent and sampled."""
+"""The policy as environments see it: messages in, an answer out. Every turn is kept exactly as
+it was sent and sampled."""
 
 import time
 import uuid
@@ -18,17 +19,36 @@ from rl.wire.rollouts import Cause
 from rl.wire.turns import Turn, Turns
 from rl.wire.worker_messages import Endpoint, PolicySpec, derived_seed
 
-SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "routes_from")
+SAMPLING_KEYS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop",
+    "seed",
+    "routes_from",
+)
 OVERRIDABLE = ("max_tokens", "stop", "seed")
-"""Sampling parameters that an environment may set per call; not the temperature, as the trainer scores tokens at the configured one."""
-FORCED = {"temperature": 1.0, **TRUNCATIONS, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-"""Parameters of which the run's value holds, whatever a call asks for -> the value where the run has none."""
+"""Sampling parameters that an environment may set per call; not the temperature, as the trainer
+scores tokens at the configured one."""
+FORCED = {
+    "temperature": 1.0,
+    **TRUNCATIONS,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Parameters of which the run's value holds, whatever a call asks for -> the value where the run
+has none."""
 PLAIN = {"n": [1], "tool_choice": ["auto", "none"], "response_format": [{"type": "text"}]}
-"""Parameters with which an answer would have another form than ours -> the values that change nothing."""
+"""Parameters with which an answer would have another form than ours -> the values that change
+nothing."""
 
 
 class RolloutError(Exception):
-    """A rollout failed for a known cause. Any other exception of an environment gets the cause `environment`."""
+    """A rollout failed for a known cause. Any other exception of an environment gets the cause
+    `environment`."""
 
     def __init__(self, cause: Cause, message: str):
         super().__init__(message)
@@ -45,11 +65,13 @@ class Talk(Protocol):
 
 
 TALKS: ContextVar[list[Talk]] = ContextVar("TALKS")
-"""The Talk of each episode, in order. Environments append to it, so that the caller has the messages when their code raises."""
+"""The Talk of each episode, in order. Environments append to it, so that the caller has the
+messages when their code raises."""
 
 
 class Policy:
-    """The policy of a worker: either a client of our own servers (`servers`, `renderer`) or an `endpoint`."""
+    """The policy of a worker: either a client of our own servers (`servers`, `renderer`) or an
+    `endpoint`."""
 
     template_fault = ""
     """What is wrong with the chat template that we render; empty if nothing seems to be."""
@@ -59,10 +81,15 @@ class Policy:
         self.endpoint: Endpoint | None = spec.endpoint
         if spec.endpoint is None:
             config = RendererConfig(**spec.renderer)
-            self.renderer: Renderer = load_renderer(spec.model_path, config, trust_remote_code=spec.trust_remote_code)
+            self.renderer: Renderer = load_renderer(
+                spec.model_path, config, trust_remote_code=spec.trust_remote_code
+            )
             self.template_fault = self.renderer.fault
             self.servers = InferenceServers(
-                spec.inference_urls, Path(spec.inference_status), timeout_s, inference_proxy=spec.inference_proxy
+                spec.inference_urls,
+                Path(spec.inference_status),
+                timeout_s,
+                inference_proxy=spec.inference_proxy,
             )
 
     @property
@@ -70,13 +97,23 @@ class Policy:
         """The class of its conversations in messages."""
         return Conversation
 
-    async def sample(self, session: int, prompt_ids: list[int], sampling: dict[str, Any], overrides: dict[str, Any]) -> Turn:
-        """Samples one completion. Raises PromptTooLongError, or RolloutError if no server answers or one refuses the request."""
+    async def sample(
+        self,
+        session: int,
+        prompt_ids: list[int],
+        sampling: dict[str, Any],
+        overrides: dict[str, Any],
+    ) -> Turn:
+        """Samples one completion. Raises PromptTooLongError, or RolloutError if no server
+        answers or one refuses the request."""
         sampling = {key: sampling[key] for key in SAMPLING_KEYS if sampling.get(key) is not None}
         sampling |= overriding(overrides)
         room = self.spec.max_model_len - len(prompt_ids)
         if room <= 0:
-            raise PromptTooLongError(f"a prompt of {len(prompt_ids)} tokens fills model.max_model_len = {self.spec.max_model_len}")
+            raise PromptTooLongError(
+                f"a prompt of {len(prompt_ids)} tokens fills model.max_model_len = "
+                f"{self.spec.max_model_len}"
+            )
         sampling["max_tokens"] = min(sampling.get("max_tokens", room), room)
         sampling["stop_token_ids"] = self.renderer.stop_token_ids
         try:
@@ -96,7 +133,8 @@ class Policy:
 
 @dataclass
 class Past:
-    """A conversation up to and including a turn's answer. Holds only the new part and a link to the conversation it continues."""
+    """A conversation up to and including a turn's answer. Holds only the new part and a link to
+    the conversation it continues."""
 
     index: int
     """Index of the turn in its Turns."""
@@ -125,8 +163,8 @@ class Past:
 
 @dataclass
 class Conversation:
-    """One agent's chat with the policy. Each call appends to `history` and `turns`, in order of the answers; several
-    conversations may share `turns`."""
+    """One agent's chat with the policy. Each call appends to `history` and `turns`, in order of
+    the answers; several conversations may share `turns`."""
 
     policy: Policy
     session: int
@@ -140,34 +178,48 @@ class Conversation:
     forced: int = 0
     """Number of requests that asked for another value of FORCED."""
 
-    async def answer(self, messages: list[Message], tools: list[Tool] | None, overrides: dict[str, Any]) -> tuple[Turn, Answer]:
-        """The policy's answer to a chat. Raises the errors of `Policy.sample`, and RolloutError for an invalid chat."""
+    async def answer(
+        self, messages: list[Message], tools: list[Tool] | None, overrides: dict[str, Any]
+    ) -> tuple[Turn, Answer]:
+        """The policy's answer to a chat. Raises the errors of `Policy.sample`, and RolloutError
+        for an invalid chat."""
         tools = None if overrides.get("tool_choice") == "none" else tools or None
         compared = [comparable(message) for message in messages]
         try:
             before, ids = self._prompt(messages, compared, tools)
-        except RendererError as error:  # this model's template cannot render the environment's messages or tools
+        # this model's template cannot render the environment's messages or tools
+        except RendererError as error:
             raise RolloutError("environment", str(error)) from error
         turn = await self.sample(ids, overrides)
-        answer = self.before_stop(self.policy.renderer.parse(turn.completion_ids, tools, ids), overrides)
+        answer = self.before_stop(
+            self.policy.renderer.parse(turn.completion_ids, tools, ids), overrides
+        )
         num_old = len(before.whole()) if before else 0
         added = [*compared[num_old:], comparable(assistant_message(answer))]
         self.keep(turn, Past(len(self.turns), before, added, tools))
         return turn, answer
 
     async def sample(self, ids: list[int], overrides: dict[str, Any]) -> Turn:
-        """The policy's answer to prompt ids; in a seeded conversation, each request has its own seed. Raises RolloutError."""
+        """The policy's answer to prompt ids; in a seeded conversation, each request has its own
+        seed. Raises RolloutError."""
         for name, plain in PLAIN.items():
             if (value := overrides.get(name)) not in (None, *plain):
-                raise RolloutError("environment", f"{name} = {value!r}: the policy gives each call one free answer: leave it out")
-        self.forced += any(overrides.get(key) not in (None, self.sampling.get(key, plain)) for key, plain in FORCED.items())
+                raise RolloutError(
+                    "environment",
+                    f"{name} = {value!r}: the policy gives each call one free answer: leave it out",
+                )
+        self.forced += any(
+            overrides.get(key) not in (None, self.sampling.get(key, plain))
+            for key, plain in FORCED.items()
+        )
         seed = {} if self.seed is None else {"seed": derived_seed(self.seed, self.asked)}
         self.asked += 1
         routes = {"routes_from": self.turns.routed(ids)} if self.policy.spec.routes else {}
         return await self.policy.sample(self.session, ids, self.sampling | seed | routes, overrides)
 
     def before_stop(self, answer: Answer, overrides: dict[str, Any]) -> Answer:
-        """An answer without the stop string that ended it, which OpenAI's servers leave out, too. The turn's tokens have it."""
+        """An answer without the stop string that ended it, which OpenAI's servers leave out,
+        too. The turn's tokens have it."""
         stop = overrides.get("stop") or self.sampling.get("stop") or ()
         for text in [stop] if isinstance(stop, str) else stop:
             answer = replace(answer, content=answer.content.partition(text)[0])
@@ -178,22 +230,37 @@ class Conversation:
         self.history.append(past)
         self.turns.add(turn)
 
-    def _prompt(self, messages: list[Message], compared: list[Message], tools: list[Tool] | None) -> tuple[Past | None, list[int]]:
-        """Returns the newest earlier conversation that the messages extend, and prompt ids that begin with exactly its ids; or None
-        and freshly rendered ids if there is no such conversation. Raises RendererError."""
+    def _prompt(
+        self, messages: list[Message], compared: list[Message], tools: list[Tool] | None
+    ) -> tuple[Past | None, list[int]]:
+        """Returns the newest earlier conversation that the messages extend, and prompt ids that
+        begin with exactly its ids; or None and freshly rendered ids if there is no such
+        conversation. Raises RendererError."""
         if compared and compared[-1].get("role") == "assistant":
-            raise RendererError("the messages end with the assistant's words, which are not continued; add what the policy answers to")
+            raise RendererError(
+                "the messages end with the assistant's words, which are not continued; add "
+                "what the policy answers to"
+            )
         for past, num_known in self.continued(compared, tools):
-            ids = self.policy.renderer.next_prompt_ids(self.turns.token_ids(past.index), messages, num_known, tools)
+            ids = self.policy.renderer.next_prompt_ids(
+                self.turns.token_ids(past.index), messages, num_known, tools
+            )
             if ids is not None:
                 return past, ids
         return None, self.policy.renderer.prompt_ids(messages, tools)
 
-    def continued(self, compared: list[Message], tools: list[Tool] | None) -> Iterator[tuple[Past, int]]:
-        """Yields the earlier conversations that the messages extend, the newest first, and their numbers of messages."""
+    def continued(
+        self, compared: list[Message], tools: list[Tool] | None
+    ) -> Iterator[tuple[Past, int]]:
+        """Yields the earlier conversations that the messages extend, the newest first, and their
+        numbers of messages."""
         for past in reversed(self.history):
             known = past.whole()
-            if len(known) < len(compared) and past.tools == tools and compared[: len(known)] == known:
+            if (
+                len(known) < len(compared)
+                and past.tools == tools
+                and compared[: len(known)] == known
+            ):
                 yield past, len(known)
 
 
@@ -205,7 +272,13 @@ def overriding(asked: dict[str, Any]) -> dict[str, Any]:
 
 def chat_completion(turn: Turn, answer: Answer, model: str) -> dict[str, Any]:
     """An answer as a chat completion of OpenAI's API."""
-    finish = "length" if turn.finish_reason == "length" else "tool_calls" if answer.tool_calls else "stop"
+    finish = (
+        "length"
+        if turn.finish_reason == "length"
+        else "tool_calls"
+        if answer.tool_calls
+        else "stop"
+    )
     num_prompt, num_new = len(turn.prompt_ids), len(turn.completion_ids)
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -213,10 +286,19 @@ def chat_completion(turn: Turn, answer: Answer, model: str) -> dict[str, Any]:
         "created": int(time.time()),
         "model": model,
         "choices": [{"index": 0, "message": assistant_message(answer), "finish_reason": finish}],
-        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+        },
     }
 
 
 def comparable(message: Message) -> Message:
-    """A message without what the comparison with history ignores: environments may drop reasoning, or name a tool's message."""
-    return {key: value for key, value in message.items() if key not in ("reasoning_content", "name") and value not in (None, "", [])}
+    """A message without what the comparison with history ignores: environments may drop
+    reasoning, or name a tool's message."""
+    return {
+        key: value
+        for key, value in message.items()
+        if key not in ("reasoning_content", "name") and value not in (None, "", [])
+    }

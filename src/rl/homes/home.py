@@ -1,11 +1,11 @@
-"""A home: a virtual environment in the cache with its description, and the record of which home was made for which request.
+"""A home: a virtual environment in the cache with its description, and the record of which home was
+made for which request.
 
-<root>/<digest>/              a virtual environment, never changed afterwards; the digest is that of what was installed in it
-<root>/<digest>/home.json     a Home
-<root>/<digest>/names         the entries of its site-packages, one per line
-<root>/<digest>/holders/      the leases of its users: another machine with the same root cannot see their processes
-<root>/requests/NAME-KEY.json a Pointer: the newest home that was made for a request
-<root>/logs/NAME-KEY.log      uv's output
+<root>/<digest>/              a virtual environment, never changed afterwards; the digest is that of
+what was installed in it <root>/<digest>/home.json     a Home <root>/<digest>/names         the
+entries of its site-packages, one per line <root>/<digest>/holders/      the leases of its users:
+another machine with the same root cannot see their processes <root>/requests/NAME-KEY.json a
+Pointer: the newest home that was made for a request <root>/logs/NAME-KEY.log      uv's output
 """
 
 import contextlib
@@ -33,7 +33,8 @@ class Home(msgspec.Struct, frozen=True, kw_only=True):
 
     digest: str
     id: str
-    """The environment id in its normalized form; `classic` or `v1` where only verifiers is needed."""
+    """The environment id in its normalized form; `classic` or `v1` where only verifiers is
+    needed."""
     module: str
     """The module that is the environment; empty if the home was not made for a package."""
     api: Api
@@ -74,7 +75,8 @@ def digest(*parts: object) -> str:
 
 
 def read(name: str) -> tuple[Home | None, str]:
-    """(the home with this digest, ""), (None, why it cannot be used), or (None, "") if it does not exist."""
+    """(the home with this digest, ""), (None, why it cannot be used), or (None, "") if it does
+    not exist."""
     place = homes_root() / name
     if not place.exists():
         return None, ""
@@ -85,7 +87,9 @@ def read(name: str) -> tuple[Home | None, str]:
     if not home.interpreter.exists():
         return None, f"its interpreter is gone ({home.interpreter})"
     names = (place / NAMES).read_text().splitlines() if (place / NAMES).exists() else []
-    if gone := {*names} - {name for folder in place.glob("lib/python3*/site-packages") for name in os.listdir(folder)}:
+    if gone := {*names} - {
+        name for folder in place.glob("lib/python3*/site-packages") for name in os.listdir(folder)
+    }:
         return None, f"{', '.join(sorted(gone))} is gone from it"
     return home, ""
 
@@ -94,11 +98,14 @@ def home_of(python: str) -> str:
     """The digest of the home that an interpreter is in; empty if it is in none."""
     parts = Path(python).parts
     root = homes_root().parts
-    return parts[len(root)] if python and parts[: len(root)] == root and len(parts) > len(root) else ""
+    return (
+        parts[len(root)] if python and parts[: len(root)] == root and len(parts) > len(root) else ""
+    )
 
 
 def is_of_package(python: str) -> bool:
-    """Whether an interpreter belongs to a home that was made for a package rather than for a module of the current directory."""
+    """Whether an interpreter belongs to a home that was made for a package rather than for a
+    module of the current directory."""
     home, _ = read(home_of(python)) if home_of(python) else (None, "")
     return bool(home and home.module)
 
@@ -118,10 +125,13 @@ def pointers() -> dict[Path, Pointer]:
 
 
 def unreferenced() -> list[str]:
-    """The digests of homes that no request points to because a newer one took their place. Runs that used them still name them."""
+    """The digests of homes that no request points to because a newer one took their place. Runs
+    that used them still name them."""
     kept = {pointer.home for pointer in pointers().values()}
     return sorted(
-        path.parent.name for path in homes_root().glob(f"*/{FILE}") if path.parent.name not in kept and path.parent.name[0] != "."
+        path.parent.name
+        for path in homes_root().glob(f"*/{FILE}")
+        if path.parent.name not in kept and path.parent.name[0] != "."
     )
 
 
@@ -131,8 +141,8 @@ def write_pointer(path: Path, pointer: Pointer) -> None:
 
 
 def hold(name: str) -> Lease | None:
-    """Keeps every machine from deleting a home until the lease is closed or this process ends. Returns None if there is no such home or
-    it cannot be written to."""
+    """Keeps every machine from deleting a home until the lease is closed or this process ends.
+    Returns None if there is no such home or it cannot be written to."""
     holder = homes_root() / name / HOLDERS / f"{pid_scope()}-{os.getpid()}-{next(SERIAL)}.lock"
     if not (homes_root() / name).is_dir():
         return None
@@ -142,8 +152,8 @@ def hold(name: str) -> Lease | None:
 
 
 def users(name: str) -> str:
-    """The processes that run in a home or hold it, for messages; empty if there are none. Waits up to LEASE_S to find out whether holders
-    on other machines are alive."""
+    """The processes that run in a home or hold it, for messages; empty if there are none. Waits
+    up to LEASE_S to find out whether holders on other machines are alive."""
     inside = f"{homes_root() / name}/"
     found = []
     for process in psutil.process_iter(["cmdline"]):
@@ -155,7 +165,8 @@ def users(name: str) -> str:
 
 
 def own_bytes(name: str) -> int:
-    """The bytes that deleting a home frees: those of its files that are not links into uv's cache."""
+    """The bytes that deleting a home frees: those of its files that are not links into uv's
+    cache."""
     found = 0
     for folder, _, files in os.walk(homes_root() / name):
         states = [os.lstat(os.path.join(folder, file)) for file in files]
@@ -164,7 +175,8 @@ def own_bytes(name: str) -> int:
 
 
 def clean() -> None:
-    """Deletes what killed processes have left: homes that are half made, and those that have lost their name to be deleted."""
+    """Deletes what killed processes have left: homes that are half made, and those that have
+    lost their name to be deleted."""
     clean_leftovers(homes_root())
     for doomed in homes_root().glob(".*.old"):
         shutil.rmtree(doomed, ignore_errors=True)

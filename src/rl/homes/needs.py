@@ -1,4 +1,5 @@
-"""The packages that a home needs besides its environment: those that our worker imports, and the supported versions of verifiers."""
+"""The packages that a home needs besides its environment: those that our worker imports, and the
+supported versions of verifiers."""
 
 from typing import Literal
 
@@ -23,5 +24,8 @@ WORKER = (
 """The packages that `rl.envs` and the modules it imports are written for."""
 NO_CLASSIC = "0.4"
 """The first version of verifiers without a classic API."""
-VERIFIERS: dict[Api, str] = {"classic": f"verifiers>=0.3.1,<{NO_CLASSIC}", "v1": "verifiers>=0.3.1,<0.5"}
+VERIFIERS: dict[Api, str] = {
+    "classic": f"verifiers>=0.3.1,<{NO_CLASSIC}",
+    "v1": "verifiers>=0.3.1,<0.5",
+}
 """The supported versions of verifiers, by API."""

@@ -1,4 +1,5 @@
-"""Finds out from its source text which API an environment's package is written for. Nothing is imported."""
+"""Finds out from its source text which API an environment's package is written for. Nothing is
+imported."""
 
 import ast
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ class Probe:
 
     @property
     def api(self) -> Api | None:
-        """The API by which it is played: v1 if it has both, as in the worker; None if it shows neither."""
+        """The API by which it is played: v1 if it has both, as in the worker; None if it shows
+        neither."""
         return "v1" if self.v1 else "classic" if self.classic else None
 
 
@@ -38,12 +40,18 @@ def files_of(file: Path) -> list[Path]:
 
 
 def probe(file: Path) -> Probe:
-    """Reads a module's file, and for its imports its whole package. A file that is not Python offers nothing: importing it reports why."""
+    """Reads a module's file, and for its imports its whole package. A file that is not Python
+    offers nothing: importing it reports why."""
     nodes = nodes_of(file)
-    names, functions = bound_names(nodes), {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    names, functions = (
+        bound_names(nodes),
+        {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)},
+    )
     exported = set(exports(nodes)) - functions
     hides = bool({"*", "__getattr__"} & names) or not nodes
-    imports = frozenset(name for path in files_of(file) for name in verifiers_imports(nodes_of(path)))
+    imports = frozenset(
+        name for path in files_of(file) for name in verifiers_imports(nodes_of(path))
+    )
     is_v1 = any(name == V1 or name.startswith(f"{V1}.") for name in imports)
     return Probe(CLASSIC in names, is_v1 and bool(exported - {CLASSIC}), imports, hides)
 
@@ -63,21 +71,44 @@ def exports(nodes: list[ast.AST]) -> Iterator[str]:
         if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets) and node.value:
-            yield from (leaf.value for leaf in ast.walk(node.value) if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str))
+        if (
+            any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets)
+            and node.value
+        ):
+            yield from (
+                leaf.value
+                for leaf in ast.walk(node.value)
+                if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)
+            )
 
 
 def verifiers_imports(nodes: list[ast.AST]) -> Iterator[str]:
-    """The modules of verifiers that a file imports, including `v1` and `legacy` imported from verifiers itself."""
+    """The modules of verifiers that a file imports, including `v1` and `legacy` imported from
+    verifiers itself."""
     for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "verifiers")
-        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "verifiers":
+            yield from (
+                alias.name for alias in node.names if alias.name.split(".")[0] == "verifiers"
+            )
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").split(".")[0] == "verifiers"
+        ):
             yield node.module or ""
-            yield from (f"verifiers.{alias.name}" for alias in node.names if node.module == "verifiers" and alias.name in ("v1", "legacy"))
+            yield from (
+                f"verifiers.{alias.name}"
+                for alias in node.names
+                if node.module == "verifiers" and alias.name in ("v1", "legacy")
+            )
 
 
 def lacking(found: Probe, verifiers: Path) -> list[str]:
-    """The modules that a package imports but that have no file in this folder of verifiers. Up to 0.3 some names work without a file."""
+    """The modules that a package imports but that have no file in this folder of verifiers. Up
+    to 0.3 some names work without a file."""
     places = {name: verifiers.joinpath(*name.split(".")[1:]) for name in found.imports}
-    return sorted(name for name, place in places.items() if not place.is_dir() and not place.with_suffix(".py").is_file())
+    return sorted(
+        name
+        for name, place in places.items()
+        if not place.is_dir() and not place.with_suffix(".py").is_file()
+    )

@@ -1,4 +1,5 @@
-"""Records of the packages that a run's environments used: `environments/<name>.txt`, requirements below a header in comments."""
+"""Records of the packages that a run's environments used: `environments/<name>.txt`,
+requirements below a header in comments."""
 
 import re
 from pathlib import Path
@@ -20,24 +21,34 @@ class Record(msgspec.Struct, frozen=True):
     key: str
     home: Home
     code: str = ""
-    """Digest of the environment's own source files if they are in the user's folders; empty: not known."""
+    """Digest of the environment's own source files if they are in the user's folders; empty: not
+    known."""
 
 
 def text_of(name: str, record: Record) -> str:
-    """The record as text: comments with the other fields, then requirements that uv and pip can read."""
+    """The record as text: comments with the other fields, then requirements that uv and pip can
+    read."""
     fields = {"key": record.key} | {key: getattr(record.home, key) for key in HEAD}
     own = owned(record.home)
     if record.code:
         fields["code"] = record.code
     head = [f"# {key} = {value}" for key, value in fields.items()]
     if own:  # to uv and pip its name alone would mean another package
-        head += ["# uv and pip would look elsewhere for the next one: `rl env install` of this file installs it, too.", f"# own = {own}"]
+        head += [
+            "# uv and pip would look elsewhere for the next one: `rl env install` of this "
+            "file installs it, too.",
+            f"# own = {own}",
+        ]
     packages = [line for line in record.home.packages if line != own]
-    return "\n".join([f"# Environment {name} was played with these packages.", *head, *packages]) + "\n"
+    return (
+        "\n".join([f"# Environment {name} was played with these packages.", *head, *packages])
+        + "\n"
+    )
 
 
 def owned(home: Home) -> str:
-    """The requirement of the environment's own package if it comes from its owner's index; else empty."""
+    """The requirement of the environment's own package if it comes from its owner's index; else
+    empty."""
     name = unversioned(home.id).rpartition("/")[2]
     found = (line for line in home.packages if canonicalize_name(line.partition("==")[0]) == name)
     return next(found, "") if home.index else ""
@@ -52,7 +63,8 @@ def write_record(folder: Path, name: str, record: Record) -> None:
 
 
 def read_record(path: Path) -> Record | None:
-    """The record in a file; None if there is none, if `rl` did not write it, or if it contains several."""
+    """The record in a file; None if there is none, if `rl` did not write it, or if it contains
+    several."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -61,9 +73,15 @@ def read_record(path: Path) -> Record | None:
     head = dict(found)
     if len(head) < len(found):
         return None
-    packages = sorted([line for line in lines if line and not line.startswith("#")] + list(filter(None, [head.get("own")])), key=str.lower)
+    packages = sorted(
+        [line for line in lines if line and not line.startswith("#")]
+        + list(filter(None, [head.get("own")])),
+        key=str.lower,
+    )
     try:
-        home = msgspec.convert({key: head.get(key, "") for key in HEAD} | {"packages": packages}, Home)
+        home = msgspec.convert(
+            {key: head.get(key, "") for key in HEAD} | {"packages": packages}, Home
+        )
         return Record(head["key"], home, head.get("code", ""))
     except (msgspec.ValidationError, KeyError):
         return None
@@ -79,7 +97,11 @@ def difference(old: list[str], new: list[str]) -> str:
     """The differences between two lists of packages, in words; empty if there are none."""
     before, now = (dict(map(name_and_version, lines)) for lines in (old, new))
     names = sorted({*before, *now}, key=str.lower)
-    changes = [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names if before.get(name) != now.get(name)]
+    changes = [
+        f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}"
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
     return ", ".join(changes)
 
 

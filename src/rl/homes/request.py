@@ -39,7 +39,8 @@ class Request:
 
     @property
     def has_package(self) -> bool:
-        """Whether its home is made for it alone, rather than shared by all that need only verifiers."""
+        """Whether its home is made for it alone, rather than shared by all that need only
+        verifiers."""
         return self.source is not None and self.source.kind not in ("module", "bundled")
 
     @property
@@ -48,11 +49,14 @@ class Request:
 
     @property
     def name(self) -> str:
-        return module_name(self.source.name if self.source and self.has_package else self.id).lower()
+        return module_name(
+            self.source.name if self.source and self.has_package else self.id
+        ).lower()
 
     @property
     def own_package(self) -> str:
-        """The distribution of an environment that comes from an index or the Hub; empty for others, which have a path."""
+        """The distribution of an environment that comes from an index or the Hub; empty for
+        others, which have a path."""
         return self.source.name if self.source and self.source.kind in ("hub", "index") else ""
 
     @property
@@ -75,10 +79,23 @@ class Request:
     @cached_property
     def key(self) -> str:
         """A digest that is equal for requests that can share a home."""
-        declared = declarations(self.source.path) if self.source and self.source.kind == "folder" and self.source.path else ""
+        declared = (
+            declarations(self.source.path)
+            if self.source and self.source.kind == "folder" and self.source.path
+            else ""
+        )
         where = hub.hub_url() if self.source and self.source.kind == "hub" else ""
         needs = (sorted(self.requirements), WORKER, VERIFIERS[self.known_api or "v1"])
-        return digest(FORMAT, self.id, where, self.api, declared, needs, self.python, platform.python_version())
+        return digest(
+            FORMAT,
+            self.id,
+            where,
+            self.api,
+            declared,
+            needs,
+            self.python,
+            platform.python_version(),
+        )
 
     @property
     def pointer(self) -> Path:
@@ -86,34 +103,47 @@ class Request:
 
 
 def declarations(folder: Path) -> str:
-    """The text of the files in a folder that declare what its package needs; without such files, how the folder is put on the import
-    path."""
+    """The text of the files in a folder that declare what its package needs; without such files,
+    how the folder is put on the import path."""
     project = folder / "pyproject.toml"
     if not project.is_file():
         return "package" if place_of(folder) == folder and is_package(folder) else ""
     text = project.read_text()
     if "dynamic" in text or "[project]" not in text:
-        further = [*folder.glob("setup.*"), *folder.glob("*requirements*.txt"), *folder.glob("requirements/*.txt")]
-        text += "".join(f"\n{path.name}\n{path.read_text(errors='replace')}" for path in sorted(further) if path.is_file())
+        further = [
+            *folder.glob("setup.*"),
+            *folder.glob("*requirements*.txt"),
+            *folder.glob("requirements/*.txt"),
+        ]
+        text += "".join(
+            f"\n{path.name}\n{path.read_text(errors='replace')}"
+            for path in sorted(further)
+            if path.is_file()
+        )
     return text
 
 
 def place_of(folder: Path) -> Path:
-    """The path that a folder without a pyproject.toml puts on the import path: its module's directory, or itself if it is a package."""
+    """The path that a folder without a pyproject.toml puts on the import path: its module's
+    directory, or itself if it is a package."""
     place = module_place(folder)
     assert place
     return folder if place == folder.parent else place
 
 
 def plan_of(request: Request, scratch: Path, say: Say) -> tuple[Plan, str]:
-    """The plan for a request, without verifiers, and its origin in words. Raises RunError and HubLostError."""
+    """The plan for a request, without verifiers, and its origin in words. Raises RunError and
+    HubLostError."""
     what, source = f"environment {request.label}", request.source
     for text in request.requirements:
         try:
             Requirement(text)
         except InvalidRequirement as error:
             fault = str(error).splitlines()[0]
-            raise RunError(f"{what}: requirements: {text!r} is not valid ({fault}); write name, or name>=1.0 (PEP 508)") from None
+            raise RunError(
+                f"{what}: requirements: {text!r} is not valid ({fault}); write name, or "
+                "name>=1.0 (PEP 508)"
+            ) from None
     plan = Plan(what, (*WORKER, *request.requirements))
     if source is None or source.kind == "bundled":
         return plan, "rows" if source is None else f"{source.name}, included in verifiers"
@@ -130,4 +160,6 @@ def plan_of(request: Request, scratch: Path, say: Say) -> tuple[Plan, str]:
         return replace(plan, own=requirement), f"{requirement} from the package index"
     make_directory(scratch)
     place = hub.find(source, scratch, say)
-    return replace(plan, own=place.requirement, package=source.name, index=place.index), f"{source.text} from {place.where}"
+    return replace(
+        plan, own=place.requirement, package=source.name, index=place.index
+    ), f"{source.text} from {place.where}"

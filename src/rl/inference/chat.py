@@ -1,8 +1,9 @@
 """Chat completions with tokens in their messages, as NeMo Gym trains with them.
 
-`choices[0].message` of an answer has its token ids and log-probabilities. When that message comes back in a later turn, the new prompt
-begins with exactly those ids, which the chat template's rendering of the text need not. But only if the conversation up to there is the
-one that was answered: a client may have rewritten it.
+`choices[0].message` of an answer has its token ids and log-probabilities. When that message comes
+back in a later turn, the new prompt begins with exactly those ids, which the chat template's
+rendering of the text need not. But only if the conversation up to there is the one that was
+answered: a client may have rewritten it.
 """
 
 import json
@@ -14,7 +15,10 @@ from hashlib import blake2b
 from http import HTTPStatus
 from typing import Any
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
@@ -28,7 +32,8 @@ THOUGHT = re.compile("<think>.*?</think>", re.DOTALL)
 
 
 class Answers:
-    """The newest answers by their digest: a digest of the conversation up to and including each, and its policy versions."""
+    """The newest answers by their digest: a digest of the conversation up to and including each,
+    and its policy versions."""
 
     def __init__(self) -> None:
         self.kept: OrderedDict[str, tuple[bytes, list[VersionSpan]]] = OrderedDict()
@@ -56,13 +61,20 @@ EXCHANGE: ContextVar[Exchange | None] = ContextVar("EXCHANGE", default=None)
 
 
 class TokenChat(OpenAIServingChat):
-    """vLLM's chat completions. It takes the place of the class of vLLM's own object, so it has no constructor."""
+    """vLLM's chat completions. It takes the place of the class of vLLM's own object, so it has
+    no constructor."""
 
     answers: Answers
 
-    async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest, raw_request: Any = None
+    ) -> Any:
         marked = request.return_tokens_as_token_ids or request.return_token_ids
-        if not (marked and request.logprobs and raw_request) or request.stream or (request.n or 1) > 1:
+        if (
+            not (marked and request.logprobs and raw_request)
+            or request.stream
+            or (request.n or 1) > 1
+        ):
             return await super().create_chat_completion(request, raw_request)
         exchange = Exchange(await raw_request.json())
         EXCHANGE.set(exchange)
@@ -72,59 +84,98 @@ class TokenChat(OpenAIServingChat):
             try:
                 finished(exchange.output.outputs[0])
             except CutOffError as error:
-                return self.create_error_response(str(error), "ServiceUnavailableError", HTTPStatus.SERVICE_UNAVAILABLE)
+                return self.create_error_response(
+                    str(error), "ServiceUnavailableError", HTTPStatus.SERVICE_UNAVAILABLE
+                )
             self.add_tokens(response.choices[0].message, exchange)
         return response
 
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
-        """The engine's prompt: the ids of the newest earlier answer that is known, and what follows it."""
+        """The engine's prompt: the ids of the newest earlier answer that is known, and what
+        follows it."""
         rendered = await super().render_chat_request(request)
         exchange = EXCHANGE.get()
         if exchange is None or isinstance(rendered, ErrorResponse):
             return rendered
         if request.extract_structured_outputs() is not None:
             cause = "response_format, tool_choice, or a parser that enforces schemas"
-            return self.create_error_response(f"a grammar ({cause}) would choose tokens: they are not the policy's own; leave it out")
+            return self.create_error_response(
+                f"a grammar ({cause}) would choose tokens: they are not the policy's own; "
+                "leave it out"
+            )
         if rendered[1][0].get("type") != "token":
             return rendered
         ids = await self.continued(exchange.body)
         if ids is not None:
-            limit, wanted = self.model_config.max_model_len, request.max_completion_tokens or request.max_tokens or 1
+            limit, wanted = (
+                self.model_config.max_model_len,
+                request.max_completion_tokens or request.max_tokens or 1,
+            )
             if len(ids) + wanted > limit:
                 asked = f"the conversation has {len(ids)} tokens and {wanted} more are asked for"
-                return self.create_error_response(f"This model's maximum context length is {limit} tokens, but {asked}")
+                return self.create_error_response(
+                    f"This model's maximum context length is {limit} tokens, but {asked}"
+                )
             rendered[1][0]["prompt_token_ids"] = ids
         return rendered
 
     async def continued(self, body: dict[str, Any]) -> list[int] | None:
-        """The ids of a conversation, beginning with those of its last answer that has tokens; None if it cannot be continued."""
+        """The ids of a conversation, beginning with those of its last answer that has tokens;
+        None if it cannot be continued."""
         messages = body["messages"]
-        at = next((i for i in reversed(range(len(messages))) if all(messages[i].get(key) for key in FIELDS)), len(messages))
+        at = next(
+            (
+                i
+                for i in reversed(range(len(messages)))
+                if all(messages[i].get(key) for key in FIELDS)
+            ),
+            len(messages),
+        )
         if at >= len(messages) - 1:
             return None
         prompt_ids, new_ids, logprobs = (messages[at][key] for key in FIELDS)
         try:
-            conversation, _ = self.answers.kept.get(answer_digest(prompt_ids, new_ids, logprobs), (b"", []))
+            conversation, _ = self.answers.kept.get(
+                answer_digest(prompt_ids, new_ids, logprobs), (b"", [])
+            )
         except (TypeError, OverflowError):  # they are no token ids
             return None
         if conversation != conversation_digest(messages[: at + 1], body):
             return None
-        one, other = [await self.rendered(body, messages[:at], marked(messages[at], text), messages[at + 1 :]) for text in "-x"]
+        one, other = [
+            await self.rendered(body, messages[:at], marked(messages[at], text), messages[at + 1 :])
+            for text in "-x"
+        ]
         special = set(self.renderer.tokenizer.all_special_ids)
-        common = next((n for n, (a, b) in enumerate(zip(reversed(one), reversed(other), strict=False)) if a != b), 0)
+        common = next(
+            (
+                n
+                for n, (a, b) in enumerate(zip(reversed(one), reversed(other), strict=False))
+                if a != b
+            ),
+            0,
+        )
         behind = one[len(one) - common :]
         end = next((i for i, token in enumerate(behind) if token in special), None)
         if end is None:
             return None
         return [*prompt_ids, *new_ids, *behind[end + (new_ids[-1] in special) :]]
 
-    async def rendered(self, body: dict[str, Any], before: list[Any], answer: dict[str, Any], behind: list[Any]) -> list[int]:
+    async def rendered(
+        self, body: dict[str, Any], before: list[Any], answer: dict[str, Any], behind: list[Any]
+    ) -> list[int]:
         """The ids of a conversation as vLLM renders it."""
-        request = ChatCompletionRequest.model_validate(body | {"messages": [*before, answer, *behind]})
+        request = ChatCompletionRequest.model_validate(
+            body | {"messages": [*before, answer, *behind]}
+        )
         rendered: Any = await self.online_renderer.render_chat(request)
-        return [] if isinstance(rendered, ErrorResponse) else list(rendered[1][0]["prompt_token_ids"])
+        return (
+            [] if isinstance(rendered, ErrorResponse) else list(rendered[1][0]["prompt_token_ids"])
+        )
 
-    async def chat_completion_full_generator(self, request: ChatCompletionRequest, result_generator: Any, *args: Any, **more: Any) -> Any:
+    async def chat_completion_full_generator(
+        self, request: ChatCompletionRequest, result_generator: Any, *args: Any, **more: Any
+    ) -> Any:
         async def watched() -> Any:
             async for output in result_generator:
                 if exchange := EXCHANGE.get():
@@ -137,38 +188,56 @@ class TokenChat(OpenAIServingChat):
         """Puts an answer's tokens on its message, and keeps what its return is compared with."""
         answer, prompt_ids = exchange.output.outputs[0], list(exchange.output.prompt_token_ids)
         new_ids = list(answer.token_ids)
-        logprobs = [found[token].logprob for token, found in zip(new_ids, answer.logprobs or (), strict=True)]
+        logprobs = [
+            found[token].logprob
+            for token, found in zip(new_ids, answer.logprobs or (), strict=True)
+        ]
         for key, value in zip(FIELDS, (prompt_ids, new_ids, logprobs), strict=True):
             setattr(message, key, value)
-        conversation = conversation_digest([*exchange.body["messages"], message.model_dump()], exchange.body)
+        conversation = conversation_digest(
+            [*exchange.body["messages"], message.model_dump()], exchange.body
+        )
         versions = version_spans(exchange.queues[0].version_starts, len(new_ids))
         self.answers.keep(answer_digest(prompt_ids, new_ids, logprobs), conversation, versions)
 
 
 def marked(answer: dict[str, Any], text: str) -> dict[str, Any]:
-    """An answer with `text` in place of its own. The names and ids of its calls stay, because templates look results up by them."""
+    """An answer with `text` in place of its own. The names and ids of its calls stay, because
+    templates look results up by them."""
     calls = [*(answer.get("tool_calls") or ())]
     if calls:
-        calls[-1] = calls[-1] | {"function": calls[-1]["function"] | {"arguments": json.dumps({"x": text})}}
+        calls[-1] = calls[-1] | {
+            "function": calls[-1]["function"] | {"arguments": json.dumps({"x": text})}
+        }
     return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 
 
 def conversation_digest(messages: list[dict[str, Any]], body: dict[str, Any]) -> bytes:
-    """A digest of what a conversation says, with the tools that are offered; not of reasoning, which clients keep in different places."""
+    """A digest of what a conversation says, with the tools that are offered; not of reasoning,
+    which clients keep in different places."""
     said = [
         (
             message["role"],
-            THOUGHT.sub("", content).strip() if isinstance(content := message.get("content") or "", str) else content,
-            [[(call.get("function") or {}).get(key) for key in ("name", "arguments")] for call in message.get("tool_calls") or ()],
+            THOUGHT.sub("", content).strip()
+            if isinstance(content := message.get("content") or "", str)
+            else content,
+            [
+                [(call.get("function") or {}).get(key) for key in ("name", "arguments")]
+                for call in message.get("tool_calls") or ()
+            ],
             message.get("tool_call_id"),
         )
         for message in messages
     ]
-    return blake2b(json.dumps([said, body.get("tools"), body.get("chat_template_kwargs")]).encode(), digest_size=16).digest()
+    return blake2b(
+        json.dumps([said, body.get("tools"), body.get("chat_template_kwargs")]).encode(),
+        digest_size=16,
+    ).digest()
 
 
 def serve_tokens(app: Any) -> Answers:
-    """Makes the chat completions of vLLM's app return tokens. Returns the answers that they will keep."""
+    """Makes the chat completions of vLLM's app return tokens. Returns the answers that they will
+    keep."""
     answers, chat = Answers(), getattr(app.state, "openai_serving_chat", None)
     if type(chat) is OpenAIServingChat:
         chat.__class__ = TokenChat

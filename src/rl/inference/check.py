@@ -1,4 +1,5 @@
-"""`python -m rl.inference.check CONFIG` checks `[inference.vllm]` with vLLM's own parser; exit code 1 with a line per fault."""
+"""`python -m rl.inference.check CONFIG` checks `[inference.vllm]` with vLLM's own parser; exit
+code 1 with a line per fault."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""vLLM's engine with policy versions: every sampled token has exactly one, even if weights are loaded while requests are in flight."""
+"""vLLM's engine with policy versions: every sampled token has exactly one, even if weights are
+loaded while requests are in flight."""
 
 import asyncio
 import sys
@@ -21,7 +22,8 @@ from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
 
 QUEUES: ContextVar[list[Any]] = ContextVar("QUEUES")
-"""The queues of the requests that a task has made; their `version_starts` tell which version sampled from which token on."""
+"""The queues of the requests that a task has made; their `version_starts` tell which version
+sampled from which token on."""
 
 
 class CutOffError(Exception):
@@ -29,34 +31,46 @@ class CutOffError(Exception):
 
 
 def finished(answer: Any) -> Any:
-    """Returns an answer that is whole. Raises CutOffError for the first half of one, which vLLM returns when its engine is stopped."""
+    """Returns an answer that is whole. Raises CutOffError for the first half of one, which vLLM
+    returns when its engine is stopped."""
     if answer.finish_reason in ("abort", "error"):
-        raise CutOffError(f"the server is stopping ({answer.finish_reason}); repeat the request elsewhere or later")
+        raise CutOffError(
+            f"the server is stopping ({answer.finish_reason}); repeat the request elsewhere "
+            "or later"
+        )
     return answer
 
 
 class VersionedEngine(LoadingEngine):
     """An engine that knows which policy version samples.
 
-    Why the stamps are exact: tokens arrive over one ordered path: the engine core's output queue, one ZMQ socket, `outputs_queue`, and one
-    handler task that takes a message only after it has processed the previous one. The answer to `pause` travels the same path after the
-    last tokens of the old weights, so when it arrives those tokens are processed or in `outputs_queue`. A barrier put into that queue is
-    therefore reached exactly when all of them, and nothing else, have been counted. No clocks are compared.
+    Why the stamps are exact: tokens arrive over one ordered path: the engine core's output queue,
+    one ZMQ socket, `outputs_queue`, and one handler task that takes a message only after it has
+    processed the previous one. The answer to `pause` travels the same path after the last tokens of
+    the old weights, so when it arrives those tokens are processed or in `outputs_queue`. A barrier
+    put into that queue is therefore reached exactly when all of them, and nothing else, have been
+    counted. No clocks are compared.
     """
 
     told_of_seeds: bool = False
 
-    def set_model(self, policy_version: int, content: str, expected: Tensors, on_tokens: Callable[[int], None]) -> None:
-        """Names the weights that the engine started with. Called before the first request. `on_tokens` gets the number of new tokens."""
+    def set_model(
+        self, policy_version: int, content: str, expected: Tensors, on_tokens: Callable[[int], None]
+    ) -> None:
+        """Names the weights that the engine started with. Called before the first request.
+        `on_tokens` gets the number of new tokens."""
         self.set_weights(policy_version, content, expected)
         self.on_tokens = on_tokens
         self.vocab_size = self.model_config.get_vocab_size()
         self.ranks = Ranks(self.vllm_config.parallel_config.data_parallel_size)
         self.sampling = spans.Busy("sampling", "requests")
-        self.output_processor.add_request = partial(self.register, self.output_processor.add_request)
+        self.output_processor.add_request = partial(
+            self.register, self.output_processor.add_request
+        )
 
     def _run_output_handler(self) -> None:
-        """Lets barriers pass through the handler's queue, and counts sampled tokens, from the handler's start."""
+        """Lets barriers pass through the handler's queue, and counts sampled tokens, from the
+        handler's start."""
         if self.output_handler is None:
             get_output = self.engine_core.get_output_async
 
@@ -69,7 +83,9 @@ class VersionedEngine(LoadingEngine):
             self.engine_core.get_output_async = get_output_or_barrier
         super()._run_output_handler()
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any) -> RequestOutputCollector:
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any
+    ) -> RequestOutputCollector:
         """Gives every request, whatever route it came by, the newest adapter."""
         if self.adapter:
             more["lora_request"] = self.adapter
@@ -77,47 +93,82 @@ class VersionedEngine(LoadingEngine):
         QUEUES.get([]).append(queue)
         return queue
 
-    def register(self, add: Callable[..., None], request: Any, prompt: Any, parent: Any, index: int, queue: Any) -> None:
-        """Registers a request by `add`, vLLM's own way; each of several answers to a prompt (`n`) is a request. As nothing is awaited, the
-        version cannot change in between. With adapters side by side the request has had its own since `add_request`, and keeps it."""
+    def register(
+        self,
+        add: Callable[..., None],
+        request: Any,
+        prompt: Any,
+        parent: Any,
+        index: int,
+        queue: Any,
+    ) -> None:
+        """Registers a request by `add`, vLLM's own way; each of several answers to a prompt
+        (`n`) is a request. As nothing is awaited, the version cannot change in between. With
+        adapters side by side the request has had its own since `add_request`, and keeps it."""
         self.refuse_deadly(request)
         self.hand_over_seed(request.sampling_params)
         lora = request.lora_request
-        version = self.policy_version if not self.slots else self.adapter_versions[lora.lora_int_id] if lora else 0
-        queue.version_starts = [(0, version)]  # of one answer; nobody asks for those of several, which share a queue
+        version = (
+            self.policy_version
+            if not self.slots
+            else self.adapter_versions[lora.lora_int_id]
+            if lora
+            else 0
+        )
+        # of one answer; nobody asks for those of several, which share a queue
+        queue.version_starts = [(0, version)]
         add(request, prompt, parent, index, queue)
 
     def refuse_deadly(self, request: Any) -> None:
-        """Raises ValueError for requests that vLLM accepts although they would kill its engine, whatever route they came by."""
+        """Raises ValueError for requests that vLLM accepts although they would kill its engine,
+        whatever route they came by."""
         largest = max(request.prompt_token_ids or [0])
         if largest >= self.vocab_size:
-            raise ValueError(f"token id {largest} is not of this model; its vocabulary has {self.vocab_size}")
+            raise ValueError(
+                f"token id {largest} is not of this model; its vocabulary has {self.vocab_size}"
+            )
         params = request.sampling_params
         try:
             self.engine_core.encoder.encode(params)
             if params and params.seed is not None:  # vLLM uses an int64 on GPUs
                 params.seed.to_bytes(8, signed=True)
         except OverflowError:
-            raise ValueError("a sampling parameter does not fit into a signed 64-bit integer") from None
+            raise ValueError(
+                "a sampling parameter does not fit into a signed 64-bit integer"
+            ) from None
 
     def hand_over_seed(self, params: SamplingParams | None) -> None:
-        """Makes our own draw on CPUs use the request's seed. With speculative decoding vLLM draws there, and a seed would kill it."""
-        if self.vllm_config.device_config.device_type != "cpu" or params is None or params.seed is None:
+        """Makes our own draw on CPUs use the request's seed. With speculative decoding vLLM
+        draws there, and a seed would kill it."""
+        if (
+            self.vllm_config.device_config.device_type != "cpu"
+            or params is None
+            or params.seed is None
+        ):
             return
         if not self.vllm_config.speculative_config:
             carry_seed(params)
         elif not self.told_of_seeds:
             self.told_of_seeds = True
-            told = "no seeds with speculative decoding on a CPU: evaluations are drawn differently each time"
+            told = (
+                "no seeds with speculative decoding on a CPU: evaluations are drawn differently "
+                "each time"
+            )
             print(f"inference: WARNING: {told}", file=sys.stderr, flush=True)
         params.seed = None
 
     async def sample(
-        self, token_ids: list[int], params: SamplingParams, session: int | None = None, routes_from: int | None = None
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        session: int | None = None,
+        routes_from: int | None = None,
     ) -> Generation:
-        """Answers one prompt. Log-probabilities are in nats, of the distribution that was sampled from. Cancelling aborts the request.
+        """Answers one prompt. Log-probabilities are in nats, of the distribution that was sampled
+        from. Cancelling aborts the request.
 
-        `routes_from`: the first token whose route is wanted; None: none is. Raises ValueError if vLLM gives no routes, and CutOffError.
+        `routes_from`: the first token whose route is wanted; None: none is. Raises ValueError if
+        vLLM gives no routes, and CutOffError.
         """
         request_id, prompt = uuid.uuid4().hex, tokens_input(prompt_token_ids=token_ids)
         with self.sampling(), self.ranks.use(session) as rank:
@@ -130,25 +181,49 @@ class VersionedEngine(LoadingEngine):
         answer = finished(output.outputs[0])
         sampled = list(answer.token_ids)
         logprobs = list(answer.logprobs.logprobs) if sampled else []
-        assert output.finished and len(logprobs) == len(sampled), "one final output with one logprob for each token"
+        assert output.finished and len(logprobs) == len(sampled), (
+            "one final output with one logprob for each token"
+        )
         versions, routes = version_spans(queue.version_starts, len(sampled)), None
         if routes_from is not None:
             found, count = answer.routed_experts, len(token_ids) + len(sampled) - 1 - routes_from
             if found is None or len(found) != count:
                 got = "none" if found is None else f"those of {len(found)}"
-                raise ValueError(f"vLLM gave {got} of {count} tokens' routes; set trainer.router_replay to trainer or off")
+                raise ValueError(
+                    f"vLLM gave {got} of {count} tokens' routes; set trainer.router_replay "
+                    "to trainer or off"
+                )
             routes = found.tobytes()  # [tokens, layers, experts of a token] uint8 or uint16
-        return Generation(sampled, logprobs, versions, answer.finish_reason, routes, of_prompt(output.prompt_logprobs, token_ids))
+        return Generation(
+            sampled,
+            logprobs,
+            versions,
+            answer.finish_reason,
+            routes,
+            of_prompt(output.prompt_logprobs, token_ids),
+        )
 
 
 def of_prompt(found: Any, token_ids: list[int]) -> list[float | None] | None:
-    """Returns the log-probability of each token of a prompt, None for the first; None if vLLM was not asked for them."""
+    """Returns the log-probability of each token of a prompt, None for the first; None if vLLM
+    was not asked for them."""
     if found is None:
         return None
-    return [None, *(entry[token].logprob for entry, token in zip(list(found)[1:], token_ids[1:], strict=True))]
+    return [
+        None,
+        *(
+            entry[token].logprob
+            for entry, token in zip(list(found)[1:], token_ids[1:], strict=True)
+        ),
+    ]
 
 
 def version_spans(starts: list[tuple[int, int]], num_tokens: int) -> list[VersionSpan]:
-    """Turns ordered pairs (index of the first token, policy_version) into spans, leaving out empty ones."""
+    """Turns ordered pairs (index of the first token, policy_version) into spans, leaving out
+    empty ones."""
     ends = [start for start, _ in starts[1:]] + [num_tokens]
-    return [VersionSpan(version, end - start) for (start, version), end in zip(starts, ends, strict=True) if end > start]
+    return [
+        VersionSpan(version, end - start)
+        for (start, version), end in zip(starts, ends, strict=True)
+        if end > start
+    ]

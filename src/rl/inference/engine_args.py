@@ -1,4 +1,5 @@
-"""Checks `[inference.vllm]` against vLLM's own argument parser, so that every vLLM argument works and no list of them lives here."""
+"""Checks `[inference.vllm]` against vLLM's own argument parser, so that every vLLM argument
+works and no list of them lives here."""
 
 import argparse
 import difflib
@@ -25,17 +26,23 @@ OWNED = {
 }
 """vLLM arguments that duplicate a setting of ours -> that setting."""
 
-PLAIN_HTTP = "the server of a run speaks plain HTTP: put a tunnel or a TLS proxy in front (docs/security.md)"
+PLAIN_HTTP = (
+    "the server of a run speaks plain HTTP: put a tunnel or a TLS proxy in front (docs/security.md)"
+)
 
 FIXED = {
-    "logprobs_mode": "training needs the logprobs of the distribution that was sampled from (processed_logprobs)",
+    "logprobs_mode": "training needs the logprobs of the distribution that was sampled from "
+    "(processed_logprobs)",
     "worker_extension_cls": "the worker extension loads the weights",
-    "seed": "each start of a server has its own seed: with the same one, servers would sample the same answers",
+    "seed": "each start of a server has its own seed: with the same one, servers would sample the "
+    "same answers",
     "api_server_count": "one API process stamps the policy versions",
     "uds": "the server binds inference.host and inference.port",
     "config": "put its keys into [inference.vllm]",
     "api_key": "the run's token guards every path, while vLLM's key leaves some open: set RL_TOKEN",
-    "headless": "engines on a further machine would begin with another version than the server: start a server on each (docs/clusters.md)",
+    "headless": "engines on a further machine would begin with another version than the server: "
+    "start a "
+    "server on each (docs/clusters.md)",
     "language_model_only": "policies are trained on text alone, so images are not taken",
     "grpc": "the server of a run answers HTTP",
     "ssl_keyfile": PLAIN_HTTP,
@@ -61,7 +68,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def to_flags(action: argparse.Action, value: Any) -> list[str]:
-    """The flags that set one argument to `value` (from TOML). Raises ConfigError if there are none."""
+    """The flags that set one argument to `value` (from TOML). Raises ConfigError if there are
+    none."""
     flag = action.option_strings[0]
     if action.nargs == 0:
         if not isinstance(value, bool):
@@ -89,26 +97,35 @@ def parse_one(parser: argparse.ArgumentParser, action: argparse.Action, value: A
 
 
 def parse_engine_args(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> Namespace:
-    """All arguments of vLLM's server: vLLM's defaults, then `defaults` (ours, trusted), then `given` (the user's, `_` or `-` in keys).
+    """All arguments of vLLM's server: vLLM's defaults, then `defaults` (ours, trusted), then
+    `given` (the user's, `_` or `-` in keys).
 
     Raises ConfigError listing every fault of `given` with key, value and remedy.
     """
     parser = make_parser()
-    actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
+    actions = {
+        action.dest: action
+        for action in parser._actions
+        if action.option_strings and action.dest != "help"
+    }
     args = parser.parse_args([])
     for name, value in (defaults or {}).items():
         setattr(args, name, value)
     faults = []
     for key, value in given.items():
         name = key.replace("-", "_")
-        said = f"inference.vllm.{key} = {'...' if name.endswith(('key', 'token')) else repr(value)}"  # a secret is not printed
+        # a secret is not printed
+        said = f"inference.vllm.{key} = {'...' if name.endswith(('key', 'token')) else repr(value)}"
         if name in OWNED:
             faults.append(f"{said}: set {OWNED[name]} instead")
         elif name in FIXED:
             faults.append(f"{said}: cannot be set, {FIXED[name]}")
         elif name not in actions:
             near = difflib.get_close_matches(name, actions, n=1)
-            faults.append(f"{said}: vLLM has no such argument" + (f"; did you mean {near[0]}?" if near else ""))
+            faults.append(
+                f"{said}: vLLM has no such argument"
+                + (f"; did you mean {near[0]}?" if near else "")
+            )
         else:
             try:
                 setattr(args, name, parse_one(parser, actions[name], value))

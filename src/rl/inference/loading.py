@@ -1,4 +1,5 @@
-"""Loads policy versions into vLLM's engine while requests are in flight: staged by every worker, then swapped in between two steps."""
+"""Loads policy versions into vLLM's engine while requests are in flight: staged by every worker,
+then swapped in between two steps."""
 
 import asyncio
 import contextlib
@@ -29,12 +30,15 @@ from rl.wire.inference_client import LoadedVersion
 SLOT_POLL_S = 0.05
 """Seconds between checks whether all requests of some adapter have ended."""
 STALLED_S, WRITTEN_POLL_S = 60.0, 0.05
-"""How long nothing may be written of an announced version whose trainer's memory cannot be reached, and the interval between checks."""
+"""How long nothing may be written of an announced version whose trainer's memory cannot be
+reached, and the interval between checks."""
 ASKED_AGAIN_S = 5.0
-"""The same for memory that could not be read over the network: the next order to load it tries that again."""
+"""The same for memory that could not be read over the network: the next order to load it tries
+that again."""
 STAGING_POLL_S, POLLS_A_WAIT = 0.01, 20
-"""Seconds between checks whether the workers have read the new weights, at least, and how many of them fit into the time waited so far:
-each takes the engine between two steps, and it waits for all its workers."""
+"""Seconds between checks whether the workers have read the new weights, at least, and how many
+of them fit into the time waited so far: each takes the engine between two steps, and it waits
+for all its workers."""
 
 T = TypeVar("T")
 
@@ -45,7 +49,8 @@ class LoadingEngine(AsyncLLM):
     policy_version: int = 0
     expected: Tensors
     slots: int = 0
-    """Number of adapters that can be served side by side; 0: adapters are merged into the base model."""
+    """Number of adapters that can be served side by side; 0: adapters are merged into the base
+    model."""
     adapter: LoRARequest | None = None
     """The adapter for new requests; None is the base model."""
     all_here: bool = False
@@ -57,7 +62,8 @@ class LoadingEngine(AsyncLLM):
     read_timeout_s: float = math.inf
     """How long reading a version may take without any progress."""
     progress: object = None
-    """What is known to be written or read of the version being loaded; only that it changes counts."""
+    """What is known to be written or read of the version being loaded; only that it changes
+    counts."""
     mirror: Mirror
     """The version that deltas are applied to, for all workers of this host."""
     swapping: bool = False
@@ -72,11 +78,14 @@ class LoadingEngine(AsyncLLM):
         self.adapter_versions: dict[int, int] = {}
         self.loaded_adapters: set[int] = set()
 
-    async def load_weights(self, policy_version: int, path: str, memory: Memory | None = None, content: str = "") -> LoadedVersion:
-        """Loads a version while requests are running. Raises RunError with the old version still served.
+    async def load_weights(
+        self, policy_version: int, path: str, memory: Memory | None = None, content: str = ""
+    ) -> LoadedVersion:
+        """Loads a version while requests are running. Raises RunError with the old version still
+        served.
 
-        If `memory` can be reached, the version is read from there; otherwise this waits for the folder. Memory of this host is not checked;
-        what is read over the network must be `content`.
+        If `memory` can be reached, the version is read from there; otherwise this waits for the
+        folder. Memory of this host is not checked; what is read over the network must be `content`.
 
         Loading the loaded version again does nothing, unless its `content` is known and differs.
         """
@@ -84,43 +93,77 @@ class LoadingEngine(AsyncLLM):
             if policy_version == self.policy_version and content in ("", self.content):
                 return LoadedVersion(policy_version)
             try:
-                if isinstance(memory, OverNetwork) and await self.stage_over_network(policy_version, memory, content):
+                if isinstance(memory, OverNetwork) and await self.stage_over_network(
+                    policy_version, memory, content
+                ):
                     loaded = await self.swap(policy_version)
                 else:
-                    with opened(memory if self.all_here and isinstance(memory, InMemory) else None) as image:
+                    with opened(
+                        memory if self.all_here and isinstance(memory, InMemory) else None
+                    ) as image:
                         if memory and not image:
-                            patience_s = ASKED_AGAIN_S if isinstance(memory, OverNetwork) else STALLED_S
+                            patience_s = (
+                                ASKED_AGAIN_S if isinstance(memory, OverNetwork) else STALLED_S
+                            )
                             await self.in_time(self.until_there(Path(path), patience_s))
-                        loaded = await self._load_weights(policy_version, str(image or path), "" if image else content)
+                        loaded = await self._load_weights(
+                            policy_version, str(image or path), "" if image else content
+                        )
                         if image:
-                            self.mirror.free()  # deltas are not read any more: that memory is a whole version
+                            # deltas are not read any more: that memory is a whole version
+                            self.mirror.free()
                 self.content = content
                 return loaded
             except RunError as error:
-                if not self.broken and not Path(path).is_dir():  # not there yet, or deleted or replaced while it was read
+                # not there yet, or deleted or replaced while it was read
+                if not self.broken and not Path(path).is_dir():
                     raise WeightsGoneError(f"{path} does not exist (any more): {error}") from None
                 raise
 
-    async def stage_over_network(self, policy_version: int, memory: OverNetwork, content: str) -> bool:
-        """Makes every worker stage its part of a version from the memory of its trainer's ranks, while this process reads and hashes all of
-        it. Returns whether it is staged: if it cannot be read, or is not `content`, a warning says why."""
+    async def stage_over_network(
+        self, policy_version: int, memory: OverNetwork, content: str
+    ) -> bool:
+        """Makes every worker stage its part of a version from the memory of its trainer's ranks,
+        while this process reads and hashes all of it. Returns whether it is staged: if it cannot
+        be read, or is not `content`, a warning says why."""
         if self.slots:
             return False
         try:
-            if not all(await self.on_every_worker("stages_weights")):  # before a whole version is read and hashed for nothing
-                raise RunError("its workers read weights while generation pauses, for which they must stay as they are")
-            check = partial(check_content, memory, Path(self.model_config.model), self.expected, self.head_is_tied, content)
-            await self.stage_checked(policy_version, check, "over the network", msgspec.json.encode(memory).decode())
+            # before a whole version is read and hashed for nothing
+            if not all(await self.on_every_worker("stages_weights")):
+                raise RunError(
+                    "its workers read weights while generation pauses, for which they must "
+                    "stay as they are"
+                )
+            check = partial(
+                check_content,
+                memory,
+                Path(self.model_config.model),
+                self.expected,
+                self.head_is_tied,
+                content,
+            )
+            await self.stage_checked(
+                policy_version, check, "over the network", msgspec.json.encode(memory).decode()
+            )
         except RunError as error:
             if self.broken:
                 raise
-            print(f"inference: WARNING: version {policy_version} cannot be read over the network: {error}", file=sys.stderr, flush=True)
+            print(
+                f"inference: WARNING: version {policy_version} cannot be read over the "
+                f"network: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
             return False
         return True
 
-    async def stage_checked(self, policy_version: int, check: Callable[[], None], path: str, *over_network: str) -> None:
-        """Makes every worker stage the weights while this process checks them in a thread. If either fails, the workers forget them, and
-        the error is raised: the check's, which says which file is damaged, if both have one."""
+    async def stage_checked(
+        self, policy_version: int, check: Callable[[], None], path: str, *over_network: str
+    ) -> None:
+        """Makes every worker stage the weights while this process checks them in a thread. If
+        either fails, the workers forget them, and the error is raised: the check's, which says
+        which file is damaged, if both have one."""
         both = asyncio.to_thread(check), self.stage(policy_version, path, *over_network)
         for error in await self.in_time(asyncio.gather(*both, return_exceptions=True)):
             if error is not None:
@@ -128,15 +171,19 @@ class LoadingEngine(AsyncLLM):
                 raise error
 
     async def in_time(self, reading: Awaitable[T]) -> T:
-        """Waits for a part of reading a version. If it makes no progress, as in a file system that hangs, the engine is `broken`, which
-        ends the server: nothing else stops the threads that read."""
+        """Waits for a part of reading a version. If it makes no progress, as in a file system
+        that hangs, the engine is `broken`, which ends the server: nothing else stops the threads
+        that read."""
         task, before = asyncio.ensure_future(reading), object()
         try:
             while not task.done():
                 now = (self.progress, self.mirror.num_read)
                 if before == now:
                     limit = f"{self.read_timeout_s:.0f} s (ten times inference.engine_timeout_s)"
-                    self.broken = f"nothing of a policy version was read for {limit}: does the file system of the weights answer?"
+                    self.broken = (
+                        f"nothing of a policy version was read for {limit}: does the file system "
+                        "of the weights answer?"
+                    )
                     raise RunError(self.broken, RESTART)
                 before = now
                 await asyncio.wait([task], timeout=self.read_timeout_s)
@@ -145,13 +192,16 @@ class LoadingEngine(AsyncLLM):
             task.cancel()
 
     async def readable(self, folder: Path, content: str) -> Path:
-        """Where workers can read a version: in its folder, or of a delta, and of what follows one, in this process's memory. Raises
-        RunError if the version cannot be made of its deltas; then the next whole version can still be loaded; and WeightsGoneError if they
+        """Where workers can read a version: in its folder, or of a delta, and of what follows
+        one, in this process's memory. Raises RunError if the version cannot be made of its
+        deltas; then the next whole version can still be loaded; and WeightsGoneError if they
         make another one than that with the content_id `content`."""
         if not is_delta(folder) and not (self.mirror.tensors and (folder / DIGESTS).exists()):
             return folder
         if not self.all_here:
-            remedy = "workers on other hosts need whole versions: set trainer.weights.anchor_every = 1"
+            remedy = (
+                "workers on other hosts need whole versions: set trainer.weights.anchor_every = 1"
+            )
             raise RunError(f"{folder}: is a delta, made whole in the memory of one host; {remedy}")
         with spans.span("apply_deltas", "weights"):
             file = await self.in_time(asyncio.to_thread(self.mirror.become, folder))
@@ -159,7 +209,8 @@ class LoadingEngine(AsyncLLM):
         return file
 
     async def _load_weights(self, policy_version: int, path: str, content: str) -> LoadedVersion:
-        """Loads a version from files. `content`: the content_id that it must have, unless either is not known."""
+        """Loads a version from files. `content`: the content_id that it must have, unless either
+        is not known."""
         folder = await self.readable(Path(path), content)
         await self.in_time(asyncio.to_thread(self.check_fit, folder))
         if self.slots:
@@ -175,21 +226,27 @@ class LoadingEngine(AsyncLLM):
         if is_adapter(folder):
             check_adapter(read_adapter(folder), base, self.expected)
         elif self.slots:
-            raise RunError(f"{folder} is a whole model; with inference.adapters = hot only adapters can be loaded")
+            raise RunError(
+                f"{folder} is a whole model; with inference.adapters = hot only adapters can "
+                "be loaded"
+            )
         else:
             check_weights(folder, base, self.expected, self.head_is_tied)
 
     async def add_adapter(self, policy_version: int, path: str) -> None:
-        """Loads an adapter between two steps. New requests get it, requests in flight keep theirs, and nothing pauses.
+        """Loads an adapter between two steps. New requests get it, requests in flight keep theirs,
+        and nothing pauses.
 
-        Adapters that no request needs any more are removed. If all slots are in use, this waits until the requests of one have ended.
+        Adapters that no request needs any more are removed. If all slots are in use, this waits
+        until the requests of one have ended.
         """
         while len(used := self.adapters_in_use()) >= self.slots:
             await asyncio.sleep(SLOT_POLL_S)
         for number in self.loaded_adapters - used:
             await self.remove_lora(number)
         number = next(self.adapter_ids)
-        # The name is unique even if a version was trained again, because it is the key of cached prefixes.
+        # The name is unique even if a version was trained again, because it is the key of cached
+        # prefixes.
         adapter = LoRARequest(f"version-{policy_version}-{number}", number, path)
         await self.add_lora(adapter)
         self.loaded_adapters = self.loaded_adapters & used | {number}
@@ -202,13 +259,18 @@ class LoadingEngine(AsyncLLM):
         return {request.lora_int_id for request in [*requests, self.adapter] if request}
 
     async def on_every_worker(self, method: str, *args: Any) -> list[Any]:
-        """The results of calling `method` on all workers. vLLM's own `collective_rpc` returns only those of the first engine."""
+        """The results of calling `method` on all workers. vLLM's own `collective_rpc` returns
+        only those of the first engine."""
         core = self.engine_core
-        calls = (core._call_utility_async("collective_rpc", method, None, args, None, engine=engine) for engine in core.core_engines)
+        calls = (
+            core._call_utility_async("collective_rpc", method, None, args, None, engine=engine)
+            for engine in core.core_engines
+        )
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def stage(self, policy_version: int, path: str, *over_network: str) -> None:
-        """Makes every worker prepare the weights while generation continues. Raises RunError if one of them cannot; then none swaps."""
+        """Makes every worker prepare the weights while generation continues. Raises RunError if
+        one of them cannot; then none swaps."""
         with spans.span("stage", "weights", policy_version):
             await self.on_every_worker("stage_weights", path, *over_network)
             began = time.monotonic()
@@ -222,12 +284,16 @@ class LoadingEngine(AsyncLLM):
             raise RunError(f"{path}: {faults[0]}")
 
     async def swap(self, policy_version: int) -> LoadedVersion:
-        """Stops between two steps, drops the KV cache (it belongs to the old weights), swaps, and resumes the requests in flight.
+        """Stops between two steps, drops the KV cache (it belongs to the old weights), swaps, and
+        resumes the requests in flight.
 
-        Requests keep their tokens; the KV of prompt and tokens is recomputed with the new weights. If anything fails here the model may be
-        half new: `broken` then ends the server.
+        Requests keep their tokens; the KV of prompt and tokens is recomputed with the new weights.
+        If anything fails here the model may be half new: `broken` then ends the server.
         """
-        self.broken, self.swapping = f"loading policy version {policy_version} failed half-way", True
+        self.broken, self.swapping = (
+            f"loading policy version {policy_version} failed half-way",
+            True,
+        )
         try:
             await self.renderer.clear_mm_cache_async()
             ordered = time.perf_counter()
@@ -240,40 +306,52 @@ class LoadingEngine(AsyncLLM):
                 await barrier
                 self.policy_version = policy_version
                 for state in self.output_processor.request_states.values():
-                    state.queue.version_starts.append((state.detokenizer.num_output_tokens(), policy_version))
+                    state.queue.version_starts.append(
+                        (state.detokenizer.num_output_tokens(), policy_version)
+                    )
                 await self.resume_generation()
         finally:
             self.swapping = False
         self.broken = ""
-        return LoadedVersion(policy_version, stopped - ordered, time.perf_counter() - stopped, bytes_read)
+        return LoadedVersion(
+            policy_version, stopped - ordered, time.perf_counter() - stopped, bytes_read
+        )
 
     async def until_there(self, folder: Path, patience_s: float) -> None:
-        """Waits for the folder of a version that its trainer has announced and is still writing. Raises WeightsGoneError once nothing more
-        of it is written for `patience_s`."""
+        """Waits for the folder of a version that its trainer has announced and is still writing.
+        Raises WeightsGoneError once nothing more of it is written for `patience_s`."""
         changed = time.monotonic()
         while not await asyncio.to_thread(folder.is_dir):
             if (so_far := await asyncio.to_thread(written, folder)) != self.progress:
                 self.progress, changed = so_far, time.monotonic()
             elif time.monotonic() - changed > patience_s:
                 what = f"{so_far[0]:,} bytes of it are written, none in the last {patience_s:.0f} s"
-                raise WeightsGoneError(f"{folder}: announced, but missing: {what}; see its disk and logs/trainer*.log")
+                raise WeightsGoneError(
+                    f"{folder}: announced, but missing: {what}; see its disk and logs/trainer*.log"
+                )
             await asyncio.sleep(WRITTEN_POLL_S)
 
 
 def verify(folder: Path, content: str) -> None:
-    """Raises CorruptFileError if a version is damaged, and WeightsGoneError if its content_id is known and is not `content`."""
+    """Raises CorruptFileError if a version is damaged, and WeightsGoneError if its content_id is
+    known and is not `content`."""
     must_be(content, check_version(folder), folder)
 
 
 def must_be(content: str, found: str, folder: Path) -> None:
     """Raises WeightsGoneError unless these content_ids are the same, or one is not known."""
     if content and found and content != found:
-        raise WeightsGoneError(f"{folder}: still holds what was trained there before; its trainer is replacing it")
+        raise WeightsGoneError(
+            f"{folder}: still holds what was trained there before; its trainer is replacing it"
+        )
 
 
 def written(folder: Path) -> tuple[int, float]:
-    """How many bytes `run_dir.files.write_directory` has written of a folder that is not there yet, and when it last wrote any."""
+    """How many bytes `run_dir.files.write_directory` has written of a folder that is not there
+    yet, and when it last wrote any."""
     with contextlib.suppress(FileNotFoundError):  # it has just been renamed
         found = [file.stat() for file in folder.parent.glob(f".{folder.name}.*.tmp/*")]
-        return sum(file.st_size for file in found), max((file.st_mtime for file in found), default=0.0)
+        return sum(file.st_size for file in found), max(
+            (file.st_mtime for file in found), default=0.0
+        )
     return 0, 0.0

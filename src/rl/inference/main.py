@@ -1,7 +1,8 @@
-"""`inference`: one vLLM server with the newest policy version of the run. Also `python -m rl.inference.main`.
+"""`inference`: one vLLM server with the newest policy version of the run. Also `python -m
+rl.inference.main`.
 
-The server that `rl` starts and keeps alive is the run's process `inference`; there may be any number of others, each named
-`inference-<host>-<port>`.
+The server that `rl` starts and keeps alive is the run's process `inference`; there may be any
+number of others, each named `inference-<host>-<port>`.
 """
 
 import importlib
@@ -44,9 +45,12 @@ SLOW_IMPORTS = (
 
 
 def main() -> None:
-    """Entry point. Exit code 0 after SIGTERM or SIGINT, 1 if the engine died, 2 for a wrong setting, 3 if another start is pointless."""
+    """Entry point. Exit code 0 after SIGTERM or SIGINT, 1 if the engine died, 2 for a wrong
+    setting, 3 if another start is pointless."""
     leave(lambda: preload(load_config_or_exit(sys.argv[1:], "inference")[0]))
-    config, _ = load_config_or_exit(sys.argv[1:], "inference", usage=PROCESS_USAGE, optional=("orchestrator.environment",))
+    config, _ = load_config_or_exit(
+        sys.argv[1:], "inference", usage=PROCESS_USAGE, optional=("orchestrator.environment",)
+    )
     try:
         code = run(config)
     except (RunError, OSError) as error:
@@ -67,30 +71,39 @@ def report(error: Exception | str, code: int) -> int:
 
 
 def runs_on_cpu(config: RLConfig) -> bool:
-    """Whether the server runs on the CPU, also if there are GPUs that vLLM's build or the configuration does not use."""
+    """Whether the server runs on the CPU, also if there are GPUs that vLLM's build or the
+    configuration does not use."""
     return config.inference.gpus == 0 or is_cpu_vllm() or not visible_gpus(dict(os.environ))
 
 
 def prepare(on_cpu: bool, cpus: int | list[int] | None) -> None:
-    """Sets up this process and its children before anything imports torch or vllm. Existing environment variables take precedence."""
-    # Imports take half as long with .pyc files (25 s without them on a cold machine, at every start of a server).
+    """Sets up this process and its children before anything imports torch or vllm. Existing
+    environment variables take precedence."""
+    # Imports take half as long with .pyc files (25 s without them on a cold machine, at every start
+    # of a server).
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     environment = common_environment()
     if on_cpu:
         if isinstance(cpus, list):
             os.sched_setaffinity(0, cpus)
-        environment |= cpu_environment(cpus if isinstance(cpus, int) else len(os.sched_getaffinity(0)))
+        environment |= cpu_environment(
+            cpus if isinstance(cpus, int) else len(os.sched_getaffinity(0))
+        )
     os.environ.update(environment | dict(os.environ))
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"
-    os.environ.pop("VLLM_API_KEY", None)  # the run's token guards all paths, and a request can show only one
+    # the run's token guards all paths, and a request can show only one
+    os.environ.pop("VLLM_API_KEY", None)
 
 
-def newest_sound_version(run_dir: RunDir, mirror: Mirror, claim: Callable[[int], None]) -> WeightVersion | None:
-    """The newest policy version above 0 that is whole; damaged ones are skipped with a warning. None if there is only the base model.
+def newest_sound_version(
+    run_dir: RunDir, mirror: Mirror, claim: Callable[[int], None]
+) -> WeightVersion | None:
+    """The newest policy version above 0 that is whole; damaged ones are skipped with a warning.
+    None if there is only the base model.
 
-    `claim` is called with each before it is read, because a run that continues with its other servers may delete versions. A delta is then
-    in `mirror`.
+    `claim` is called with each before it is read, because a run that continues with its other
+    servers may delete versions. A delta is then in `mirror`.
     """
     for version, path in reversed(numbered(run_dir.weights_dir).items()):
         claim(version)
@@ -101,15 +114,21 @@ def newest_sound_version(run_dir: RunDir, mirror: Mirror, claim: Callable[[int],
             else:
                 read_tensors(path)
                 content = check_version(path, run_dir.digests(version))
-            # Of what was read: the record may be of another version already, which the trainer is writing in the place of this one.
+            # Of what was read: the record may be of another version already, which the trainer is
+            # writing in the place of this one.
             return WeightVersion(version, str(path), content=content)
         except RunError as error:
-            print(f"inference: WARNING: skipping policy version {version}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"inference: WARNING: skipping policy version {version}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
     return None
 
 
 def take_role(config: RLConfig) -> tuple[str, Lease, socket.socket]:
-    """Takes a name among the processes of the run. Returns the name, its lease and the bound socket. Raises RunError, OSError."""
+    """Takes a name among the processes of the run. Returns the name, its lease and the bound
+    socket. Raises RunError, OSError."""
     run_dir, settings = config.run_dir, config.inference
     if MARKER in os.environ:  # `rl` has started it
         name = os.environ.get(SERVER_NAME, "inference")
@@ -122,27 +141,47 @@ def take_role(config: RLConfig) -> tuple[str, Lease, socket.socket]:
 
 
 def run(config: RLConfig) -> int:
-    """Serves the newest sound policy version of the run directory, or the base model as version 0."""
+    """Serves the newest sound policy version of the run directory, or the base model as version
+    0."""
     die_with_parent()
     on_cpu = runs_on_cpu(config)
     prepare(on_cpu, config.inference.cpus)
     run_dir = config.run_dir
     try:
         token = run_token(run_dir.status_dir)
-    except RunError as error:  # an unusable token file is a wrong setting, just like an unusable RL_TOKEN
+    # an unusable token file is a wrong setting, just like an unusable RL_TOKEN
+    except RunError as error:
         return report(error, WRONG_SETTINGS)
     name, lease, sock = take_role(config)
     spans.start(run_dir.spans, name)
     status = Status(run_dir.status(name), name)
     try:
         mirror = Mirror()
-        newest = newest_sound_version(run_dir, mirror, lambda version: status.enter(Phase.LOADING_MODEL, policy_version=version))
+        newest = newest_sound_version(
+            run_dir,
+            mirror,
+            lambda version: status.enter(Phase.LOADING_MODEL, policy_version=version),
+        )
         adapter = newest if newest and is_adapter(Path(newest.path)) else None
         changes = newest if newest and is_delta(Path(newest.path)) else adapter
         whole = newest if newest and not changes else None
-        model_path = resolve_model(config.model) if adapter or not newest else str([*chain(Path(newest.path))][-1])
+        model_path = (
+            resolve_model(config.model)
+            if adapter or not newest
+            else str([*chain(Path(newest.path))][-1])
+        )
         number, content = (whole.policy_version, whole.content) if whole else (0, "")
-        served = Served(number, content, changes, mirror, token, config.inference.engine_timeout_s, status, lease.fd, sock)
+        served = Served(
+            number,
+            content,
+            changes,
+            mirror,
+            token,
+            config.inference.engine_timeout_s,
+            status,
+            lease.fd,
+            sock,
+        )
         return serve(config, model_path, served, on_cpu)
     except ConfigError as error:
         return report(f"wrong settings\n{redact(str(error))}", WRONG_SETTINGS)

@@ -32,7 +32,8 @@ def reply(status: int, content: Any) -> Response:
 
 
 def to_sampling_params(sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters: one final output, only the logprobs of sampled (and given) tokens, and text only if stop strings need it."""
+    """vLLM's parameters: one final output, only the logprobs of sampled (and given) tokens, and
+    text only if stop strings need it."""
     fields = msgspec.structs.asdict(sampling)
     routes_from, of_prompt = fields.pop("routes_from"), fields.pop("prompt_logprobs")
     return SamplingParams(
@@ -49,7 +50,8 @@ def to_sampling_params(sampling: Sampling) -> SamplingParams:
 
 
 async def unless_disconnected(request: Request, work: Any) -> Any:
-    """The result of `work`; None if the client disconnects, which cancels it. The body must have been read before."""
+    """The result of `work`; None if the client disconnects, which cancels it. The body must have
+    been read before."""
     task, gone = asyncio.create_task(work), asyncio.create_task(listen_for_disconnect(request))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -75,27 +77,44 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
             body = msgspec.json.decode(await request.body(), type=GenerateRequest)
             num_tokens = len(body.token_ids)
             if num_tokens >= max_model_len:
-                message = f"the prompt has {num_tokens} tokens; model.max_model_len = {max_model_len} must hold prompt and answer together"
-                return refusal(400, "prompt_too_long", message, num_tokens=num_tokens, max_model_len=max_model_len)
+                message = (
+                    f"the prompt has {num_tokens} tokens; model.max_model_len = {max_model_len} "
+                    "must hold prompt and answer together"
+                )
+                return refusal(
+                    400,
+                    "prompt_too_long",
+                    message,
+                    num_tokens=num_tokens,
+                    max_model_len=max_model_len,
+                )
             params = to_sampling_params(body.sampling)
-            sampled = await unless_disconnected(request, engine.sample(body.token_ids, params, body.session, body.sampling.routes_from))
+            sampled = await unless_disconnected(
+                request,
+                engine.sample(body.token_ids, params, body.session, body.sampling.routes_from),
+            )
         except (*UNREADABLE, VLLMClientError, ValueError) as error:
             return refusal(400, "bad_request", str(error))
         except CutOffError as error:
             return refusal(503, "stopping", str(error))
         except asyncio.CancelledError:
-            return refusal(503, "stopping", "the server is stopping; repeat the request elsewhere or later")
+            return refusal(
+                503, "stopping", "the server is stopping; repeat the request elsewhere or later"
+            )
         return reply(200, sampled)
 
     @router.post("/load_weights")
     async def load_weights(request: Request) -> Response:
         """Replaces the policy version that is served; finishes even if the client disconnects.
 
-        422: the files are damaged or do not fit; 404: they do not exist (any more). Both leave the old version in place.
+        422: the files are damaged or do not fit; 404: they do not exist (any more). Both leave the
+        old version in place.
         """
         try:
             body = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
-            held = await asyncio.shield(engine.load_weights(body.policy_version, body.path, body.memory, body.content))
+            held = await asyncio.shield(
+                engine.load_weights(body.policy_version, body.path, body.memory, body.content)
+            )
         except UNREADABLE as error:
             return refusal(400, "bad_request", str(error))
         except WeightsGoneError as error:
@@ -106,7 +125,8 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
 
     @router.post("/versions")
     async def versions(request: Request) -> Response:
-        """The policy versions of chat completions, by the digests of their tokens; null for those that are not known any more."""
+        """The policy versions of chat completions, by the digests of their tokens; null for
+        those that are not known any more."""
         try:
             asked = msgspec.json.decode(await request.body(), type=AnswersRequest)
         except UNREADABLE as error:

@@ -30,23 +30,26 @@ from rl.system.machine import memory_bytes
 from rl.wire.messages import WeightVersion
 
 CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 32
-"""Number of sequences that the KV cache on the CPU is sized for (further requests are queued), and of tokens per block. Only whole blocks
-are shared: with vLLM's 128, each rollout of a group would compute a short prompt again, and 64 answers took 4.6 s instead of 3.2."""
+"""Number of sequences that the KV cache on the CPU is sized for (further requests are queued),
+and of tokens per block. Only whole blocks are shared: with vLLM's 128, each rollout of a group
+would compute a short prompt again, and 64 answers took 4.6 s instead of 3.2."""
 
 SHUTDOWN_S = 2.0
 """Wait for vLLM's app to end by itself."""
 
 KEEP_ALIVE_S = 600
-"""Idle HTTP connections stay open longer than any client keeps them, so that no request hits a connection that is being closed."""
+"""Idle HTTP connections stay open longer than any client keeps them, so that no request hits a
+connection that is being closed."""
 
 
 def cpu_environment(num_threads: int) -> dict[str, str]:
     """Environment variables of a server without GPU; must be set before vllm or torch is imported.
 
-    Without OMP_NUM_THREADS vLLM reduces torch to one thread. Its in-process executor, 50% faster than the multi-process one on few
-    cores, is only used with VLLM_ENABLE_V1_MULTIPROCESSING=0 (the engine core is still a separate process). GOMP_SPINCOUNT: by default
-    threads that wait for each other spin for milliseconds; with other work on the same two cores, 64 answers of 16 tokens took 35-64 s
-    that way, 10-22 s with this (load 3 to 9, not a controlled comparison).
+    Without OMP_NUM_THREADS vLLM reduces torch to one thread. Its in-process executor, 50% faster
+    than the multi-process one on few cores, is only used with VLLM_ENABLE_V1_MULTIPROCESSING=0 (the
+    engine core is still a separate process). GOMP_SPINCOUNT: by default threads that wait for each
+    other spin for milliseconds; with other work on the same two cores, 64 answers of 16 tokens took
+    35-64 s that way, 10-22 s with this (load 3 to 9, not a controlled comparison).
     """
     return {
         "OMP_NUM_THREADS": str(num_threads),
@@ -57,8 +60,9 @@ def cpu_environment(num_threads: int) -> dict[str, str]:
 
 
 def common_environment() -> dict[str, str]:
-    """Environment variables of every server: no usage statistics are sent, forked processes do not warn about tokenizer threads, and calls
-    of tools are the policy's own. By default vLLM lets a grammar choose their tokens; the trainer would compute other probabilities."""
+    """Environment variables of every server: no usage statistics are sent, forked processes do
+    not warn about tokenizer threads, and calls of tools are the policy's own. By default vLLM
+    lets a grammar choose their tokens; the trainer would compute other probabilities."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
     return quiet | {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}
 
@@ -76,29 +80,42 @@ def cpu_defaults(engine_args: dict[str, Any]) -> dict[str, Any]:
 
 
 def cpu_kv_cache_bytes(config: Any) -> int:
-    """Bytes of KV cache on the CPU: for CPU_KV_SEQUENCES half-full sequences, at most a sixth of the machine's memory.
+    """Bytes of KV cache on the CPU: for CPU_KV_SEQUENCES half-full sequences, at most a sixth of
+    the machine's memory.
 
-    vLLM would take nine tenths of the memory, which the trainer shares, and would touch all of it at the start (1.5 s per GiB).
+    vLLM would take nine tenths of the memory, which the trainer shares, and would touch all of it
+    at the start (1.5 s per GiB).
     """
     model, parallel = config.model_config, config.parallel_config
-    values_per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    values_per_token = (
+        2
+        * model.get_num_layers(parallel)
+        * model.get_num_kv_heads(parallel)
+        * model.get_head_size()
+    )
     sequence = (model.max_model_len // 2 + CPU_KV_BLOCK) * values_per_token * model.dtype.itemsize
     return max(4 * sequence, min(CPU_KV_SEQUENCES * sequence, memory_bytes()[0] // 6))
 
 
 def suit_cpu(config: Any) -> None:
     """Completes vLLM's configuration for the CPU: kernels and KV memory."""
-    importlib.import_module("rl.inference.eager")  # registers its kernels before vLLM chooses among them
+    # registers its kernels before vLLM chooses among them
+    importlib.import_module("rl.inference.eager")
     if config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
 
 
 def confuses_states(config: Any) -> bool:
-    """Whether vLLM would give requests the states of others: its build for CPUs keeps one Mamba-2 state per request but, with prefix
-    caching, looks states up by chunks of prompts (an IndexError, or the wrong state)."""
+    """Whether vLLM would give requests the states of others: its build for CPUs keeps one
+    Mamba-2 state per request but, with prefix caching, looks states up by chunks of prompts (an
+    IndexError, or the wrong state)."""
     model = config.model_config.hf_text_config
     has_chunks = any(getattr(model, name, None) for name in ("mamba_chunk_size", "chunk_size"))
-    return has_chunks and config.device_config.device_type == "cpu" and config.cache_config.mamba_cache_mode != "none"
+    return (
+        has_chunks
+        and config.device_config.device_type == "cpu"
+        and config.cache_config.mamba_cache_mode != "none"
+    )
 
 
 def engine_config(args: Namespace, context: Any) -> Any:
@@ -107,49 +124,73 @@ def engine_config(args: Namespace, context: Any) -> Any:
 
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
     if confuses_states(config):
-        print("inference.vllm.enable_prefix_caching: off, vLLM's build for CPUs confuses the states of this model's prefixes", flush=True)
+        print(
+            "inference.vllm.enable_prefix_caching: off, vLLM's build for CPUs confuses the "
+            "states of this model's prefixes",
+            flush=True,
+        )
         args.enable_prefix_caching = False
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
     return config
 
 
 def check_experts(config: Any) -> None:
-    """Warns if a model has experts and a server several engines (`data_parallel_size`). For other models engines are independent replicas;
-    here they run in lockstep, and each expert is split across all their GPUs. Raises ConfigError if it cannot be split."""
+    """Warns if a model has experts and a server several engines (`data_parallel_size`). For
+    other models engines are independent replicas; here they run in lockstep, and each expert is
+    split across all their GPUs. Raises ConfigError if it cannot be split."""
     parallel, model = config.parallel_config, config.model_config
     if not model.is_moe or parallel.data_parallel_size == 1 or parallel.enable_expert_parallel:
         return
     text, gpus = model.hf_text_config, parallel.data_parallel_size * parallel.tensor_parallel_size
     width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
-    cut = f"inference.vllm.data_parallel_size = {parallel.data_parallel_size} splits each expert (width {width}) across {gpus} GPUs"
-    remedy = "set it to 1 and tensor_parallel_size to the GPUs, or enable_expert_parallel, or start a server per GPU (docs/clusters.md)"
+    cut = (
+        f"inference.vllm.data_parallel_size = {parallel.data_parallel_size} splits each expert "
+        f"(width {width}) across {gpus} GPUs"
+    )
+    remedy = (
+        "set it to 1 and tensor_parallel_size to the GPUs, or enable_expert_parallel, or start a "
+        "server per GPU (docs/clusters.md)"
+    )
     if isinstance(width, int) and width % gpus:
         raise ConfigError(f"{cut}, which does not divide evenly: {remedy}")
-    print(f"inference: WARNING: {cut}, which wait for each other in each layer: {remedy}", file=sys.stderr, flush=True)
+    print(
+        f"inference: WARNING: {cut}, which wait for each other in each layer: {remedy}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 @contextmanager
 def running_engine(args: Namespace):
-    """Starts the engine's process and yields the engine; ends it on exit. Raises ConfigError if vLLM refuses the settings, and RunError if
-    it cannot read the model: another start would fail in the same way."""
+    """Starts the engine's process and yields the engine; ends it on exit. Raises ConfigError if
+    vLLM refuses the settings, and RunError if it cannot read the model: another start would fail
+    in the same way."""
     from pydantic import ValidationError
     from vllm.usage.usage_lib import UsageContext
 
     from rl.inference.engine import VersionedEngine
 
     context, method = UsageContext.OPENAI_API_SERVER, os.environ.get(engine_process.METHOD)
-    with Blame("vLLM, reading the model's configuration and the settings,", "give a model that vLLM serves"):
+    with Blame(
+        "vLLM, reading the model's configuration and the settings,", "give a model that vLLM serves"
+    ):
         try:
             config = engine_config(args, context)
         except (ValueError, NotImplementedError) as error:
-            said = "; ".join(found["msg"] for found in error.errors()) if isinstance(error, ValidationError) else str(error)
+            said = (
+                "; ".join(found["msg"] for found in error.errors())
+                if isinstance(error, ValidationError)
+                else str(error)
+            )
             remedy = "lower model.max_model_len. vLLM's words: " if "max_model_len" in said else ""
             raise ConfigError(f"vLLM refuses the model or its settings: {remedy}{said}") from error
     check_experts(config)
     if config.device_config.device_type == "cpu":
         suit_cpu(config)
     engine_process.fork_engine(config, method)
-    engine = VersionedEngine.from_vllm_config(config, usage_context=context, disable_log_stats=args.disable_log_stats)
+    engine = VersionedEngine.from_vllm_config(
+        config, usage_context=context, disable_log_stats=args.disable_log_stats
+    )
     try:
         yield engine
     finally:
@@ -194,12 +235,15 @@ class Served:
 
 
 async def run(args: Namespace, served: Served) -> str:
-    """Serves until SIGTERM, SIGINT or the engine's death. Returns the error, or "". Raises RunError for a bad adapter."""
+    """Serves until SIGTERM, SIGINT or the engine's death. Returns the error, or "". Raises
+    RunError for a bad adapter."""
     with running_engine(args) as engine:
         death = asyncio.create_task(engine_process.engine_death(engine, served.engine_timeout_s))
         ready = asyncio.create_task(make_ready(engine, args, served))
         await asyncio.wait([death, ready], return_when=asyncio.FIRST_COMPLETED)
-        fault = death.result() if death.done() else await answer_requests(ready.result(), served, death)
+        fault = (
+            death.result() if death.done() else await answer_requests(ready.result(), served, death)
+        )
         if fault:
             print(f"inference: {fault}", file=sys.stderr, flush=True)
         engine_process.end_within(engine_process.END_DEADLINE_S, 1 if fault else 0)
@@ -210,14 +254,18 @@ async def run(args: Namespace, served: Served) -> str:
 
 async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     """Does everything between the start of the engine and the first request; returns the app."""
-    engine.set_model(served.policy_version, served.content, read_tensors(Path(args.model)), served.status.advance)
+    engine.set_model(
+        served.policy_version, served.content, read_tensors(Path(args.model)), served.status.advance
+    )
     engine.mirror = served.mirror
     engine.read_timeout_s = engine_process.LOAD_PATIENCE * served.engine_timeout_s
     served.status.follow("requests", engine.get_num_unfinished_requests)
     engine.all_here = all(await engine.on_every_worker("begin", os.getpid(), pid_scope()))
     engine.head_is_tied = any(await engine.on_every_worker("head_is_tied"))
     if served.changes:
-        await engine.load_weights(served.changes.policy_version, served.changes.path, content=served.changes.content)
+        await engine.load_weights(
+            served.changes.policy_version, served.changes.path, content=served.changes.content
+        )
     return await build_app(engine, args)
 
 
@@ -231,10 +279,13 @@ async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     bound, port = served.sock.getsockname()[:2]
     host, is_local = reachable(bound), is_loopback(bound)
-    # Non-local clients get the slower parser, because the other one does not limit lines and headers.
+    # Non-local clients get the slower parser, because the other one does not limit lines and
+    # headers.
     parser = "auto" if is_local else "h11"
     gate = Gate(app, served.token, loopback=is_local)
-    config = uvicorn.Config(gate, http=parser, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
+    config = uvicorn.Config(
+        gate, http=parser, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S
+    )
     server = NoSignalServer(config)
     app.state.server = server  # vLLM's error handlers stop it when they find the engine dead
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -243,45 +294,64 @@ async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") 
     stopped = asyncio.create_task(stop.wait())
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    served.status.enter(Phase.SERVING, address=f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    served.status.enter(
+        Phase.SERVING, address=f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    )
     await asyncio.wait([serving, death, stopped], return_when=asyncio.FIRST_COMPLETED)
-    # Open requests are not waited for: they end with the engine, and their clients repeat them elsewhere.
+    # Open requests are not waited for: they end with the engine, and their clients repeat them
+    # elsewhere.
     server.should_exit = server.force_exit = True
     await serving
-    # With force_exit uvicorn skips the lifespan's shutdown, and its waiting task would be reported as an error when the loop ends.
+    # With force_exit uvicorn skips the lifespan's shutdown, and its waiting task would be reported
+    # as an error when the loop ends.
     with suppress(TimeoutError):
         await asyncio.wait_for(server.lifespan.shutdown(), SHUTDOWN_S)
     if stopped.done():
         return ""
-    await asyncio.wait([death], timeout=1.0)  # vLLM's handlers also end the server when they find the engine dead
+    # vLLM's handlers also end the server when they find the engine dead
+    await asyncio.wait([death], timeout=1.0)
     stopped.cancel()
     return death.result() if death.done() else "the HTTP server has ended"
 
 
 def adapter_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> dict[str, Any]:
-    """vLLM's arguments for adapters beside the model; empty if adapters are merged or the run has none. Raises ConfigError."""
+    """vLLM's arguments for adapters beside the model; empty if adapters are merged or the run
+    has none. Raises ConfigError."""
     lora, way = config.trainer.lora, config.inference.adapters
     if lora is None:
         return {}
     unfit = "experts" if EXPERTS in lora.targets else ""
     if "text_config" in read_json(Path(model_path) / "config.json"):
-        unfit = "a model that sees images"  # whose layers vLLM names otherwise: it would serve the model alone, in silence
+        # whose layers vLLM names otherwise: it would serve the model alone, in silence
+        unfit = "a model that sees images"
     if way == "merge" or (way == "auto" and (on_cpu or unfit)):
         return {}
     if unfit:
-        raise ConfigError(f"inference.adapters = hot: vLLM is not known to serve adapters of {unfit}; set it to merge")
+        raise ConfigError(
+            f"inference.adapters = hot: vLLM is not known to serve adapters of {unfit}; set "
+            "it to merge"
+        )
     from vllm.config.lora import MaxLoRARanks  # those that it has buffers for
 
     ranks = get_args(MaxLoRARanks)
     rank = next((rank for rank in ranks if rank >= lora.rank), None)
     if rank is None:
-        raise ConfigError(f"trainer.lora.rank = {lora.rank}: vLLM serves ranks up to {ranks[-1]}; set inference.adapters = merge")
-    # Requests of max_off_policy_steps + 1 versions can be in flight (older ones are cancelled); one more slot is for the next version.
-    return {"enable_lora": True, "max_loras": config.orchestrator.max_off_policy_steps + 2, "max_lora_rank": rank}
+        raise ConfigError(
+            f"trainer.lora.rank = {lora.rank}: vLLM serves ranks up to {ranks[-1]}; set "
+            "inference.adapters = merge"
+        )
+    # Requests of max_off_policy_steps + 1 versions can be in flight (older ones are cancelled); one
+    # more slot is for the next version.
+    return {
+        "enable_lora": True,
+        "max_loras": config.orchestrator.max_off_policy_steps + 2,
+        "max_lora_rank": rank,
+    }
 
 
 def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace:
-    """All arguments of vLLM's server for the model at `model_path`. Raises ConfigError for wrong ones in `[inference.vllm]`."""
+    """All arguments of vLLM's server for the model at `model_path`. Raises ConfigError for wrong
+    ones in `[inference.vllm]`."""
     model, settings = config.model, config.inference
     ours = {
         "model": model_path,
@@ -289,7 +359,8 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
         "host": settings.host,
         "max_model_len": model.max_model_len,
         "dtype": model.dtype,
-        "seed": secrets.randbits(32),  # servers, and restarts of one, must not sample the same answers
+        # servers, and restarts of one, must not sample the same answers
+        "seed": secrets.randbits(32),
         "trust_remote_code": model.trust_remote_code,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rl.inference.worker.WeightLoader",
@@ -299,15 +370,24 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
     }
     if config.trainer.router_replay == "engine":
         if on_cpu:
-            raise ConfigError("trainer.router_replay = engine: vLLM gives no routes on CPUs; set it to trainer or off")
+            raise ConfigError(
+                "trainer.router_replay = engine: vLLM gives no routes on CPUs; set it to "
+                "trainer or off"
+            )
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the only one that gives routes
         ours["enable_return_routed_experts"] = True
     given = resolve(settings.vllm, "inference.vllm")
-    return parse_engine_args(given, ours | adapter_arguments(config, model_path, on_cpu) | (cpu_defaults(given) if on_cpu else {}))
+    return parse_engine_args(
+        given,
+        ours
+        | adapter_arguments(config, model_path, on_cpu)
+        | (cpu_defaults(given) if on_cpu else {}),
+    )
 
 
 def serve(config: RLConfig, model_path: str, served: Served, on_cpu: bool) -> int:
-    """Runs the server in this process and returns its exit code. Raises ConfigError before anything starts, RunError later."""
+    """Runs the server in this process and returns its exit code. Raises ConfigError before
+    anything starts, RunError later."""
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, engine_process.end_while_starting)
     args = vllm_arguments(config, model_path, on_cpu)

@@ -1,11 +1,14 @@
-"""Stages new weights beside the served ones: a second set of the model's modules is loaded and packed while the first keeps computing.
+"""Stages new weights beside the served ones: a second set of the model's modules is loaded and
+packed while the first keeps computing.
 
-vLLM's own reload works inside the running model: it counts every tensor on the meta device, loads, packs and copies back, a pause of
-0.35 s for 135M parameters on two cores. Here the engine pauses only while pointers change. The second set is made like the first, by the
-model's own loaders and packing, so the result is what a server started with the new weights would hold. On GPUs the second set waits in
-the host's memory, and packing and copying are part of the pause.
+vLLM's own reload works inside the running model: it counts every tensor on the meta device, loads,
+packs and copies back, a pause of 0.35 s for 135M parameters on two cores. Here the engine pauses
+only while pointers change. The second set is made like the first, by the model's own loaders and
+packing, so the result is what a server started with the new weights would hold. On GPUs the second
+set waits in the host's memory, and packing and copying are part of the pause.
 
-Works with weights that are not quantized (`can_stage`). A worker's part of the weights is in memory twice from staging to the swap.
+Works with weights that are not quantized (`can_stage`). A worker's part of the weights is in memory
+twice from staging to the swap.
 """
 
 import copy
@@ -19,7 +22,10 @@ from torch.nn.functional import linear
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -31,16 +37,29 @@ PROCESSED = "_already_called_process_weights_after_loading"
 
 
 def can_stage(config: VllmConfig) -> bool:
-    """Whether `Staged` works: packed formats of quantized weights have their own state, and adapters and drafts their own modules."""
-    return config.model_config.quantization is None and config.lora_config is None and config.speculative_config is None
+    """Whether `Staged` works: packed formats of quantized weights have their own state, and
+    adapters and drafts their own modules."""
+    return (
+        config.model_config.quantization is None
+        and config.lora_config is None
+        and config.speculative_config is None
+    )
 
 
 class Staged:
-    """The second set of one model's modules, complete; `put_in_place` makes the model compute with it."""
+    """The second set of one model's modules, complete; `put_in_place` makes the model compute
+    with it."""
 
-    def __init__(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]], config: VllmConfig, in_host: bool):
-        """Loads and packs; may run in a thread while the model computes. `weights` are all tensors of the model's files, by name. With
-        `in_host` the model is on a GPU: the second set waits in the host's memory, and packing is left to `put_in_place`."""
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Iterable[tuple[str, Tensor]],
+        config: VllmConfig,
+        in_host: bool,
+    ):
+        """Loads and packs; may run in a thread while the model computes. `weights` are all
+        tensors of the model's files, by name. With `in_host` the model is on a GPU: the second
+        set waits in the host's memory, and packing is left to `put_in_place`."""
         self.config, self.in_host = config, in_host
         self.twins = make_twins(model)
         # The current config is global, but a running engine does not read it.
@@ -55,36 +74,44 @@ class Staged:
         for module in modules:
             method = getattr(module, "quant_method", None)
             if current_platform.is_cpu() and type(module) is VocabParallelEmbedding and has_head:
-                module.cpu_linear = linear  # only the head is multiplied by, and a packed embedding would add a third to a small model
+                # only the head is multiplied by, and a packed embedding would add a third to a
+                # small model
+                module.cpu_linear = linear
             elif isinstance(method, QuantizeMethodBase):
                 method.process_weights_after_loading(module)
 
     def put_in_place(self) -> list[Any]:
-        """Exchanges the weights; no step may run meanwhile. Returns the old content of the model: freeing it takes time and can wait."""
+        """Exchanges the weights; no step may run meanwhile. Returns the old content of the
+        model: freeing it takes time and can wait."""
         attention = [module for module in self.twins if is_deferred_attention_layer(module)]
         others = {live: twin for live, twin in self.twins.items() if live not in attention}
         before: list[Any] = []
         if self.in_host:
             self.copy_in_place(others)
         else:
-            before = [exchange(live, twin, self.twins, take_memory) for live, twin in others.items()]
+            before = [
+                exchange(live, twin, self.twins, take_memory) for live, twin in others.items()
+            ]
         for module in attention:  # its scales, and what it derives from other layers' weights
             module.process_weights_after_loading(self.config.model_config.dtype)
         return before
 
     def copy_in_place(self, twins: dict[nn.Module, nn.Module]) -> None:
-        """Copies the twins' weights, one module after the other, into the memory that captured graphs of the model know."""
+        """Copies the twins' weights, one module after the other, into the memory that captured
+        graphs of the model know."""
         with torch.no_grad(), set_current_vllm_config(self.config):
             for live, twin in twins.items():
                 move(twin, live)
                 self.pack([twin])
                 exchange(live, twin, self.twins, copy_values)
-                for tensors in (twin._parameters, twin._buffers):  # the device has room for the second set of one module
+                # the device has room for the second set of one module
+                for tensors in (twin._parameters, twin._buffers):
                     tensors.clear()
 
 
 def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Maps every module of the model to a twin with its own tensors, laid out as before loading; everything else is shared, not copied."""
+    """Maps every module of the model to a twin with its own tensors, laid out as before loading;
+    everything else is shared, not copied."""
     twins: dict[nn.Module, nn.Module] = {}
     for live in model.modules():
         twin = twins[live] = object.__new__(type(live))
@@ -94,19 +121,33 @@ def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
             twin.__dict__["quant_method"] = copy.copy(live.__dict__["quant_method"])
     tensors: dict[int, Tensor] = {}  # by the live tensor: what is tied stays tied
     for live, twin in twins.items():
-        twin.__dict__["_modules"] = {name: twins.get(child) for name, child in live._modules.items()}
-        names = {**get_layerwise_info(live).restore_metadata[0], **live._parameters}  # the names before packing, and the current ones
-        twin.__dict__["_parameters"] = {name: twin_parameter(live, twin, name, tensors) for name in names}
+        twin.__dict__["_modules"] = {
+            name: twins.get(child) for name, child in live._modules.items()
+        }
+        # the names before packing, and the current ones
+        names = {**get_layerwise_info(live).restore_metadata[0], **live._parameters}
+        twin.__dict__["_parameters"] = {
+            name: twin_parameter(live, twin, name, tensors) for name in names
+        }
     for live, twin in twins.items():  # after all parameters, since a buffer may be a view of one
-        twin.__dict__["_buffers"] = {name: twin_buffer(live, name, tensors) for name in live._buffers}
+        twin.__dict__["_buffers"] = {
+            name: twin_buffer(live, name, tensors) for name in live._buffers
+        }
     for twin in twins.values():
-        if current_platform.is_cpu() and getattr(getattr(twin, "quant_method", None), "moe_kernel", None) is not None:
-            twin.quant_method.moe_kernel = None  # experts are packed when their kernel is made, and only then
+        if (
+            current_platform.is_cpu()
+            and getattr(getattr(twin, "quant_method", None), "moe_kernel", None) is not None
+        ):
+            # experts are packed when their kernel is made, and only then
+            twin.quant_method.moe_kernel = None
     return twins
 
 
-def twin_parameter(live: nn.Module, twin: nn.Module, name: str, tensors: dict[int, Tensor]) -> Tensor | None:
-    """An empty parameter as it was before loading; a copy where vLLM keeps no record (biases and the like are never packed)."""
+def twin_parameter(
+    live: nn.Module, twin: nn.Module, name: str, tensors: dict[int, Tensor]
+) -> Tensor | None:
+    """An empty parameter as it was before loading; a copy where vLLM keeps no record (biases and
+    the like are never packed)."""
     now, record = live._parameters.get(name), get_layerwise_info(live).restore_metadata[0].get(name)
     if now is None and record is None:
         return None
@@ -118,7 +159,9 @@ def twin_parameter(live: nn.Module, twin: nn.Module, name: str, tensors: dict[in
         else:
             new = nn.Parameter(now.detach().clone(), requires_grad=False)
             new.__class__ = type(now)
-            new.__dict__.update({key: rebound(value, live, twin) for key, value in now.__dict__.items()})
+            new.__dict__.update(
+                {key: rebound(value, live, twin) for key, value in now.__dict__.items()}
+            )
         if now is None:
             return new
         tensors[id(now)] = new
@@ -127,16 +170,25 @@ def twin_parameter(live: nn.Module, twin: nn.Module, name: str, tensors: dict[in
 
 def rebound(value: Any, live: nn.Module, twin: nn.Module) -> Any:
     """A method of `live` bound to `twin` instead; any other value unchanged."""
-    return value.__func__.__get__(twin) if isinstance(value, MethodType) and value.__self__ is live else value
+    return (
+        value.__func__.__get__(twin)
+        if isinstance(value, MethodType) and value.__self__ is live
+        else value
+    )
 
 
 def twin_buffer(live: nn.Module, name: str, tensors: dict[int, Tensor]) -> Tensor | None:
-    """A copy if a checkpoint may hold the buffer. A non-persistent view of a parameter (Mamba-2's convolutions) becomes the same view of
-    the twin's parameter; other non-persistent buffers (rotary tables) never change and are shared."""
+    """A copy if a checkpoint may hold the buffer. A non-persistent view of a parameter
+    (Mamba-2's convolutions) becomes the same view of the twin's parameter; other non-persistent
+    buffers (rotary tables) never change and are shared."""
     now = live._buffers[name]
     if now is None or name in live._non_persistent_buffers_set:
         viewed = None if now is None else tensors.get(id(now._base))
-        return now if viewed is None else viewed.data.as_strided(now.size(), now.stride(), now.storage_offset())
+        return (
+            now
+            if viewed is None
+            else viewed.data.as_strided(now.size(), now.stride(), now.storage_offset())
+        )
     return tensors.setdefault(id(now), now.clone())
 
 
@@ -159,10 +211,17 @@ def copy_values(old: Tensor, new: Tensor) -> None:
     old.data.copy_(new.data)
 
 
-def exchange(live: nn.Module, twin: nn.Module, twins: dict[nn.Module, nn.Module], put: Callable[[Tensor, Tensor], object]) -> list[Any]:
-    """Gives `live` the tensors of `twin` and everything that packing has set on it. Returns its old content.
+def exchange(
+    live: nn.Module,
+    twin: nn.Module,
+    twins: dict[nn.Module, nn.Module],
+    put: Callable[[Tensor, Tensor], object],
+) -> list[Any]:
+    """Gives `live` the tensors of `twin` and everything that packing has set on it. Returns its old
+    content.
 
-    Tensor objects stay, and `put(old, new)` gives them the new values, so that other references to them, and captured graphs, see those.
+    Tensor objects stay, and `put(old, new)` gives them the new values, so that other references to
+    them, and captured graphs, see those.
     """
     before: list[Any] = []
     for ours, theirs in ((live._parameters, twin._parameters), (live._buffers, twin._buffers)):
@@ -173,7 +232,9 @@ def exchange(live: nn.Module, twin: nn.Module, twins: dict[nn.Module, nn.Module]
             elif old is not new:
                 before.append(old.data)
                 put(old, new)
-                new.__dict__.clear()  # its loader is a method of the twin: the cycle would keep both and these values alive
+                # its loader is a method of the twin: the cycle would keep both and these values
+                # alive
+                new.__dict__.clear()
     for name, child in twin._modules.items():
         if child is not twins.get(live._modules.get(name)):  # type: ignore[arg-type]
             before.append(live._modules.get(name))

@@ -1,4 +1,5 @@
-"""Checks by their headers that weight files are whole and fit the model, before anything is changed."""
+"""Checks by their headers that weight files are whole and fit the model, before anything is
+changed."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,8 +16,8 @@ Tensors = dict[str, TensorEntry]
 
 
 class WeightsGoneError(RunError):
-    """The weights do not exist, or the trainer has replaced or deleted them; nothing is damaged. Caught by the route that loads them,
-    which answers 404 instead of 422."""
+    """The weights do not exist, or the trainer has replaced or deleted them; nothing is damaged.
+    Caught by the route that loads them, which answers 404 instead of 422."""
 
     exit_code = RESTART
 
@@ -30,21 +31,29 @@ def weight_files(directory: Path) -> list[Path]:
 
 def read_tensors(directory: Path) -> Tensors:
     """All tensors of a model directory. Raises RunError if a file is not whole."""
-    return {name: tensor for file in weight_files(directory) for name, tensor in read_header(file).items()}
+    return {
+        name: tensor
+        for file in weight_files(directory)
+        for name, tensor in read_header(file).items()
+    }
 
 
 def empty_model(base: Path) -> Any:
-    """The model that is trained of the one in `base`, as the trainer makes it, without values. Raises ValueError, OSError."""
+    """The model that is trained of the one in `base`, as the trainer makes it, without values.
+    Raises ValueError, OSError."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, trust_remote_code=False))
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(base, trust_remote_code=False)
+        )
 
 
 def trained_names(base: Path, names: Iterable[str]) -> dict[str, str]:
-    """The trained model's name of each of its tensors in files, by the name there: GPT-2's files leave out a prefix, Qwen3.5's add one,
-    and some hold what is not trained, such as masks, drafts, and what sees images. All names, if the model's own code would have to run.
+    """The trained model's name of each of its tensors in files, by the name there: GPT-2's files
+    leave out a prefix, Qwen3.5's add one, and some hold what is not trained, such as masks, drafts,
+    and what sees images. All names, if the model's own code would have to run.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -54,14 +63,24 @@ def trained_names(base: Path, names: Iterable[str]) -> dict[str, str]:
     except (ValueError, OSError):
         return {name: name for name in names}
     rules, own = get_model_conversion_mapping(model), model.state_dict()
-    kinds = [[rule for rule in rules if isinstance(rule, WeightConverter) is converts] for converts in (False, True)]
+    kinds = [
+        [rule for rule in rules if isinstance(rule, WeightConverter) is converts]
+        for converts in (False, True)
+    ]
     found = {name: rename_source_key(name, *kinds, model.base_model_prefix, own) for name in names}
-    return {name: name if converter else renamed for name, (renamed, converter) in found.items() if renamed in own}
+    return {
+        name: name if converter else renamed
+        for name, (renamed, converter) in found.items()
+        if renamed in own
+    }
 
 
-def check_weights(directory: Path, base: Path, expected: Tensors, tied: bool, found: Tensors | None = None) -> None:
-    """Raises RunError unless `directory` holds exactly the tensors of the served model, `expected` in the files of `base`, that are
-    trained; names at most eight faults. `found`: its tensors, if they are known.
+def check_weights(
+    directory: Path, base: Path, expected: Tensors, tied: bool, found: Tensors | None = None
+) -> None:
+    """Raises RunError unless `directory` holds exactly the tensors of the served model, `expected`
+    in the files of `base`, that are trained; names at most eight faults. `found`: its tensors, if
+    they are known.
 
     With a tied head, the head itself (`lm_head.weight`) is optional.
     """
@@ -86,4 +105,6 @@ def refuse_faults(directory: Path, faults: list[str]) -> None:
     """Raises RunError if there are faults; names at most eight."""
     if faults:
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise RunError(f"{directory} does not fit the served model: {'; '.join(sorted(faults)[:8])}{more}")
+        raise RunError(
+            f"{directory} does not fit the served model: {'; '.join(sorted(faults)[:8])}{more}"
+        )

@@ -1,4 +1,5 @@
-"""The code that runs inside every vLLM worker process: it prepares new weights beside the old ones, and swaps them in."""
+"""The code that runs inside every vLLM worker process: it prepares new weights beside the old
+ones, and swaps them in."""
 
 import os
 import select
@@ -27,14 +28,17 @@ if TYPE_CHECKING:
     from rl.inference.staging import Staged
 
 FREE_AFTER_S = 1.0
-"""Delay before the memory of replaced weights is freed: that takes 10 ms for 135M parameters, which need not be part of the pause."""
+"""Delay before the memory of replaced weights is freed: that takes 10 ms for 135M parameters,
+which need not be part of the pause."""
 
 NOT_IN_PLACE = ("GptOssForCausalLM",)
-"""vLLM's classes of models that keep old experts in a reload, in silence: their loaders copy into parameters without `weight_loader`."""
+"""vLLM's classes of models that keep old experts in a reload, in silence: their loaders copy
+into parameters without `weight_loader`."""
 
 
 class WeightLoader:
-    """Mixed into vLLM's worker class (`worker_extension_cls`); `collective_rpc` calls the methods between two steps of the engine."""
+    """Mixed into vLLM's worker class (`worker_extension_cls`); `collective_rpc` calls the
+    methods between two steps of the engine."""
 
     _staged: "Future[Staged | Iterable[tuple[str, torch.Tensor]]] | None" = None
     _weights: Weights | None = None
@@ -43,8 +47,8 @@ class WeightLoader:
     """The host had no memory for a second copy of the weights."""
 
     def begin(self, server_pid: int, server_place: str) -> bool:
-        """Prepares the worker before the first request. Returns whether it is on the server's host; a worker on another node ends with its
-        engine."""
+        """Prepares the worker before the first request. Returns whether it is on the server's
+        host; a worker on another node ends with its engine."""
         from vllm.platforms import current_platform
 
         if is_here := server_place == pid_scope():
@@ -54,16 +58,19 @@ class WeightLoader:
         return is_here
 
     def prepare_cpu(self) -> None:
-        """Replaces vLLM's draws, norms and counts by our own, enables AMX for its attention, and leaves the processors to others while
-        several workers wait for orders."""
+        """Replaces vLLM's draws, norms and counts by our own, enables AMX for its attention, and
+        leaves the processors to others while several workers wait for orders."""
         from vllm.distributed import utils
 
         from rl.inference.eager import speed_up
 
-        # Workers wait in a loop around sched_yield. Beside a thread that polls, as a reader over the network, Linux 6.18 with autogroups
-        # gives other sessions nothing of that processor: with a worker on each, the ranks that are read stood still until the deadline.
+        # Workers wait in a loop around sched_yield. Beside a thread that polls, as a reader over
+        # the network, Linux 6.18 with autogroups
+        # gives other sessions nothing of that processor: with a worker on each, the ranks that are
+        # read stood still until the deadline.
         utils.USE_SCHED_YIELD = False
-        # A process must ask the kernel for AMX. oneDNN does so at its first large product; before that (in a first request of one token)
+        # A process must ask the kernel for AMX. oneDNN does so at its first large product; before
+        # that (in a first request of one token)
         # vLLM's attention would be an illegal instruction.
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
@@ -71,21 +78,31 @@ class WeightLoader:
         speed_up(self.model_runner)
 
     def head_is_tied(self) -> bool:
-        """Whether the head is the embedding. The config no longer says so if the files also hold the head (as those of Qwen3-0.6B do): vLLM
-        then reads both, and ties them if they are equal."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+        """Whether the head is the embedding. The config no longer says so if the files also hold
+        the head (as those of Qwen3-0.6B do): vLLM then reads both, and ties them if they are
+        equal."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import (
+            ParallelLMHead,
+            VocabParallelEmbedding,
+        )
 
-        layers = [layer for layer in self.model_runner.get_model().modules() if isinstance(layer, VocabParallelEmbedding)]
+        layers = [
+            layer
+            for layer in self.model_runner.get_model().modules()
+            if isinstance(layer, VocabParallelEmbedding)
+        ]
         embeddings = [layer.weight for layer in layers if not isinstance(layer, ParallelLMHead)]
         heads = [layer.weight for layer in layers if isinstance(layer, ParallelLMHead)]
         said = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         return said or any(head is embedding for head in heads for embedding in embeddings)
 
     def die_with(self, pid: int) -> None:
-        """Ends this process as soon as process `pid`, the server, has ended in any way: vLLM's engine would wait forever.
+        """Ends this process as soon as process `pid`, the server, has ended in any way: vLLM's
+        engine would wait forever.
 
-        If the server is the parent, the kernel does it, even to a stopped process. With several workers the parent is the engine process: a
-        worker that sees the server's end kills it, and the kernel kills the workers with it.
+        If the server is the parent, the kernel does it, even to a stopped process. With several
+        workers the parent is the engine process: a worker that sees the server's end kills it, and
+        the kernel kills the workers with it.
         """
         end_with_parent(signal.SIGKILL)
         server, parent = os.pidfd_open(pid), os.getppid()
@@ -99,14 +116,17 @@ class WeightLoader:
         threading.Thread(target=watch, name="die-with-server", daemon=True).start()
 
     def stage_weights(self, path: str, over_network: str = "") -> None:
-        """Starts to prepare the weights at `path`, or those announced by an `OverNetwork` in JSON, in a thread while the engine keeps
-        running."""
+        """Starts to prepare the weights at `path`, or those announced by an `OverNetwork` in
+        JSON, in a thread while the engine keeps running."""
         stager = ThreadPoolExecutor(1, thread_name_prefix="stage-weights")
         self._staged = stager.submit(self._stage, Path(path), over_network)
         stager.shutdown(wait=False)
 
-    def _stage(self, folder: Path, over_network: str = "") -> "Staged | Iterable[tuple[str, torch.Tensor]]":
-        """Returns what `swap_weights` needs: the worker's part of the weights, or tensors by name that it reads during the swap."""
+    def _stage(
+        self, folder: Path, over_network: str = ""
+    ) -> "Staged | Iterable[tuple[str, torch.Tensor]]":
+        """Returns what `swap_weights` needs: the worker's part of the weights, or tensors by
+        name that it reads during the swap."""
         from vllm.platforms import current_platform
 
         from rl.inference.staging import Staged, can_stage
@@ -115,20 +135,37 @@ class WeightLoader:
             self._weights = NetworkWeights(msgspec.json.decode(over_network, type=OverNetwork))
         else:
             self._weights = Weights(Path(self.model_config.model) if is_adapter(folder) else folder)
-        weights = merge(read_adapter(folder), self._weights, Path(self.model_config.model)) if is_adapter(folder) else self._weights
+        weights = (
+            merge(read_adapter(folder), self._weights, Path(self.model_config.model))
+            if is_adapter(folder)
+            else self._weights
+        )
         if can_stage(self.vllm_config) and self.has_room():
-            staged = Staged(self.model_runner.get_model(), weights, self.vllm_config, in_host=not current_platform.is_cpu())
+            staged = Staged(
+                self.model_runner.get_model(),
+                weights,
+                self.vllm_config,
+                in_host=not current_platform.is_cpu(),
+            )
             self._weights.confirm()
             return staged
         if (name := type(self.model_runner.get_model()).__name__) in NOT_IN_PLACE:
-            self._has_reloaded = False  # nor has it: with more memory the next version can be loaded
-            raise RunError(f"{name}: vLLM cannot load its weights in place, so it needs memory for them twice, and no quantization")
+            # nor has it: with more memory the next version can be loaded
+            self._has_reloaded = False
+            raise RunError(
+                f"{name}: vLLM cannot load its weights in place, so it needs memory for them "
+                "twice, and no quantization"
+            )
         if over_network:
-            raise RunError("this worker reads weights while generation pauses, for which they must stay as they are")
+            raise RunError(
+                "this worker reads weights while generation pauses, for which they must stay "
+                "as they are"
+            )
         return weights
 
     def stages_weights(self) -> bool:
-        """Whether this worker can prepare weights beside those that it uses, as far as it knows before it has seen them."""
+        """Whether this worker can prepare weights beside those that it uses, as far as it knows
+        before it has seen them."""
         from rl.inference.staging import can_stage
 
         return can_stage(self.vllm_config) and not self._has_reloaded
@@ -138,14 +175,22 @@ class WeightLoader:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         parallel, free = self.vllm_config.parallel_config, memory_bytes()[1]
-        layers = map(get_layerwise_info, self.model_runner.get_model().modules())  # as before packing, which may leave nothing here
-        part = sum(tensor.nbytes for layer in layers for tensor in layer.restore_metadata[0].values())
+        # as before packing, which may leave nothing here
+        layers = map(get_layerwise_info, self.model_runner.get_model().modules())
+        part = sum(
+            tensor.nbytes for layer in layers for tensor in layer.restore_metadata[0].values()
+        )
         need = part * parallel.local_world_size * parallel.data_parallel_size_local
         if need > free and not self._has_reloaded:
-            # For good: vLLM's reload leaves its own loaders in the records that a second set of modules is made from.
+            # For good: vLLM's reload leaves its own loaders in the records that a second set of
+            # modules is made from.
             self._has_reloaded = True
             lacking = f"{need / 2**30:.1f} GiB for new weights, {free / 2**30:.1f} GiB are free"
-            print(f"inference: WARNING: {lacking}: from now on they are read while generation pauses", file=sys.stderr, flush=True)
+            print(
+                f"inference: WARNING: {lacking}: from now on they are read while generation pauses",
+                file=sys.stderr,
+                flush=True,
+            )
         return not self._has_reloaded
 
     def forget_weights(self) -> None:
@@ -162,10 +207,11 @@ class WeightLoader:
         return True, f"{type(error).__name__}: {error}" if error else "", num_read
 
     def swap_weights(self) -> int:
-        """Puts the staged weights into the running model; no step may run meanwhile. Returns how many bytes of them this worker has read.
+        """Puts the staged weights into the running model; no step may run meanwhile. Returns how
+        many bytes of them this worker has read.
 
-        If they are not a second set of modules, vLLM's own reload keeps the addresses that CUDA graphs have captured, reads each layer's
-        slices and repeats any repacking.
+        If they are not a second set of modules, vLLM's own reload keeps the addresses that CUDA
+        graphs have captured, reads each layer's slices and repeats any repacking.
         """
         from rl.inference.staging import Staged
 
@@ -184,8 +230,9 @@ class WeightLoader:
 
 
 def count_uncompiled() -> None:
-    """Makes vLLM count the tokens that are at least as likely as the sampled one with numpy. Otherwise it compiles that during the first
-    request after a start, 3 to 13 s on two cores. For 64 rows of 49,152 numpy takes 2 ms, plain torch 20 to 30."""
+    """Makes vLLM count the tokens that are at least as likely as the sampled one with numpy.
+    Otherwise it compiles that during the first request after a start, 3 to 13 s on two cores.
+    For 64 rows of 49,152 numpy takes 2 ms, plain torch 20 to 30."""
     from vllm.v1.sample import sampler
 
     def count(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -196,8 +243,8 @@ def count_uncompiled() -> None:
 
 @contextmanager
 def repacked(model: torch.nn.Module) -> Iterator[None]:
-    """Completes a reload on the CPU: vLLM packs experts only with their kernel, and leaves a head that is tied to the embedding with the
-    packed copy of the old weights."""
+    """Completes a reload on the CPU: vLLM packs experts only with their kernel, and leaves a
+    head that is tied to the embedding with the packed copy of the old weights."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.platforms import current_platform
 

@@ -1,4 +1,5 @@
-"""Processes beside a run, which continues without them: the browser page (`--view`) and the drawing of curves.png."""
+"""Processes beside a run, which continues without them: the browser page (`--view`) and the
+drawing of curves.png."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +15,8 @@ LINK = re.compile(r"(http://\S+/) (\w+)$", re.M)
 
 
 class Beside:
-    """A process that ends with the run, and whose end is no more than a warning. `poll` never waits."""
+    """A process that ends with the run, and whose end is no more than a warning. `poll` never
+    waits."""
 
     def __init__(
         self,
@@ -37,7 +39,9 @@ class Beside:
     def poll(self) -> None:
         """Reports an early end."""
         if self.child and self.child.exit_code is not None:
-            self.say(f"warning: {self.loss} (exit code {self.child.exit_code}, log: {self.child.log})")
+            self.say(
+                f"warning: {self.loss} (exit code {self.child.exit_code}, log: {self.child.log})"
+            )
             self.children.kill_tree(self.child)
             self.child = None
 
@@ -53,19 +57,43 @@ class Page(Beside):
 
     def __init__(self, run_dir: RunDir, children: Children, say: Callable[[str], None]):
         self.secret, self.told = page_secret(run_dir.status_dir), ""
-        arguments, env = ["-m", "rl.main", "view", str(run_dir.root), "--beside"], {PAGE_VARIABLE: self.secret}
-        super().__init__("view", arguments, env, run_dir, children, say, "the page of --view has ended, the run continues")
+        arguments, env = (
+            ["-m", "rl.main", "view", str(run_dir.root), "--beside"],
+            {PAGE_VARIABLE: self.secret},
+        )
+        super().__init__(
+            "view",
+            arguments,
+            env,
+            run_dir,
+            children,
+            say,
+            "the page of --view has ended, the run continues",
+        )
 
     def poll(self) -> None:
         """Prints a new link, or that the page has ended."""
         found = LINK.findall("\n".join(last_lines(self.child.log))) if self.child else []
         if found and self.told != (newest := link(self.secret, *found[-1])):
-            self.say(f"view      {newest}" + ("  (a browser has used the link before)" if self.told else ""))
+            self.say(
+                f"view      {newest}"
+                + ("  (a browser has used the link before)" if self.told else "")
+            )
             self.told = newest
         super().poll()
 
 
 def curves(run_dir: RunDir, title: str, children: Children, say: Callable[[str], None]) -> Beside:
     """Starts the process that keeps curves.png up to date, see rl.launch.curves.main."""
-    loss = f"{run_dir.curves} is out of date: drawing it failed; it is drawn again when the run ends"
-    return Beside("curves", ["-m", "rl.launch.curves", str(run_dir.root), title], {}, run_dir, children, say, loss)
+    loss = (
+        f"{run_dir.curves} is out of date: drawing it failed; it is drawn again when the run ends"
+    )
+    return Beside(
+        "curves",
+        ["-m", "rl.launch.curves", str(run_dir.root), title],
+        {},
+        run_dir,
+        children,
+        say,
+        loss,
+    )

@@ -1,9 +1,12 @@
-"""All children of `rl`: started with a marker, watched, and ended so that no process is left, however `rl` itself ends.
+"""All children of `rl`: started with a marker, watched, and ended so that no process is left,
+however `rl` itself ends.
 
-No single mechanism is complete, so several are combined: SIGTERM goes to the group of every child; `rl` adopts orphans, so processes that
-left their group (torchrun's workers) or lost their parent are still found below it; all descendants of a child bear its marker in the
-environment, so that leftovers of a dead child can be told from processes of the others; and if `rl` is killed by SIGKILL, the kernel sends
-SIGTERM to each child that asked for it (PR_SET_PDEATHSIG), which they pass on, and the guard ends the rest.
+No single mechanism is complete, so several are combined: SIGTERM goes to the group of every child;
+`rl` adopts orphans, so processes that left their group (torchrun's workers) or lost their parent
+are still found below it; all descendants of a child bear its marker in the environment, so that
+leftovers of a dead child can be told from processes of the others; and if `rl` is killed by
+SIGKILL, the kernel sends SIGTERM to each child that asked for it (PR_SET_PDEATHSIG), which they
+pass on, and the guard ends the rest.
 """
 
 import contextlib
@@ -22,7 +25,15 @@ from types import FrameType
 from rl.launch.guard import Guard
 from rl.run_dir.logs import next_log, trim_logs
 from rl.system import process_table
-from rl.system.children import STOP_DEADLINE_S, Child, Stopped, add_marker, descendants, inherited, start
+from rl.system.children import (
+    STOP_DEADLINE_S,
+    Child,
+    Stopped,
+    add_marker,
+    descendants,
+    inherited,
+    start,
+)
 from rl.system.linux import adopt_orphans, socket_base
 from rl.system.preforked import PreforkedProcess
 from rl.system.process_table import Table
@@ -32,29 +43,34 @@ OF_AN_ATTEMPT = (process_table.MARKER, "TMPDIR", "VLLM_RPC_BASE_PATH")
 OF_A_WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Those of a rank of a cluster, too."""
 SOCKET_ROOM = 67
-"""Bytes that the paths of Unix sockets add to the temporary directory's: ours, and those of vLLM and of the environment workers."""
+"""Bytes that the paths of Unix sockets add to the temporary directory's: ours, and those of vLLM
+and of the environment workers."""
 
 REPEAT_S = 1.0
 """Seconds after which Stopped is raised again if it was lost."""
 
 FORWARDED_S = 0.5
-"""Seconds in which a second signal is the first one again: `uv run` passes on what the whole process group was sent, too."""
+"""Seconds in which a second signal is the first one again: `uv run` passes on what the whole
+process group was sent, too."""
 
 SHOW_CURSOR = b"\x1b[?25h"
 """Shows the cursor, which a progress bar hides."""
 
 
 class Children:
-    """All children of this process, which adopts orphans below it. Use it only from the main thread.
+    """All children of this process, which adopts orphans below it. Use it only from the main
+    thread.
 
-    The first child brings a guard and a directory for temporary files; both are removed when all children have ended.
+    The first child brings a guard and a directory for temporary files; both are removed when all
+    children have ended.
     """
 
     def __init__(self) -> None:
         self.children: list[Child] = []
         self.stopping = False
         self.not_ours: set[int] = set()
-        """Descendants that existed before the first child: W&B's service, which must outlive the children."""
+        """Descendants that existed before the first child: W&B's service, which must outlive the
+        children."""
         self.guard: Guard | None = None
         self.num_started = 0
         self.held: list[int] | None = None
@@ -70,13 +86,21 @@ class Children:
         adopt_orphans()
 
     def start(
-        self, name: str, command: list[str], env: dict[str, str], logs: Path, cores: Iterable[int] | None = None, warm: bool | None = None
+        self,
+        name: str,
+        command: list[str],
+        env: dict[str, str],
+        logs: Path,
+        cores: Iterable[int] | None = None,
+        warm: bool | None = None,
     ) -> Child:
-        """Starts a child with the log of the next attempt, and with a marker and a directory for temporary files in its environment.
+        """Starts a child with the log of the next attempt, and with a marker and a directory for
+        temporary files in its environment.
 
         `env`: its variables beside those that every child inherits.
 
-        `warm`: True starts it from its predecessor's copy if there is one; False starts it cold; None does, too, and it leaves no copy.
+        `warm`: True starts it from its predecessor's copy if there is one; False starts it cold;
+        None does, too, and it leaves no copy.
         """
         log = next_log(logs, name)
         env = inherited() | env
@@ -99,7 +123,8 @@ class Children:
 
     @contextlib.contextmanager
     def _holding_signal(self) -> Iterator[None]:
-        """Context in which SIGINT and SIGTERM wait: Stopped in the middle of a start would leave a child that nobody ends."""
+        """Context in which SIGINT and SIGTERM wait: Stopped in the middle of a start would leave
+        a child that nobody ends."""
         self.held = []
         try:
             yield
@@ -109,10 +134,25 @@ class Children:
                 signal.raise_signal(signum)
 
     def _start(
-        self, name: str, command: list[str], env: dict[str, str], log: Path, cores: Iterable[int] | None, marker: str, warm: bool | None
+        self,
+        name: str,
+        command: list[str],
+        env: dict[str, str],
+        log: Path,
+        cores: Iterable[int] | None,
+        marker: str,
+        warm: bool | None,
     ) -> Child:
         preforked = self.preforked.get(name)
-        if warm and preforked and (pid := preforked.call(log, {name: env[name] for name in (*OF_AN_ATTEMPT, *OF_A_WORLD) if name in env})):
+        if (
+            warm
+            and preforked
+            and (
+                pid := preforked.call(
+                    log, {name: env[name] for name in (*OF_AN_ATTEMPT, *OF_A_WORLD) if name in env}
+                )
+            )
+        ):
             return Child(name, pid, log, marker, ancestor=preforked.marker)
         if warm is None:
             return start(name, command, env, log, cores=cores, marker=marker)
@@ -121,15 +161,19 @@ class Children:
         preforked = self.preforked[name] = PreforkedProcess(marker)
         env |= preforked.environment
         try:
-            return start(name, command, env, log, cores=cores, inherited=preforked.inherited, marker=marker)
+            return start(
+                name, command, env, log, cores=cores, inherited=preforked.inherited, marker=marker
+            )
         finally:
             preforked.started()
 
     def stop_on_signals(self) -> None:
-        """Has the first SIGINT or SIGTERM raise Stopped in the main thread; a second one, or one while stopping, kills all children.
+        """Has the first SIGINT or SIGTERM raise Stopped in the main thread; a second one, or one
+        while stopping, kills all children.
 
-        One within `forwarded_s` of the first is the first one again. Stopped is raised again after a second unless somebody has caught it:
-        Python only prints what is raised inside a finalizer or a hook of fork. `stop_caught` ends that.
+        One within `forwarded_s` of the first is the first one again. Stopped is raised again after
+        a second unless somebody has caught it: Python only prints what is raised inside a finalizer
+        or a hook of fork. `stop_caught` ends that.
         """
 
         def raise_again(signum: int) -> None:
@@ -164,7 +208,8 @@ class Children:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def poll(self) -> None:
-        """Replaces a guard that is gone, reaps adopted orphans that have ended, and shortens logs. Call it every few seconds."""
+        """Replaces a guard that is gone, reaps adopted orphans that have ended, and shortens
+        logs. Call it every few seconds."""
         if self.guard:
             self.guard.poll()
             self._running()
@@ -176,17 +221,22 @@ class Children:
             line = process_table.entry(child.pid)
             return [child.pid] if line and line.state == "T" else []
         processes = process_table.table()
-        return [pid for pid in process_table.trees(processes, [child.pid]) if processes[pid].state == "T"]
+        return [
+            pid
+            for pid in process_table.trees(processes, [child.pid])
+            if processes[pid].state == "T"
+        ]
 
     def end(self, child: Child, deadline_s: float = STOP_DEADLINE_S) -> list[int]:
-        """Ends one child: SIGTERM, and after the deadline SIGKILL to all that it has started. Returns the pids that are still alive."""
+        """Ends one child: SIGTERM, and after the deadline SIGKILL to all that it has started.
+        Returns the pids that are still alive."""
         child.terminate()
         child.wait(deadline_s)
         return self.kill_tree(child)
 
     def kill_tree(self, child: Child) -> list[int]:
-        """Kills a child and all that it has started, even if moved to other groups, then reaps and forgets it. Returns the pids that are
-        still alive."""
+        """Kills a child and all that it has started, even if moved to other groups, then reaps
+        and forgets it. Returns the pids that are still alive."""
 
         def left() -> Table:
             processes = process_table.table()
@@ -210,7 +260,8 @@ class Children:
             self.preforked.popitem()[1].close()
 
     def stop(self, deadline_s: float = STOP_DEADLINE_S) -> list[int]:
-        """Sends SIGTERM to every group, SIGKILL after the deadline, and reaps. Returns the pids that are still alive."""
+        """Sends SIGTERM to every group, SIGKILL after the deadline, and reaps. Returns the pids
+        that are still alive."""
         if self.stopping:
             self.stop_caught()
         self.stopping = True
@@ -223,7 +274,8 @@ class Children:
         return self.kill()
 
     def kill(self) -> list[int]:
-        """Sends SIGKILL to everything that is left, and reaps. Returns the pids that are still alive (stuck in the kernel)."""
+        """Sends SIGKILL to everything that is left, and reaps. Returns the pids that are still
+        alive (stuck in the kernel)."""
         self._end_waiting()
         stuck = process_table.kill(self._running, 0.02 if self.guard else 0.0)
         for child in self.children:
@@ -236,14 +288,16 @@ class Children:
         return stuck
 
     def _running(self) -> Table:
-        """Returns the live processes below this one that its children started; also reaps orphans that have ended."""
+        """Returns the live processes below this one that its children started; also reaps
+        orphans that have ended."""
         if not self.guard:
             return {}
         processes = process_table.table()
         return self._not_ended({pid: processes[pid] for pid in self._ours(processes)})
 
     def _not_ended(self, processes: Table) -> Table:
-        """Returns those that have not ended; reaps ended orphans, while children wait for their `reap`."""
+        """Returns those that have not ended; reaps ended orphans, while children wait for their
+        `reap`."""
         leaders = {child.pid for child in self.children}
         for pid, line in processes.items():
             if line.state == "Z" and line.parent == os.getpid() and pid not in leaders:
@@ -252,8 +306,11 @@ class Children:
         return {pid: line for pid, line in processes.items() if line.state != "Z"}
 
     def _ours(self, processes: Table) -> set[int]:
-        """Returns the processes below this one without the guard, the waiting copies, and the trees that existed before the first child."""
-        without = self.not_ours | ({self.guard.process.pid} if self.guard else set()) | self.waiting()
+        """Returns the processes below this one without the guard, the waiting copies, and the
+        trees that existed before the first child."""
+        without = (
+            self.not_ours | ({self.guard.process.pid} if self.guard else set()) | self.waiting()
+        )
         return process_table.trees(processes, [os.getpid()], without) - {os.getpid()}
 
 
@@ -261,16 +318,21 @@ def environment(given: dict[str, str], marker: str, temporary: Path) -> dict[str
     """Returns the variables that a child gets in addition to those `given`."""
     return {
         process_table.MARKER: add_marker(marker),
-        "SPT_NOENV": "1",  # otherwise setproctitle, which vLLM uses, overwrites the environment that has the marker
+        # otherwise setproctitle, which vLLM uses, overwrites the environment that has the marker
+        "SPT_NOENV": "1",
         "TMPDIR": str(temporary),
-        # Kept in torch's default location, outside of the temporary directory: it saves half a minute of an engine's first step.
-        "TORCHINDUCTOR_CACHE_DIR": given.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{user_name()}"),
+        # Kept in torch's default location, outside of the temporary directory: it saves half a
+        # minute of an engine's first step.
+        "TORCHINDUCTOR_CACHE_DIR": given.get(
+            "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{user_name()}"
+        ),
         "VLLM_RPC_BASE_PATH": given.get("VLLM_RPC_BASE_PATH", str(temporary)),
     }
 
 
 def keep_compiled(cache: Path, temporary: Path) -> None:
-    """Keeps torch's compiled code in `cache`, even the headers, which ignore the variable: they save 10 s of a start that compiles."""
+    """Keeps torch's compiled code in `cache`, even the headers, which ignore the variable: they
+    save 10 s of a start that compiles."""
     with contextlib.suppress(OSError):  # it is only a cache
         cache.mkdir(parents=True, exist_ok=True)
         (temporary / f"torchinductor_{user_name()}").symlink_to(cache.absolute())

@@ -1,7 +1,9 @@
-"""The console output of a running run. It only reads the run directory: metrics.jsonl, status/ and rollouts/.
+"""The console output of a running run. It only reads the run directory: metrics.jsonl, status/ and
+rollouts/.
 
-On a terminal, lines that fit its width scroll above a progress bar. Elsewhere (a log file, a pipe) there are only lines, with all columns,
-and phases of processes are printed when they change. Control characters in the output are always escaped.
+On a terminal, lines that fit its width scroll above a progress bar. Elsewhere (a log file, a pipe)
+there are only lines, with all columns, and phases of processes are printed when they change.
+Control characters in the output are always escaped.
 """
 
 import os
@@ -27,7 +29,8 @@ from rl.wire.parity import RUN_LIMITS, parity_warning
 
 
 class Column(NamedTuple):
-    """A metric in the table of steps. If there is no room for all, those with the lowest ranks are shown."""
+    """A metric in the table of steps. If there is no room for all, those with the lowest ranks
+    are shown."""
 
     heading: str
     source: str
@@ -57,9 +60,11 @@ COLUMNS = (
     Column("time", "trainer", "time/step", 7, ".1f", 3, 3),
     Column("left", "console", "left", 7, "", 4, 4),
 )
-"""`eval` is the newest mean reward of the first configured evaluation, `left` the time until the last step."""
+"""`eval` is the newest mean reward of the first configured evaluation, `left` the time until the
+last step."""
 WAITS = ("time/wait_for_batch", "time/publish_weights", "time/checkpoint")
-"""Parts of a step of which the longest is shown; the first one is what faster inference would save."""
+"""Parts of a step of which the longest is shown; the first one is what faster inference would
+save."""
 STEP_WIDTH, NOTES_WIDTH = 6, 20
 """Characters of the step's number, and those reserved for the longest wait."""
 SCREEN = 50
@@ -77,13 +82,29 @@ def intro_lines(config: RLConfig) -> list[str]:
     root = os.path.relpath(config.run_dir.root)
     where = f"in {config.run_dir.root if root.startswith('..') else root}"
     if config.sft:
-        length = f"{config.sft.epochs:g} epochs" if config.sft.epochs else f"{config.max_steps} steps"
+        length = (
+            f"{config.sft.epochs:g} epochs" if config.sft.epochs else f"{config.max_steps} steps"
+        )
         what = f"{config.model.name}, supervised fine-tuning on {config.sft.dataset}"
-        return [f"{config.name}: {what}", f"  {length} of {config.sft.batch_size} examples a step, {where}"]
-    envs = config.recorded.rollouts if config.recorded else ", ".join(env.label for env in config.orchestrator.environment)
-    length = f"{config.max_steps} step{'s' * (config.max_steps > 1)} of {batch_text(config)}, max_lag {config.max_lag}"
+        return [
+            f"{config.name}: {what}",
+            f"  {length} of {config.sft.batch_size} examples a step, {where}",
+        ]
+    envs = (
+        config.recorded.rollouts
+        if config.recorded
+        else ", ".join(env.label for env in config.orchestrator.environment)
+    )
+    length = (
+        f"{config.max_steps} step{'s' * (config.max_steps > 1)} of {batch_text(config)}, max_lag "
+        f"{config.max_lag}"
+    )
     evals = [entry.label for entry in config.orchestrator.eval]
-    shown = [f"  column eval: {evals[0]}, the first of {len(evals)} evaluations"] if len(evals) > 1 else []
+    shown = (
+        [f"  column eval: {evals[0]}, the first of {len(evals)} evaluations"]
+        if len(evals) > 1
+        else []
+    )
     return [f"{config.name}: {config.model.name} on {envs}", f"  {length}, {where}", *shown]
 
 
@@ -92,27 +113,38 @@ def batch_text(config: RLConfig) -> str:
     settings = config.orchestrator
     if config.recorded:
         return f"{settings.batch_size} rollouts or a few more (whole tasks)"
-    sizes = {env.group_size or settings.group_size for env in settings.environment} or {settings.group_size}
+    sizes = {env.group_size or settings.group_size for env in settings.environment} or {
+        settings.group_size
+    }
     rounded = f"batch_size = {settings.batch_size} is rounded up to whole groups"
     if len(sizes) == 1:
         (size,) = sizes
         groups = -(-settings.batch_size // size)
         more = f"; {rounded}" if groups * size > settings.batch_size else ""
         return f"{groups * size} rollouts ({groups} group{'s' * (groups > 1)} of {size}{more})"
-    return f"{settings.batch_size} rollouts or a few more (groups of {', '.join(map(str, sorted(sizes)))}; {rounded})"
+    return (
+        f"{settings.batch_size} rollouts or a few more (groups of "
+        f"{', '.join(map(str, sorted(sizes)))}; {rounded})"
+    )
 
 
 def columns_of(config: RLConfig) -> Columns:
     """Returns the columns of a run, with their ranks in it."""
-    ranked = (column._replace(rank=column.sft_rank if config.sft else column.rank) for column in COLUMNS)
+    ranked = (
+        column._replace(rank=column.sft_rank if config.sft else column.rank) for column in COLUMNS
+    )
     return tuple(column for column in ranked if column.rank)
 
 
 def fit_columns(columns: Columns, width: int | None) -> Columns:
-    """Returns the columns of lowest rank that fit into a line of `width` characters; all of them without a width."""
+    """Returns the columns of lowest rank that fit into a line of `width` characters; all of them
+    without a width."""
     if width is None:
         return columns
-    by_rank, room = sorted(columns, key=lambda column: column.rank), width - STEP_WIDTH - NOTES_WIDTH
+    by_rank, room = (
+        sorted(columns, key=lambda column: column.rank),
+        width - STEP_WIDTH - NOTES_WIDTH,
+    )
     while by_rank and sum(column.width + 1 for column in by_rank) > room:
         by_rank.pop()
     return tuple(column for column in columns if column in by_rank)
@@ -129,13 +161,18 @@ def header(columns: Columns) -> str:
 
 
 def step_line(step: int, lines: dict[str, Line], columns: Columns) -> str:
-    """Formats a line of the table, for a step that all sources have reported; `lines` are its values by source."""
-    cells = "".join(f"{number(lines[column.source].get(column.metric), column.spec):>{column.width + 1}}" for column in columns)
+    """Formats a line of the table, for a step that all sources have reported; `lines` are its
+    values by source."""
+    cells = "".join(
+        f"{number(lines[column.source].get(column.metric), column.spec):>{column.width + 1}}"
+        for column in columns
+    )
     return f"{step:>{STEP_WIDTH}}{cells}"
 
 
 def step_notes(orchestrator: Line, trainer: Line, batch_size: int) -> list[str]:
-    """Returns notes on a step: its longest wait, a short batch, rewards and failures of its environments."""
+    """Returns notes on a step: its longest wait, a short batch, rewards and failures of its
+    environments."""
     longest = max(WAITS, key=lambda metric: trainer.get(metric) or 0.0)
     seconds = trainer.get(longest) or 0.0
     notes = [f"{seconds:.1f} {longest.removeprefix('time/')}"] if seconds >= 0.05 else []
@@ -145,7 +182,8 @@ def step_notes(orchestrator: Line, trainer: Line, batch_size: int) -> list[str]:
 
 
 def packed(texts: list[str], width: int | None, indent: int = 0) -> list[str]:
-    """Packs the texts into lines, as many in each as fit into `width`; lines after the first are indented."""
+    """Packs the texts into lines, as many in each as fit into `width`; lines after the first are
+    indented."""
     lines: list[str] = []
     for text in texts:
         if lines and (width is None or len(lines[-1]) + 2 + len(text) <= width):
@@ -161,16 +199,29 @@ def eval_text(step: int, line: Line) -> str:
     for key, value in line.items():
         if key.startswith("eval/") and key.endswith("/reward_mean"):
             label = key.removeprefix("eval/").removesuffix("/reward_mean")
-            passed = {name.rsplit("/", 1)[1]: rate for name, rate in line.items() if name.startswith(f"eval/{label}/pass@")}
-            more = ", ".join(f"{name} {number(rate, '.3f')}" for name, rate in passed.items() if not name.endswith("_stderr"))
-            failed = f", {errored:.0%} failed" if (errored := line.get(f"eval/{label}/errored")) else ""
-            parts.append(f"{label} {number(value, '.3f')}" + (f" ({more})" if more else "") + failed)
+            passed = {
+                name.rsplit("/", 1)[1]: rate
+                for name, rate in line.items()
+                if name.startswith(f"eval/{label}/pass@")
+            }
+            more = ", ".join(
+                f"{name} {number(rate, '.3f')}"
+                for name, rate in passed.items()
+                if not name.endswith("_stderr")
+            )
+            failed = (
+                f", {errored:.0%} failed" if (errored := line.get(f"eval/{label}/errored")) else ""
+            )
+            parts.append(
+                f"{label} {number(value, '.3f')}" + (f" ({more})" if more else "") + failed
+            )
     return f"  eval at version {step}: {', '.join(parts)}"
 
 
 def rollout_text(rollout: Line) -> str:
     """Formats one rollout, shortened."""
-    text = f"{heading(rollout)}\n{short_messages_text(rollout['messages'], num_prompt_messages(rollout))}"
+    messages = short_messages_text(rollout["messages"], num_prompt_messages(rollout))
+    text = f"{heading(rollout)}\n{messages}"
     return f"  --- a rollout of {text}\n---".replace("\n", "\n  ")
 
 
@@ -182,18 +233,28 @@ class Console:
         self.sources = {"trainer"} if config.sft else {"orchestrator", "trainer"}
         self.columns, self.processes = columns_of(config), processes_of(config)
         self.limit = RUN_LIMITS[config.model.dtype]
-        self.eval_metric = next((f"eval/{entry.label}/reward_mean" for entry in config.orchestrator.eval), "")
-        """Metric of the column `eval`. It shows one evaluation: intervals differ, so a mean of several would depend on which ones ran."""
+        self.eval_metric = next(
+            (f"eval/{entry.label}/reward_mean" for entry in config.orchestrator.eval), ""
+        )
+        """Metric of the column `eval`. It shows one evaluation: intervals differ, so a mean of
+        several would depend on which ones ran."""
         evaluated = read_metrics(run_dir.metrics, "eval")
-        self.evals = {step: line[self.eval_metric] for (step, _), line in evaluated.items() if self.eval_metric in line}
+        self.evals = {
+            step: line[self.eval_metric]
+            for (step, _), line in evaluated.items()
+            if self.eval_metric in line
+        }
         """Version -> its value in the column `eval`, from the newest one in the table on."""
         self.lines = read_metrics(run_dir.metrics, last_bytes=NEWEST_BYTES)
         """Lines of the steps that are not printed yet."""
         self.shown = max((step for step, _ in self.lines if self._complete(step)), default=0)
         """Newest step that was printed, or that existed before a resume."""
         self.paces: deque[float] = deque(maxlen=PACE_STEPS)
-        """Seconds of the newest steps, but not of the first one, which includes the start of all processes."""
-        for step in sorted(step for step, source in self.lines if source == "trainer" and step <= self.shown):
+        """Seconds of the newest steps, but not of the first one, which includes the start of all
+        processes."""
+        for step in sorted(
+            step for step, source in self.lines if source == "trainer" and step <= self.shown
+        ):
             self._note_pace(step)
         self._forget()
         self.max_steps = config.max_steps
@@ -215,16 +276,23 @@ class Console:
 
     def update(self, new_lines: list[Line]) -> None:
         """Prints newly completed steps and evals, and shows what the processes do."""
-        merge_lines(self.lines, [line for line in new_lines if line["step"] > self.shown and line["source"] != "eval"])
+        merge_lines(
+            self.lines,
+            [line for line in new_lines if line["step"] > self.shown and line["source"] != "eval"],
+        )
         statuses = read_statuses(self.run_dir, self.processes)
-        self.max_steps = min((one.max_steps for one in statuses.values() if one.max_steps), default=self.max_steps)
+        self.max_steps = min(
+            (one.max_steps for one in statuses.values() if one.max_steps), default=self.max_steps
+        )
         for line in new_lines:
             if line["source"] == "eval":
                 self._say_folded(text := eval_text(line["step"], line))
                 if "pass@" in text and PASS not in self.explained:
                     self._say_folded(f"  {PASS}")
                     self.explained.add(PASS)
-                self.evals |= {line["step"]: line[self.eval_metric]} if self.eval_metric in line else {}
+                self.evals |= (
+                    {line["step"]: line[self.eval_metric]} if self.eval_metric in line else {}
+                )
             if text := parity_warning(line, self.limit):
                 self.say(f"warning: step {line['step']}: {text}")
             self._warn_of_checkpoints(line)
@@ -237,15 +305,21 @@ class Console:
             self._say_new_phases(statuses)
 
     def _warn_of_checkpoints(self, line: Line) -> None:
-        """Warns once if checkpoints at the user's interval in steps take a large share of the time."""
-        interval, fraction = self.config.trainer.checkpoint.interval, line.get("time/checkpoint_fraction", 0.0)
+        """Warns once if checkpoints at the user's interval in steps take a large share of the
+        time."""
+        interval, fraction = (
+            self.config.trainer.checkpoint.interval,
+            line.get("time/checkpoint_fraction", 0.0),
+        )
         cost = line.get("time/checkpoint_cost", 0.0)
         if interval is None or fraction <= MOST_FOR_CHECKPOINTS or "checkpoints" in self.explained:
             return
         self.explained.add("checkpoints")
         self.say(
-            f"warning: step {line['step']}: checkpoints are being written {fraction:.0%} of the time ({digits(cost)} s "
-            f"each): trainer.checkpoint.interval = {interval} is obeyed; a larger one, or none (trainer.checkpoint.interval_s), costs less"
+            f"warning: step {line['step']}: checkpoints are being written {fraction:.0%} of "
+            f"the time ({digits(cost)} s "
+            f"each): trainer.checkpoint.interval = {interval} is obeyed; a larger one, or "
+            "none (trainer.checkpoint.interval_s), costs less"
         )
 
     def introduce(self) -> None:
@@ -267,7 +341,17 @@ class Console:
     def _say_folded(self, line: str) -> None:
         """Prints a line of words that may be wider than the terminal."""
         width = self.width or len(line) + 1
-        self.say("\n".join(textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)))
+        self.say(
+            "\n".join(
+                textwrap.wrap(
+                    line,
+                    width,
+                    subsequent_indent="  ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            )
+        )
 
     def close(self) -> None:
         if self.bar:
@@ -284,18 +368,27 @@ class Console:
         return all((step, source) in self.lines for source in self.sources)
 
     def _show_step(self, step: int) -> None:
-        columns, screen = fit_columns(self.columns, self.width), self.bar.console.height - 3 if self.bar else SCREEN
+        columns, screen = (
+            fit_columns(self.columns, self.width),
+            self.bar.console.height - 3 if self.bar else SCREEN,
+        )
         if columns != self.headed or self.lines_since >= screen:
             self.say(header(columns))
             self.headed, self.lines_since = columns, 0
-        orchestrator, trainer = self.lines.get((step, "orchestrator"), {}), self.lines[step, "trainer"]
+        orchestrator, trainer = (
+            self.lines.get((step, "orchestrator"), {}),
+            self.lines[step, "trainer"],
+        )
         self.shown = step
         self._note_pace(step)
         newest = max((at for at in self.evals if at <= step), default=None)
         own = {"eval": {"newest": self.evals.get(newest)}, "console": {"left": self._left()}}
         row = step_line(step, {"orchestrator": orchestrator, "trainer": trainer, **own}, columns)
         long = length_texts(self.config, orchestrator)
-        notes = [*step_notes(orchestrator, trainer, self.config.orchestrator.batch_size), *(note for note, _ in long.values())]
+        notes = [
+            *step_notes(orchestrator, trainer, self.config.orchestrator.batch_size),
+            *(note for note, _ in long.values()),
+        ]
         self.say("\n".join(packed([row, *notes], self.width, STEP_WIDTH + 2)))
         for metric in sorted(long.keys() - self.explained):
             self._say_folded(f"  step {step}: {long[metric][1]} ({metric})")
@@ -311,8 +404,10 @@ class Console:
         self.explained.add("short batch")
         limit, played = self.config.orchestrator.max_refill, line.get("rollouts/finished", 0)
         self._say_folded(
-            f"  step {step} trained a short batch: too few of the {played:g} rollouts that finished since the previous batch are in groups "
-            f"that can be trained; no more than orchestrator.max_refill = {limit} batches' worth are begun for each batch that may be "
+            f"  step {step} trained a short batch: too few of the {played:g} rollouts that "
+            "finished since the previous batch are in groups "
+            f"that can be trained; no more than orchestrator.max_refill = {limit} batches' "
+            "worth are begun for each batch that may be "
             f"sampled by now (max_lag = {self.config.max_lag})"
         )
 
@@ -321,7 +416,8 @@ class Console:
             self.paces.append(seconds)
 
     def _left(self) -> str | None:
-        """Estimates the time until the last step by the pace; None at the last step, and before there is an estimate."""
+        """Estimates the time until the last step by the pace; None at the last step, and before
+        there is an estimate."""
         left = self.max_steps - self.shown
         return span(statistics.median(self.paces) * left) if self.paces and left > 0 else None
 
@@ -338,7 +434,8 @@ class Console:
         return first
 
     def _say_new_phases(self, statuses: dict[str, RoleStatus]) -> None:
-        """Prints what a process does when it enters another phase, but not when only the step or detail changes."""
+        """Prints what a process does when it enters another phase, but not when only the step or
+        detail changes."""
         for name, status in statuses.items():
             if status.phase != self.phases.get(name):
                 self.say(f"  {name}: {describe(status)}")
@@ -346,17 +443,26 @@ class Console:
 
 
 class ProgressBar:
-    """Shows rollouts of the batch being filled, and what the processes do. Only `show` redraws it: it needs no thread."""
+    """Shows rollouts of the batch being filled, and what the processes do. Only `show` redraws
+    it: it needs no thread."""
 
     def __init__(self, out: TextIO):
         from rich.console import Console as RichConsole
         from rich.live import Live
 
         self.console = RichConsole(file=out)
-        self.live = Live(console=self.console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
+        self.live = Live(
+            console=self.console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self.live.start()
 
-    def show(self, step: int, max_steps: int, left: str | None, statuses: dict[str, RoleStatus]) -> None:
+    def show(
+        self, step: int, max_steps: int, left: str | None, statuses: dict[str, RoleStatus]
+    ) -> None:
         """Redraws the bar on one line if all fits, or else with the processes on lines below."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar as Bar
@@ -365,14 +471,22 @@ class ProgressBar:
 
         orchestrator, width = statuses.get("orchestrator", RoleStatus()), self.console.width
         done, size, batch = step, max_steps, ""
-        if 0 < (orchestrator.batch or 0) <= max_steps and orchestrator.batch_done is not None and orchestrator.batch_size:
+        if (
+            0 < (orchestrator.batch or 0) <= max_steps
+            and orchestrator.batch_done is not None
+            and orchestrator.batch_size
+        ):
             done, size = orchestrator.batch_done, orchestrator.batch_size
             batch = f", batch {orchestrator.batch} {done}/{size}"
-        text = clip(f"step {step}/{max_steps}{batch}" + (f", {left} left" if left else ""), width - 1)
+        text = clip(
+            f"step {step}/{max_steps}{batch}" + (f", {left} left" if left else ""), width - 1
+        )
         bar = min(24, width - len(text) - 2)
         first = Table.grid(padding=(0, 1))
         cells = [Text(text), *([Bar(total=size, completed=done, width=bar)] if bar >= 4 else [])]
-        doing = [visible(phase_text(name, status, time.time())) for name, status in statuses.items()]
+        doing = [
+            visible(phase_text(name, status, time.time())) for name, status in statuses.items()
+        ]
         if len(line := "  ".join(doing)) <= width - len(text) - bar - 3:
             first.add_row(*cells, Text(line))
             self.live.update(first, refresh=True)

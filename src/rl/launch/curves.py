@@ -1,6 +1,8 @@
-"""The final report of a run: metrics at the start and the end, where the time went, paths of its files, and curves.png.
+"""The final report of a run: metrics at the start and the end, where the time went, paths of its
+files, and curves.png.
 
-`python -m rl.launch.curves RUN TITLE` keeps curves.png up to date during the run, so that neither the loop of `rl` nor training waits.
+`python -m rl.launch.curves RUN TITLE` keeps curves.png up to date during the run, so that neither
+the loop of `rl` nor training waits.
 """
 
 import io
@@ -24,11 +26,14 @@ from rl.system.errors import RunError
 from rl.system.linux import die_with_parent
 
 ENDS = 3
-"""Number of steps at the start and at the end over which a reward is averaged: a single batch is noisy."""
+"""Number of steps at the start and at the end over which a reward is averaged: a single batch is
+noisy."""
 FALLEN, MOST_FALLEN = 0.2, 3
-"""The report names parts of a reward that fell by more than this fraction, and at most this many."""
+"""The report names parts of a reward that fell by more than this fraction, and at most this
+many."""
 MOST_PARTS = 6
-"""Maximum parts of rewards that the picture shows. If there are more it shows none: `rl view` and `rl compare` have all."""
+"""Maximum parts of rewards that the picture shows. If there are more it shows none: `rl view`
+and `rl compare` have all."""
 INTERVAL = 1.96
 """Standard errors on each side of an evaluation's mean: a 95% interval."""
 EVERY_S = 60.0
@@ -38,15 +43,27 @@ SHARE = 0.02
 Series = tuple[str, str, str]
 """Source, metric, label."""
 PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
-    ("share of the rollouts", (("orchestrator", "rollouts/zero_advantage", "without signal"),
-                               ("orchestrator", "rollouts/truncated", "truncated"), ("orchestrator", "rollouts/errored", "failed"))),
+    (
+        "share of the rollouts",
+        (
+            ("orchestrator", "rollouts/zero_advantage", "without signal"),
+            ("orchestrator", "rollouts/truncated", "truncated"),
+            ("orchestrator", "rollouts/errored", "failed"),
+        ),
+    ),
     ("tokens a rollout", (("orchestrator", "rollouts/length_mean", ""),)),
     ("entropy, nats a token", (("trainer", "entropy/mean", ""),)),
     ("lag, versions", (("orchestrator", "lag/max", "max"), ("orchestrator", "lag/mean", "mean"))),
     ("mismatch KL of the trained version", (("trainer", "mismatch_kl/mean", ""),)),
     ("gradient norm", (("trainer", "optim/grad_norm", ""),)),
-    ("rollouts a step", (("orchestrator", "rollouts/finished", "finished"), ("orchestrator", "rollouts/trained", "trained"))),
-)  # fmt: skip
+    (
+        "rollouts a step",
+        (
+            ("orchestrator", "rollouts/finished", "finished"),
+            ("orchestrator", "rollouts/trained", "trained"),
+        ),
+    ),
+)
 """Title and curves of the panels between the first and the last."""
 SFT_PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
     ("entropy, nats a token", (("trainer", "entropy/mean", ""),)),
@@ -60,7 +77,10 @@ SFT_PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
 def eval_curves(numbers: Numbers) -> dict[str, Points]:
     """Returns the reward of every evaluation over policy versions, by label."""
     names = [name for name in numbers.names_of("eval") if name.endswith("/reward_mean")]
-    return {name.removeprefix("eval/").removesuffix("/reward_mean"): numbers.points("eval", name) for name in names}
+    return {
+        name.removeprefix("eval/").removesuffix("/reward_mean"): numbers.points("eval", name)
+        for name in names
+    }
 
 
 def environments_of(numbers: Numbers) -> list[str]:
@@ -71,15 +91,27 @@ def environments_of(numbers: Numbers) -> list[str]:
 def environment_curves(numbers: Numbers) -> dict[str, Points]:
     """Returns the training reward of each environment over steps, if there are several."""
     envs = environments_of(numbers)
-    return {env: numbers.points("orchestrator", f"reward/{env}/mean") for env in envs} if len(envs) > 1 else {}
+    return (
+        {env: numbers.points("orchestrator", f"reward/{env}/mean") for env in envs}
+        if len(envs) > 1
+        else {}
+    )
 
 
 def environment_lines(numbers: Numbers) -> list[str]:
-    """Returns lines with the reward of each environment, if there are several, and with faults in its rollouts."""
+    """Returns lines with the reward of each environment, if there are several, and with faults
+    in its rollouts."""
     faults = {env: one.fault for env, one in played_in(numbers).items()}
     envs = sorted({*environments_of(numbers), *faults})
-    shown = {env: trend(numbers.points("orchestrator", f"reward/{env}/mean")[1]) or "-" for env in envs if len(envs) > 1 or faults.get(env)}
-    return [f"          {text}   {env}" + (f": {faults[env]}" if faults.get(env) else "") for env, text in shown.items()]
+    shown = {
+        env: trend(numbers.points("orchestrator", f"reward/{env}/mean")[1]) or "-"
+        for env in envs
+        if len(envs) > 1 or faults.get(env)
+    }
+    return [
+        f"          {text}   {env}" + (f": {faults[env]}" if faults.get(env) else "")
+        for env, text in shown.items()
+    ]
 
 
 def ends(values: list[float]) -> tuple[float, float]:
@@ -89,18 +121,22 @@ def ends(values: list[float]) -> tuple[float, float]:
 
 
 def reward_parts(numbers: Numbers) -> list[str]:
-    """Returns the metrics `reward/<env>/<metric>`: parts of a reward, and other metrics of an environment's rollouts."""
+    """Returns the metrics `reward/<env>/<metric>`: parts of a reward, and other metrics of an
+    environment's rollouts."""
     names = [name for name in numbers.names_of("orchestrator") if name.startswith("reward/")]
     return [name for name in names if name.count("/") > 1 and not name.endswith("/mean")]
 
 
 def fallen_lines(numbers: Numbers) -> list[str]:
-    """Returns lines on parts of rewards, and other metrics of environments, that fell by more than FALLEN, largest fall first.
-    A policy may gain one part of its reward at the cost of another."""
+    """Returns lines on parts of rewards, and other metrics of environments, that fell by more
+    than FALLEN, largest fall first. A policy may gain one part of its reward at the cost of
+    another."""
     curves = {name: numbers.points("orchestrator", name)[1] for name in reward_parts(numbers)}
     means = {name: ends(values) for name, values in curves.items() if len(values) > 2 * ENDS}
     left = {name: last / first for name, (first, last) in means.items() if first > 0}
-    deepest = sorted((fraction, name) for name, fraction in left.items() if 0 <= fraction < 1 - FALLEN)[:MOST_FALLEN]
+    deepest = sorted(
+        (fraction, name) for name, fraction in left.items() if 0 <= fraction < 1 - FALLEN
+    )[:MOST_FALLEN]
     parts = [(name.split("/", 2), trend(curves[name])) for _, name in deepest]
     return [f"fell      {text}   ({part} of {env})" for (_, env, part), text in parts]
 
@@ -111,7 +147,8 @@ def is_sft(numbers: Numbers) -> bool:
 
 
 def trend(values: list[float], spec: str = ".3f") -> str:
-    """Formats the means of the first and of the last values, `0.200 -> 0.700`; a single value alone; empty without values."""
+    """Formats the means of the first and of the last values, `0.200 -> 0.700`; a single value
+    alone; empty without values."""
     return " -> ".join(f"{mean:{spec}}" for mean in ends(values)[: len(values)]) if values else ""
 
 
@@ -120,18 +157,29 @@ def inference_idle(numbers: Numbers) -> float | None:
     seconds = dict(zip(*numbers.points("orchestrator", "time/batch"), strict=True))
     idle = dict(zip(*numbers.points("orchestrator", "perf/inference_idle_fraction"), strict=True))
     total = sum(seconds.get(step, 0.0) for step in idle)
-    return sum(seconds.get(step, 0.0) * fraction for step, fraction in idle.items()) / total if total else None
+    return (
+        sum(seconds.get(step, 0.0) * fraction for step, fraction in idle.items()) / total
+        if total
+        else None
+    )
 
 
 def duration(seconds: float) -> str:
     """Formats a duration: `2 h 05 min`, `3 min 07 s` or `4.2 s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+    return (
+        f"{hours} h {minutes:02d} min"
+        if hours
+        else f"{minutes} min {rest:02d} s"
+        if minutes
+        else f"{seconds:.1f} s"
+    )
 
 
 def seconds_of(run_dir: RunDir, part: str) -> float:
-    """Returns the seconds that the trainer spent on a part of its steps; steps trained again after a resume count each time."""
+    """Returns the seconds that the trainer spent on a part of its steps; steps trained again
+    after a resume count each time."""
     lines = filter(None, map(parse_line, all_lines(LineReader(run_dir.metrics))))
     return sum(line.get(part) or 0.0 for line in lines if line["source"] == "trainer")
 
@@ -145,10 +193,18 @@ def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
         shares.append(f"inference was idle {idle:.0%}")
     count = max(0, max(numbers.points("trainer", "time/step")[0], default=0) - first_step(run_dir))
     took = f"{count} step{'' if count == 1 else 's'} in {duration(took_s)}"
-    report = [took + (f"; {', '.join(shares)} of the time" if shares else "") if took_s else "no step was trained"]
+    report = [
+        took + (f"; {', '.join(shares)} of the time" if shares else "")
+        if took_s
+        else "no step was trained"
+    ]
     if reward := trend(numbers.reward()[1].tolist()):
         shares = ", environments at equal shares" if environment_curves(numbers) else ""
-        of = "mean of the first and of the last steps" if took_s else "of rollouts that no step was trained on"
+        of = (
+            "mean of the first and of the last steps"
+            if took_s
+            else "of rollouts that no step was trained on"
+        )
         report.append(f"reward    {reward}   ({of}{shares})")
     report += environment_lines(numbers) + fallen_lines(numbers)
     if is_sft(numbers) and (loss := trend(numbers.points("trainer", "loss/mean")[1], ".4f")):
@@ -156,14 +212,23 @@ def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
     at, losses = numbers.points("trainer", "validation/loss")
     if losses:
         versions = f"version {at[0]} and version {at[-1]}"
-        report.append(f"valid     {losses[0]:.4f} -> {losses[-1]:.4f}   (held-out loss, nats a token, {versions})")
+        report.append(
+            f"valid     {losses[0]:.4f} -> {losses[-1]:.4f}   (held-out loss, nats a token, "
+            f"{versions})"
+        )
     for label, (at, rewards) in eval_curves(numbers).items():
         if len(rewards) > 1:
-            report.append(f"eval      {rewards[0]:.3f} -> {rewards[-1]:.3f}   ({label}, version {at[0]} and version {at[-1]})")
+            report.append(
+                f"eval      {rewards[0]:.3f} -> {rewards[-1]:.3f}   ({label}, version "
+                f"{at[0]} and version {at[-1]})"
+            )
         elif rewards:
             report.append(f"eval      {rewards[0]:.3f}   ({label}, version {at[0]})")
     if kl := numbers.points("trainer", "mismatch_kl/mean")[1]:
-        report.append(f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on tokens of the trained version)")
+        report.append(
+            f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on tokens "
+            "of the trained version)"
+        )
     newest = run_dir.newest_weights()
     where = {
         "weights": str(newest[1]) if newest else None,
@@ -175,8 +240,11 @@ def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
     return report + [f"{what:<9} {path}" for what, path in where.items() if path]
 
 
-def draw_curves(numbers: Numbers, path: Path, title: str, fence: Callable[[], None] | None = None) -> None:
-    """Writes curves.png: reward and evals, the panels of PANELS, time per step with the part spent waiting. Replaces it atomically.
+def draw_curves(
+    numbers: Numbers, path: Path, title: str, fence: Callable[[], None] | None = None
+) -> None:
+    """Writes curves.png: reward and evals, the panels of PANELS, time per step with the part spent
+    waiting. Replaces it atomically.
 
     `fence`: see write_file.
     """
@@ -209,21 +277,37 @@ def draw_curves(numbers: Numbers, path: Path, title: str, fence: Callable[[], No
 
 
 def drawn_parts(numbers: Numbers) -> dict[str, Points]:
-    """Returns the parts of rewards to draw with the rewards: at least two, within 0 to 1, and not constant."""
+    """Returns the parts of rewards to draw with the rewards: at least two, within 0 to 1, and
+    not constant."""
     curves = {name: numbers.points("orchestrator", name) for name in reward_parts(numbers)}
-    found = {name: points for name, points in curves.items() if points[1] and 0 <= min(points[1]) < max(points[1]) <= 1}
+    found = {
+        name: points
+        for name, points in curves.items()
+        if points[1] and 0 <= min(points[1]) < max(points[1]) <= 1
+    }
     return found if 1 < len(found) <= MOST_PARTS else {}
 
 
 def draw_first(panel: Any, numbers: Numbers, sft: bool) -> None:
-    """Draws the first panel: loss in supervised fine-tuning, else reward and evaluations with confidence intervals."""
+    """Draws the first panel: loss in supervised fine-tuning, else reward and evaluations with
+    confidence intervals."""
     from matplotlib import rcParams
 
     panel.set_title("loss, nats a token" if sft else "reward")
     if sft:
-        panel.plot(*numbers.points("trainer", "validation/loss"), marker="o", linestyle="--", label="validation")
+        panel.plot(
+            *numbers.points("trainer", "validation/loss"),
+            marker="o",
+            linestyle="--",
+            label="validation",
+        )
     environments = environment_curves(numbers)
-    whole = ("training", numbers.points("trainer", "loss/mean") if sft else numbers.points("orchestrator", "reward/mean"))
+    whole = (
+        "training",
+        numbers.points("trainer", "loss/mean")
+        if sft
+        else numbers.points("orchestrator", "reward/mean"),
+    )
     for env, points in environments.items() or [whole]:
         panel.plot(*points, label=env)
     for name, points in drawn_parts(numbers).items():
@@ -244,7 +328,8 @@ def draw_first(panel: Any, numbers: Numbers, sft: bool) -> None:
 
 
 def final_report(numbers: Numbers, run_dir: RunDir, title: str, say: Callable[[str], None]) -> None:
-    """Draws curves.png and prints the report, if the run has any metrics. If the picture cannot be written, it only prints that."""
+    """Draws curves.png and prints the report, if the run has any metrics. If the picture cannot
+    be written, it only prints that."""
     if not numbers.tables.keys() & {"trainer", "eval"}:
         return
     try:

@@ -9,22 +9,29 @@ from rl.run_dir.status import Phase, RoleStatus, describe, read_status
 
 
 def processes_of(config: RLConfig) -> list[str]:
-    """Returns the processes whose phases are shown; on a cluster one inference server for each machine that serves."""
+    """Returns the processes whose phases are shown; on a cluster one inference server for each
+    machine that serves."""
     if config.sft:
         return ["data", "trainer"]
     division = plan(config)
-    return [*(["inference"] if division.is_one_machine else division.server_names), "orchestrator", "trainer"]
+    return [
+        *(["inference"] if division.is_one_machine else division.server_names),
+        "orchestrator",
+        "trainer",
+    ]
 
 
 def read_statuses(run_dir: RunDir, names: Iterable[str]) -> dict[str, RoleStatus]:
-    """Returns the statuses of processes; for a trainer without one that of its launcher, which says for which machines it waits."""
+    """Returns the statuses of processes; for a trainer without one that of its launcher, which
+    says for which machines it waits."""
     found = {name: status for name in names if (status := read_status(run_dir.status(name)))}
     launcher = None if "trainer" in found else read_status(run_dir.status("trainer-launcher"))
     return found | {"trainer": launcher} if launcher else found
 
 
 def alike(statuses: dict[str, RoleStatus]) -> dict[str, RoleStatus]:
-    """Returns the statuses, those of servers that do the same as one, with the newest change: `inference-node2, 3`."""
+    """Returns the statuses, those of servers that do the same as one, with the newest change:
+    `inference-node2, 3`."""
     servers: dict[tuple[Phase | None, int | None], list[str]] = {}
     others = {}
     for name, status in statuses.items():
@@ -35,7 +42,9 @@ def alike(statuses: dict[str, RoleStatus]) -> dict[str, RoleStatus]:
     grouped = {}
     for names in servers.values():
         label = ", ".join([names[0], *(name.removeprefix("inference-node") for name in names[1:])])
-        grouped[label] = max((statuses[name] for name in names), key=lambda status: status.since or 0.0)
+        grouped[label] = max(
+            (statuses[name] for name in names), key=lambda status: status.since or 0.0
+        )
     return grouped | others
 
 

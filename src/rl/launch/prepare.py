@@ -1,6 +1,8 @@
-"""Prepares the run directory for a start: new, emptied (--clean) or continued (--resume). One `rl` at a time owns it.
+"""Prepares the run directory for a start: new, emptied (--clean) or continued (--resume). One `rl`
+at a time owns it.
 
-The location of a run is that of its config.toml: it may be moved and renamed. A directory in which nothing was made yet is reused.
+The location of a run is that of its config.toml: it may be moved and renamed. A directory in which
+nothing was made yet is reused.
 """
 
 import contextlib
@@ -82,8 +84,9 @@ MAY_CHANGE = (
     "*.function (content of *)",
     "*_timeout_s",
 )
-"""Settings and whole sections that a resume may change: how long, where and how fast, but not what is learned.
-Another machine, other timeouts or more steps continue the same experiment; another model, data or loss would be a new one."""
+"""Settings and whole sections that a resume may change: how long, where and how fast, but not
+what is learned. Another machine, other timeouts or more steps continue the same experiment;
+another model, data or loss would be a new one."""
 
 
 REMEDY = "continue that run with --resume, delete it with --clean, or choose another --name"
@@ -121,9 +124,14 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         on_failure.callback(lease.close)
         wait_for_survivors(run_dir, all_servers=clean)
         clean_leftovers(*{*run_dir.folders} - {run_dir.status_dir}, ours="")
-        clean_leftovers(run_dir.status_dir, ours="" if clean else None)  # not all: further servers on other hosts may be writing there
+        # not all: further servers on other hosts may be writing there
+        clean_leftovers(run_dir.status_dir, ours="" if clean else None)
         notes, made, is_done = [], run_dir.anything_made(), False
-        if exists and resume is not None and (made or resume > 0 or not refusals(as_written(run_dir.root), config)):
+        if (
+            exists
+            and resume is not None
+            and (made or resume > 0 or not refusals(as_written(run_dir.root), config))
+        ):
             same = not changed_keys(as_written(run_dir.root), config)
             notes += continue_run(config, run_dir, resume)
             is_done = same and resume < 0 and has_ended(config, run_dir)
@@ -132,8 +140,17 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
                 origin = read_origin(run_dir)
                 clean_run(run_dir, lease, run_dir.cleaned if made else None)
                 base = f", a {origin}: the new run begins at the base model" if origin else ""
-                until = f" as soon as this one has finished a group or a step; until then it is in {run_dir.cleaned}" if made else ""
-                notes += [f"{'deletes' if made else 'deleted'} the run in {run_dir.root}{until}{base}"] if exists else []
+                until = (
+                    " as soon as this one has finished a group or a step; until then it is "
+                    f"in {run_dir.cleaned}"
+                    if made
+                    else ""
+                )
+                notes += (
+                    [f"{'deletes' if made else 'deleted'} the run in {run_dir.root}{until}{base}"]
+                    if exists
+                    else []
+                )
             elif made:
                 raise RunError(f"{run_dir.root} exists: {REMEDY}")
             elif exists:
@@ -145,38 +162,61 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         write_file(run_dir.named_files, json.dumps(contents(config)).encode())
         run_dir.stop_request.unlink(missing_ok=True)
         forget_dead_servers(run_dir.status_dir)
-        for path in {*run_dir.status_dir.glob("*.json")} - {*server_files(run_dir.status_dir)} | {run_dir.status("inference")}:
+        for path in {*run_dir.status_dir.glob("*.json")} - {*server_files(run_dir.status_dir)} | {
+            run_dir.status("inference")
+        }:
             archive_status(path, run_dir.spans)
         on_failure.pop_all()
     return Prepared(run_dir, notes, lease, is_done)
 
 
 def has_ended(config: RLConfig, run_dir: RunDir) -> bool:
-    """Returns whether an RL run is complete: it has ended well, its last step is evaluated, and the files of that step exist."""
+    """Returns whether an RL run is complete: it has ended well, its last step is evaluated, and
+    the files of that step exist."""
     end, last = read_json(run_dir.run_end, RunEnd), config.max_steps
     evaluated = not config.orchestrator.eval or last in numbered(run_dir.evals)
     saved = last in numbers(run_dir.checkpoints) and last in numbered(run_dir.weights_dir)
-    return config.sft is None and end is not None and end.kind == "done" and run_dir.newest_batch() == last and saved and evaluated
+    return (
+        config.sft is None
+        and end is not None
+        and end.kind == "done"
+        and run_dir.newest_batch() == last
+        and saved
+        and evaluated
+    )
 
 
 def no_run(root: Path) -> str:
     """Returns the message for a --resume without a run."""
-    there = f"; in {root.parent} there are {runs}" if (runs := runs_in(root.parent, root.name)) else ""
-    return f"--resume: there is no run in {root}{there}. Leave it out to start one, or give another run: rl @ RUN/config.toml --resume"
+    there = (
+        f"; in {root.parent} there are {runs}" if (runs := runs_in(root.parent, root.name)) else ""
+    )
+    return (
+        f"--resume: there is no run in {root}{there}. Leave it out to start one, or give another "
+        "run: rl @ RUN/config.toml --resume"
+    )
 
 
 def runs_in(folder: Path, name: str) -> str:
-    """Lists runs in a folder for a message: the one with the name closest to `name`, or else the first ones. Empty if there is none."""
+    """Lists runs in a folder for a message: the one with the name closest to `name`, or else the
+    first ones. Empty if there is none."""
     runs = sorted(path.parent.name for path in folder.glob("*/config.toml"))
     return ", ".join(get_close_matches(name, runs, n=1) or runs[:MAX_LISTED])
 
 
 def use_again(run_dir: RunDir) -> list[str]:
-    """Empties the directory of a run that made nothing, as after a failed start, for possibly other settings. Keeps logs and events.
+    """Empties the directory of a run that made nothing, as after a failed start, for possibly other
+    settings. Keeps logs and events.
 
     Returns notes for the console.
     """
-    made = (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.tokens_dir, run_dir.spans)
+    made = (
+        run_dir.batches,
+        run_dir.rollouts_dir,
+        run_dir.digests_dir,
+        run_dir.tokens_dir,
+        run_dir.spans,
+    )
     made += (run_dir.evals, run_dir.data, run_dir.environments)
     for path in (*made, sources_dir(run_dir.metrics)):
         shutil.rmtree(path, ignore_errors=True)
@@ -186,31 +226,47 @@ def use_again(run_dir: RunDir) -> list[str]:
 
 
 def is_run_or_free(root: Path) -> bool:
-    """Returns whether there is a run; False if there is nothing, or only leftovers of a start interrupted before it wrote config.toml.
+    """Returns whether there is a run; False if there is nothing, or only leftovers of a start
+    interrupted before it wrote config.toml.
 
-    Raises RunError for anything else, which belongs to the user. Call it before a lock makes the directory look like a run.
+    Raises RunError for anything else, which belongs to the user. Call it before a lock makes the
+    directory look like a run.
     """
     if is_run(root):
         return True
-    ours = ("status", "logs") if (root / "status").is_dir() else ("status",)  # machines of a cluster log before anything is prepared
-    if mine := sorted(path.name for path in root.iterdir() if path.name not in ours and path.name[0] != ".") if root.is_dir() else []:
-        raise RunError(f"{root} is not a run directory, and has {', '.join(mine[:3])}; choose another --name")
+    # machines of a cluster log before anything is prepared
+    ours = ("status", "logs") if (root / "status").is_dir() else ("status",)
+    if (
+        mine := sorted(
+            path.name for path in root.iterdir() if path.name not in ours and path.name[0] != "."
+        )
+        if root.is_dir()
+        else []
+    ):
+        raise RunError(
+            f"{root} is not a run directory, and has {', '.join(mine[:3])}; choose another --name"
+        )
     return False
 
 
 def make_root(root: Path) -> None:
-    """Makes a run directory. Raises RunError if its path is wrong, and OSError if the disk is full or not writable."""
+    """Makes a run directory. Raises RunError if its path is wrong, and OSError if the disk is
+    full or not writable."""
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if error.errno in CANNOT_WRITE:
             raise
-        raise RunError(f"{root} cannot be made, {error.filename}: {error.strerror}; choose another output_dir or --name") from None
+        raise RunError(
+            f"{root} cannot be made, {error.filename}: {error.strerror}; choose another "
+            "output_dir or --name"
+        ) from None
 
 
 def wait_for_survivors(run_dir: RunDir, *, all_servers: bool) -> None:
-    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end. Those on other hosts,
-    where only time shows whether they are alive, are watched in parallel; one wrongly declared dead finds its role taken.
+    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a
+    moment to end. Those on other hosts, where only time shows whether they are alive, are watched
+    in parallel; one wrongly declared dead finds its role taken.
 
     Inference servers not started by `rl` may keep running, unless `all_servers` is set.
     """
@@ -221,10 +277,12 @@ def wait_for_survivors(run_dir: RunDir, *, all_servers: bool) -> None:
 
 
 def clean_run(run_dir: RunDir, lease: Lease, away: Path | None) -> None:
-    """Empties the run directory except for our lock and lease: moves everything to `away`, or deletes it without `away`. Weights that lie
-    elsewhere are deleted: they can be rebuilt from the rest. config.toml goes last, so that an interrupted call can be repeated."""
+    """Empties the run directory except for our lock and lease: moves everything to `away`, or
+    deletes it without `away`. Weights that lie elsewhere are deleted: they can be rebuilt from
+    the rest. config.toml goes last, so that an interrupted call can be repeated."""
     stored = None
-    with contextlib.suppress(RunError):  # no or incompatible configuration: then only the weights of the new one are known
+    # no or incompatible configuration: then only the weights of the new one are known
+    with contextlib.suppress(RunError):
         stored = as_written(run_dir.root)
     if stored and stored.trainer.weights.dir and not copied_from(stored.run_dir, run_dir):
         delete_weights(stored.run_dir.weights_dir)
@@ -233,7 +291,10 @@ def clean_run(run_dir: RunDir, lease: Lease, away: Path | None) -> None:
     if away and away.exists():
         shutil.rmtree(away)
     kept = (run_dir.config, run_dir.status_dir, run_dir.lock("rl"), lease.path, run_dir.cleaned)
-    for path in [*({*run_dir.root.iterdir(), *run_dir.status_dir.iterdir()} - {*kept}), *filter(Path.exists, [run_dir.config])]:
+    for path in [
+        *({*run_dir.root.iterdir(), *run_dir.status_dir.iterdir()} - {*kept}),
+        *filter(Path.exists, [run_dir.config]),
+    ]:
         if away:
             target = away / path.relative_to(run_dir.root)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +306,8 @@ def clean_run(run_dir: RunDir, lease: Lease, away: Path | None) -> None:
 
 
 def delete_weights(weights_dir: Path) -> None:
-    """Deletes only the versions, finished or not, from a weights directory, which may lie outside the run."""
+    """Deletes only the versions, finished or not, from a weights directory, which may lie
+    outside the run."""
     for path in list(weights_dir.iterdir()) if weights_dir.is_dir() else []:
         if re.fullmatch(r"\d{6,}|\.\d{6,}\..*", path.name):
             shutil.rmtree(path)
@@ -254,56 +316,96 @@ def delete_weights(weights_dir: Path) -> None:
 
 
 def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
-    """Checks that the run may continue with this configuration, cuts it to `step` (-1: no cut) and records changed settings.
+    """Checks that the run may continue with this configuration, cuts it to `step` (-1: no cut) and
+    records changed settings.
 
     Returns notes for the console. Raises RunError.
     """
     stored = as_written(run_dir.root)
     if refused := refusals(stored, config):
         many = f"{len(refused)} settings differ" if len(refused) > 1 else "1 setting differs"
-        branch = f"continue with them in a new run: rl branch {run_dir.root} --name NEW and the same settings; "
+        branch = (
+            f"continue with them in a new run: rl branch {run_dir.root} --name NEW and the same "
+            "settings; "
+        )
         remedies = (
             f"  {'' if stored.sft else branch}start one with a new --name;",
-            "  or delete this one with --clean. docs/settings.md ends with what a resume may change",
+            "  or delete this one with --clean. docs/settings.md ends with what a resume may "
+            "change",
         )
-        raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, *remedies]))
+        raise RunError(
+            "\n".join(
+                [
+                    f"{run_dir.root} was made with another configuration, {many}:",
+                    *refused,
+                    *remedies,
+                ]
+            )
+        )
     newest = max([run_dir.newest_batch(), *numbers(run_dir.checkpoints)])
-    if (reached := newest if step < 0 else min(newest, step)) > config.max_steps and not (config.sft and config.sft.epochs):
+    if (reached := newest if step < 0 else min(newest, step)) > config.max_steps and not (
+        config.sft and config.sft.epochs
+    ):
         back = f", or go back with --resume {config.max_steps}" if step < 0 else ""
-        raise RunError(f"max_steps = {config.max_steps}: {run_dir.root} already has {reached} steps; give at least that{back}")
+        raise RunError(
+            f"max_steps = {config.max_steps}: {run_dir.root} already has {reached} steps; "
+            f"give at least that{back}"
+        )
     rates = new_rate(stored, config, reached)
     if rates and step < 0:
-        raise RunError(f"max_steps: {stored.max_steps} -> {config.max_steps}: {rates}. To accept that, name the step: --resume {newest}")
+        raise RunError(
+            f"max_steps: {stored.max_steps} -> {config.max_steps}: {rates}. To accept that, "
+            f"name the step: --resume {newest}"
+        )
     bring_weights(stored, config)
     if copied_from(stored.run_dir, run_dir):
         run_dir.wandb.unlink(missing_ok=True)  # the W&B run is the original's
     changes, notes = changed_keys(stored, config) + edits(run_dir, config), [rates] * bool(rates)
     if step >= 0:
         notes += cut_to(run_dir, step, logged=config.sft is None)
-    notes += [f"repaired: {remark}" for remark in repair(run_dir, thorough=False, logged=config.sft is None)]
+    notes += [
+        f"repaired: {remark}"
+        for remark in repair(run_dir, thorough=False, logged=config.sft is None)
+    ]
     if config.sft is None:
-        cut_metrics(run_dir.metrics, run_dir.newest_batch())  # left by a kill in the middle of a cut or a repair
+        # left by a kill in the middle of a cut or a repair
+        cut_metrics(run_dir.metrics, run_dir.newest_batch())
     newest = max(numbers(run_dir.checkpoints), default=0)
     if changes:
         notes += [f"changed: {key}: {old!r} -> {new!r}" for key, old, new in changes]
         record = {"time": round(time.time(), 3), "step": newest}
-        both = ([str(value) if argument_fault(value) else value for value in (old, new)] for _, old, new in changes)  # JSON has no inf
-        lines = [record | {"key": change[0], "old": old, "new": new} for change, (old, new) in zip(changes, both, strict=True)]
-        append_file(run_dir.changes, "".join(json.dumps(line, default=str) + "\n" for line in lines).encode())
+        # JSON has no inf
+        both = (
+            [str(value) if argument_fault(value) else value for value in (old, new)]
+            for _, old, new in changes
+        )
+        lines = [
+            record | {"key": change[0], "old": old, "new": new}
+            for change, (old, new) in zip(changes, both, strict=True)
+        ]
+        append_file(
+            run_dir.changes,
+            "".join(json.dumps(line, default=str) + "\n" for line in lines).encode(),
+        )
     batch = "" if config.sft else f", newest batch {run_dir.newest_batch() or 'none'}"
     return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}{batch}", *notes]
 
 
 def new_rate(stored: RLConfig, config: RLConfig, step: int) -> str:
-    """Returns the learning rates of a step by the stored and by the new settings; empty if they are equal, so that the rate goes on."""
+    """Returns the learning rates of a step by the stored and by the new settings; empty if they
+    are equal, so that the rate goes on."""
     old, new = (one.trainer.optim.lr_at(max(step, 1), one.max_steps) for one in (stored, config))
     if old == new or (config.sft and config.sft.epochs):  # epochs end the schedule, not max_steps
         return ""
-    return f"learning rate of step {step}: {old:.3g} before, {new:.3g} with these settings, which go on from there"
+    return (
+        f"learning rate of step {step}: {old:.3g} before, {new:.3g} with these settings, which "
+        "go on from there"
+    )
 
 
 def bring_weights(stored: RLConfig, config: RLConfig) -> None:
-    """Moves the versions of a renamed run if they lie outside of it, because their directory has the run's name."""
+    """Moves the versions of a renamed run if they lie outside of it, because their directory has
+    the run's name."""
     before, now = stored.run_dir, config.run_dir
     if (
         config.trainer.weights.dir
@@ -312,39 +414,53 @@ def bring_weights(stored: RLConfig, config: RLConfig) -> None:
         and before.weights_dir.exists()
     ):
         if versions := numbered(now.weights_dir):
-            raise RunError(f"{now.weights_dir} holds versions {ranges(versions)} of another run; choose another name for {now.root}")
+            raise RunError(
+                f"{now.weights_dir} holds versions {ranges(versions)} of another run; choose "
+                f"another name for {now.root}"
+            )
         move(before.weights_dir, now.weights_dir)
 
 
 def copied_from(before: RunDir, now: RunDir) -> bool:
-    """Returns whether this run is a copy, its original still existing. Raises RunError if both would share a weights directory."""
+    """Returns whether this run is a copy, its original still existing. Raises RunError if both
+    would share a weights directory."""
     if not before.config.exists() or before.root.samefile(now.root):
         return False
     if before.weights_dir == now.weights_dir:
-        raise RunError(f"{now.weights_dir} holds the versions of {before.root}, of which {now.root} is a copy: rename that directory")
+        raise RunError(
+            f"{now.weights_dir} holds the versions of {before.root}, of which {now.root} is "
+            "a copy: rename that directory"
+        )
     return True
 
 
 def cut_to(run_dir: RunDir, step: int, *, logged: bool) -> list[str]:
-    """Moves everything later than `step` to `discarded/`. Raises RunError if the run cannot be rebuilt at `step` from what remains.
+    """Moves everything later than `step` to `discarded/`. Raises RunError if the run cannot be
+    rebuilt at `step` from what remains.
 
-    The trainer starts at the newest remaining checkpoint, or at the base model, and trains the batches after it again: `logged` ones, or
-    in supervised fine-tuning batches rebuilt from data and seed.
+    The trainer starts at the newest remaining checkpoint, or at the base model, and trains the
+    batches after it again: `logged` ones, or in supervised fine-tuning batches rebuilt from data
+    and seed.
     """
     if (origin := read_origin(run_dir)) and step < origin.step:
-        raise RunError(f"--resume {step}: {run_dir.root} begins at step {origin.step}, as a {origin}; give at least that")
+        raise RunError(
+            f"--resume {step}: {run_dir.root} begins at step {origin.step}, as a {origin}; "
+            "give at least that"
+        )
     batches, checkpoints = set(numbers(run_dir.batches, ".batch")), numbers(run_dir.checkpoints)
     base = max((number for number in checkpoints if number <= step), default=0)
     needed = range(min(base + 1, step), step + 1) if step and logged else range(0)
     missing = [number for number in needed if number not in batches]
     if missing:
         raise RunError(
-            f"--resume {step}: needs batches {needed[0]} to {step} of {run_dir.root}, {ranges(missing)} missing; "
+            f"--resume {step}: needs batches {needed[0]} to {step} of {run_dir.root}, "
+            f"{ranges(missing)} missing; "
             f"there are batches {ranges(batches)} and checkpoints {ranges(checkpoints)}"
         )
     away = run_dir.discard_after(step)
     if away and run_dir.wandb.exists():
-        move(run_dir.wandb, away / run_dir.wandb.name)  # a new W&B run starts: the old one would show both versions of the later steps
+        # a new W&B run starts: the old one would show both versions of the later steps
+        move(run_dir.wandb, away / run_dir.wandb.name)
     return [f"moved everything after step {step} to {away}"] if away else []
 
 
@@ -356,40 +472,62 @@ def ranges(numbers: Iterable[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
+    return (
+        ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+        or "none"
+    )
 
 
 def refusals(stored: RLConfig, config: RLConfig) -> list[str]:
     """Returns the settings that differ although a resume may not change them, one per line."""
     changed = changed_keys(stored, config) + edits(config.run_dir, config)
-    differ = ((key, old, new) for key, old, new in changed if not may_change(key) and not moved(old, new))
+    differ = (
+        (key, old, new) for key, old, new in changed if not may_change(key) and not moved(old, new)
+    )
     return [f"  {key}: {old!r} -> {new!r}" for key, old, new in differ]
 
 
 def edits(run_dir: RunDir, config: RLConfig) -> list[tuple[str, Any, Any]]:
-    """Returns the changes of `contents` since the last start, as `changed_keys` does those of settings."""
+    """Returns the changes of `contents` since the last start, as `changed_keys` does those of
+    settings."""
     before = read_json(run_dir.named_files, dict[str, str]) or {}
-    return [(key, before[key], now) for key, now in contents(config).items() if before.get(key, now) != now]
+    return [
+        (key, before[key], now)
+        for key, now in contents(config).items()
+        if before.get(key, now) != now
+    ]
 
 
 def contents(config: RLConfig) -> dict[str, str]:
-    """Returns a digest of each file, and of the weights in each model's folder, that a setting names."""
+    """Returns a digest of each file, and of the weights in each model's folder, that a setting
+    names."""
     found = {}
     for key, value in leaves(without_none(config)).items():
         path = Path(str(value).rsplit(":", 1)[0])  # FILE.py:function
         is_model = os.path.isfile(path / "config.json")
         if is_model or (os.path.isfile(path) and not key.endswith(".python")):
-            found[f"{key} (content of {path.name})"] = (weights_digest if is_model else digest_of_file)(path)[:12]
+            found[f"{key} (content of {path.name})"] = (
+                weights_digest if is_model else digest_of_file
+            )(path)[:12]
     return found
 
 
 def moved(old: Any, new: Any) -> bool:
-    """Returns whether two values are absolute paths of the same name, with or without `:function`, of which only the new one exists."""
-    if not (isinstance(old, str) and isinstance(new, str) and old.startswith("/") and new.startswith("/")):
+    """Returns whether two values are absolute paths of the same name, with or without
+    `:function`, of which only the new one exists."""
+    if not (
+        isinstance(old, str)
+        and isinstance(new, str)
+        and old.startswith("/")
+        and new.startswith("/")
+    ):
         return False
     before, after = Path(old.partition(":")[0]), Path(new.partition(":")[0])
     return Path(old).name == Path(new).name and after.exists() and not before.exists()
 
 
 def may_change(key: str) -> bool:
-    return any(fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, f"{pattern}.*") for pattern in MAY_CHANGE)
+    return any(
+        fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, f"{pattern}.*")
+        for pattern in MAY_CHANGE
+    )

@@ -22,7 +22,8 @@ class Quarantine:
         """The error with which the trainer ended in the newest of them."""
 
     def note_steps(self, lines: list[dict[str, Any]]) -> None:
-        """Processes new lines of the trainer's metrics: a step that was completed did not kill the trainer."""
+        """Processes new lines of the trainer's metrics: a step that was completed did not kill
+        the trainer."""
         for line in lines:
             if line["step"] >= self.step:
                 self.deaths = []
@@ -30,11 +31,17 @@ class Quarantine:
                 self.in_a_row = []
 
     def repeats(self, death: Death) -> bool:
-        """Returns whether a death has the same error for which the previous batch was quarantined: then no batch is the cause."""
-        return bool(self.in_a_row and death.error == self.error != "" and death.training_step not in (None, self.in_a_row[-1]))
+        """Returns whether a death has the same error for which the previous batch was
+        quarantined: then no batch is the cause."""
+        return bool(
+            self.in_a_row
+            and death.error == self.error != ""
+            and death.training_step not in (None, self.in_a_row[-1])
+        )
 
     def note_death(self, death: Death) -> Path | None:
-        """Counts deaths in the same step, ignoring those outside of training. Returns the marker if one was written."""
+        """Counts deaths in the same step, ignoring those outside of training. Returns the marker
+        if one was written."""
         if death.training_step is None:
             return None
         if death.training_step != self.step:
@@ -43,7 +50,12 @@ class Quarantine:
         if len(self.deaths) < self.patience:
             return None
         path = self.run_dir.quarantined(self.step)
-        record = {"step": self.step, "why": death.reason, "deaths": [str(one) for one in self.deaths], "time": round(time.time(), 3)}
+        record = {
+            "step": self.step,
+            "why": death.reason,
+            "deaths": [str(one) for one in self.deaths],
+            "time": round(time.time(), 3),
+        }
         write_file(path, json.dumps(record, indent=2).encode() + b"\n")
         self.in_a_row.append(self.step)
         self.deaths, self.error = [], death.error

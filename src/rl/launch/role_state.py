@@ -38,7 +38,10 @@ class Death:
         return self.child.name
 
     def __str__(self) -> str:
-        return f"{time.strftime('%H:%M:%S', time.localtime(self.time))} attempt {self.child.attempt}, {self.doing}: {self.reason}"
+        return (
+            f"{time.strftime('%H:%M:%S', time.localtime(self.time))} attempt "
+            f"{self.child.attempt}, {self.doing}: {self.reason}"
+        )
 
 
 @dataclass
@@ -54,7 +57,8 @@ class Attempt:
     statuses: dict[str, RoleStatus] = field(default_factory=dict)
     """Newest statuses by process: its own, and those of the other ranks of a trainer."""
     has_status: bool = False
-    """Whether its own status file was there at the last look; `statuses` keeps what that said last."""
+    """Whether its own status file was there at the last look; `statuses` keeps what that said
+    last."""
     staleness: Staleness = field(default_factory=Staleness)
     num_warnings: int = 0
     """Number of its warnings that were printed."""
@@ -69,7 +73,8 @@ class Attempt:
         return self.statuses.get(self.child.name, RoleStatus())
 
     def rank(self, name: str) -> str:
-        """Names one of several processes by its status, and its machine: `trainer rank 1 on host-b`; empty if there is only one."""
+        """Names one of several processes by its status, and its machine: `trainer rank 1 on
+        host-b`; empty if there is only one."""
         if len(self.statuses) == 1:
             return ""
         process, _, rank = name.partition("-")
@@ -96,12 +101,17 @@ class Attempt:
         role, phase = self.child.name.partition("-")[0], self.status.phase
         if role == "inference":
             return self.status.address is not None
-        return phase in TRAINER_STEPS if role == "trainer" else phase not in (None, Phase.STARTING, Phase.LOADING_ENVIRONMENTS)
+        return (
+            phase in TRAINER_STEPS
+            if role == "trainer"
+            else phase not in (None, Phase.STARTING, Phase.LOADING_ENVIRONMENTS)
+        )
 
 
 @dataclass
 class RoleState:
-    """A role across all its attempts: waiting for its start, running an attempt, or done. Times are seconds of the keeper's clock."""
+    """A role across all its attempts: waiting for its start, running an attempt, or done. Times
+    are seconds of the keeper's clock."""
 
     role: Role
     start_at: float = 0.0
@@ -115,7 +125,8 @@ class RoleState:
     progressed: bool = False
     """Whether any attempt has made progress."""
     failed_starts: int = 0
-    """Number of attempts that failed by themselves before any came up or, for a server, before any sampled a token."""
+    """Number of attempts that failed by themselves before any came up or, for a server, before
+    any sampled a token."""
     streak: int = 0
     """Number of consecutive deaths without progress."""
     deaths: list[Death] = field(default_factory=list)
@@ -139,9 +150,13 @@ def rank_code(run_dir: RunDir) -> int | None:
 
 
 def failure(child: Child, what: str) -> RunError:
-    """Returns the error of a run that ends because of one process: what that did, the end of its log, and the log's path."""
+    """Returns the error of a run that ends because of one process: what that did, the end of its
+    log, and the log's path."""
     lines, words = last_lines(child.log), last_words(child.log)
-    if words.rstrip(".") not in what and not any(words in line for line in lines):  # otherwise they are quoted already
+    # otherwise they are quoted already
+    if words.rstrip(".") not in what and not any(words in line for line in lines):
         what = f"{what}, saying: {words}"
     quoted = "\n".join(f"  | {line}" for line in lines)
-    return RunError(f"{child.name} {what}. The end of its log:\n{quoted}\n  the whole log: {child.log}")
+    return RunError(
+        f"{child.name} {what}. The end of its log:\n{quoted}\n  the whole log: {child.log}"
+    )

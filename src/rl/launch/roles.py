@@ -22,19 +22,25 @@ class Role:
     leaves_copy: bool = False
     """Whether it leaves a copy for a warm start of its next attempt, see system/preforked.py."""
     after_server: bool = False
-    """Whether its first attempt waits until inference is up, or has had inference.startup_timeout_s for it."""
+    """Whether its first attempt waits until inference is up, or has had
+    inference.startup_timeout_s for it."""
     stop_s: float = STOP_DEADLINE_S
     """Seconds that it has for its end when `rl` ends it alone."""
 
     @property
     def serves(self) -> bool:
-        """Whether it is an inference server: `inference`, or `inference-node3` on a machine of a cluster."""
+        """Whether it is an inference server: `inference`, or `inference-node3` on a machine of a
+        cluster."""
         return self.name.partition("-")[0] == "inference"
 
 
-PREPARING = {"model": "rl.models.folder", "data": "rl.trainer.sft.tokens", "service": "rl.tinker.client.service"}
-"""Processes that run to their end before anything else: find or download the model, make the examples of supervised fine-tuning, ask the
-service that trains."""
+PREPARING = {
+    "model": "rl.models.folder",
+    "data": "rl.trainer.sft.tokens",
+    "service": "rl.tinker.client.service",
+}
+"""Processes that run to their end before anything else: find or download the model, make the
+examples of supervised fine-tuning, ask the service that trains."""
 SERVER = "rl.commands.serve_process"
 """The process `tinker` of `rl serve`."""
 
@@ -47,17 +53,36 @@ def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
     """Returns the command of a process, which reads everything else from the run's config.toml."""
     if name in PREPARING:
         return [*PYTHON, "-m", PREPARING[name], str(run_dir.config)]
-    module = [*PYTHON, "-m", SERVER if name == "tinker" else f"rl.{name}.main", "@", str(run_dir.config)]
+    module = [
+        *PYTHON,
+        "-m",
+        SERVER if name == "tinker" else f"rl.{name}.main",
+        "@",
+        str(run_dir.config),
+    ]
     if name == "trainer" and ranks > 1:
-        # --standalone: the agent picks a free port on this host, so two runs never collide. It would give ranks the name of this machine,
-        # which may not resolve. --shutdown-timeout: `rl` decides how long the ranks may take for their end.
-        own = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks), "--shutdown-timeout", "3600"]
+        # --standalone: the agent picks a free port on this host, so two runs never collide. It
+        # would give ranks the name of this machine,
+        # which may not resolve. --shutdown-timeout: `rl` decides how long the ranks may take for
+        # their end.
+        own = [
+            "--standalone",
+            "--local-addr",
+            "127.0.0.1",
+            "--nproc-per-node",
+            str(ranks),
+            "--shutdown-timeout",
+            "3600",
+        ]
         return [*AGENT, *own, *module]
     return module  # one rank needs no agent, whose import of torch takes 3 s
 
 
-def start(children: Children, name: str, run_dir: RunDir, share: devices.Share, ranks: int, log_dir: Path) -> Child:
-    """Starts one process of a run on its share of the machine, for a command that supervises it itself."""
+def start(
+    children: Children, name: str, run_dir: RunDir, share: devices.Share, ranks: int, log_dir: Path
+) -> Child:
+    """Starts one process of a run on its share of the machine, for a command that supervises it
+    itself."""
     return children.start(name, command(name, run_dir, ranks), share.env, log_dir, share.cores)
 
 
@@ -67,11 +92,13 @@ def preparing(config: RLConfig) -> list[str]:
 
 
 def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Role]:
-    """Returns inference (unless it runs elsewhere), orchestrator and trainer. They find each other by their status files, in any order.
+    """Returns inference (unless it runs elsewhere), orchestrator and trainer. They find each other
+    by their status files, in any order.
 
-    If inference and trainer share a GPU, the trainer waits until the server is up: while vLLM starts, it attributes any loss of free
-    memory to itself, and exits if free memory grows. Supervised fine-tuning only needs the trainer, recorded rollouts no inference. With a
-    service for training and sampling, both are small processes that ask it.
+    If inference and trainer share a GPU, the trainer waits until the server is up: while vLLM
+    starts, it attributes any loss of free memory to itself, and exits if free memory grows.
+    Supervised fine-tuning only needs the trainer, recorded rollouts no inference. With a service
+    for training and sampling, both are small processes that ask it.
     """
     shares = {"inference": division.inference, "orchestrator": None, "trainer": division.trainer}
     if not config.starts_inference:
@@ -88,5 +115,9 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
             asks = [*PYTHON, "-m", f"rl.tinker.client.{name}", "@", str(run_dir.config)]
             found.append(Role(name, asks, {}))
             continue
-        found.append(Role(name, command(name, run_dir, division.ranks), env, cores, one_process, after_server))
+        found.append(
+            Role(
+                name, command(name, run_dir, division.ranks), env, cores, one_process, after_server
+            )
+        )
     return found

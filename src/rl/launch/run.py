@@ -57,14 +57,22 @@ def manifest_lines(manifest: dict[str, Any]) -> list[str]:
     lines = []
     for name in ("train", "validation"):
         if part := manifest.get(name):
-            sizes = f"{part['rows']:,} rows -> {part['examples']:,} examples, {part['tokens']:,} tokens, {part['trained_tokens']:,} trained"
+            sizes = (
+                f"{part['rows']:,} rows -> {part['examples']:,} examples, {part['tokens']:,} "
+                f"tokens, {part['trained_tokens']:,} trained"
+            )
             left_out = "".join(f"; {number:,} {what}" for what, number in part["left_out"].items())
-            lines.append(f"data      {part['dataset']}{' (validation)' if name == 'validation' else ''}: {sizes}{left_out}")
+            lines.append(
+                "data      "
+                f"{part['dataset']}{' (validation)' if name == 'validation' else ''}: "
+                f"{sizes}{left_out}"
+            )
     return lines + [f"warning: {text}" for text in manifest["warnings"]]
 
 
 class Trackers:
-    """What receives the lines of metrics.jsonl in addition. One that fails is reported and gets no more."""
+    """What receives the lines of metrics.jsonl in addition. One that fails is reported and gets
+    no more."""
 
     def __init__(self, config: RLConfig, run_dir: RunDir, say: Callable[[str], None]):
         """Raises RunError if a package is not installed."""
@@ -77,7 +85,8 @@ class Trackers:
         self._each(lambda tracker: tracker.start())
 
     def send(self, lines: list[dict[str, Any]]) -> None:
-        """Sends lines; at first existing ones, some of which a tracker may have received in an earlier start."""
+        """Sends lines; at first existing ones, some of which a tracker may have received in an
+        earlier start."""
         if lines:
             self._each(lambda tracker: tracker.send(lines))
 
@@ -94,13 +103,16 @@ class Trackers:
 
 
 class Watch:
-    """The loop of `rl`: supervises the children and shows the run's metrics until the run is over."""
+    """The loop of `rl`: supervises the children and shows the run's metrics until the run is
+    over."""
 
     def __init__(self, config: RLConfig, prepared: Prepared, children: Children, view: bool):
         from rl.launch.console import Console
 
         self.config, self.run_dir, self.children = config, prepared.run_dir, children
-        self.merger: Merger | None = Merger(self.run_dir.metrics, partial(check_fence, self.run_dir.lock("rl")))
+        self.merger: Merger | None = Merger(
+            self.run_dir.metrics, partial(check_fence, self.run_dir.lock("rl"))
+        )
         self.merger.merge()
         self.console = Console(config, prepared.run_dir)
         self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
@@ -115,17 +127,24 @@ class Watch:
         self.cleaned = self.run_dir.cleaned if self.run_dir.cleaned.exists() else None
         """The previous run, until it is deleted."""
         self.trackers = Trackers(config, self.run_dir, self.console.say)
-        while self.trackers.left and (old_lines := self.reader.new()):  # the console has already read the newest of these itself
+        # the console has already read the newest of these itself
+        while self.trackers.left and (old_lines := self.reader.new()):
             self.trackers.send(old_lines)
-        self.beside = [beside.Page(self.run_dir, children, self.console.say)] if view else list[beside.Beside]()
+        self.beside = (
+            [beside.Page(self.run_dir, children, self.console.say)]
+            if view
+            else list[beside.Beside]()
+        )
         self.curves_at = time.monotonic() + CURVES_AFTER_S
         """Time from which curves.png is drawn."""
         self.reader.skip()
 
     def until_finished(self, started: list[Role]) -> None:
-        """Starts processes and keeps them alive until they have ended well. Raises RunError if they cannot, and Stopped after `rl stop`.
+        """Starts processes and keeps them alive until they have ended well. Raises RunError if they
+        cannot, and Stopped after `rl stop`.
 
-        A disk that does not answer may do so again. Raises OSError if it does not for LEASE_S, or for an error that does not pass.
+        A disk that does not answer may do so again. Raises OSError if it does not for LEASE_S, or
+        for an error that does not pass.
         """
         self.supervisor.begin(started)
         failed_at = math.inf
@@ -139,17 +158,21 @@ class Watch:
                     raise
                 if failed_at == math.inf:
                     failed_at = now
-                    self.console.say(f"warning: {system_error(error)}; this is tried again for {LEASE_S:.0f} s")
+                    self.console.say(
+                        f"warning: {system_error(error)}; this is tried again for {LEASE_S:.0f} s"
+                    )
             time.sleep(POLL_S)
 
     def _poll(self) -> None:
-        if self.run_dir.stop_request.exists():  # here alone: `rl stop` repeats it until this process has ended
+        # here alone: `rl stop` repeats it until this process has ended
+        if self.run_dir.stop_request.exists():
             self.run_dir.stop_request.unlink(missing_ok=True)
             raise Stopped(signal.SIGINT)
         self.supervisor.poll(self.show())
 
     def show(self) -> list[dict[str, Any]]:
-        """Merges, shows, sends and returns new metrics. Raises RunError if another `rl` has taken over."""
+        """Merges, shows, sends and returns new metrics. Raises RunError if another `rl` has
+        taken over."""
         self._merge()
         self.unshown += self.reader.new()
         if self.unshown:
@@ -158,11 +181,15 @@ class Watch:
         self.console.update(lines)
         if time.monotonic() >= self.curves_at:
             self.curves_at = math.inf
-            self.beside.append(beside.curves(self.run_dir, self.config.name, self.children, self.console.say))
+            self.beside.append(
+                beside.curves(self.run_dir, self.config.name, self.children, self.console.say)
+            )
         for process in self.beside:
             process.poll()
         if self.cleaned and self.run_dir.anything_made():
-            threading.Thread(target=shutil.rmtree, args=(self.cleaned,), kwargs={"ignore_errors": True}).start()
+            threading.Thread(
+                target=shutil.rmtree, args=(self.cleaned,), kwargs={"ignore_errors": True}
+            ).start()
             self.cleaned = None
         self.trackers.send(lines)
         return lines
@@ -174,16 +201,28 @@ class Watch:
                 merger.merge()
         except OSError as error:
             if not self.not_merged:
-                self.console.say(f"warning: {error}; until it can be written, the metrics are kept in {sources_dir(self.run_dir.metrics)}")
+                self.console.say(
+                    f"warning: {error}; until it can be written, the metrics are kept in "
+                    f"{sources_dir(self.run_dir.metrics)}"
+                )
             self.not_merged = True
-        self.merger = merger  # stays None after a RunError: then this process must not write any more
+        # stays None after a RunError: then this process must not write any more
+        self.merger = merger
 
     def tell_disk(self, config: RLConfig) -> None:
-        """Prints the disk space that the run will use. The model's folder is the path in the log of the process that found it."""
+        """Prints the disk space that the run will use. The model's folder is the path in the log
+        of the process that found it."""
         if config.is_remote:
             return
         log = newest_log(self.run_dir.logs, "model")
-        folder = next((Path(line) for line in last_lines(log) if line.startswith("/") and Path(line).is_dir()), None)
+        folder = next(
+            (
+                Path(line)
+                for line in last_lines(log)
+                if line.startswith("/") and Path(line).is_dir()
+            ),
+            None,
+        )
         for line in disk_estimate(config, folder) if folder else []:
             self.console.say(line)
 
@@ -207,10 +246,13 @@ class Watch:
         while self.beside:
             self.beside.pop().close()
         self.curves_at = math.inf
-        with contextlib.suppress(OSError):  # a disk that does not answer must not keep the report away
+        # a disk that does not answer must not keep the report away
+        with contextlib.suppress(OSError):
             self.show()
         self.console.close()
-        final_report(Numbers.read(self.run_dir.metrics), self.run_dir, self.config.name, self.console.say)
+        final_report(
+            Numbers.read(self.run_dir.metrics), self.run_dir, self.config.name, self.console.say
+        )
         self.trackers.close(exit_code)
 
 
@@ -229,18 +271,28 @@ class Placement:
 
 
 def on_this_machine(config: RLConfig) -> Placement:
-    """Divides this machine between all processes. Raises ConfigError for settings that it cannot satisfy."""
+    """Divides this machine between all processes. Raises ConfigError for settings that it cannot
+    satisfy."""
     box = machine()
     with contextlib.suppress(RunError):  # there is no run, or `prepare` says what is wrong with it
         config = devices.implied_again(config, as_written(config.run_dir.root), box)
     warning, division = devices.check_build(config, box), devices.split(config, box)
     config = devices.write_into(config, division)
     note = warning or devices.unused(config, division, box)
-    stop_s = max(STOP_DEADLINE_S, config.cluster.grace_s + EXIT_S) if config.cluster else STOP_DEADLINE_S
-    return Placement(config, lambda run_dir: roles.roles(config, run_dir, division), [note] if note else [], stop_s)
+    stop_s = (
+        max(STOP_DEADLINE_S, config.cluster.grace_s + EXIT_S) if config.cluster else STOP_DEADLINE_S
+    )
+    return Placement(
+        config,
+        lambda run_dir: roles.roles(config, run_dir, division),
+        [note] if note else [],
+        stop_s,
+    )
 
 
-def run(prepared: Prepared, placement: Placement, children: Children, again: str, view: bool = False) -> int:
+def run(
+    prepared: Prepared, placement: Placement, children: Children, again: str, view: bool = False
+) -> int:
     """Runs everything from the prepared directory to the report. Returns the exit code."""
     from rl.run_dir.numbers import Numbers
 
@@ -248,8 +300,10 @@ def run(prepared: Prepared, placement: Placement, children: Children, again: str
     watch = Watch(config, prepared, children, view)
     code, why, lost = 0, "", ""
     try:
-        # Find or download the model before anything needs it, in a separate process, which may load torch and can be stopped.
-        # The same for the data of supervised fine-tuning, so that its faults are reported before anything else starts.
+        # Find or download the model before anything needs it, in a separate process, which may load
+        # torch and can be stopped.
+        # The same for the data of supervised fine-tuning, so that its faults are reported before
+        # anything else starts.
         for name in roles.preparing(config):
             watch.until_finished([Role(name, roles.command(name, prepared.run_dir, 1), {})])
         watch.tell_disk(config)
@@ -286,9 +340,16 @@ def run(prepared: Prepared, placement: Placement, children: Children, again: str
         return code
     watch.close(code)
     if code == 1 and not prepared.run_dir.anything_made():
-        print("nothing was made yet: a start with other settings reuses the directory", file=sys.stderr)
+        print(
+            "nothing was made yet: a start with other settings reuses the directory",
+            file=sys.stderr,
+        )
         if watch.cleaned:
-            print(f"the run that was there before --clean is in {watch.cleaned}: move it elsewhere to continue it", file=sys.stderr)
+            print(
+                f"the run that was there before --clean is in {watch.cleaned}: move it "
+                "elsewhere to continue it",
+                file=sys.stderr,
+            )
     elif code:
         print(f"resume with: {again}", file=sys.stderr)
     return code
@@ -312,12 +373,20 @@ def home_lines(homes: Homes) -> list[str]:
     for name, one in homes.items():
         if one.home.version:
             by_home.setdefault(summary(one.home), []).append(name)
-    return [f"environment{'s' * (len(names) > 1)} {', '.join(names)}: {text}" for text, names in by_home.items()]
+    return [
+        f"environment{'s' * (len(names) > 1)} {', '.join(names)}: {text}"
+        for text, names in by_home.items()
+    ]
 
 
 def check_ports(config: RLConfig) -> None:
-    """Raises RunError if another process has a port of the run's processes on this machine, or if it has no such address."""
-    used = {"inference": config.starts_inference, "orchestrator": not (config.sft or config.serve), "serve": config.serve}
+    """Raises RunError if another process has a port of the run's processes on this machine, or
+    if it has no such address."""
+    used = {
+        "inference": config.starts_inference,
+        "orchestrator": not (config.sft or config.serve),
+        "serve": config.serve,
+    }
     for name in filter(used.get, used):
         place = getattr(config, name)
         if config.cluster is None:
@@ -331,33 +400,50 @@ def launch(
     again: str,
     place: Callable[[RLConfig], Placement] = on_this_machine,
 ) -> int:
-    """Runs a configuration and returns the exit code. `place` decides what is started where. Raises RunError, OSError and Stopped."""
+    """Runs a configuration and returns the exit code. `place` decides what is started where.
+    Raises RunError, OSError and Stopped."""
     if config.serve:
-        raise RunError(f"this is the configuration of a server of the Tinker API: start it with `rl serve --name {config.name}`")
+        raise RunError(
+            "this is the configuration of a server of the Tinker API: start it with `rl "
+            f"serve --name {config.name}`"
+        )
     if config.trainer.data.fake:
-        raise RunError("trainer.data.fake measures the trainer alone; start it as `trainer` with the same files and flags")
+        raise RunError(
+            "trainer.data.fake measures the trainer alone; start it as `trainer` with the "
+            "same files and flags"
+        )
     if problem := shared_memory_fault():
         raise RunError(problem)
     check_ports(config)
     config = config.with_absolute_paths()
-    sandboxed = {entry.label for entry in environments(config).values() if entry.isolation == "sandbox"}
+    sandboxed = {
+        entry.label for entry in environments(config).values() if entry.isolation == "sandbox"
+    }
     if sandboxed and (problem := sandbox_fault()):
-        raise RunError(f'environment {", ".join(sorted(sandboxed))}, isolation = "sandbox": {problem}')
+        raise RunError(
+            f'environment {", ".join(sorted(sandboxed))}, isolation = "sandbox": {problem}'
+        )
     homes = homes_of(config, say, recorded=line.resume is not None) if config.plays else {}
     placement = place(config)
     config = placement.config
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
     if prepared.is_done:
         prepared.lease.close()
-        print(f"{prepared.run_dir.root}: all {config.max_steps} steps are done; raise --max_steps to continue", flush=True)
+        print(
+            f"{prepared.run_dir.root}: all {config.max_steps} steps are done; raise "
+            "--max_steps to continue",
+            flush=True,
+        )
         return 0
     record(config, homes)
     prepared.notes += [*placement.notes, *home_lines(homes)]
-    import rl.launch.curves  # noqa: F401  now: a signal in the middle of NumPy's import would leave it broken for the final report
+    # now: a signal in the middle of NumPy's import would leave it broken for the final report
+    import rl.launch.curves  # noqa: F401
 
     code = run(prepared, placement, children, again, "view" in line.switches)
     prepared.lease.close()
     if code == 0 and "quick" in line.switches:
-        shutil.rmtree(prepared.run_dir.checkpoints, ignore_errors=True)  # three times the model, of no use to anybody
+        # three times the model, of no use to anybody
+        shutil.rmtree(prepared.run_dir.checkpoints, ignore_errors=True)
         print(f"verdict   {reward_summary(read_state(prepared.run_dir, config))}", flush=True)
     return code

@@ -1,9 +1,10 @@
-"""What concerns a run as a whole: what a death means for the other processes, damaged files, poisonous batches, stalls.
+"""What concerns a run as a whole: what a death means for the other processes, damaged files,
+poisonous batches, stalls.
 
     death -> (quarantine, repair) -> start after a back-off;   no progress -> a diagnosis
 
-The processes themselves are started, watched and restarted by the keeper of their machine (launch/keeper.py). Every event is a line in
-`events.jsonl`, see rl/run_dir/events.py.
+The processes themselves are started, watched and restarted by the keeper of their machine
+(launch/keeper.py). Every event is a line in `events.jsonl`, see rl/run_dir/events.py.
 """
 
 import os
@@ -31,9 +32,12 @@ MAX_QUARANTINED = 3
 
 
 class Supervisor:
-    """Supervises a run. Call `poll` several times a second; it raises RunError when the run cannot continue."""
+    """Supervises a run. Call `poll` several times a second; it raises RunError when the run
+    cannot continue."""
 
-    def __init__(self, config: RLConfig, run_dir: RunDir, children: Children, say: Callable[[str], None]):
+    def __init__(
+        self, config: RLConfig, run_dir: RunDir, children: Children, say: Callable[[str], None]
+    ):
         self.config, self.settings, self.run_dir, self.say = config, config.supervisor, run_dir, say
         self.keeper = Keeper(config, run_dir, children, say)
         self.event = self.keeper.event
@@ -45,7 +49,8 @@ class Supervisor:
         self.repaired_nothing = False
         """Whether the newest repair found nothing, and no step was made since."""
         self.moved = None
-        """The counters, `num_lines` among them, when anything last moved: a change shows that the run goes on."""
+        """The counters, `num_lines` among them, when anything last moved: a change shows that
+        the run goes on."""
         self.diagnosis: Thread | None = None
         self.found: SimpleQueue[Diagnosis] = SimpleQueue()
         """Diagnoses of stalls that were not reported yet."""
@@ -69,13 +74,15 @@ class Supervisor:
         for death in self.keeper.poll():
             self._handle(death)
         if (trainer := states.get("trainer")) and trainer.is_down:
-            # The trainer needs it for batches that are trained again and versions that are published again, even if it has ended because
+            # The trainer needs it for batches that are trained again and versions that are
+            # published again, even if it has ended because
             # it mistook a trainer that died at the very end for one that had finished.
             self.keeper.wake("orchestrator")
         self._check_stall()
 
     def _handle(self, death: Death) -> None:
-        """Does what a death demands beside the restart. Raises RunError if the process is not restarted."""
+        """Does what a death demands beside the restart. Raises RunError if the process is not
+        restarted."""
         if death.role == "trainer" and self.quarantine.repeats(death):
             raise self._no_poison(death)
         if not death.verdict:
@@ -83,37 +90,56 @@ class Supervisor:
             if death.role == "trainer":
                 self._quarantine(death)
         if death.code == DAMAGED:
-            self._repair(death)  # also before the end of the run: the next --resume goes on from what is sound
+            # also before the end of the run: the next --resume goes on from what is sound
+            self._repair(death)
         if death.verdict:
             raise death.verdict
 
     def _quarantine(self, death: Death) -> None:
-        """Reports a batch that this death puts into quarantine. Raises RunError if the batches cannot be the cause."""
+        """Reports a batch that this death puts into quarantine. Raises RunError if the batches
+        cannot be the cause."""
         if not (path := self.quarantine.note_death(death)):
             return
-        step, often, settings = self.quarantine.step, self.settings.quarantine_after, "supervisor.quarantine_after"
-        self.event("quarantine", "trainer", step=step, file=str(path), reason=death.reason, deaths=often)
+        step, often, settings = (
+            self.quarantine.step,
+            self.settings.quarantine_after,
+            "supervisor.quarantine_after",
+        )
+        self.event(
+            "quarantine", "trainer", step=step, file=str(path), reason=death.reason, deaths=often
+        )
         self.say(
-            f"warning: the trainer died {often} times in a row ({settings}) in step {step}: its batch {self.run_dir.batch(step)} is "
+            f"warning: the trainer died {often} times in a row ({settings}) in step {step}: "
+            f"its batch {self.run_dir.batch(step)} is "
             f"quarantined, and version {step} will equal version {step - 1}; see {path}"
         )
         if len(self.quarantine.in_a_row) >= MAX_QUARANTINED:
             steps = ", ".join(map(str, self.quarantine.in_a_row))
-            reason = f"batches {steps} were quarantined with no good step between: the fault is elsewhere"
+            reason = (
+                f"batches {steps} were quarantined with no good step between: the fault is "
+                "elsewhere"
+            )
             self.event("give_up", "trainer", reason=reason)
             raise RunError(f"{reason}.\n{self.keeper.summary()}\n  the logs: {self.run_dir.logs}")
 
     def _no_poison(self, death: Death) -> RunError:
-        """Returns the error of a run whose trainer dies of the same error with different batches."""
+        """Returns the error of a run whose trainer dies of the same error with different
+        batches."""
         first, last = self.quarantine.in_a_row[0], self.quarantine.in_a_row[-1]
-        reason = f"the same error in step {death.training_step} as in step {last}, whose batch was quarantined: no batch is the cause"
+        reason = (
+            f"the same error in step {death.training_step} as in step {last}, whose batch was "
+            "quarantined: no batch is the cause"
+        )
         self.event("give_up", "trainer", attempt=death.child.attempt, reason=reason)
         remedy = f"fix the cause, then continue before the skipped batch: --resume {first - 1}"
-        return RunError(f"{reason}; {remedy}\n{failure(death.child, death.reason)}", resume_at=first - 1)
+        return RunError(
+            f"{reason}; {remedy}\n{failure(death.child, death.reason)}", resume_at=first - 1
+        )
 
     def _repair(self, death: Death) -> None:
-        """Stops the processes that use damaged files, moves these files away, and restarts the processes. Raises RunError if twice in a row
-        nothing is damaged as this machine sees it: another machine's view of the disk is, and a restart there finds the same."""
+        """Stops the processes that use damaged files, moves these files away, and restarts the
+        processes. Raises RunError if twice in a row nothing is damaged as this machine sees it:
+        another machine's view of the disk is, and a restart there finds the same."""
         from rl.launch.repair import repair
 
         for name in ("orchestrator", "trainer"):
@@ -124,13 +150,21 @@ class Supervisor:
         for line in lines or ["repair found nothing damaged"]:
             self.say(f"  {line}")
         if not lines and self.repaired_nothing:
-            raise RunError(f"{death.role} finds damage where this machine finds none, twice:\n{failure(death.child, death.reason)}")
+            raise RunError(
+                f"{death.role} finds damage where this machine finds none, "
+                f"twice:\n{failure(death.child, death.reason)}"
+            )
         self.repaired_nothing = not lines
 
     def _check_stall(self) -> None:
-        """Warns when nothing moves, with a diagnosis of what everything waits for. It only warns: each wait has its own deadline."""
+        """Warns when nothing moves, with a diagnosis of what everything waits for. It only
+        warns: each wait has its own deadline."""
         attempts = [state.attempt for state in self.keeper.states.values() if state.attempt]
-        counters = {name: (status.progress, status.batch) for attempt in attempts for name, status in attempt.statuses.items()}
+        counters = {
+            name: (status.progress, status.batch)
+            for attempt in attempts
+            for name, status in attempt.statuses.items()
+        }
         now, stall_s = (counters, self.num_lines), self.settings.stall_s
         if now != self.moved:
             self.moved, self.moved_at = now, self.keeper.clock
@@ -144,21 +178,33 @@ class Supervisor:
         while not self.found.empty():
             found = self.found.get()
             self.event("stall", "rl", reason=found.bottleneck, seconds=stall_s)
-            text = f"warning: no token, rollout, batch or step for {stall_s:g} s (supervisor.stall_s): {found.bottleneck}"
+            text = (
+                f"warning: no token, rollout, batch or step for {stall_s:g} s "
+                f"(supervisor.stall_s): {found.bottleneck}"
+            )
             self.say("\n".join([text, *(f"  {line}" for line in found.all_lines)]))
 
     def _tell_preparing(self, attempt: Attempt) -> None:
-        """Says what a process that prepares the run does. It has no deadline: a download may take hours."""
+        """Says what a process that prepares the run does. It has no deadline: a download may
+        take hours."""
         name, log = attempt.child.name, attempt.child.log
-        what = "the model is being found or downloaded" if name == "model" else f"the data are being prepared ({describe(attempt.status)})"
+        what = (
+            "the model is being found or downloaded"
+            if name == "model"
+            else f"the data are being prepared ({describe(attempt.status)})"
+        )
         last = next(iter(last_lines(log, 1)), "nothing logged yet")
         text = f"{what}, for {self.keeper.clock - attempt.began:.0f} s so far: {last}"
         self.event("stall", name, reason=text, seconds=self.settings.stall_s)
-        hint = "if nothing changes, a file system may hang, or another process hold a lock on the files"
+        hint = (
+            "if nothing changes, a file system may hang, or another process hold a lock on the "
+            "files"
+        )
         self.say(f"warning: {text} (log: {log}); {hint}")
 
     def _diagnose(self) -> None:
-        """Finds out what everything waits for. Runs in a thread: it reads all metrics, and may watch heartbeats of other hosts for 10 s."""
+        """Finds out what everything waits for. Runs in a thread: it reads all metrics, and may
+        watch heartbeats of other hosts for 10 s."""
         from rl.diagnosis.waits import diagnose
 
         self.found.put(diagnose(self.run_dir, self.config))

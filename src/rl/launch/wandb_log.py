@@ -1,4 +1,5 @@
-"""Sends metrics.jsonl and some rollouts to Weights & Biases. A failure is only a warning: the run's files are the source of truth."""
+"""Sends metrics.jsonl and some rollouts to Weights & Biases. A failure is only a warning: the
+run's files are the source of truth."""
 
 import contextlib
 import os
@@ -22,10 +23,21 @@ from rl.system.terminal import cut_middle
 TABLE = "rollouts"
 """Name of the table, and key in wandb.json of the step whose rollouts were sent last."""
 START_S, END_S = 20.0, 60.0
-"""Seconds that W&B has to answer at the start, and to take what is left at the end; by itself it would wait for ever."""
+"""Seconds that W&B has to answer at the start, and to take what is left at the end; by itself it
+would wait for ever."""
 TABLE_S = 300.0
 """Seconds between two tables."""
-FIELDS = ("step", "env", "task", "group_id", "rollout_id", "reward", "advantage", "outcome", "num_tokens")
+FIELDS = (
+    "step",
+    "env",
+    "task",
+    "group_id",
+    "rollout_id",
+    "reward",
+    "advantage",
+    "outcome",
+    "num_tokens",
+)
 MOST_CHARACTERS, MOST_LINES = 4000, 200
 """Limits of a conversation in the table."""
 
@@ -38,7 +50,8 @@ class Sent(msgspec.Struct):
 
 
 class WandbLog:
-    """Sends each step of each stream once, even across resumes: wandb.json in the run directory has the W&B run's id and the steps sent.
+    """Sends each step of each stream once, even across resumes: wandb.json in the run directory has
+    the W&B run's id and the steps sent.
 
     The table has the first rollouts of the newest step.
     """
@@ -47,12 +60,19 @@ class WandbLog:
         import wandb
 
         assert config.wandb is not None
-        self.config, self.settings, self.path, self.run_dir = config, config.wandb, run_dir.wandb, run_dir
+        self.config, self.settings, self.path, self.run_dir = (
+            config,
+            config.wandb,
+            run_dir.wandb,
+            run_dir,
+        )
         self.table_at = time.monotonic()
         """Time at which the last table was sent, or at which this start began."""
-        state = read_json(self.path, Sent) or Sent()  # of a damaged file: then a new W&B run gets all lines
+        # of a damaged file: then a new W&B run gets all lines
+        state = read_json(self.path, Sent) or Sent()
         self.id, self.sent = state.id or uuid.uuid4().hex[:12], state.sent
-        self.failures = (wandb.Error, OSError, RuntimeError, ValueError)  # faults of wandb's server, its process and its input
+        # faults of wandb's server, its process and its input
+        self.failures = (wandb.Error, OSError, RuntimeError, ValueError)
 
     def start(self) -> None:
         import wandb
@@ -68,10 +88,13 @@ class WandbLog:
             resume="allow",
             dir=self.run_dir.root,
             config=without_none(self.config),
-            settings=wandb.Settings(init_timeout=START_S, finish_timeout=END_S, finish_timeout_raises=True),
+            settings=wandb.Settings(
+                init_timeout=START_S, finish_timeout=END_S, finish_timeout_raises=True
+            ),
         )
         self.run.define_metric("step")
-        self.run.define_metric("*", step_metric="step")  # evals come later than the step they belong to
+        # evals come later than the step they belong to
+        self.run.define_metric("*", step_metric="step")
         self._save()
 
     def send(self, lines: list[dict[str, Any]]) -> None:
@@ -81,7 +104,13 @@ class WandbLog:
             return
         progress = dict(self.sent)
         for line in new:
-            self.run.log({key: value for key, value in line.items() if key not in ("time", "source") and value is not None})
+            self.run.log(
+                {
+                    key: value
+                    for key, value in line.items()
+                    if key not in ("time", "source") and value is not None
+                }
+            )
             stream = stream_of(line)
             progress[stream] = max(progress.get(stream, -1), line["step"])
         self.sent = progress
@@ -98,7 +127,9 @@ class WandbLog:
             return
         rows: list[Any] = list(islice(table_rows(self.run_dir, step), self.settings.rollouts))
         if rows:
-            self.run.log({TABLE: wandb.Table([*FIELDS, "fate", "conversation"], rows), "step": step})
+            self.run.log(
+                {TABLE: wandb.Table([*FIELDS, "fate", "conversation"], rows), "step": step}
+            )
             self.sent[TABLE] = step
 
     def close(self, exit_code: int) -> None:
@@ -112,18 +143,31 @@ class WandbLog:
 
     def fault(self, error: Exception) -> str:
         reason = f"{type(error).__name__}: {redact(str(error))}"
-        later = f"`wandb sync {self.run_dir.root / 'wandb' / 'latest-run'}` sends what it has not got"
-        return f"Weights & Biases failed and gets no more metrics, the run continues: {reason}; {later}"
+        later = (
+            f"`wandb sync {self.run_dir.root / 'wandb' / 'latest-run'}` sends what it has not got"
+        )
+        return (
+            f"Weights & Biases failed and gets no more metrics, the run continues: {reason}; "
+            f"{later}"
+        )
 
 
 def stream_of(line: dict[str, Any]) -> str:
-    """Returns the stream of a line, in which steps rise: its source, or one of several evaluations, each of which has a line for a step."""
-    return next(("/".join(key.split("/")[:2]) for key in line if key.startswith("eval/")), line["source"])
+    """Returns the stream of a line, in which steps rise: its source, or one of several
+    evaluations, each of which has a line for a step."""
+    return next(
+        ("/".join(key.split("/")[:2]) for key in line if key.startswith("eval/")), line["source"]
+    )
 
 
 def table_rows(run_dir: RunDir, step: int) -> Iterator[list[Any]]:
-    """Yields the rollouts of a step as rows of FIELDS, fate and conversation, with secrets redacted."""
+    """Yields the rollouts of a step as rows of FIELDS, fate and conversation, with secrets
+    redacted."""
     with contextlib.suppress(FileNotFoundError, CorruptFileError):
         for row in read_rollouts(run_dir.rollouts(step)):
-            text = cut_middle(redact(messages_text(row["messages"], num_prompt_messages(row))), MOST_CHARACTERS, MOST_LINES)
+            text = cut_middle(
+                redact(messages_text(row["messages"], num_prompt_messages(row))),
+                MOST_CHARACTERS,
+                MOST_LINES,
+            )
             yield [*(row.get(name) for name in FIELDS), row.get("why") or TRAINED, text]

@@ -1,4 +1,5 @@
-"""Follows a run from its directory alone, from any machine that sees it: console, events and the diagnosis of a stall. Only reads."""
+"""Follows a run from its directory alone, from any machine that sees it: console, events and the
+diagnosis of a stall. Only reads."""
 
 import time
 from collections.abc import Callable
@@ -28,11 +29,18 @@ IsQueued = Callable[[], bool | None]
 
 
 class Life:
-    """Whether a run goes on. One on a cluster may come back, so it is waited for as long as that is possible."""
+    """Whether a run goes on. One on a cluster may come back, so it is waited for as long as that
+    is possible."""
 
-    def __init__(self, run_dir: RunDir, config: RLConfig, waits: bool = False, is_queued: IsQueued | None = None):
-        """`waits`: whether a run that is over is about to be started again. `is_queued`: whether its engine has jobs of the run, queued or
-        running; None if nobody can tell."""
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: RLConfig,
+        waits: bool = False,
+        is_queued: IsQueued | None = None,
+    ):
+        """`waits`: whether a run that is over is about to be started again. `is_queued`: whether
+        its engine has jobs of the run, queued or running; None if nobody can tell."""
         self.run_dir, self.config, self.cluster = run_dir, config, config.cluster
         self.waits, self.is_queued = waits, is_queued or (lambda: None)
         self.nodes, self.signs, self.ask_at = Nodes(run_dir), Staleness(), 0.0
@@ -41,18 +49,26 @@ class Life:
         """What a run is waited for that has no machines now; else empty."""
 
     def is_led(self) -> bool:
-        """Returns whether some process holds the role `rl`: by its process if that can be seen from here, else by its lease."""
+        """Returns whether some process holds the role `rl`: by its process if that can be seen
+        from here, else by its lease."""
         lock = self.run_dir.lock("rl")
         path = lease_path(lock, newest_lease(lock)) if lock.parent.is_dir() else lock
         owner = read_json(path, LockOwner)
         if owner is None:
             return False
         lives = owner.lives()
-        return self.signs.look("rl", (path.name, path.stat().st_mtime_ns)) < LEASE_S if lives is None else lives
+        return (
+            self.signs.look("rl", (path.name, path.stat().st_mtime_ns)) < LEASE_S
+            if lives is None
+            else lives
+        )
 
     def has_machines(self) -> bool:
         """Returns whether any machine gives signs of life, or somebody leads the run."""
-        silent_s = [self.signs.look(f"machine {index}", one.heartbeat) for index, one in self.nodes.statuses().items()]
+        silent_s = [
+            self.signs.look(f"machine {index}", one.heartbeat)
+            for index, one in self.nodes.statuses().items()
+        ]
         return any(seconds < LEASE_S for seconds in silent_s) or self.is_led()
 
     def end(self) -> tuple[int, str] | None:
@@ -62,16 +78,21 @@ class Life:
             if over and not (over == self.over_before and (self.is_led() or self.waits)):
                 return over.exit_code, over.text or diagnose(self.run_dir, self.config).bottleneck
             why = self.abandoned()
-            remedy = f"{self.run_dir.logs} has what its machines said last; resume with: rl @ {self.run_dir.config} --resume"
+            remedy = (
+                f"{self.run_dir.logs} has what its machines said last; resume with: rl @ "
+                f"{self.run_dir.config} --resume"
+            )
             return (1, f"{why}: {remedy}") if why else None
         if self.is_led():
             return None
         found = diagnose(self.run_dir, self.config)
-        return None if found.state == "live" else (CODES[found.state], found.bottleneck)  # live: its `rl` is about to exit
+        # live: its `rl` is about to exit
+        return None if found.state == "live" else (CODES[found.state], found.bottleneck)
 
     def abandoned(self) -> str:
-        """Returns why a run without machines does not come back; empty if it may: while its engine has jobs of it or had some ASK_S ago, as
-        last words need a moment to arrive; where no engine tells that, for cluster.join_timeout_s after the last sign of life that this
+        """Returns why a run without machines does not come back; empty if it may: while its
+        engine has jobs of it or had some ASK_S ago, as last words need a moment to arrive; where
+        no engine tells that, for cluster.join_timeout_s after the last sign of life that this
         process has seen."""
         assert self.cluster is not None
         if self.has_machines():
@@ -84,17 +105,27 @@ class Life:
         if queued is None:
             if self.last_sign_s() >= self.cluster.join_timeout_s:
                 return f"no machine has given a sign of life for {limit}"
-            self.waiting = f"no machine of the run is there: waiting for one up to {limit} after the last sign of life seen here"
+            self.waiting = (
+                f"no machine of the run is there: waiting for one up to {limit} after the last "
+                "sign of life seen here"
+            )
         elif not queued:
-            return "the run has no jobs in the queue any more" if self.signs.look("queue", queued) >= ASK_S else ""
+            return (
+                "the run has no jobs in the queue any more"
+                if self.signs.look("queue", queued) >= ASK_S
+                else ""
+            )
         else:
             self.signs.look("queue", queued)
-            self.waiting = f"no machine of the run is there: waiting for its jobs, {self.nodes.jobs()}"
+            self.waiting = (
+                f"no machine of the run is there: waiting for its jobs, {self.nodes.jobs()}"
+            )
         return ""
 
     def last_sign_s(self) -> float:
-        """Returns the seconds for which this process has seen no machine write its status, and nobody prepare the run. Times of files are
-        only compared with each other: the disk's clock may be another one."""
+        """Returns the seconds for which this process has seen no machine write its status, and
+        nobody prepare the run. Times of files are only compared with each other: the disk's
+        clock may be another one."""
         paths = [path for path in (self.nodes.folder, self.run_dir.config) if path.exists()]
         return self.signs.look("files", [path.stat().st_mtime_ns for path in paths])
 
@@ -120,15 +151,21 @@ class Watch:
         for event in events:
             if text := event_text(event):
                 self.console.say(text)
-        quiet_s = self.moves.look("moves", (self.metrics.offset, self.num_events, self.life.waiting))
+        quiet_s = self.moves.look(
+            "moves", (self.metrics.offset, self.num_events, self.life.waiting)
+        )
         if quiet_s >= self.config.supervisor.stall_s and not self.life.waiting:
             self.moves = Staleness()
-            self.console.say(f"nothing new for {quiet_s:.0f} s: {diagnose(self.run_dir, self.config).bottleneck}")
+            self.console.say(
+                f"nothing new for {quiet_s:.0f} s: {diagnose(self.run_dir, self.config).bottleneck}"
+            )
 
     def look(self) -> tuple[int, str] | None:
-        """Shows what became of the machines. Returns exit code and last words of a run that is over; None while it goes on."""
+        """Shows what became of the machines. Returns exit code and last words of a run that is
+        over; None while it goes on."""
         machines = read_machines(self.run_dir, self.config, self.heartbeats, time.time())
-        for text in changes(self.machines, machines) if time.monotonic() >= self.settled_at else ():  # then clocks that differ are known
+        # then clocks that differ are known
+        for text in changes(self.machines, machines) if time.monotonic() >= self.settled_at else ():
             self.console.say(text)
         end = self.life.end()
         if self.life.waiting and self.life.waiting != self.waiting:
@@ -144,9 +181,11 @@ def watch(
     waits: bool = False,
     is_queued: IsQueued | None = None,
 ) -> int:
-    """Follows a run until it is over, and returns its exit code. Ctrl-C ends only this: then it returns 0.
+    """Follows a run until it is over, and returns its exit code. Ctrl-C ends only this: then it
+    returns 0.
 
-    `children` has the handler of signals; None in a thread, which gets none. `waits` and `is_queued`: see Life.
+    `children` has the handler of signals; None in a thread, which gets none. `waits` and
+    `is_queued`: see Life.
     """
     seen = Watch(run_dir, config, Life(run_dir, config, waits, is_queued))
     try:
@@ -155,7 +194,11 @@ def watch(
         if children:
             children.stop_caught()
         seen.console.close()
-        print(f"detached; the run goes on. `rl watch {run_dir.root}` shows it again, `rl stop {run_dir.root}` ends it", flush=True)
+        print(
+            f"detached; the run goes on. `rl watch {run_dir.root}` shows it again, `rl stop "
+            f"{run_dir.root}` ends it",
+            flush=True,
+        )
         return 0
     finally:
         seen.console.close()
@@ -185,9 +228,14 @@ def event_text(event: Event) -> str:
     texts: dict[str, Callable[[], str]] = {
         "start": lambda: "rl has started" if event.process == "rl" else "",
         "death": lambda: (
-            f"  {event.process} {event.reason}, {event.doing or 'not started'}" + (f", saying: {event.said}" if event.said else "")
+            f"  {event.process} {event.reason}, {event.doing or 'not started'}"
+            + (f", saying: {event.said}" if event.said else "")
         ),
-        "ready": lambda: f"  {event.process} is up after {event.seconds:g} s" if event.seconds is not None else "",
+        "ready": lambda: (
+            f"  {event.process} is up after {event.seconds:g} s"
+            if event.seconds is not None
+            else ""
+        ),
         "silent": lambda: f"  {event.process} {event.reason}",
         "warning": lambda: f"warning: {event.reason}",
         "stall": lambda: f"warning: nothing moves: {event.reason}",

@@ -9,7 +9,8 @@ from rl.system.errors import RunError
 from rl.system.jsonl import without_duplicates
 
 Message = dict[str, Any]
-"""A message as in chat APIs: role, content (text, a list of text parts, or None), reasoning_content?, tool_calls?, tool_call_id?"""
+"""A message as in chat APIs: role, content (text, a list of text parts, or None),
+reasoning_content?, tool_calls?, tool_call_id?"""
 Tool = dict[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}"""
 
@@ -21,7 +22,8 @@ END_OF_BAD_CALL = re.compile(rf"{CALL_END}|(?={CALL})|\Z")
 
 
 class RendererError(RunError):
-    """Messages cannot be rendered for this model; the error names the remedy. It fails only the rollout in which it occurs."""
+    """Messages cannot be rendered for this model; the error names the remedy. It fails only the
+    rollout in which it occurs."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,28 @@ def assistant_message(answer: Answer) -> Message:
         message["reasoning_content"] = answer.reasoning
     if calls := answer.tool_calls:
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
         ]
     return message
 
 
 def wire(messages: list[Message]) -> list[Message]:
-    """Copies of messages in normalized form: content is text, arguments are JSON text, and empty fields are left out, because templates
-    test for them in different ways. Raises RendererError for content that is not text."""
+    """Copies of messages in normalized form: content is text, arguments are JSON text, and empty
+    fields are left out, because templates test for them in different ways. Raises RendererError
+    for content that is not text."""
     return [
         {key: value for key, value in message.items() if value and key != "tool_calls"}
         | {"content": content_text(message)}
-        | ({"tool_calls": [with_arguments(call, arguments_text) for call in message["tool_calls"]]} if message.get("tool_calls") else {})
+        | (
+            {"tool_calls": [with_arguments(call, arguments_text) for call in message["tool_calls"]]}
+            if message.get("tool_calls")
+            else {}
+        )
         for message in messages
     ]
 
@@ -71,23 +83,43 @@ def content_text(message: Message) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    kinds = sorted({str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content} - {"text"})
+    kinds = sorted(
+        {
+            str(part.get("type")) if isinstance(part, dict) else type(part).__name__
+            for part in content
+        }
+        - {"text"}
+    )
     if kinds:
-        raise RendererError(f"a {message['role']} message has content of type {', '.join(kinds)}; only text can be rendered: remove it")
+        raise RendererError(
+            f"a {message['role']} message has content of type {', '.join(kinds)}; only text "
+            "can be rendered: remove it"
+        )
     return "".join(part["text"] for part in content)
 
 
 def chat_call(call: Any) -> dict[str, Any]:
-    """A call in the form of chat APIs, with arguments as JSON text: from an object or a dict that may lack `function`, or JSON text."""
+    """A call in the form of chat APIs, with arguments as JSON text: from an object or a dict
+    that may lack `function`, or JSON text."""
     call = json.loads(call) if isinstance(call, str) else call
     function = call.get("function") or call
     arguments = arguments_text(function.get("arguments") or {})
-    return {"id": call.get("id") or "", "type": "function", "function": {"name": function.get("name"), "arguments": arguments}}
+    return {
+        "id": call.get("id") or "",
+        "type": "function",
+        "function": {"name": function.get("name"), "arguments": arguments},
+    }
 
 
 def with_arguments(call: dict[str, Any], change: Any) -> dict[str, Any]:
     """A copy of a call with the function `change` applied to its arguments."""
-    return {**call, "function": {**call["function"], "arguments": change(call["function"].get("arguments") or "{}")}}
+    return {
+        **call,
+        "function": {
+            **call["function"],
+            "arguments": change(call["function"].get("arguments") or "{}"),
+        },
+    }
 
 
 def arguments_text(arguments: Any) -> str:
@@ -105,11 +137,15 @@ def arguments_object(arguments: str) -> Any:
 def call_text(call: dict[str, Any]) -> str:
     """A call as the text that read_calls reads; its arguments, JSON text, are not changed."""
     function = call["function"]
-    return f'{CALL}\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {function["arguments"]}}}\n{CALL_END}'
+    return (
+        f'{CALL}\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
+        f"{function['arguments']}}}\n{CALL_END}"
+    )
 
 
 def read_calls(text: str) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Parses <tool_call> blocks. Returns the text without the valid ones, their (name, arguments), and the verbatim invalid ones."""
+    """Parses <tool_call> blocks. Returns the text without the valid ones, their (name,
+    arguments), and the verbatim invalid ones."""
     kept, calls, bad, at = "", [], [], 0
     while (start := text.find(CALL, at)) >= 0:
         kept += text[at:start]
@@ -124,11 +160,14 @@ def read_calls(text: str) -> tuple[str, list[tuple[str, str]], list[str]]:
 
 
 def read_call(text: str, start: int) -> tuple[tuple[str, str] | None, int]:
-    """Returns the call in the block at `start` (None if invalid), and where the block ends. A closing tag in a JSON string is ignored."""
+    """Returns the call in the block at `start` (None if invalid), and where the block ends. A
+    closing tag in a JSON string is ignored."""
     body = SPACE.match(text, start + len(CALL)).end()
     try:
         value, end = json.JSONDecoder(object_pairs_hook=without_duplicates).raw_decode(text, body)
-    except (ValueError, RecursionError):  # not JSON, a key twice, or more digits or nesting than Python parses, as a looping policy writes
+    # not JSON, a key twice, or more digits or nesting than Python parses, as a looping policy
+    # writes
+    except (ValueError, RecursionError):
         return None, END_OF_BAD_CALL.search(text, body).end()
     closing = CLOSE.match(text, end)
     call = call_of(value) if closing and isinstance(value, dict) else None
@@ -136,14 +175,21 @@ def read_call(text: str, start: int) -> tuple[tuple[str, str] | None, int]:
 
 
 def call_of(value: dict[str, Any]) -> tuple[str, str] | None:
-    """The call that an object of JSON is. One without arguments has nothing else that could be meant as such, like `parameters`."""
+    """The call that an object of JSON is. One without arguments has nothing else that could be
+    meant as such, like `parameters`."""
     others = value.keys() - {"name", "arguments", "id", "type"}
     return None if others else checked_call(value.get("name"), value.get("arguments", {}))
 
 
 def checked_call(name: object, arguments: object) -> tuple[str, str] | None:
-    """(name, arguments as JSON text) if they are a name and an object that every JSON parser accepts; else None."""
-    if not isinstance(name, str) or not name or not is_unicode(name) or not isinstance(arguments, dict):
+    """(name, arguments as JSON text) if they are a name and an object that every JSON parser
+    accepts; else None."""
+    if (
+        not isinstance(name, str)
+        or not name
+        or not is_unicode(name)
+        or not isinstance(arguments, dict)
+    ):
         return None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -153,7 +199,8 @@ def checked_call(name: object, arguments: object) -> tuple[str, str] | None:
 
 
 def is_unicode(text: str) -> bool:
-    r"""Returns False for text with half of a surrogate pair, which JSON can spell (\ud83d) but tokenizers and files do not accept."""
+    r"""Returns False for text with half of a surrogate pair, which JSON can spell (\ud83d) but
+    tokenizers and files do not accept."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -162,7 +209,8 @@ def is_unicode(text: str) -> bool:
 
 
 def read_thinking(text: str, opened: bool) -> tuple[str | None, str]:
-    """Returns (thinking or None, the text after it). `opened`: the prompt ends with the opening tag. No text follows cut-off thinking."""
+    """Returns (thinking or None, the text after it). `opened`: the prompt ends with the opening
+    tag. No text follows cut-off thinking."""
     if not opened:
         if not text.lstrip().startswith(THINK):
             return None, text

@@ -1,4 +1,5 @@
-"""Token ids of conversations that are given as text: those that the policy would have been sent and would have had to sample."""
+"""Token ids of conversations that are given as text: those that the policy would have been sent
+and would have had to sample."""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,8 +13,9 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 def conversation_ids(
     renderer: Renderer, messages: list[Message], answers: Iterable[int], tools: list[Tool] | None
 ) -> Iterator[tuple[int, bool, list[int], list[int]]]:
-    """Yields (index, whether the prompt continues the ids of the answer before, prompt, answer) of the answers at these indices, each after
-    exactly the ids that would precede it in a rollout. Raises RendererError."""
+    """Yields (index, whether the prompt continues the ids of the answer before, prompt, answer)
+    of the answers at these indices, each after exactly the ids that would precede it in a
+    rollout. Raises RendererError."""
     ids: list[int] = []
     last = -1
     for i in answers:
@@ -34,22 +36,43 @@ def letters_of(text: str) -> str:
     return "".join(text.replace(THINK, "").replace(THINK_END, "").split())
 
 
-def missing_text(renderer: Renderer, prompt: list[int], answer: list[int], message: Message, tools: list[Tool] | None) -> str | None:
-    """Names the part of a message that is missing from the ids of its answer, with the remedy; None if nothing is missing."""
+def missing_text(
+    renderer: Renderer,
+    prompt: list[int],
+    answer: list[int],
+    message: Message,
+    tools: list[Tool] | None,
+) -> str | None:
+    """Names the part of a message that is missing from the ids of its answer, with the remedy;
+    None if nothing is missing."""
     written = letters_of(renderer.decode(answer))
     content = wire([message])[0]["content"]
     for key in REASONING:
         if (text := message.get(key)) and letters_of(str(text)) not in written:
             return (
-                f"the chat template leaves out the {key} of an answer; use one that shows it (model.chat_template), write it into the "
+                f"the chat template leaves out the {key} of an answer; use one that shows it "
+                "(model.chat_template), write it into the "
                 "content, or leave it out with sft.drop_reasoning = true"
             )
     calls = [
-        (call["function"]["name"], arguments_text(call["function"].get("arguments") or "{}")) for call in message.get("tool_calls") or []
+        (call["function"]["name"], arguments_text(call["function"].get("arguments") or "{}"))
+        for call in message.get("tool_calls") or []
     ]
-    read = renderer.parse(answer, tools or [{"type": "function", "function": {"name": name}} for name, _ in calls], prompt).tool_calls
-    if calls and [(name, arguments_object(text)) for name, text in calls] != [(c.name, arguments_object(c.arguments)) for c in read]:
-        return "an answer's tool calls cannot be parsed from the template's own output; see renderer.name and model.chat_template"
+    read = renderer.parse(
+        answer,
+        tools or [{"type": "function", "function": {"name": name}} for name, _ in calls],
+        prompt,
+    ).tool_calls
+    if calls and [(name, arguments_object(text)) for name, text in calls] != [
+        (c.name, arguments_object(c.arguments)) for c in read
+    ]:
+        return (
+            "an answer's tool calls cannot be parsed from the template's own output; see "
+            "renderer.name and model.chat_template"
+        )
     if letters_of(content) not in written:
-        return "the chat template leaves out a part of an answer's content, or the content has the template's special tokens: change it"
+        return (
+            "the chat template leaves out a part of an answer's content, or the content has the "
+            "template's special tokens: change it"
+        )
     return None

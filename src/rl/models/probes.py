@@ -1,4 +1,5 @@
-"""Conversations that show what a chat template does: whether it presents tools, and whether a renderer writes the same text."""
+"""Conversations that show what a chat template does: whether it presents tools, and whether a
+renderer writes the same text."""
 
 from rl.models.chat import Message, Tool
 
@@ -9,21 +10,42 @@ TOOL: Tool = {
     "function": {
         "name": "probe_tool",
         "description": "Probes.",
-        "parameters": {"type": "object", "properties": {"probe_key": {"type": "string"}}, "required": ["probe_key"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"probe_key": {"type": "string"}},
+            "required": ["probe_key"],
+        },
     },
 }
 ASK: list[Message] = [{"role": "user", "content": QUESTION}]
 CALL: Message = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [{"id": "callprobe", "type": "function", "function": {"name": "probe_tool", "arguments": ARGUMENTS}}],
+    "tool_calls": [
+        {
+            "id": "callprobe",
+            "type": "function",
+            "function": {"name": "probe_tool", "arguments": ARGUMENTS},
+        }
+    ],
 }
-TOOL_CYCLE: list[Message] = [*ASK, CALL, {"role": "tool", "tool_call_id": "callprobe", "content": RESULT}]
+TOOL_CYCLE: list[Message] = [
+    *ASK,
+    CALL,
+    {"role": "tool", "tool_call_id": "callprobe", "content": RESULT},
+]
 
 CONVERSATIONS: list[tuple[list[Message], list[Tool] | None]] = [
     (ASK, None),
     ([{"role": "system", "content": "Be brief."}, *ASK], None),
-    ([*ASK, {"role": "assistant", "content": "b", "reasoning_content": "Hm."}, {"role": "user", "content": "And now?"}], None),
+    (
+        [
+            *ASK,
+            {"role": "assistant", "content": "b", "reasoning_content": "Hm."},
+            {"role": "user", "content": "And now?"},
+        ],
+        None,
+    ),
     ([{"role": "system", "content": "Be brief."}, *ASK], [TOOL]),
     ([*TOOL_CYCLE, {**TOOL_CYCLE[-1], "content": "more"}], [TOOL]),
     ([*ASK, {**CALL, "content": "I look.", "reasoning_content": "Hm."}, TOOL_CYCLE[-1]], [TOOL]),

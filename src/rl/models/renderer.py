@@ -1,4 +1,5 @@
-"""Renderers of the `renderers` package, and the choice of a model's renderer. Importing this module is light."""
+"""Renderers of the `renderers` package, and the choice of a model's renderer. Importing this
+module is light."""
 
 import json
 import logging
@@ -8,7 +9,16 @@ from typing import Any
 
 from rl.config.run import RendererConfig
 from rl.models import probes
-from rl.models.chat import CALL, Answer, Message, RendererError, Tool, checked_call, read_calls, wire
+from rl.models.chat import (
+    CALL,
+    Answer,
+    Message,
+    RendererError,
+    Tool,
+    checked_call,
+    read_calls,
+    wire,
+)
 from rl.models.template import IM_END, IM_START, ChatMLRenderer, Renderer, TemplateRenderer
 from rl.models.tokenizer import load_tokenizer
 
@@ -16,7 +26,8 @@ log = logging.getLogger(__name__)
 
 JSON_CALL = re.compile(rf"\s*{CALL}\s*\{{")
 PACKAGE_ERRORS = (AssertionError, AttributeError, KeyError, TypeError, ValueError)
-"""Exceptions that the package's renderers raise for a tokenizer or messages that do not fit their model."""
+"""Exceptions that the package's renderers raise for a tokenizer or messages that do not fit
+their model."""
 
 
 class PackageRenderer(Renderer):
@@ -30,66 +41,127 @@ class PackageRenderer(Renderer):
         self.name = name
         try:
             kind = type(config_from_name(name))
-            retention = {} if config.thinking_retention == "template" else {"thinking_retention": config.thinking_retention}
-            switch = {} if config.enable_thinking is None else {"enable_thinking": config.enable_thinking}
-            self.inner = create_renderer(tokenizer, kind(**retention, **{key: switch[key] for key in switch if key in kind.model_fields}))
+            retention = (
+                {}
+                if config.thinking_retention == "template"
+                else {"thinking_retention": config.thinking_retention}
+            )
+            switch = (
+                {}
+                if config.enable_thinking is None
+                else {"enable_thinking": config.enable_thinking}
+            )
+            self.inner = create_renderer(
+                tokenizer,
+                kind(
+                    **retention, **{key: switch[key] for key in switch if key in kind.model_fields}
+                ),
+            )
         except PACKAGE_ERRORS as error:
-            raise RendererError(f'renderer.name = "{name}" does not fit this model: {error}; use "auto" or another name') from error
+            raise RendererError(
+                f'renderer.name = "{name}" does not fit this model: {error}; use "auto" or '
+                "another name"
+            ) from error
         self.stop_token_ids = list(self.inner.get_stop_token_ids())
         with_header, without = self.render(probes.ASK), self.render(probes.ASK, header=False)
         self.header = with_header[len(without) :]
 
-    def render(self, messages: list[Message], tools: list[Tool] | None = None, header: bool = True) -> list[int]:
+    def render(
+        self, messages: list[Message], tools: list[Tool] | None = None, header: bool = True
+    ) -> list[int]:
         try:
-            return list(self.inner.render_ids(wire(messages), tools=tools or None, add_generation_prompt=header))
+            return list(
+                self.inner.render_ids(
+                    wire(messages), tools=tools or None, add_generation_prompt=header
+                )
+            )
         except PACKAGE_ERRORS as error:
-            raise RendererError(f'renderer "{self.name}" cannot render these messages: {error}; change them, or renderer.name') from error
+            raise RendererError(
+                f'renderer "{self.name}" cannot render these messages: {error}; change them, '
+                "or renderer.name"
+            ) from error
 
     def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
         return self.render(messages, tools)
 
     def next_prompt_ids(
-        self, before: list[int], messages: list[Message], num_old: int, tools: list[Tool] | None = None
+        self,
+        before: list[int],
+        messages: list[Message],
+        num_old: int,
+        tools: list[Tool] | None = None,
     ) -> list[int] | None:
         size = len(self.header)
-        starts = (at for at in range(len(before), size - 1, -1) if before[at - size : at] == self.header)
+        starts = (
+            at for at in range(len(before), size - 1, -1) if before[at - size : at] == self.header
+        )
         answer_at = next(starts, None)
         if answer_at is None:
             return None
-        bridge = self.inner.bridge_to_next_turn(before[:answer_at], before[answer_at:], wire(messages[num_old:]), tools=tools or None)
-        return list(bridge.token_ids) if bridge and bridge.token_ids[: len(before)] == before else None
+        bridge = self.inner.bridge_to_next_turn(
+            before[:answer_at], before[answer_at:], wire(messages[num_old:]), tools=tools or None
+        )
+        return (
+            list(bridge.token_ids) if bridge and bridge.token_ids[: len(before)] == before else None
+        )
 
     def answer_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
-        prompt, whole = self.render(messages[:-1], tools), self.render(messages, tools, header=False)
+        prompt, whole = (
+            self.render(messages[:-1], tools),
+            self.render(messages, tools, header=False),
+        )
         if whole[: len(prompt)] != prompt:
             remedy = 'see renderer.enable_thinking, or set renderer.name = "template"'
-            raise RendererError(f'renderer "{self.name}" does not write an answer directly after its prompt; {remedy}')
+            raise RendererError(
+                f'renderer "{self.name}" does not write an answer directly after its prompt; '
+                f"{remedy}"
+            )
         answer = whole[len(prompt) :]
         last = max((at for at, id in enumerate(answer) if id in self.stop_token_ids), default=None)
         if last is not None:
             return answer[: last + 1]
         # GLM writes nothing after an answer: it ends with the role of whoever speaks next.
-        role = self.tokenizer.convert_tokens_to_ids("<|observation|>" if messages[-1].get("tool_calls") else "<|user|>")
+        role = self.tokenizer.convert_tokens_to_ids(
+            "<|observation|>" if messages[-1].get("tool_calls") else "<|user|>"
+        )
         return [*answer, role if role in self.stop_token_ids else self.stop_token_ids[0]]
 
-    def parse(self, completion_ids: list[int], tools: list[Tool] | None = None, prompt_ids: list[int] | None = None) -> Answer:
+    def parse(
+        self,
+        completion_ids: list[int],
+        tools: list[Tool] | None = None,
+        prompt_ids: list[int] | None = None,
+    ) -> Answer:
         answer = self.until_stop(completion_ids)
         try:
-            parsed = self.inner.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
-        except (ValueError, RecursionError):  # more digits or nesting than Python's JSON parses: see chat.read_call
+            parsed = self.inner.parse_response(
+                completion_ids, tools=tools or None, prompt_ids=prompt_ids
+            )
+        # more digits or nesting than Python's JSON parses: see chat.read_call
+        except (ValueError, RecursionError):
             return Answer(self.text(answer), None, [], [self.text(answer)] if tools else [])
         calls, bad = [], []
         for call in parsed.tool_calls:
             written = self.text(answer[slice(*call.token_span)]) if call.token_span else call.raw
-            good = checked_call(call.name, call.arguments) if call.status in ("ok", "unknown_tool") and tools else None
-            if JSON_CALL.match(written):  # of a key twice, or another than `arguments`, the package says nothing
+            good = (
+                checked_call(call.name, call.arguments)
+                if call.status in ("ok", "unknown_tool") and tools
+                else None
+            )
+            # of a key twice, or another than `arguments`, the package says nothing
+            if JSON_CALL.match(written):
                 good = next(iter(read_calls(written)[1]), None) if good else None
             if good:
                 calls.append(good)
             else:
                 bad.append(written)
         content = "\n".join(text for text in (parsed.content, *bad) if text)
-        return Answer(content, parsed.reasoning_content, self.with_ids(calls, completion_ids, prompt_ids), bad if tools else [])
+        return Answer(
+            content,
+            parsed.reasoning_content,
+            self.with_ids(calls, completion_ids, prompt_ids),
+            bad if tools else [],
+        )
 
 
 CANDIDATES = {
@@ -105,15 +177,25 @@ CANDIDATES = {
 """Token of the vocabulary -> the package's renderers for models with that token."""
 
 
-def load_renderer(model_path: str, config: RendererConfig, *, trust_remote_code: bool = False) -> Renderer:
-    """The renderer for a model folder, which already contains the template that model.chat_template names.
+def load_renderer(
+    model_path: str, config: RendererConfig, *, trust_remote_code: bool = False
+) -> Renderer:
+    """The renderer for a model folder, which already contains the template that model.chat_template
+    names.
 
     Raises RendererError, and RunError if the tokenizer cannot be loaded.
     """
     tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code)
-    name, why = (config.name, "configured") if config.name != "auto" else choose(tokenizer, model_path)
+    name, why = (
+        (config.name, "configured") if config.name != "auto" else choose(tokenizer, model_path)
+    )
     renderer = build(tokenizer, config, name)
-    log.info("renderer %s: %s; tools %s", name, why, "can be used" if renderer.supports_tools else "cannot be shown to the model")
+    log.info(
+        "renderer %s: %s; tools %s",
+        name,
+        why,
+        "can be used" if renderer.supports_tools else "cannot be shown to the model",
+    )
     return renderer
 
 
@@ -121,13 +203,16 @@ def build(tokenizer: Any, config: RendererConfig, name: str) -> Renderer:
     if name not in ("template", "chatml"):
         return PackageRenderer(tokenizer, config, name)
     if not tokenizer.chat_template:
-        raise RendererError("the model's tokenizer has no chat template; set model.chat_template to chatml or a file")
+        raise RendererError(
+            "the model's tokenizer has no chat template; set model.chat_template to chatml "
+            "or a file"
+        )
     return (TemplateRenderer if name == "template" else ChatMLRenderer)(tokenizer, config)
 
 
 def choose(tokenizer: Any, model_path: str) -> tuple[str, str]:
-    """Chooses a renderer by the model's published name if its template is unchanged, else by what its template does. Returns its name and
-    the reason."""
+    """Chooses a renderer by the model's published name if its template is unchanged, else by
+    what its template does. Returns its name and the reason."""
     from renderers.base import MODEL_RENDERER_MAP
 
     published, inherited = published_names(tokenizer, model_path)
@@ -139,20 +224,30 @@ def choose(tokenizer: Any, model_path: str) -> tuple[str, str]:
     names += [name for token, names in CANDIDATES.items() if token in vocabulary for name in names]
     for name in dict.fromkeys(names):
         if agrees(tokenizer, name, template):
-            return name, f"it equals the model's template on {len(probes.CONVERSATIONS)} conversations with and without tools"
+            return (
+                name,
+                f"it equals the model's template on {len(probes.CONVERSATIONS)} "
+                "conversations with and without tools",
+            )
     if template.supports_tools:
         return "template", "the model's template shows tools, and no specific renderer matches it"
-    if f"{IM_START}user\n{probes.QUESTION}{IM_END}\n{IM_START}assistant\n" in template.render(probes.ASK):
+    if f"{IM_START}user\n{probes.QUESTION}{IM_END}\n{IM_START}assistant\n" in template.render(
+        probes.ASK
+    ):
         return "chatml", "the model's template is ChatML and shows no tools"
     return "template", "no specific renderer matches the model's template"
 
 
 def published_names(tokenizer: Any, model_path: str) -> tuple[str, str]:
-    """Returns the hub's name for this very model, and that of the model it was made from, whose template may differ; "" if unknown."""
-    cached = next((part for part in Path(model_path).parts if part.startswith("models--")), "")  # the layout of the hub's cache
+    """Returns the hub's name for this very model, and that of the model it was made from, whose
+    template may differ; "" if unknown."""
+    # the layout of the hub's cache
+    cached = next((part for part in Path(model_path).parts if part.startswith("models--")), "")
     config = Path(model_path) / "config.json"
     inherited = json.loads(config.read_text()).get("_name_or_path", "") if config.is_file() else ""
-    return cached.removeprefix("models--").replace("--", "/", 1) or tokenizer.name_or_path, inherited
+    return cached.removeprefix("models--").replace(
+        "--", "/", 1
+    ) or tokenizer.name_or_path, inherited
 
 
 def agrees(tokenizer: Any, name: str, template: TemplateRenderer) -> bool:
@@ -160,7 +255,8 @@ def agrees(tokenizer: Any, name: str, template: TemplateRenderer) -> bool:
     try:
         renderer = PackageRenderer(tokenizer, RendererConfig(thinking_retention="template"), name)
         return all(
-            renderer.prompt_ids(messages, tools) == template.encode(template.render(messages, tools))
+            renderer.prompt_ids(messages, tools)
+            == template.encode(template.render(messages, tools))
             for messages, tools in probes.CONVERSATIONS
         )
     except RendererError:

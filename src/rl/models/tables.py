@@ -12,8 +12,9 @@ from rl.system.jsonl import json_object
 def load_table(name: str, split: str, subset: str | None = None) -> Sequence[dict[str, Any]]:
     """Returns the rows of a split of a data set, with the values that its files have.
 
-    Cells of CSV files are text: "NA" is no missing value, and 02108 no number. Lines of JSON are read as they are: a table would give all
-    rows the keys and the types of each other. Other files, such as Parquet, have types of their own.
+    Cells of CSV files are text: "NA" is no missing value, and 02108 no number. Lines of JSON are
+    read as they are: a table would give all rows the keys and the types of each other. Other files,
+    such as Parquet, have types of their own.
     """
     import datasets
 
@@ -21,24 +22,34 @@ def load_table(name: str, split: str, subset: str | None = None) -> Sequence[dic
     kind = getattr(data.info, "builder_name", "")
     if kind == "csv":
         texts = datasets.Features(dict.fromkeys(data.column_names, datasets.Value("string")))
-        return datasets.load_dataset(name, subset, split=split, features=texts, keep_default_na=False)
+        return datasets.load_dataset(
+            name, subset, split=split, features=texts, keep_default_na=False
+        )
     if kind == "json":
         files = datasets.load_dataset_builder(name, subset).config.data_files
         lines = datasets.load_dataset("text", data_files=files, split=split)["text"]
         is_array = next((line for line in lines if line.strip()), "").lstrip().startswith("[")
         if not is_array:  # which would be over several lines
-            numbered = [(line, f"{name}:{split} line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+            numbered = [
+                (line, f"{name}:{split} line {number}")
+                for number, line in enumerate(lines, start=1)
+                if line.strip()
+            ]
             return [json_object(line, place, '{"prompt": ...}') for line, place in numbered]
     return data
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:
-    """Returns the rows of a CSV file, whose cells are text. Raises RunError for a row that has another number of cells than its first."""
+    """Returns the rows of a CSV file, whose cells are text. Raises RunError for a row that has
+    another number of cells than its first."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         rows = []
         for row in reader:
             if None in row or None in row.values():
-                raise RunError(f"{path}:{reader.line_num}: not {len(reader.fieldnames or ())} cells, as in the first line; correct it")
+                raise RunError(
+                    f"{path}:{reader.line_num}: not {len(reader.fieldnames or ())} cells, as "
+                    "in the first line; correct it"
+                )
             rows.append(row)
     return rows

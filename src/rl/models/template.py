@@ -1,7 +1,8 @@
-"""The interface of renderers, and two that use a model's own chat template: unchanged, or with tools written as text if it has none.
+"""The interface of renderers, and two that use a model's own chat template: unchanged, or with
+tools written as text if it has none.
 
-The ids of earlier turns are never encoded again, because sampled ids need not be those that the tokenizer would choose. The messages of a
-later turn are rendered alone and appended.
+The ids of earlier turns are never encoded again, because sampled ids need not be those that the
+tokenizer would choose. The messages of a later turn are rendered alone and appended.
 """
 
 import hashlib
@@ -37,7 +38,8 @@ PLACEHOLDER = "RL-PLACEHOLDER"
 
 
 class Renderer:
-    """Turns chat messages into the token ids of one model, and sampled ids back into messages, exactly, across turns and tools."""
+    """Turns chat messages into the token ids of one model, and sampled ids back into messages,
+    exactly, across turns and tools."""
 
     supports_tools = True
     stop_token_ids: list[int]
@@ -46,33 +48,50 @@ class Renderer:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self.special_ids = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special} | set(tokenizer.all_special_ids)
+        self.special_ids = {
+            id for id, token in tokenizer.added_tokens_decoder.items() if token.special
+        } | set(tokenizer.all_special_ids)
         tags = {tokenizer.convert_tokens_to_ids(tag) for tag in (CALL, CALL_END, THINK, THINK_END)}
         self.hidden_ids = self.special_ids - (tags - {tokenizer.unk_token_id})
 
     def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
-        """The ids of a conversation up to the start of the assistant's answer. Raises RendererError."""
+        """The ids of a conversation up to the start of the assistant's answer. Raises
+        RendererError."""
         raise NotImplementedError
 
     def next_prompt_ids(
-        self, before: list[int], messages: list[Message], num_old: int, tools: list[Tool] | None = None
+        self,
+        before: list[int],
+        messages: list[Message],
+        num_old: int,
+        tools: list[Tool] | None = None,
     ) -> list[int] | None:
-        """The ids of a conversation whose first `num_old` messages are already in `before`: the last prompt and the sampled answer.
+        """The ids of a conversation whose first `num_old` messages are already in `before`: the
+        last prompt and the sampled answer.
 
-        The result starts with `before`, id for id; an answer that was cut off is closed. None if the template rewrites earlier messages:
-        then the caller renders the whole conversation again. Raises RendererError.
+        The result starts with `before`, id for id; an answer that was cut off is closed. None if
+        the template rewrites earlier messages: then the caller renders the whole conversation
+        again. Raises RendererError.
         """
         raise NotImplementedError
 
     def answer_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
-        """The ids that the policy would sample after all earlier messages to produce the last one, the assistant's, including the token
-        that ends it. Text that the template leaves out is not included. Raises RendererError."""
+        """The ids that the policy would sample after all earlier messages to produce the last
+        one, the assistant's, including the token that ends it. Text that the template leaves out
+        is not included. Raises RendererError."""
         raise NotImplementedError
 
-    def parse(self, completion_ids: list[int], tools: list[Tool] | None = None, prompt_ids: list[int] | None = None) -> Answer:
-        """Parses the answer in sampled ids, up to the first stop token. Without `tools` nothing is parsed as a call.
+    def parse(
+        self,
+        completion_ids: list[int],
+        tools: list[Tool] | None = None,
+        prompt_ids: list[int] | None = None,
+    ) -> Answer:
+        """Parses the answer in sampled ids, up to the first stop token. Without `tools` nothing is
+        parsed as a call.
 
-        `prompt_ids` shows whether the prompt opened the thinking, and makes the ids of calls unique within a conversation.
+        `prompt_ids` shows whether the prompt opened the thinking, and makes the ids of calls unique
+        within a conversation.
         """
         raise NotImplementedError
 
@@ -89,7 +108,9 @@ class Renderer:
 
     def text(self, ids: list[int]) -> str:
         """The text of ids, special tokens included."""
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def until_stop(self, ids: list[int]) -> list[int]:
         """Sampled ids before the first stop token."""
@@ -98,94 +119,157 @@ class Renderer:
     def check_tools(self, tools: list[Tool] | None) -> None:
         if tools and not self.supports_tools:
             raise RendererError(
-                "the model's chat template does not show tools to the model, or not in a known format; "
-                'set renderer.name = "chatml" to describe them in the system message, or set model.chat_template to another template'
+                "the model's chat template does not show tools to the model, or not in a "
+                "known format; "
+                'set renderer.name = "chatml" to describe them in the system message, or set '
+                "model.chat_template to another template"
             )
 
-    def with_ids(self, calls: list[tuple[str, str]], completion_ids: list[int], prompt_ids: list[int] | None) -> list[ToolCall]:
+    def with_ids(
+        self, calls: list[tuple[str, str]], completion_ids: list[int], prompt_ids: list[int] | None
+    ) -> list[ToolCall]:
         """Turns pairs (name, arguments) into calls with ids that depend only on the tokens."""
-        digest = hashlib.blake2b(repr((prompt_ids, completion_ids)).encode(), digest_size=8).hexdigest() if calls else ""
-        return [ToolCall(f"call_{digest}_{at}", name, arguments) for at, (name, arguments) in enumerate(calls)]
+        digest = (
+            hashlib.blake2b(repr((prompt_ids, completion_ids)).encode(), digest_size=8).hexdigest()
+            if calls
+            else ""
+        )
+        return [
+            ToolCall(f"call_{digest}_{at}", name, arguments)
+            for at, (name, arguments) in enumerate(calls)
+        ]
 
 
 def whole(text: str) -> str:
     """Returns text that can be encoded. Raises RendererError if it has half of a character."""
     if not is_unicode(text):
-        raise RendererError("a message has half of a character, like \\ud83d, which cannot be encoded; remove it")
+        raise RendererError(
+            "a message has half of a character, like \\ud83d, which cannot be encoded; remove it"
+        )
     return text
 
 
 class TemplateRenderer(Renderer):
-    """Renders with the model's own chat template; a later turn is text appended after the previous turn's end-of-turn token."""
+    """Renders with the model's own chat template; a later turn is text appended after the
+    previous turn's end-of-turn token."""
 
     def __init__(self, tokenizer: Any, config: RendererConfig):
         super().__init__(tokenizer)
         self.retention = config.thinking_retention
-        self.switches = {} if config.enable_thinking is None else {"enable_thinking": config.enable_thinking}
+        self.switches = (
+            {} if config.enable_thinking is None else {"enable_thinking": config.enable_thinking}
+        )
         template = tokenizer.chat_template
-        self.thinks = THINK_END in (template if isinstance(template, str) else "".join(template.values()))
+        self.thinks = THINK_END in (
+            template if isinstance(template, str) else "".join(template.values())
+        )
         self.dict_arguments = False
         with_header, without = self.render(probes.ASK), self.render(probes.ASK, header=False)
         self.header = with_header.removeprefix(without) if with_header.startswith(without) else ""
         self.ignores_header = with_header == without
-        self.closing = self.render([*probes.ASK, {"role": "assistant", "content": PLACEHOLDER}], header=False).rpartition(PLACEHOLDER)[2]
+        self.closing = self.render(
+            [*probes.ASK, {"role": "assistant", "content": PLACEHOLDER}], header=False
+        ).rpartition(PLACEHOLDER)[2]
         self.end_id = next((id for id in self.encode(self.closing) if id in self.special_ids), None)
         self.end = "" if self.end_id is None else tokenizer.convert_ids_to_tokens(self.end_id)
-        ends = dict.fromkeys([self.end_id, tokenizer.eos_token_id, *named_ends(Path(tokenizer.name_or_path))])
+        ends = dict.fromkeys(
+            [self.end_id, tokenizer.eos_token_id, *named_ends(Path(tokenizer.name_or_path))]
+        )
         self.stop_token_ids = [id for id in ends if id is not None]
         self.supports_tools = self._shows_tools()
         self.fault = self._fault()
 
     def _fault(self) -> str:
-        """Why a model that was trained with another template would not stop, or would begin with what its template leaves out."""
+        """Why a model that was trained with another template would not stop, or would begin with
+        what its template leaves out."""
         if self.end_id is None:
-            return "the chat template writes no special token after an answer: a model that was not fine-tuned with it hardly stops"
-        answered = self.render([*probes.ASK, {"role": "assistant", "content": PLACEHOLDER}], header=False)
-        opening = answered.partition(PLACEHOLDER)[0].removeprefix(self.render(probes.ASK, header=False))
+            return (
+                "the chat template writes no special token after an answer: a model that was not "
+                "fine-tuned with it hardly stops"
+            )
+        answered = self.render(
+            [*probes.ASK, {"role": "assistant", "content": PLACEHOLDER}], header=False
+        )
+        opening = answered.partition(PLACEHOLDER)[0].removeprefix(
+            self.render(probes.ASK, header=False)
+        )
         if self.ignores_header and any(id in self.special_ids for id in self.encode(opening)):
-            return f"the chat template ignores add_generation_prompt, so a prompt lacks {opening.strip()!r}, with which an answer begins"
+            return (
+                "the chat template ignores add_generation_prompt, so a prompt lacks "
+                f"{opening.strip()!r}, with which an answer begins"
+            )
         return ""
 
     def _shows_tools(self) -> bool:
-        """Whether the template writes tools, results, and calls in the form that chat.read_calls reads."""
-        for self.dict_arguments in (False, True):  # some templates quote a string again, others do not accept one
+        """Whether the template writes tools, results, and calls in the form that chat.read_calls
+        reads."""
+        # some templates quote a string again, others do not accept one
+        for self.dict_arguments in (False, True):
             try:
-                prompt, cycle = self.render(probes.ASK, [probes.TOOL]), self.render(probes.TOOL_CYCLE, [probes.TOOL])
+                prompt, cycle = (
+                    self.render(probes.ASK, [probes.TOOL]),
+                    self.render(probes.TOOL_CYCLE, [probes.TOOL]),
+                )
             except RendererError:
                 continue
             _, calls, _ = read_calls(cycle.rpartition(probes.QUESTION)[2])
-            if "probe_key" in prompt and probes.RESULT in cycle and calls == [("probe_tool", probes.ARGUMENTS)]:
+            if (
+                "probe_key" in prompt
+                and probes.RESULT in cycle
+                and calls == [("probe_tool", probes.ARGUMENTS)]
+            ):
                 return True
         self.dict_arguments = False
         return False
 
-    def prepared(self, messages: list[Message], tools: list[Tool] | None) -> tuple[list[Message], list[Tool] | None]:
+    def prepared(
+        self, messages: list[Message], tools: list[Tool] | None
+    ) -> tuple[list[Message], list[Tool] | None]:
         """Messages and tools in the form that the template accepts."""
         if not self.dict_arguments:
             return messages, tools
-        calls = [[with_arguments(call, arguments_object) for call in message.get("tool_calls", [])] for message in messages]
-        return [{**message, "tool_calls": made} if made else message for message, made in zip(messages, calls, strict=True)], tools
+        calls = [
+            [with_arguments(call, arguments_object) for call in message.get("tool_calls", [])]
+            for message in messages
+        ]
+        return [
+            {**message, "tool_calls": made} if made else message
+            for message, made in zip(messages, calls, strict=True)
+        ], tools
 
-    def render(self, messages: list[Message], tools: list[Tool] | None = None, header: bool = True) -> str:
-        """The conversation as text; `header` adds the text that the template writes before an answer. Raises RendererError."""
+    def render(
+        self, messages: list[Message], tools: list[Tool] | None = None, header: bool = True
+    ) -> str:
+        """The conversation as text; `header` adds the text that the template writes before an
+        answer. Raises RendererError."""
         from jinja2 import TemplateError
 
         messages, tools = self.prepared(messages, tools)
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools or None, tokenize=False, add_generation_prompt=header, **self.switches
+                messages,
+                tools or None,
+                tokenize=False,
+                add_generation_prompt=header,
+                **self.switches,
             )
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             remedy = "change them, or set model.chat_template to another template"
-            raise RendererError(f"the model's chat template cannot render messages of {roles}: {error}; {remedy}") from error
+            raise RendererError(
+                f"the model's chat template cannot render messages of {roles}: {error}; {remedy}"
+            ) from error
 
     def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
         self.check_tools(tools)
         return self.encode(self.render(wire(messages), tools))
 
     def next_prompt_ids(
-        self, before: list[int], messages: list[Message], num_old: int, tools: list[Tool] | None = None
+        self,
+        before: list[int],
+        messages: list[Message],
+        num_old: int,
+        tools: list[Tool] | None = None,
     ) -> list[int] | None:
         self.check_tools(tools)
         messages = wire(messages)
@@ -194,47 +278,76 @@ class TemplateRenderer(Renderer):
         behind = self._behind_answer(messages, num_old, tools)
         has_user = any(message["role"] == "user" for message in messages[num_old:])
         keeps = self.retention == "all" or (self.retention == "tool_cycle" and not has_user)
-        close = [] if before[-1] in self.stop_token_ids else [*self._close_of_thinking(before), self.end_id]
-        if behind is None or (not keeps and not self._is_faithful([*before, *close], messages, behind, tools)):
+        close = (
+            []
+            if before[-1] in self.stop_token_ids
+            else [*self._close_of_thinking(before), self.end_id]
+        )
+        if behind is None or (
+            not keeps and not self._is_faithful([*before, *close], messages, behind, tools)
+        ):
             return None
-        # Encoded together with the preceding token: some tokenizers treat the start of a text, or the space after a token, differently.
+        # Encoded together with the preceding token: some tokenizers treat the start of a text, or
+        # the space after a token, differently.
         ids = self.encode(self.end + behind)
         return [*before, *close, *ids[ids.index(self.end_id) + 1 :]]
 
     def answer_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
         self.check_tools(tools)
         messages = wire(messages)
-        prompt, whole = self.render(messages[:-1], tools), self.render(messages, tools, header=False)
+        prompt, whole = (
+            self.render(messages[:-1], tools),
+            self.render(messages, tools, header=False),
+        )
         thinking = ""
-        if self._opens_thinking(prompt) and not whole.startswith(prompt):  # some templates leave out the thinking that they ask for
+        # some templates leave out the thinking that they ask for
+        if self._opens_thinking(prompt) and not whole.startswith(prompt):
             prompt = prompt.rstrip()[: -len(THINK)]
             thinking = f"{messages[-1].get('reasoning_content', '').strip()}\n{THINK_END}\n\n"
         if not whole.startswith(prompt):
-            remedy = "see renderer.enable_thinking and renderer.name, or set model.chat_template to another template"
-            raise RendererError(f"the chat template does not write an answer directly after its prompt; {remedy}")
+            remedy = (
+                "see renderer.enable_thinking and renderer.name, or set model.chat_template to "
+                "another template"
+            )
+            raise RendererError(
+                f"the chat template does not write an answer directly after its prompt; {remedy}"
+            )
         answer = whole[len(prompt) :]
-        text = thinking + (answer.rpartition(self.end)[0] if self.end else answer.removesuffix(self.closing))
+        text = thinking + (
+            answer.rpartition(self.end)[0] if self.end else answer.removesuffix(self.closing)
+        )
         if not self.stop_token_ids:
-            raise RendererError("neither the chat template nor the tokenizer has a token that ends an answer; set model.chat_template")
+            raise RendererError(
+                "neither the chat template nor the tokenizer has a token that ends an "
+                "answer; set model.chat_template"
+            )
         # Encoded together with the header: some tokenizers treat the start of a text differently.
         header, ids = self.encode(self.header), self.encode(self.header + text)
         ids = ids[len(header) :] if ids[: len(header)] == header else self.encode(text)
         return [*ids, self.stop_token_ids[0]]
 
-    def _behind_answer(self, messages: list[Message], num_old: int, tools: list[Tool] | None) -> str | None:
-        """The text that the template writes after the end of the last old answer; None if it also changes the text before that answer.
+    def _behind_answer(
+        self, messages: list[Message], num_old: int, tools: list[Tool] | None
+    ) -> str | None:
+        """The text that the template writes after the end of the last old answer; None if it also
+        changes the text before that answer.
 
-        Old answers are rendered without their text, so that neither their thinking nor an end of turn spelled out in them matters.
+        Old answers are rendered without their text, so that neither their thinking nor an end of
+        turn spelled out in them matters.
         """
         old = [without_text(message, self.end) for message in messages[:num_old]]
         prompt = self.render(old[:-1], tools)
-        text = self.render([*old[:-1], {**old[-1], "content": PLACEHOLDER}, *messages[num_old:]], tools)
+        text = self.render(
+            [*old[:-1], {**old[-1], "content": PLACEHOLDER}, *messages[num_old:]], tools
+        )
         head, _, rest = text.partition(PLACEHOLDER)
         _, ended, behind = rest.partition(self.end)
         is_unique = text.count(PLACEHOLDER) == 1  # unless a message spells it
         return behind if is_unique and ended and prompt.startswith(head) else None
 
-    def _is_faithful(self, before: list[int], messages: list[Message], behind: str, tools: list[Tool] | None) -> bool:
+    def _is_faithful(
+        self, before: list[int], messages: list[Message], behind: str, tools: list[Tool] | None
+    ) -> bool:
         """Whether the template keeps exactly the thinking that `before` contains."""
         full = self.render(messages, tools)
         kept = full.removesuffix(self.end + behind)
@@ -244,15 +357,27 @@ class TemplateRenderer(Renderer):
         return self.thinks and prompt.rstrip().endswith(THINK)
 
     def _close_of_thinking(self, before: list[int]) -> list[int]:
-        """The ids that close the thinking of an answer that was cut off in it, so that later messages do not become part of it."""
+        """The ids that close the thinking of an answer that was cut off in it, so that later
+        messages do not become part of it."""
         answer = self.text(before).rpartition(self.header)[2] if self.header and self.thinks else ""
         is_open = self._opens_thinking(self.header) or answer.lstrip().startswith(THINK)
         return self.encode(f"\n{THINK_END}\n\n") if is_open and THINK_END not in answer else []
 
-    def parse(self, completion_ids: list[int], tools: list[Tool] | None = None, prompt_ids: list[int] | None = None) -> Answer:
-        text, thinking = self.text([id for id in self.until_stop(completion_ids) if id not in self.hidden_ids]), None
+    def parse(
+        self,
+        completion_ids: list[int],
+        tools: list[Tool] | None = None,
+        prompt_ids: list[int] | None = None,
+    ) -> Answer:
+        text, thinking = (
+            self.text([id for id in self.until_stop(completion_ids) if id not in self.hidden_ids]),
+            None,
+        )
         if self.thinks:
-            thinking, text = read_thinking(text, self._opens_thinking(self.text(prompt_ids[-8:]) if prompt_ids else self.header))
+            thinking, text = read_thinking(
+                text,
+                self._opens_thinking(self.text(prompt_ids[-8:]) if prompt_ids else self.header),
+            )
         if not tools:
             return Answer(text, thinking, [], [])
         content, calls, bad = read_calls(text)
@@ -260,18 +385,25 @@ class TemplateRenderer(Renderer):
 
 
 def without_text(message: Message, end: str) -> Message:
-    """A copy of an answer without text, thinking and arguments. Call names and ids stay, because templates look up results by them."""
+    """A copy of an answer without text, thinking and arguments. Call names and ids stay, because
+    templates look up results by them."""
     if message["role"] != "assistant":
         return message
-    rest = {key: value for key, value in message.items() if key != "reasoning_content"} | {"content": "-"}
+    rest = {key: value for key, value in message.items() if key != "reasoning_content"} | {
+        "content": "-"
+    }
     if calls := rest.get("tool_calls"):
         names = [call["function"]["name"].replace(end, "") for call in calls]
-        rest["tool_calls"] = [{**call, "function": {"name": name, "arguments": "{}"}} for call, name in zip(calls, names, strict=True)]
+        rest["tool_calls"] = [
+            {**call, "function": {"name": name, "arguments": "{}"}}
+            for call, name in zip(calls, names, strict=True)
+        ]
     return rest
 
 
 class ChatMLRenderer(TemplateRenderer):
-    """Renders with a template that omits tools: writes tools, calls and results as text of its messages."""
+    """Renders with a template that omits tools: writes tools, calls and results as text of its
+    messages."""
 
     def __init__(self, tokenizer: Any, config: RendererConfig):
         self.default_system = ""
@@ -279,13 +411,18 @@ class ChatMLRenderer(TemplateRenderer):
         before = self.render(probes.ASK).partition(probes.QUESTION)[0]
         self.default_system = before.partition(f"{IM_START}system\n")[2].partition(IM_END)[0]
 
-    def prepared(self, messages: list[Message], tools: list[Tool] | None) -> tuple[list[Message], None]:
+    def prepared(
+        self, messages: list[Message], tools: list[Tool] | None
+    ) -> tuple[list[Message], None]:
         prepared: list[Message] = []
         for at, message in enumerate(messages):
             if message["role"] == "tool":
                 result = f"<tool_response>\n{message['content']}\n</tool_response>"
                 if at and messages[at - 1]["role"] == "tool":
-                    prepared[-1] = {"role": "user", "content": f"{prepared[-1]['content']}\n{result}"}
+                    prepared[-1] = {
+                        "role": "user",
+                        "content": f"{prepared[-1]['content']}\n{result}",
+                    }
                 else:
                     prepared.append({"role": "user", "content": result})
             elif calls := message.get("tool_calls"):
@@ -295,8 +432,18 @@ class ChatMLRenderer(TemplateRenderer):
             else:
                 prepared.append(message)
         if tools:
-            own = prepared.pop(0)["content"] if prepared and prepared[0]["role"] == "system" else self.default_system
-            prepared.insert(0, {"role": "system", "content": "\n\n".join(text for text in (own, tools_text(tools)) if text)})
+            own = (
+                prepared.pop(0)["content"]
+                if prepared and prepared[0]["role"] == "system"
+                else self.default_system
+            )
+            prepared.insert(
+                0,
+                {
+                    "role": "system",
+                    "content": "\n\n".join(text for text in (own, tools_text(tools)) if text),
+                },
+            )
         return prepared, None
 
 
@@ -304,8 +451,11 @@ def tools_text(tools: list[Tool]) -> str:
     """The part of a system message that describes tools and how to call them."""
     lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     return (
-        f"# Tools\n\nThese functions can be called, one JSON description in each line:\n<tools>\n{lines}\n</tools>\n\n"
-        "A call is a JSON object with the function's name and its arguments, between tags; write one block for each call:\n"
-        f'{CALL}\n{{"name": "the-function", "arguments": {{"an-argument": "its value"}}}}\n{CALL_END}\n'
+        "# Tools\n\nThese functions can be called, one JSON description in each "
+        f"line:\n<tools>\n{lines}\n</tools>\n\n"
+        "A call is a JSON object with the function's name and its arguments, between tags; "
+        "write one block for each call:\n"
+        f'{CALL}\n{{"name": "the-function", "arguments": {{"an-argument": "its '
+        f'value"}}}}\n{CALL_END}\n'
         "You get the results between <tool_response> and </tool_response>."
     )

@@ -1,4 +1,5 @@
-"""Random models with a byte tokenizer, for trying out a machine or the code: a Llama of 100 thousand weights, or any architecture."""
+"""Random models with a byte tokenizer, for trying out a machine or the code: a Llama of 100
+thousand weights, or any architecture."""
 
 import json
 import string
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "
+    "message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML."""
@@ -23,10 +25,12 @@ STD = 0.2
 
 
 def make_tiny_model(folder: Path, config: dict[str, object] | None = None, seed: int = 0) -> Path:
-    """Writes a random float32 model and its tokenizer; the same arguments give the same bytes. Returns the folder.
+    """Writes a random float32 model and its tokenizer; the same arguments give the same bytes.
+    Returns the folder.
 
-    `config`: `model_type` and other fields of config.json. With it the model has that architecture and transformers initialises it, which
-    needs torch and takes seconds; without it the model is the plain Llama. The head is the embedding unless `config` says otherwise.
+    `config`: `model_type` and other fields of config.json. With it the model has that architecture
+    and transformers initialises it, which needs torch and takes seconds; without it the model is
+    the plain Llama. The head is the embedding unless `config` says otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fields = write_tokenizer(folder) | {"tie_word_embeddings": True, "initializer_range": STD}
@@ -38,17 +42,33 @@ def make_tiny_model(folder: Path, config: dict[str, object] | None = None, seed:
 
 
 def write_tokenizer(folder: Path) -> dict[str, object]:
-    """Writes `byte_tokenizer` with ChatML's template in transformers' format. Returns the fields of config.json that depend on it."""
+    """Writes `byte_tokenizer` with ChatML's template in transformers' format. Returns the fields
+    of config.json that depend on it."""
     tokenizer = byte_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    named = {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN, "model_max_length": MAX_LEN}
-    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE, "clean_up_tokenization_spaces": False}
+    named = {
+        "bos_token": BOS_TOKEN,
+        "eos_token": EOS_TOKEN,
+        "pad_token": PAD_TOKEN,
+        "model_max_length": MAX_LEN,
+    }
+    fields = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(fields | named))
-    return {"vocab_size": tokenizer.get_vocab_size(), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
 
 
 def byte_tokenizer() -> "Tokenizer":
-    """A byte-level BPE without merges: every byte is a token, so any text survives encode and decode; 259 tokens."""
+    """A byte-level BPE without merges: every byte is a token, so any text survives encode and
+    decode; 259 tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     printable = [character for character in string.printable if not character.isspace()]
@@ -57,7 +77,9 @@ def byte_tokenizer() -> "Tokenizer":
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     return tokenizer
 
 
@@ -92,7 +114,11 @@ def write_llama(folder: Path, fields: dict[str, Any], seed: int) -> None:
         "hidden_act": "silu",
     }
     (folder / "config.json").write_text(json.dumps(sizes | fields))
-    save_file(random_weights(fields["vocab_size"], seed), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        random_weights(fields["vocab_size"], seed),
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def random_weights(vocab_size: int, seed: int) -> dict[str, np.ndarray]:
@@ -102,11 +128,18 @@ def random_weights(vocab_size: int, seed: int) -> dict[str, np.ndarray]:
     def matrix(rows: int, columns: int) -> np.ndarray:
         return (STD * rng.standard_normal((rows, columns))).astype(np.float32)
 
-    tensors = {"model.embed_tokens.weight": matrix(vocab_size, HIDDEN), "model.norm.weight": np.ones(HIDDEN, np.float32)}
+    tensors = {
+        "model.embed_tokens.weight": matrix(vocab_size, HIDDEN),
+        "model.norm.weight": np.ones(HIDDEN, np.float32),
+    }
     for i in range(LAYERS):
         layer = f"model.layers.{i}"
-        tensors |= {f"{layer}.self_attn.{name}_proj.weight": matrix(HIDDEN, HIDDEN) for name in "qkvo"}
-        tensors |= {f"{layer}.mlp.{name}_proj.weight": matrix(2 * HIDDEN, HIDDEN) for name in ("gate", "up")}
+        tensors |= {
+            f"{layer}.self_attn.{name}_proj.weight": matrix(HIDDEN, HIDDEN) for name in "qkvo"
+        }
+        tensors |= {
+            f"{layer}.mlp.{name}_proj.weight": matrix(2 * HIDDEN, HIDDEN) for name in ("gate", "up")
+        }
         tensors[f"{layer}.mlp.down_proj.weight"] = matrix(HIDDEN, 2 * HIDDEN)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{layer}.{name}.weight"] = np.ones(HIDDEN, np.float32)

@@ -1,4 +1,5 @@
-"""`orchestrator`: starts environment workers, waits for inference, runs the loops. One per run, fenced by a lock."""
+"""`orchestrator`: starts environment workers, waits for inference, runs the loops. One per run,
+fenced by a lock."""
 
 import asyncio
 import contextlib
@@ -25,7 +26,13 @@ from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.recorded.run import run_recorded
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.workers.pool import WorkerPool
-from rl.orchestrator.workers.setups import eval_envs, policy_spec, task_faults, task_source, worker_setups
+from rl.orchestrator.workers.setups import (
+    eval_envs,
+    policy_spec,
+    task_faults,
+    task_source,
+    worker_setups,
+)
 from rl.run_dir import spans
 from rl.run_dir.access_token import run_token
 from rl.run_dir.files import clean_leftovers, write_file
@@ -43,8 +50,9 @@ log = logging.getLogger("rl.orchestrator")
 
 
 def ready_homes(config: RLConfig, status: Status) -> Homes:
-    """Returns the homes of the environments, recorded in the run directory. Missing homes are made, which happens if `rl` runs on another
-    machine or not at all. Call it while SIGTERM still ends this process immediately."""
+    """Returns the homes of the environments, recorded in the run directory. Missing homes are
+    made, which happens if `rl` runs on another machine or not at all. Call it while SIGTERM
+    still ends this process immediately."""
     status.enter(Phase.LOADING_ENVIRONMENTS)
     homes = homes_of(config, log.info, recorded=True)
     record(config, homes)
@@ -52,28 +60,45 @@ def ready_homes(config: RLConfig, status: Status) -> Homes:
 
 
 async def run(config: RLConfig, status: Status, model_path: str, homes: Homes) -> RunEnd:
-    """Runs everything from the first worker to the last eval. SIGTERM and SIGINT cancel it, so that workers end with the orchestrator."""
+    """Runs everything from the first worker to the last eval. SIGTERM and SIGINT cancel it, so
+    that workers end with the orchestrator."""
     task = asyncio.current_task()
     assert task, "a coroutine runs in a task"
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     settings = config.orchestrator
-    pool = WorkerPool(config.run_dir.logs, memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
+    pool = WorkerPool(
+        config.run_dir.logs,
+        memory_gib=settings.worker_memory_gib,
+        silence_s=settings.worker_silence_s,
+    )
     pool.add_metrics = metrics_function(settings)
     server = TrainerServer(settings.host, settings.port, run_token(config.run_dir.status_dir))
     expected = Expected(config.model.name, config.model.max_model_len)
-    servers = InferenceServers(settings.inference_urls, config.run_dir.status("inference"), settings.inference_timeout_s, expected)
-    teachers = make_teachers(settings.teacher, {env.label: env.teacher for env in settings.environment})
+    servers = InferenceServers(
+        settings.inference_urls,
+        config.run_dir.status("inference"),
+        settings.inference_timeout_s,
+        expected,
+    )
+    teachers = make_teachers(
+        settings.teacher, {env.label: env.teacher for env in settings.environment}
+    )
     try:
         status.enter(Phase.LOADING_ENVIRONMENTS, address=server.address)
-        setups = worker_setups(in_homes(config, homes), policy_spec(config, model_path), pool.address)
+        setups = worker_setups(
+            in_homes(config, homes), policy_spec(config, model_path), pool.address
+        )
         for setup in setups:
             setup.spans = str(config.run_dir.spans.absolute())
         await pool.start_all(setups)
         ready = await pool.sizes(settings.worker_timeout_s)
         for fault in {sizes.template_fault for sizes in ready.values()} - {""}:
             status.warn(RunWarning("template", "", f"{fault}: {TEMPLATE_REMEDY}"))
-        log.info("environments are ready: %s", {env: (sizes.num_train, sizes.num_eval) for env, sizes in ready.items()})
+        log.info(
+            "environments are ready: %s",
+            {env: (sizes.num_train, sizes.num_eval) for env, sizes in ready.items()},
+        )
         if faults := task_faults(config, ready):
             raise RunError("\n".join(faults))
         for teacher in dict.fromkeys(teachers.values()):
@@ -82,8 +107,13 @@ async def run(config: RLConfig, status: Status, model_path: str, homes: Homes) -
         status.enter(Phase.WAITING_FOR_INFERENCE)
         evaluator = Evaluator(config, pool, eval_envs(config, ready), StepClock())
         policy = ServedPolicy(servers, config.run_dir, model_path, evaluator, pool.tell)
-        orchestrator = Orchestrator(config, pool, policy, task_source(config, ready), evaluator, status, teachers)
-        status.follow("playing", lambda: sum(play.episodes for play in orchestrator.admission.in_flight.values()))
+        orchestrator = Orchestrator(
+            config, pool, policy, task_source(config, ready), evaluator, status, teachers
+        )
+        status.follow(
+            "playing",
+            lambda: sum(play.episodes for play in orchestrator.admission.in_flight.values()),
+        )
         await orchestrator.builder.restore()
         return RunEnd(await orchestrator.run(server), time.time(), orchestrator.progress.end_kind)
     finally:
@@ -96,11 +126,16 @@ async def run(config: RLConfig, status: Status, model_path: str, homes: Homes) -
 
 def leaves(error: BaseException) -> list[BaseException]:
     """Flattens an exception group."""
-    return [leaf for inner in error.exceptions for leaf in leaves(inner)] if isinstance(error, BaseExceptionGroup) else [error]
+    return (
+        [leaf for inner in error.exceptions for leaf in leaves(inner)]
+        if isinstance(error, BaseExceptionGroup)
+        else [error]
+    )
 
 
 def import_hub() -> None:
-    """Imports what `resolve_model` needs to query the hub's cache. Everything else is imported already."""
+    """Imports what `resolve_model` needs to query the hub's cache. Everything else is imported
+    already."""
     from huggingface_hub import errors, snapshot_download  # noqa: F401
 
 
@@ -108,24 +143,37 @@ def main() -> None:
     die_with_parent()
     raise_open_files()
     leave(import_hub)
-    gc.freeze()  # imported modules live on, and a collection that walked through them would block the event loop
+    # imported modules live on, and a collection that walked through them would block the event loop
+    gc.freeze()
     config, _ = load_config_or_exit(sys.argv[1:], "orchestrator", usage=PROCESS_USAGE)
-    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+    )
     code, status, lease = 0, None, None
     try:
         load_functions(config)
         run_dir = config.run_dir
         lease = hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)
         run_dir.run_end.unlink(missing_ok=True)
-        forget_dead_servers(run_dir.status_dir)  # another run's server may now answer at the port of a dead one
-        clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"), ours="")
-        if not run_dir.config.exists():  # started without `rl`: the run directory must be self-describing
+        # another run's server may now answer at the port of a dead one
+        forget_dead_servers(run_dir.status_dir)
+        clean_leftovers(
+            run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"), ours=""
+        )
+        # started without `rl`: the run directory must be self-describing
+        if not run_dir.config.exists():
             write_config(run_dir.config, config)
         spans.start(run_dir.spans, "orchestrator")
         status = Status(run_dir.status("orchestrator"), "orchestrator")
         alone = LAUNCHER not in os.environ  # no `rl` above that would merge the metrics
-        model = resolve_model(config.model, needs_template=config.plays, needs_weights=not config.is_remote)
-        with merging(run_dir.metrics, partial(check_fence, run_dir.lock("orchestrator"))) if alone else contextlib.nullcontext():
+        model = resolve_model(
+            config.model, needs_template=config.plays, needs_weights=not config.is_remote
+        )
+        with (
+            merging(run_dir.metrics, partial(check_fence, run_dir.lock("orchestrator")))
+            if alone
+            else contextlib.nullcontext()
+        ):
             if config.recorded:
                 end = asyncio.run(run_recorded(config, status, model))
             else:
@@ -139,7 +187,9 @@ def main() -> None:
         code = max(map(exit_code_of, errors))
         if code == DAMAGED:
             print(
-                "orchestrator: resume the run with `rl` (--resume): it moves damaged files away and continues before them", file=sys.stderr
+                "orchestrator: resume the run with `rl` (--resume): it moves damaged files "
+                "away and continues before them",
+                file=sys.stderr,
             )
     except* asyncio.CancelledError:
         code = 143

@@ -1,16 +1,18 @@
-"""The orchestrator's loops: tasks of one event loop, which meet in `Progress.changed` and in the files of the run directory.
+"""The orchestrator's loops: tasks of one event loop, which meet in `Progress.changed` and in the
+files of the run directory.
 
-                 tasks               groups               batches/N
-    TaskSource ---------> generate ---------> take_in ----------------> serve <-----------> trainer
-                             ^                                            |                    |
-                             | room for                       "version V  |                    | weights/V
-                             | new groups                    is complete" v                    |
-                         inference <------- loads V -------- follow_policy <-------------------+
-                             ^                               (and evaluates it)
-                             +----- still holds V? ------ monitor_inference
+                tasks             groups              batches/N
+    TaskSource -------> generate --------> take_in --------------> serve <---------> trainer
+                           ^                                         |                  |
+                           | room for                    "version V  |                  | weights/V
+                           | new groups                 is complete" v                  |
+                       inference <------ loads V ------ follow_policy <-----------------+
+                           ^                            (and evaluates it)
+                           +---- still holds V? ---- monitor_inference
 
-`serve` is `TrainerRequests.serve`; the other loops are methods of `Orchestrator`. Everything that may unblock a loop calls
-`Progress.notify`. tasks/admission.py explains how lag is bounded and how environments share places.
+`serve` is `TrainerRequests.serve`; the other loops are methods of `Orchestrator`. Everything that
+may unblock a loop calls `Progress.notify`. tasks/admission.py explains how lag is bounded and how
+environments share places.
 """
 
 import asyncio
@@ -42,7 +44,8 @@ from rl.wire.transport import TrainerServer
 log = logging.getLogger(__name__)
 
 SLOW_CHECK_S = 0.5
-"""Interval at which `generate` checks whether a group in flight has become slow and so freed its place."""
+"""Interval at which `generate` checks whether a group in flight has become slow and so freed its
+place."""
 RECONCILE_EVERY_S = 1.0
 """Interval at which inference is asked which version it holds."""
 MAX_STARTS = 16
@@ -65,13 +68,27 @@ class Orchestrator:
         config, self.clock = self.config, self.evaluator.clock
         self.envs = {env.label: env for env in config.orchestrator.environment}
         self.samplings = {label: config.sampling_of(env) for label, env in self.envs.items()}
-        self.rules = {label: rules_of(config.orchestrator, env, label in self.teachers) for label, env in self.envs.items()}
+        self.rules = {
+            label: rules_of(config.orchestrator, env, label in self.teachers)
+            for label, env in self.envs.items()
+        }
         self.progress = Progress(config.max_steps)
         self.admission = Admission(config, self.source)
-        self.builder = BatchBuilder(config, self.admission, self.rules, self.progress, self.clock, self.pool.lost, self.status.warn)
-        self.requests = TrainerRequests(config.run_dir, self.progress, self.policy, self.status, config.model.max_model_len)
+        self.builder = BatchBuilder(
+            config,
+            self.admission,
+            self.rules,
+            self.progress,
+            self.clock,
+            self.pool.lost,
+            self.status.warn,
+        )
+        self.requests = TrainerRequests(
+            config.run_dir, self.progress, self.policy, self.status, config.model.max_model_len
+        )
         self.played: list[Group | Members] = []
-        """Groups, and members of others, for `take_in`, which removes them once they are durable."""
+        """Groups, and members of others, for `take_in`, which removes them once they are
+        durable."""
         self.env_lost = False
         """Whether an environment was lost since `take_in` last checked for full batches."""
         self.pool.on_lost, self.pool.on_death = self.lose_env, self.tell_of_death
@@ -85,19 +102,29 @@ class Orchestrator:
         self._check_target()
         async with asyncio.TaskGroup() as group:
             self.group = group
-            loops = [group.create_task(loop) for loop in (self.requests.serve(server, group), self.fail_with_pool(), self.take_in())]
+            loops = [
+                group.create_task(loop)
+                for loop in (
+                    self.requests.serve(server, group),
+                    self.fail_with_pool(),
+                    self.take_in(),
+                )
+            ]
             await self.evaluate_missed()
-            loops += [group.create_task(loop) for loop in (self.generate(), self.monitor_inference())]
+            loops += [
+                group.create_task(loop) for loop in (self.generate(), self.monitor_inference())
+            ]
             await self.follow_policy()
             await self.requests.wait_for_trainer_end(self.config.orchestrator.trainer_timeout_s)
             for task in [*loops, *(play.task for play in self.admission.in_flight.values())]:
                 task.cancel()
         return self.progress.end_reason or f"{self.progress.final} steps done"
 
-    # Generation ---------------------------------------------------------------------------------------------------------
+    # Generation -----------------------------------------------------------------------------------
 
     async def generate(self) -> None:
-        """Loop. Consumes tasks. Produces groups in flight. Waits for room; unblocked by a loaded version, a finished group, or a timer."""
+        """Loop. Consumes tasks. Produces groups in flight. Waits for room; unblocked by a loaded
+        version, a finished group, or a timer."""
         while True:
             places = self.admission.places(self.builder.pending.groups)
             for _ in range(MAX_STARTS):
@@ -110,31 +137,50 @@ class Orchestrator:
             else:
                 await asyncio.sleep(0)
                 continue
-            await self.progress.wait_until(self.has_room, SLOW_CHECK_S if self.config.max_lag and self.admission.in_flight else None)
+            await self.progress.wait_until(
+                self.has_room,
+                SLOW_CHECK_S if self.config.max_lag and self.admission.in_flight else None,
+            )
 
     def start_group(self, ref: TaskRef, num_episodes: int) -> None:
-        """Starts a group, reusing members that an earlier process, or a cancelled attempt, has finished."""
+        """Starts a group, reusing members that an earlier process, or a cancelled attempt, has
+        finished."""
         loaded = self.policy.loaded
-        # Only half the window: with older members the group would be cancelled as stale before it finishes, again and again.
+        # Only half the window: with older members the group would be cancelled as stale before it
+        # finishes, again and again.
         window = self.config.orchestrator.max_off_policy_steps // 2 if self.config.max_lag else 0
         members = self.builder.members(ref.group_id, loaded - window)
-        start_version = min([loaded, *(version for rollout in members for version in rollout.versions)])
+        start_version = min(
+            [loaded, *(version for rollout in members for version in rollout.versions)]
+        )
         task = self.group.create_task(self.play_group(ref, num_episodes, members))
-        self.admission.in_flight[ref.group_id] = InFlight(ref, num_episodes, start_version, time.monotonic(), task)
+        self.admission.in_flight[ref.group_id] = InFlight(
+            ref, num_episodes, start_version, time.monotonic(), task
+        )
 
     def batches_ahead(self) -> int:
         """Returns how many batches after the newest one may be sampled with the loaded version."""
-        return min(self.policy.loaded + 1 + self.config.max_lag, self.progress.final) - self.progress.newest
+        return (
+            min(self.policy.loaded + 1 + self.config.max_lag, self.progress.final)
+            - self.progress.newest
+        )
 
     def has_room(self) -> bool:
         """Whether a group may be started."""
-        return bool(self.admission.eligible(self.admission.places(self.builder.pending.groups), self.batches_ahead()))
+        return bool(
+            self.admission.eligible(
+                self.admission.places(self.builder.pending.groups), self.batches_ahead()
+            )
+        )
 
     async def play_group(self, ref: TaskRef, num_episodes: int, members: list[Rollout]) -> None:
-        """Plays the rest of one group, has its teacher score it, and passes it to `take_in`. Members are passed on as they finish."""
+        """Plays the rest of one group, has its teacher score it, and passes it to `take_in`.
+        Members are passed on as they finish."""
 
         def keep(finished: list[Rollout]) -> None:
-            self.played.append(Members(group_id=ref.group_id, env=ref.env, task=ref.task, members=finished))
+            self.played.append(
+                Members(group_id=ref.group_id, env=ref.env, task=ref.task, members=finished)
+            )
             self.group.create_task(self.progress.notify())
 
         sampling, rules = self.samplings[ref.env], self.rules[ref.env]
@@ -145,7 +191,13 @@ class Orchestrator:
                 rollouts = await self.pool.play(*order, members, keep, keeps_last=rules.has_teacher)
         except EnvLostError:
             return await self.progress.notify()
-        group = Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts, temperature=sampling["temperature"])
+        group = Group(
+            group_id=ref.group_id,
+            env=ref.env,
+            task=ref.task,
+            rollouts=rollouts,
+            temperature=sampling["temperature"],
+        )
         if rules.has_teacher and (await in_thread(credit_group, group, rules)).why is None:
             await self.teachers[ref.env].score_group(group, rules.mask_truncated)
         if (play := self.admission.in_flight.get(ref.group_id)) is None:
@@ -156,17 +208,25 @@ class Orchestrator:
 
     def cancel_stale(self) -> None:
         """Cancels groups whose oldest token would be too far behind, and requeues their tasks."""
-        for play in self.admission.cancel_stale(self.policy.loaded, [group for group in self.played if isinstance(group, Group)]):
+        for play in self.admission.cancel_stale(
+            self.policy.loaded, [group for group in self.played if isinstance(group, Group)]
+        ):
             self.clock.stale[play.ref.env] += 1
             behind = self.policy.loaded - play.start_version
-            log.warning("a group of %s ran across %d versions: cancelled as stale", play.ref.env, behind)
+            log.warning(
+                "a group of %s ran across %d versions: cancelled as stale", play.ref.env, behind
+            )
 
     def lose_env(self, env: str, why: str) -> None:
-        """Continues without an environment whose workers cannot be kept alive. Raises RunError if no other is left to train on."""
+        """Continues without an environment whose workers cannot be kept alive. Raises RunError
+        if no other is left to train on."""
         if self.source.shares.keys() == {env}:
             raise RunError(f"environment {env} cannot be played: {why}")
         trained = env in self.source.shares
-        text = f"environment {env} is lost until the next start{', its share goes to the others' if trained else ''}: {why}"
+        text = (
+            f"environment {env} is lost until the next "
+            f"start{', its share goes to the others' if trained else ''}: {why}"
+        )
         log.error(text)
         self.status.warn(RunWarning("lost", env, text))
         if not trained:
@@ -177,16 +237,25 @@ class Orchestrator:
     def tell_of_death(self, env: str, text: str) -> None:
         """Has `rl` report the first death of an environment's workers; the log has every one."""
         log.warning(text)
-        self.status.warn(RunWarning("died", env, f"{text}; further deaths of workers of {env} are reported only in the orchestrator's log"))
+        self.status.warn(
+            RunWarning(
+                "died",
+                env,
+                f"{text}; further deaths of workers of {env} are reported only in the "
+                "orchestrator's log",
+            )
+        )
 
     async def fail_with_pool(self) -> None:
-        """Loop. Consumes fatal failures of the pool. Produces the end of the run. Unblocked by the pool."""
+        """Loop. Consumes fatal failures of the pool. Produces the end of the run. Unblocked by
+        the pool."""
         await self.pool.failed
 
-    # Batches ------------------------------------------------------------------------------------------------------------
+    # Batches --------------------------------------------------------------------------------------
 
     async def take_in(self) -> None:
-        """Loop. Consumes played groups, all that are there at once. Produces pending.log, then batches. Unblocked by `play_group`."""
+        """Loop. Consumes played groups, all that are there at once. Produces pending.log, then
+        batches. Unblocked by `play_group`."""
         while True:
             await self.progress.wait_until(lambda: self.played or self.env_lost)
             played, env_lost, self.env_lost = list(self.played), self.env_lost, False
@@ -195,17 +264,20 @@ class Orchestrator:
             groups = [group for group in played if isinstance(group, Group)]
             for group in groups:
                 self.status.advance(len(group.rollouts))
-            if groups or env_lost:  # groups that waited for those of a lost environment may form a batch now
+            # groups that waited for those of a lost environment may form a batch now
+            if groups or env_lost:
                 await self.builder.commit_full_batches()
             self.show_progress()
             await self.progress.notify()
 
-    # Policy and evals ---------------------------------------------------------------------------------------------------
+    # Policy and evals -----------------------------------------------------------------------------
 
     async def follow_policy(self) -> None:
-        """Loop. Consumes published versions. Produces a loaded version, and with it room for `generate`; plays the evaluations due.
+        """Loop. Consumes published versions. Produces a loaded version, and with it room for
+        `generate`; plays the evaluations due.
 
-        Waits for the trainer; unblocked by `serve`. Ends with the run: the last version is loaded and evaluated.
+        Waits for the trainer; unblocked by `serve`. Ends with the run: the last version is loaded
+        and evaluated.
         """
         while True:
             if not self.batch_goes_first():
@@ -215,11 +287,14 @@ class Orchestrator:
                 await self.load(version)
                 self.cancel_stale()
                 await self.progress.notify()
-            elif self.policy.loaded >= self.progress.final and not self.evaluator.due(self.policy.loaded, self.progress.final):
+            elif self.policy.loaded >= self.progress.final and not self.evaluator.due(
+                self.policy.loaded, self.progress.final
+            ):
                 return
 
     async def monitor_inference(self) -> None:
-        """Loop. Consumes the servers' versions. Produces a correct `loaded`: servers may die and come back with another version."""
+        """Loop. Consumes the servers' versions. Produces a correct `loaded`: servers may die and
+        come back with another version."""
         while True:
             await asyncio.sleep(RECONCILE_EVERY_S)
             if await self.policy.reconcile():
@@ -227,16 +302,22 @@ class Orchestrator:
                 await self.progress.notify()
 
     async def evaluate_missed(self) -> None:
-        """Evaluates versions that an earlier process left unevaluated. Runs before any rollout: inference loads older ones for it."""
+        """Evaluates versions that an earlier process left unevaluated. Runs before any rollout:
+        inference loads older ones for it."""
         newest, final = self.policy.loaded, self.progress.final
         self.policy.forget(final)
-        for number in [number for number in self.policy.there() if number < newest and self.evaluator.due(number, final)]:
+        for number in [
+            number
+            for number in self.policy.there()
+            if number < newest and self.evaluator.due(number, final)
+        ]:
             try:
                 await self.load(self.policy.versions[number])
             except RefusedError as error:
                 if number:
                     raise
-                log.warning("version 0 is not evaluated: %s", error)  # it cannot be loaded while adapters are hot-loaded
+                # it cannot be loaded while adapters are hot-loaded
+                log.warning("version 0 is not evaluated: %s", error)
                 self.evaluator.skipped.add(number)
             await self.evaluate(number)
         if self.policy.loaded != newest:
@@ -249,27 +330,39 @@ class Orchestrator:
             self.clock.pause_s += await self.policy.load(version)
 
     async def _next_version(self) -> WeightVersion | None:
-        """Waits for a version to load. Returns None if there will be none, inference came back with another one, or an evaluation is due.
-        Raises RunError."""
+        """Waits for a version to load. Returns None if there will be none, inference came back
+        with another one, or an evaluation is due. Raises RunError."""
         held = self.policy.loaded
 
         def is_time_to_evaluate() -> bool:
-            """Whether an evaluation of the loaded version that had to wait for the batch may start now."""
-            return bool(self.evaluator.due(held, self.progress.final)) and not self.batch_goes_first()
+            """Whether an evaluation of the loaded version that had to wait for the batch may
+            start now."""
+            return (
+                bool(self.evaluator.due(held, self.progress.final)) and not self.batch_goes_first()
+            )
 
         def is_over() -> bool:
-            over = self.policy.loaded != held or held >= self.progress.final or is_time_to_evaluate()
+            over = (
+                self.policy.loaded != held or held >= self.progress.final or is_time_to_evaluate()
+            )
             return over or self.policy.next_version(self.progress.final) is not None
 
         what = f"the trainer's version after {held} or a new batch"
-        await self.requests.wait_for_trainer(is_over, what, self.config.orchestrator.trainer_timeout_s)
+        await self.requests.wait_for_trainer(
+            is_over, what, self.config.orchestrator.trainer_timeout_s
+        )
         return None if is_time_to_evaluate() else self.policy.next_version(self.progress.final)
 
     def batch_goes_first(self) -> bool:
-        """Whether evaluations of the loaded version wait for the batch it samples: on-policy, servers are idle while that batch is trained.
-        With an evaluation target they go first, so that the target is checked before another batch is sampled."""
+        """Whether evaluations of the loaded version wait for the batch it samples: on-policy,
+        servers are idle while that batch is trained. With an evaluation target they go first, so
+        that the target is checked before another batch is sampled."""
         has_target = any(math.isfinite(entry.target) for entry in self.config.orchestrator.eval)
-        return not self.config.max_lag and not has_target and self.progress.newest <= self.policy.loaded < self.progress.final
+        return (
+            not self.config.max_lag
+            and not has_target
+            and self.progress.newest <= self.policy.loaded < self.progress.final
+        )
 
     async def evaluate(self, version: int) -> None:
         """Plays the evaluations due at the loaded version. Reaching a target ends the run."""
@@ -288,16 +381,29 @@ class Orchestrator:
             self.progress.end(reached)
             log.info(reached)
 
-    # Status -------------------------------------------------------------------------------------------------------------
+    # Status ---------------------------------------------------------------------------------------
 
     def show_progress(self) -> None:
         size, batch = self.config.orchestrator.batch_size, self.progress.newest + 1
-        before = math.inf if self.config.max_lag else self.admission.first()  # on-policy, groups are used in starting order
+        # on-policy, groups are used in starting order
+        before = math.inf if self.config.max_lag else self.admission.first()
         usable = [group for group in self.builder.pending.groups if group.why is None]
         done = sum(group.num_episodes for group in usable if group.group_id < before)
         first, detail = self.admission.in_flight.get(int(before)) if before < math.inf else None, ""
         if first and done < size <= sum(group.num_episodes for group in usable):
-            detail = f"enough later groups have finished; waiting for group {first.ref.group_id} of {first.ref.env} (task {first.ref.task})"
-        phase, step = (Phase.FILLING_BATCH, batch) if self.batches_ahead() > 0 else (Phase.WAITING_FOR_VERSION, self.policy.loaded + 1)
-        counts = {"batch": batch, "batch_done": min(done, size), "batch_size": size, "policy_version": self.policy.loaded}
+            detail = (
+                f"enough later groups have finished; waiting for group {first.ref.group_id} of "
+                f"{first.ref.env} (task {first.ref.task})"
+            )
+        phase, step = (
+            (Phase.FILLING_BATCH, batch)
+            if self.batches_ahead() > 0
+            else (Phase.WAITING_FOR_VERSION, self.policy.loaded + 1)
+        )
+        counts = {
+            "batch": batch,
+            "batch_done": min(done, size),
+            "batch_size": size,
+            "policy_version": self.policy.loaded,
+        }
         self.status.enter(phase, step, detail, **counts, quarantined=sorted(self.pool.lost))

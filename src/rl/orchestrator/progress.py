@@ -7,7 +7,8 @@ from rl.run_dir.status import EndKind
 
 
 class Progress:
-    """The newest and the final batch, and a condition that is notified of every change. Only `final` may decrease."""
+    """The newest and the final batch, and a condition that is notified of every change. Only
+    `final` may decrease."""
 
     def __init__(self, max_steps: int):
         self.newest = 0
@@ -29,7 +30,8 @@ class Progress:
             self.changed.notify_all()
 
     async def wait_until(self, holds: Callable[[], object], timeout_s: float | None = None) -> bool:
-        """Waits until `holds()` is true; it is checked after every `notify`. Returns False after `timeout_s` seconds."""
+        """Waits until `holds()` is true; it is checked after every `notify`. Returns False after
+        `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s), self.changed:
                 await self.changed.wait_for(holds)

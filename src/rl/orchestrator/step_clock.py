@@ -33,7 +33,8 @@ class StepClock:
                 self.idle_since = time.monotonic()
 
     def lap(self, num_tokens: int) -> dict[str, float]:
-        """Returns metrics of the time since the last lap, in which `num_tokens` tokens were generated, and starts the next lap."""
+        """Returns metrics of the time since the last lap, in which `num_tokens` tokens were
+        generated, and starts the next lap."""
         now = time.monotonic()
         idle_s = self.idle_s + (now - self.idle_since if self.num_busy == 0 else 0.0)
         elapsed = max(now - self.since, 1e-9)

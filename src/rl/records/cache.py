@@ -1,4 +1,5 @@
-"""Keeps the index of a run's rollouts in the user's cache, so that not every process reads a long run again. Safe to delete any time."""
+"""Keeps the index of a run's rollouts in the user's cache, so that not every process reads a
+long run again. Safe to delete any time."""
 
 import contextlib
 import hashlib
@@ -31,7 +32,9 @@ def save(path: Path, columns: Columns, files: Mapping[Source, Identity]) -> None
     """Writes an index of files if the cache is writable, and deletes old ones to make room."""
     kept = columns.only(columns["kind"] != Kind.PENDING)
     tensors = {f"column/{name}": np.ascontiguousarray(kept[name]) for name in DTYPES}
-    tensors |= {f"metric/{name}": np.ascontiguousarray(values) for name, values in kept.metrics.items()}
+    tensors |= {
+        f"metric/{name}": np.ascontiguousarray(values) for name, values in kept.metrics.items()
+    }
     about = {
         "format": FORMAT,
         "words": json.dumps({name: kept.words[name].words for name in WORDS}),
@@ -48,7 +51,9 @@ def save(path: Path, columns: Columns, files: Mapping[Source, Identity]) -> None
 
 def make_room(folder: Path) -> None:
     """Deletes the oldest indices beyond MAX_BYTES."""
-    files = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime, reverse=True)
+    files = sorted(
+        folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime, reverse=True
+    )
     total = 0
     for path in files:
         total += path.stat().st_size
@@ -63,16 +68,25 @@ def load(path: Path) -> tuple[Columns, dict[Source, Identity]] | None:
             about, columns = file.metadata() or {}, Columns()
             if about.get("format") != FORMAT:
                 return None
-            columns.words = {name: Words(words) for name, words in json.loads(about["words"]).items()}
+            columns.words = {
+                name: Words(words) for name, words in json.loads(about["words"]).items()
+            }
             columns.left_out = set(json.loads(about["left_out"]))
             columns.arrays = {name: file.get_tensor(f"column/{name}") for name in DTYPES}
             prefix = "metric/"
-            columns.metrics = {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
+            columns.metrics = {
+                name.removeprefix(prefix): file.get_tensor(name)
+                for name in file.keys()  # noqa: SIM118
+                if name.startswith(prefix)
+            }
             files = {
-                Source(Kind(kind), number, name): (size, changed) for (kind, number, name), (size, changed) in json.loads(about["files"])
+                Source(Kind(kind), number, name): (size, changed)
+                for (kind, number, name), (size, changed) in json.loads(about["files"])
             }
             columns.size = len(columns.arrays["kind"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         return None
-    same = {len(array) for arrays in (columns.arrays, columns.metrics) for array in arrays.values()} == {columns.size}
+    same = {
+        len(array) for arrays in (columns.arrays, columns.metrics) for array in arrays.values()
+    } == {columns.size}
     return (columns, files) if same else None

@@ -1,4 +1,5 @@
-"""Rollouts as columns: a million of them take about 100 MiB, and can be filtered, sorted and counted without reading a file."""
+"""Rollouts as columns: a million of them take about 100 MiB, and can be filtered, sorted and
+counted without reading a file."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,7 +60,8 @@ class Kind(IntEnum):
 
 
 class Source(NamedTuple):
-    """A file of rollouts: `rollouts/000012.jsonl` (compressed or not), `evals/000010/NAME.jsonl`, or pending.jsonl."""
+    """A file of rollouts: `rollouts/000012.jsonl` (compressed or not),
+    `evals/000010/NAME.jsonl`, or pending.jsonl."""
 
     kind: Kind
     number: int
@@ -74,7 +76,8 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class Line(msgspec.Struct, kw_only=True):
-    """The fields of a line of rollouts/*.jsonl or evals/*/*.jsonl that the columns need. Messages are not decoded."""
+    """The fields of a line of rollouts/*.jsonl or evals/*/*.jsonl that the columns need.
+    Messages are not decoded."""
 
     reward: float | None
     messages: msgspec.Raw
@@ -130,8 +133,8 @@ class Columns:
         self.arrays = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
         self.words = {name: Words() for name in WORDS}
         self.metrics: dict[str, np.ndarray] = {}
-        """Values of reward functions and other environment metrics, float64, nan where a rollout has none. A metric named like a
-        column gets the prefix METRIC."""
+        """Values of reward functions and other environment metrics, float64, nan where a rollout
+        has none. A metric named like a column gets the prefix METRIC."""
         self.left_out: set[str] = set()
         """Metrics beyond MOST_METRICS."""
 
@@ -140,7 +143,9 @@ class Columns:
         arrays = self.arrays if name in self.arrays else self.metrics
         if name not in arrays:
             there = ", ".join([*DTYPES, *sorted(self.metrics)])
-            why = " (a metric, but there are too many to index all)" if name in self.left_out else ""
+            why = (
+                " (a metric, but there are too many to index all)" if name in self.left_out else ""
+            )
             raise RunError(f"{name}: rollouts have no such field{why}; there are: {there}")
         return arrays[name][: self.size]
 
@@ -161,7 +166,11 @@ class Columns:
     def _row(self, kind: Kind, line: Line, place: tuple[int, int]) -> tuple[float, ...]:
         """The values of DTYPES, in its order."""
         versions = line.versions or [NONE]
-        became = "error" if line.error and line.why is None else line.why or ("trained" if line.trained else "")
+        became = (
+            "error"
+            if line.error and line.why is None
+            else line.why or ("trained" if line.trained else "")
+        )
         return (
             kind,
             NONE if line.step is None else line.step,
@@ -173,7 +182,8 @@ class Columns:
             line.rollout_id,
             line.eval_episode if line.episode == NONE else line.episode,
             self.words["agent"].code(line.agent),
-            math.nan if line.reward is None or line.error is not None else line.reward,  # a failed rollout's is meaningless
+            # a failed rollout's is meaningless
+            math.nan if line.reward is None or line.error is not None else line.reward,
             math.nan if line.advantage is None else line.advantage,
             self.words["outcome"].code(line.outcome),
             self.words["stop"].code(line.stop or ""),
@@ -201,7 +211,11 @@ class Columns:
         room = max(size, there + there // 4, 1024)
         for arrays in (self.arrays, self.metrics):
             for name, old in arrays.items():
-                arrays[name] = np.full(room, np.nan, old.dtype) if arrays is self.metrics else np.empty(room, old.dtype)
+                arrays[name] = (
+                    np.full(room, np.nan, old.dtype)
+                    if arrays is self.metrics
+                    else np.empty(room, old.dtype)
+                )
                 arrays[name][:there] = old
 
     def only(self, kept: np.ndarray) -> "Columns":
@@ -209,7 +223,10 @@ class Columns:
         copy = Columns()
         copy.arrays = {name: self[name][kept] for name in self.arrays}
         copy.metrics = {name: self[name][kept] for name in self.metrics}
-        copy.words, copy.left_out = {name: Words(known.words) for name, known in self.words.items()}, set(self.left_out)
+        copy.words, copy.left_out = (
+            {name: Words(known.words) for name, known in self.words.items()},
+            set(self.left_out),
+        )
         copy.size = int(kept.sum())
         return copy
 

@@ -1,4 +1,5 @@
-"""Compares runs: the settings that differ, and their evaluations. Lists are in the order of the runs."""
+"""Compares runs: the settings that differ, and their evaluations. Lists are in the order of the
+runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,26 +34,36 @@ class EvalPoint(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def setting_diffs(configs: Sequence[RLConfig | None]) -> list[SettingDiff]:
-    """The settings that differ, without PLACE_KEYS and secrets. None in `configs` is a configuration that could not be read."""
+    """The settings that differ, without PLACE_KEYS and secrets. None in `configs` is a
+    configuration that could not be read."""
     known = [(i, config) for i, config in enumerate(configs) if config]
     found: dict[str, list[Any]] = {}
     for i, config in known[1:]:
         for key, before, after in changed_keys(known[0][1], config):
-            if key not in PLACE_KEYS and not (before in (None, []) and after in (None, [])):  # the tables of a list are separate keys
+            # the tables of a list are separate keys
+            if key not in PLACE_KEYS and not (before in (None, []) and after in (None, [])):
                 found.setdefault(key, [before if one else None for one in configs])[i] = after
-    return [SettingDiff(key=key, values=texts(hidden(key, values))) for key, values in found.items()]
+    return [
+        SettingDiff(key=key, values=texts(hidden(key, values))) for key, values in found.items()
+    ]
 
 
 def texts(values: Sequence[Any]) -> list[str | None]:
-    """Values of a setting as text: numbers have DIGITS digits, or all if they would look equal otherwise."""
-    short = [float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value for value in values]
+    """Values of a setting as text: numbers have DIGITS digits, or all if they would look equal
+    otherwise."""
+    short = [
+        float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value for value in values
+    ]
     shown = short if len(set(map(repr, short))) == len(set(map(repr, values))) else values
     return [None if value is None else str(value) for value in shown]
 
 
 def eval_points(runs: Sequence[Run]) -> list[EvalPoint]:
     """Every evaluation of every version in any of the runs."""
-    means, errors = ([run.eval_values(metric) for run in runs] for metric in ("reward_mean", "reward_mean_stderr"))
+    means, errors = (
+        [run.eval_values(metric) for run in runs]
+        for metric in ("reward_mean", "reward_mean_stderr")
+    )
     return [
         EvalPoint(
             name=name,
@@ -60,5 +71,7 @@ def eval_points(runs: Sequence[Run]) -> list[EvalPoint]:
             means=[of.get(name, {}).get(version) for of in means],
             errors=[of.get(name, {}).get(version) for of in errors],
         )
-        for name, version in sorted({(name, version) for of in means for name, values in of.items() for version in values})
+        for name, version in sorted(
+            {(name, version) for of in means for name, values in of.items() for version in values}
+        )
     ]

@@ -1,4 +1,5 @@
-"""The index of a run's rollouts: follows rollouts/ and evals/, and locates each rollout. Writes nothing to the run."""
+"""The index of a run's rollouts: follows rollouts/ and evals/, and locates each rollout. Writes
+nothing to the run."""
 
 import heapq
 import os
@@ -22,7 +23,8 @@ T = TypeVar("T")
 CHUNK = 8192
 """Number of rows added at once."""
 SUSPECTS = 3
-"""Number of newest steps that are checked again: an orchestrator that was killed before its commit rewrites their files."""
+"""Number of newest steps that are checked again: an orchestrator that was killed before its
+commit rewrites their files."""
 CACHE_S = 2.0
 """An index that took more seconds to read is kept in the user's cache."""
 TICK_NS = 100_000_000
@@ -46,7 +48,8 @@ class RolloutIndex:
         self.denied: dict[Path, str] = {}
         """Folders without read permission, with the error."""
         self.looked: int | None = None
-        """The mtime of rollouts/ in ns when it was listed; 0 if it may change again with the same one; None before the first time."""
+        """The mtime of rollouts/ in ns when it was listed; 0 if it may change again with the
+        same one; None before the first time."""
         if found := cache.load(cache_file):
             self.columns, self.files = found
 
@@ -54,29 +57,43 @@ class RolloutIndex:
         """Reads what is new, and drops what is gone."""
         began = time.monotonic()
         if self._replaced(PENDING):
-            self._read([PENDING])  # first: rollouts that a batch settles meanwhile are then seen twice instead of never
+            # first: rollouts that a batch settles meanwhile are then seen twice instead of never
+            self._read([PENDING])
         changed = sorted(self._changed_steps() | self._changed_evals())
         self._read(changed)
         waits = self.columns["kind"] == Kind.PENDING
         if waits.any():
             settled = self.columns["kind"] == Kind.STEP
-            recent = settled & (self.columns["step"] > self.columns["step"][settled].max(initial=0) - SUSPECTS)
+            recent = settled & (
+                self.columns["step"] > self.columns["step"][settled].max(initial=0) - SUSPECTS
+            )
             self._drop(waits & np.isin(self.columns["group_id"], self.columns["group_id"][recent]))
         if changed and time.monotonic() - began > CACHE_S:
-            sound = {source: identity for source, identity in self.files.items() if source != PENDING and source not in self.damaged}
+            sound = {
+                source: identity
+                for source, identity in self.files.items()
+                if source != PENDING and source not in self.damaged
+            }
             cache.save(self.cache_file, self.columns, sound)
 
     def _changed_steps(self) -> set[Source]:
-        """The files of steps that are new, gone or replaced. Old ones are assumed to be unchanged, unless the newest ones are gone or were
-        replaced: then the run was rolled back, or is another one (see --clean)."""
+        """The files of steps that are new, gone or replaced. Old ones are assumed to be
+        unchanged, unless the newest ones are gone or were replaced: then the run was rolled
+        back, or is another one (see --clean)."""
         folder = self.run_dir.rollouts_dir
         _, changed_at = identity_of(folder) or (0, 0)
         if changed_at and changed_at == self.looked and folder not in self.denied:
             return set()
-        there = {Source(Kind.STEP, step) for step in self._listed(folder, self.run_dir.rollout_files)}
+        there = {
+            Source(Kind.STEP, step) for step in self._listed(folder, self.run_dir.rollout_files)
+        }
         known = {source for source in self.files if source.kind is Kind.STEP}
         suspects = set(heapq.nlargest(SUSPECTS, known))
-        if self.looked is None or not there.issuperset(suspects) or any(map(self._replaced, suspects)):
+        if (
+            self.looked is None
+            or not there.issuperset(suspects)
+            or any(map(self._replaced, suspects))
+        ):
             suspects = known
         self.looked = changed_at if time.time_ns() - changed_at > TICK_NS else 0
         return known ^ there | set(filter(self._replaced, suspects))
@@ -86,7 +103,10 @@ class RolloutIndex:
         evals = self.run_dir.evals
         for version in self._listed(evals, lambda: numbers(evals)):
             folder = evals / f"{version:06d}"
-            sources |= {Source(Kind.EVAL, version, path.stem) for path in self._listed(folder, partial(files_in, folder, ".jsonl"))}
+            sources |= {
+                Source(Kind.EVAL, version, path.stem)
+                for path in self._listed(folder, partial(files_in, folder, ".jsonl"))
+            }
         return set(filter(self._replaced, sources))
 
     def _replaced(self, source: Source) -> bool:
@@ -129,7 +149,11 @@ class RolloutIndex:
             gone |= kinds == Kind.PENDING
         for source in known:
             if source.kind is Kind.EVAL:
-                gone |= (kinds == Kind.EVAL) & (versions == source.number) & (envs == self.columns.code("env", source.name))
+                gone |= (
+                    (kinds == Kind.EVAL)
+                    & (versions == source.number)
+                    & (envs == self.columns.code("env", source.name))
+                )
         self._drop(gone)
 
     def _drop(self, rows: np.ndarray) -> None:
@@ -162,13 +186,16 @@ class RolloutIndex:
 
 
 def decoded(path: Path, data: bytes) -> Iterator[tuple[Line, tuple[int, int]]]:
-    """Yields (line, (offset, length)) of each complete line. Raises CorruptFileError for a line that is not a rollout."""
+    """Yields (line, (offset, length)) of each complete line. Raises CorruptFileError for a line
+    that is not a rollout."""
     offset = 0
     for number, text in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True), start=1):
         try:
             yield DECODER.decode(text), (offset, len(text))
         except UNREADABLE as error:
-            raise CorruptFileError(f"{path}:{number}: not a rollout of this version of rl: {error}") from None
+            raise CorruptFileError(
+                f"{path}:{number}: not a rollout of this version of rl: {error}"
+            ) from None
         offset += len(text)
 
 

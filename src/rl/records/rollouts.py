@@ -1,4 +1,5 @@
-"""Rollouts selected from the index: filtered, sorted and paged as columns. Texts are read from the files on demand."""
+"""Rollouts selected from the index: filtered, sorted and paged as columns. Texts are read from
+the files on demand."""
 
 import contextlib
 import errno
@@ -13,7 +14,15 @@ from typing import Any, overload
 
 import numpy as np
 
-from rl.diagnosis.rollouts import TRAINED, Row, contains, messages_text, num_prompt_messages, parse_rollout, rollout_text
+from rl.diagnosis.rollouts import (
+    TRAINED,
+    Row,
+    contains,
+    messages_text,
+    num_prompt_messages,
+    parse_rollout,
+    rollout_text,
+)
 from rl.records.columns import FLAGS, METRIC, NONE, OPTIONAL, WORDS, Columns, Kind, Source
 from rl.records.index import RolloutIndex
 from rl.run_dir.files import CorruptFileError, reading
@@ -35,12 +44,14 @@ LAST = 2**31 - 1
 
 @lru_cache(maxsize=2)
 def unpacked(path: Path, _changed: int) -> bytes:
-    """The content of a compressed file, which has no random access. Raises FileNotFoundError and CorruptFileError."""
+    """The content of a compressed file, which has no random access. Raises FileNotFoundError and
+    CorruptFileError."""
     return sound_rollouts(path)
 
 
 def line_at(paths: list[Path], offset: int, length: int) -> tuple[bytes, Path]:
-    """A line, and the one of `paths` that has it: a file may be replaced by its compressed form at any moment.
+    """A line, and the one of `paths` that has it: a file may be replaced by its compressed form at
+    any moment.
 
     Raises FileNotFoundError and CorruptFileError.
     """
@@ -55,13 +66,15 @@ def line_at(paths: list[Path], offset: int, length: int) -> tuple[bytes, Path]:
 
 
 class Rollout:
-    """One rollout. Its numbers come from the index; `row`, `messages` and `text` are read from its file."""
+    """One rollout. Its numbers come from the index; `row`, `messages` and `text` are read from
+    its file."""
 
     def __init__(self, columns: Columns, place: int, index: RolloutIndex):
         self._columns, self._place, self._index = columns, place, index
 
     def __getitem__(self, name: str) -> Any:
-        """A field of the index: a number, a word, or an environment metric (nan if missing). Raises RunError if there is no such field."""
+        """A field of the index: a number, a word, or an environment metric (nan if missing).
+        Raises RunError if there is no such field."""
         value = self._columns[name][self._place].item()
         if name == "kind":
             return KINDS[Kind(value)]
@@ -79,7 +92,8 @@ class Rollout:
 
     @property
     def version(self) -> int | None:
-        """The newest policy version that sampled one of its tokens (in an evaluation, the evaluated version); None without tokens."""
+        """The newest policy version that sampled one of its tokens (in an evaluation, the
+        evaluated version); None without tokens."""
         return None if self["version"] == NONE else self["version"]
 
     @property
@@ -129,25 +143,42 @@ class Rollout:
     @property
     def metrics(self) -> dict[str, float]:
         """The values of its reward functions and other metrics, by name."""
-        found = {name.removeprefix(METRIC): float(values[self._place]) for name, values in self._columns.metrics.items()}
+        found = {
+            name.removeprefix(METRIC): float(values[self._place])
+            for name, values in self._columns.metrics.items()
+        }
         return {name: value for name, value in found.items() if not np.isnan(value)}
 
     @property
     def row(self) -> Row:
         """The whole decoded line of its file. Raises RunError if it is gone or damaged."""
         kind = Kind(self._columns["kind"][self._place])
-        source = Source(kind, self["version"] if kind is Kind.EVAL else self["step"], self.env if kind is Kind.EVAL else "")
-        moved = f"rollout {self.rollout_id} of group {self.group_id} has moved: its file was rewritten; query the rollouts again"
+        source = Source(
+            kind,
+            self["version"] if kind is Kind.EVAL else self["step"],
+            self.env if kind is Kind.EVAL else "",
+        )
+        moved = (
+            f"rollout {self.rollout_id} of group {self.group_id} has moved: its file was "
+            "rewritten; query the rollouts again"
+        )
         try:
             line, path = line_at(self._index.paths(source), self["offset"], self["length"])
             row = parse_rollout(line, str(path)) if line else {}
         except FileNotFoundError as error:
-            raise RunError(f"{error.filename}: no longer exists: deleted by orchestrator.rollouts.keep_last, or moved away") from None
+            raise RunError(
+                f"{error.filename}: no longer exists: deleted by "
+                "orchestrator.rollouts.keep_last, or moved away"
+            ) from None
         except CorruptFileError:
             if kind is Kind.PENDING:
                 raise RunError(moved) from None
             raise
-        wanted = {"task": self.task} if kind is Kind.EVAL else {"group_id": self["group_id"], "rollout_id": self["rollout_id"]}
+        wanted = (
+            {"task": self.task}
+            if kind is Kind.EVAL
+            else {"group_id": self["group_id"], "rollout_id": self["rollout_id"]}
+        )
         if any(row.get(name) != value for name, value in wanted.items()):
             raise RunError(moved)
         return row
@@ -167,12 +198,20 @@ class Rollout:
         return rollout_text(self.row)
 
     def __repr__(self) -> str:
-        place = f"version {self.version}" if self.kind == "eval" else f"step {self.step}, group {self.group_id}"
-        return f"<Rollout {self.kind} {place}, {self.env} task {self.task}, reward {self.reward:.3f}, {self.why or self.outcome}>"
+        place = (
+            f"version {self.version}"
+            if self.kind == "eval"
+            else f"step {self.step}, group {self.group_id}"
+        )
+        return (
+            f"<Rollout {self.kind} {place}, {self.env} task {self.task}, reward "
+            f"{self.reward:.3f}, {self.why or self.outcome}>"
+        )
 
 
 class Rollouts(Sequence[Rollout]):
-    """An ordered selection of rollouts. A slice is a selection again; files are read only when a rollout's text is accessed."""
+    """An ordered selection of rollouts. A slice is a selection again; files are read only when a
+    rollout's text is accessed."""
 
     def __init__(self, columns: Columns, places: np.ndarray, index: RolloutIndex):
         self._columns, self.places, self._index = columns, places, index
@@ -208,7 +247,11 @@ class Rollouts(Sequence[Rollout]):
             return np.array(list(KINDS.values()), dtype=object)[values]
         if name in FLAGS:
             return values.astype(bool)
-        return np.array(self._columns.words[name].words, dtype=object)[values] if name in WORDS else values
+        return (
+            np.array(self._columns.words[name].words, dtype=object)[values]
+            if name in WORDS
+            else values
+        )
 
     def sorted(self, name: str, *, descending: bool = False) -> "Rollouts":
         """Sorts by a field or metric. The sort is stable; rollouts without a value come last."""
@@ -216,13 +259,24 @@ class Rollouts(Sequence[Rollout]):
         if name in WORDS:
             ranks = np.argsort(np.argsort(np.array(self._columns.words[name].words)))
             values = ranks[values]
-        missing = values == NONE if name in OPTIONAL else np.isnan(values) if values.dtype.kind == "f" else np.zeros(len(values), bool)
-        values = -values.astype(values.dtype if values.dtype.kind == "f" else np.int64) if descending else values
+        missing = (
+            values == NONE
+            if name in OPTIONAL
+            else np.isnan(values)
+            if values.dtype.kind == "f"
+            else np.zeros(len(values), bool)
+        )
+        values = (
+            -values.astype(values.dtype if values.dtype.kind == "f" else np.int64)
+            if descending
+            else values
+        )
         return self._some(self.places[np.lexsort((values, missing))])
 
     def where(self, **wanted: Any) -> "Rollouts":
-        """Selects rollouts by fields: a value, a list, set or range of alternatives, or for numbers a pair (minimum, maximum), where None
-        is unbounded. Raises RunError for an unknown field, for text in place of a number, and for a word that no rollout of the run
+        """Selects rollouts by fields: a value, a list, set or range of alternatives, or for
+        numbers a pair (minimum, maximum), where None is unbounded. Raises RunError for an
+        unknown field, for text in place of a number, and for a word that no rollout of the run
         has."""
         mask = np.ones(len(self.places), bool)
         for name, value in wanted.items():
@@ -234,34 +288,63 @@ class Rollouts(Sequence[Rollout]):
         values = self._columns[name][self.places]
         if isinstance(value, tuple):
             if name in WORDS:
-                raise RunError(f"{name} = {value!r}: a pair is the minimum and maximum of a number; give several words as a list")
+                raise RunError(
+                    f"{name} = {value!r}: a pair is the minimum and maximum of a number; "
+                    "give several words as a list"
+                )
             if len(value) != 2:
-                raise RunError(f"{name} = {value!r}: give a pair, the minimum and the maximum, or several values as a list")
+                raise RunError(
+                    f"{name} = {value!r}: give a pair, the minimum and the maximum, or "
+                    "several values as a list"
+                )
             least, greatest = value
-            if not all(end is None or is_number(end) for end in value) or (None not in value and least > greatest):
-                raise RunError(f"{name} = {value!r}: give the minimum and the maximum, in this order, or None for no bound")
-            there = values != NONE if name in OPTIONAL else True  # an open end does not match a rollout without the field
-            return there & (values >= (-np.inf if least is None else least)) & (values <= (np.inf if greatest is None else greatest))
+            if not all(end is None or is_number(end) for end in value) or (
+                None not in value and least > greatest
+            ):
+                raise RunError(
+                    f"{name} = {value!r}: give the minimum and the maximum, in this order, "
+                    "or None for no bound"
+                )
+            # an open end does not match a rollout without the field
+            there = values != NONE if name in OPTIONAL else True
+            return (
+                there
+                & (values >= (-np.inf if least is None else least))
+                & (values <= (np.inf if greatest is None else greatest))
+            )
         if isinstance(value, range) and value.step == 1:
             return (values >= value.start) & (values < value.stop)
-        several = [*value] if isinstance(value, (list, set, frozenset, range, np.ndarray)) else [value]
+        several = (
+            [*value] if isinstance(value, (list, set, frozenset, range, np.ndarray)) else [value]
+        )
         if name == "kind":
             several = [kind for kind, word in KINDS.items() if word in several]
         elif name in WORDS:
             failed, codes = name == "why" and ERROR in several, self._columns.words[name].codes
-            if codes and not failed and not any(word in codes for word in several) and several not in ([TRAINED], [""]):
+            if (
+                codes
+                and not failed
+                and not any(word in codes for word in several)
+                and several not in ([TRAINED], [""])
+            ):
                 there = ", ".join(filter(None, codes))
-                raise RunError(f"{name} = {', '.join(map(str, several))}: no rollout of the run has it; there are: {there}")
+                raise RunError(
+                    f"{name} = {', '.join(map(str, several))}: no rollout of the run has it; "
+                    f"there are: {there}"
+                )
             several = [self._columns.code(name, word) for word in several]
             if failed:
                 return np.isin(values, several) | (self._columns["failed"][self.places] > 0)
         elif wrong := [one for one in several if not is_number(one)]:
-            raise RunError(f"{name} = {wrong[0]!r}: give a number" + ("" if isinstance(wrong[0], str) else f", {OTHER_WAYS}"))
+            raise RunError(
+                f"{name} = {wrong[0]!r}: give a number"
+                + ("" if isinstance(wrong[0], str) else f", {OTHER_WAYS}")
+            )
         return values == several[0] if len(several) == 1 else np.isin(values, several)
 
     def containing(self, text: str) -> Iterator[Rollout]:
-        """Yields the rollouts whose conversation or error contains a text, ignoring case, while reading their files. Skips rollouts
-        whose file is gone or damaged."""
+        """Yields the rollouts whose conversation or error contains a text, ignoring case, while
+        reading their files. Skips rollouts whose file is gone or damaged."""
         text = text.casefold()
         for rollout in self:
             try:
@@ -274,14 +357,22 @@ class Rollouts(Sequence[Rollout]):
     def counts(self, name: str) -> dict[Any, int]:
         """The number of rollouts with each value of a field, the most frequent first."""
         values, counts = np.unique(self._columns[name][self.places], return_counts=True)
-        words = KINDS if name == "kind" else self._columns.words[name].words if name in WORDS else None
+        words = (
+            KINDS if name == "kind" else self._columns.words[name].words if name in WORDS else None
+        )
         order = np.argsort(-counts, kind="stable")
-        return {(words[values[i].item()] if words is not None else values[i].item()): int(counts[i]) for i in order}
+        return {
+            (words[values[i].item()] if words is not None else values[i].item()): int(counts[i])
+            for i in order
+        }
 
     def by(self, name: str) -> "dict[Any, Rollouts]":
         """Splits the rollouts by the value of a field, in ascending order of the values."""
         values = self.column(name)
-        return {value: self._some(self.places[values == value]) for value in sorted(set(values.tolist()))}
+        return {
+            value: self._some(self.places[values == value])
+            for value in sorted(set(values.tolist()))
+        }
 
     def columns(self) -> dict[str, np.ndarray]:
         """All fields and metrics as columns, without the locations in files."""
@@ -296,7 +387,8 @@ class Rollouts(Sequence[Rollout]):
 
 
 def frame(columns: Mapping[str, np.ndarray], kind: str | None = None) -> Any:
-    """The columns as a table of `pandas` (the default) or `polars`, if that is installed, or as a dict of numpy arrays (`columns`)."""
+    """The columns as a table of `pandas` (the default) or `polars`, if that is installed, or as
+    a dict of numpy arrays (`columns`)."""
     if kind == "columns":
         return dict(columns)
     if kind not in (None, "pandas", "polars"):
@@ -314,11 +406,14 @@ def is_number(value: Any) -> bool:
 
 
 def all_rollouts(index: RolloutIndex, kinds: set[Kind]) -> Rollouts:
-    """The rollouts of these kinds now in the index, by step and position in the file, pending ones last; evaluations by version."""
+    """The rollouts of these kinds now in the index, by step and position in the file, pending
+    ones last; evaluations by version."""
     columns = index.columns
     places = np.flatnonzero(np.isin(columns["kind"], [*kinds]))
     of_eval, waits = (columns["kind"][places] == kind for kind in (Kind.EVAL, Kind.PENDING))
-    order = np.where(of_eval, columns["version"][places], np.where(waits, LAST, columns["step"][places]))
+    order = np.where(
+        of_eval, columns["version"][places], np.where(waits, LAST, columns["step"][places])
+    )
     if len(order) and (np.diff(order) < 0).any():
         places = places[np.argsort(order, kind="stable")]
     return Rollouts(columns, places, index)

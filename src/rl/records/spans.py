@@ -67,7 +67,17 @@ class SpanFile:
             if is_time(line.at + offset):
                 self.gauges.append(Counted(self.process, line.at + offset, line.values))
         elif line.begin <= line.end and is_time(line.begin + offset) and is_time(line.end + offset):
-            self.spans.append(Done(self.process, line.lane, line.name, line.begin + offset, line.end + offset, line.step, line.about))
+            self.spans.append(
+                Done(
+                    self.process,
+                    line.lane,
+                    line.name,
+                    line.begin + offset,
+                    line.end + offset,
+                    line.step,
+                    line.about,
+                )
+            )
 
     @property
     def begins(self) -> np.ndarray:
@@ -106,23 +116,40 @@ class Recording:
     def ends(self) -> tuple[float, float] | None:
         """The begin of the first span and the end of the last one; None without spans."""
         some = [file for file in self.files.values() if file.spans]
-        return (min(float(file.begins[0]) for file in some), max(done.end for file in some for done in file.spans)) if some else None
+        return (
+            (
+                min(float(file.begins[0]) for file in some),
+                max(done.end for file in some for done in file.spans),
+            )
+            if some
+            else None
+        )
 
     @property
     def counted(self) -> dict[str, float]:
-        """The time of each process's last gauges, which it writes after its spans every two seconds."""
+        """The time of each process's last gauges, which it writes after its spans every two
+        seconds."""
         return {file.process: file.gauges[-1].time for file in self.files.values() if file.gauges}
 
     def first(self, time: float, process: str | None) -> Iterator[float]:
-        """Yields, per file, the begin of the first span at or after a time. process: None for all."""
+        """Yields, per file, the begin of the first span at or after a time. process: None for
+        all."""
         for file in self.files.values():
-            if process in (None, file.process) and (at := int(np.searchsorted(file.begins, time))) < len(file.begins):
+            if process in (None, file.process) and (
+                at := int(np.searchsorted(file.begins, time))
+            ) < len(file.begins):
                 yield float(file.begins[at])
 
     def between(self, begin: float, end: float) -> tuple[list[Done], list[Counted]]:
-        """The spans that overlap the interval from `begin` to `end`, and the gauges in it, in order within each file."""
+        """The spans that overlap the interval from `begin` to `end`, and the gauges in it, in
+        order within each file."""
         files = self.files.values()
         return (
-            [done for file in files for done in file.spans if done.end >= begin and done.begin <= end],
+            [
+                done
+                for file in files
+                for done in file.spans
+                if done.end >= begin and done.begin <= end
+            ],
             [counted for file in files for counted in file.gauges if begin <= counted.time <= end],
         )

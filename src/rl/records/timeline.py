@@ -1,4 +1,5 @@
-"""What all processes of a run did between two times, on one clock, also as a trace for Perfetto and chrome://tracing."""
+"""What all processes of a run did between two times, on one clock, also as a trace for Perfetto
+and chrome://tracing."""
 
 import heapq
 from collections import defaultdict
@@ -15,16 +16,19 @@ from rl.run_dir.numbers import Numbers
 from rl.run_dir.status import HEARTBEAT_S, PHASE_LANE, Phase, RoleStatus
 
 MARKS = {"orchestrator": "batch", "trainer": "step", "eval": "eval"}
-"""Source of a line of metrics -> what was just finished when it was written; `step` is its number."""
+"""Source of a line of metrics -> what was just finished when it was written; `step` is its
+number."""
 MICROSECONDS = 1e6
 SLACK_S = 5 * HEARTBEAT_S
-"""A process counts as alive if its heartbeat is at most this much older than the newest of all, in seconds."""
+"""A process counts as alive if its heartbeat is at most this much older than the newest of all,
+in seconds."""
 STARTING, RL = Phase.STARTING.value, "rl"
 
 
 @dataclass(frozen=True)
 class Mark:
-    """An event at one moment: a batch was committed, a step trained, a version evaluated, a process died."""
+    """An event at one moment: a batch was committed, a step trained, a version evaluated, a
+    process died."""
 
     process: str
     name: str
@@ -42,7 +46,10 @@ class Timeline:
     marks: list[Mark] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        return f"<Timeline: {len(self.spans)} spans, {len(self.gauges)} gauges, {len(self.marks)} marks>"
+        return (
+            f"<Timeline: {len(self.spans)} spans, {len(self.gauges)} gauges, {len(self.marks)} "
+            "marks>"
+        )
 
     def between(self, begin: float, end: float) -> "Timeline":
         """The part that overlaps the interval from `begin` to `end`."""
@@ -53,13 +60,19 @@ class Timeline:
         )
 
     def trace(self) -> dict[str, Any]:
-        """Converts to Chrome's trace event format (JSON object format). Overlapping spans of a lane are spread over several."""
+        """Converts to Chrome's trace event format (JSON object format). Overlapping spans of a
+        lane are spread over several."""
         events, numbers = list[dict[str, Any]](), dict[tuple[str, str], int]()
         pids = {
-            name: number for number, name in enumerate(sorted({entry.process for entry in (*self.spans, *self.gauges, *self.marks)}), 1)
+            name: number
+            for number, name in enumerate(
+                sorted({entry.process for entry in (*self.spans, *self.gauges, *self.marks)}), 1
+            )
         }
         for name, pid in pids.items():
-            events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
+            events.append(
+                {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+            )
         for done, lane in spread(self.spans):
             if (done.process, lane) not in numbers:
                 numbers[done.process, lane] = len(numbers) + 1
@@ -68,7 +81,16 @@ class Timeline:
             about = dict(done.about) | ({} if done.step is None else {"step": done.step})
             place = {"pid": pids[done.process], "tid": numbers[done.process, lane]}
             times = {"ts": done.begin * MICROSECONDS, "dur": (done.end - done.begin) * MICROSECONDS}
-            events.append({"ph": "X", "name": done.name, "cat": done.lane or "span", **place, **times, "args": about})
+            events.append(
+                {
+                    "ph": "X",
+                    "name": done.name,
+                    "cat": done.lane or "span",
+                    **place,
+                    **times,
+                    "args": about,
+                }
+            )
         for counted in self.gauges:
             for name, value in counted.values.items():
                 place = {"pid": pids[counted.process], "tid": 0, "ts": counted.time * MICROSECONDS}
@@ -81,8 +103,8 @@ class Timeline:
 
 
 def spread(spans: list[Done]) -> Iterator[tuple[Done, str]]:
-    """Yields (span, lane) such that the spans of a lane do not overlap, as the format requires. Overlapping spans go to separate lanes,
-    as few as possible."""
+    """Yields (span, lane) such that the spans of a lane do not overlap, as the format requires.
+    Overlapping spans go to separate lanes, as few as possible."""
     free: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for done in sorted(spans, key=lambda done: (done.begin, -done.end)):
@@ -97,11 +119,17 @@ def spread(spans: list[Done]) -> Iterator[tuple[Done, str]]:
 
 
 def read_timeline(
-    recording: Recording, metrics: Numbers, events: list[Event], statuses: Mapping[str, RoleStatus], begin: float, end: float
+    recording: Recording,
+    metrics: Numbers,
+    events: list[Event],
+    statuses: Mapping[str, RoleStatus],
+    begin: float,
+    end: float,
 ) -> Timeline:
     """The spans, gauges and marks of a run that overlap the interval from `begin` to `end`.
 
-    A span is written when it ends. The one that a process is in, or was in when killed, comes from its status, to be read before.
+    A span is written when it ends. The one that a process is in, or was in when killed, comes from
+    its status, to be read before.
     """
     spans, gauges = recording.between(begin, end)
     newest = max((status.heartbeat or 0.0 for status in statuses.values()), default=0.0)
@@ -116,32 +144,55 @@ def read_timeline(
 
 
 def open_spans(statuses: Mapping[str, RoleStatus], newest: float) -> Iterator[Done]:
-    """The current phase of each process: up to the `newest` heartbeat of all if the process is alive, else up to its own last one."""
+    """The current phase of each process: up to the `newest` heartbeat of all if the process is
+    alive, else up to its own last one."""
     for name, status in statuses.items():
         if status.phase and status.since is not None and status.heartbeat is not None:
             end = newest if newest - status.heartbeat <= SLACK_S else status.heartbeat
-            yield Done(name, PHASE_LANE, status.phase.value, status.since, max(status.since, end), status.step, {})
+            yield Done(
+                name,
+                PHASE_LANE,
+                status.phase.value,
+                status.since,
+                max(status.since, end),
+                status.step,
+                {},
+            )
 
 
-def starts(events: list[Event], recording: Recording, under_way: list[Done], newest: float) -> Iterator[Done]:
-    """Spans of starting up (imports): from the start of a process to its first span, and for `rl` to the first span of any process.
+def starts(
+    events: list[Event], recording: Recording, under_way: list[Done], newest: float
+) -> Iterator[Done]:
+    """Spans of starting up (imports): from the start of a process to its first span, and for `rl`
+    to the first span of any process.
 
     newest: the newest heartbeat; a process that has written nothing is starting up to then.
     """
-    ends = [event for event in events if event.event in ("start", "restart", "death", "stop", "give_up")]
+    ends = [
+        event for event in events if event.event in ("start", "restart", "death", "stop", "give_up")
+    ]
     for event in events:
         if event.event not in ("start", "restart"):
             continue
         own = event.process == RL
         first = [*recording.first(event.time, None if own else event.process)]
-        first += [done.begin for done in under_way if done.begin >= event.time and (own or done.process == event.process)]
-        over = [other.time for other in ends if other.time > event.time and (own or other.process in (RL, event.process))]
+        first += [
+            done.begin
+            for done in under_way
+            if done.begin >= event.time and (own or done.process == event.process)
+        ]
+        over = [
+            other.time
+            for other in ends
+            if other.time > event.time and (own or other.process in (RL, event.process))
+        ]
         if (end := min([*first, *over], default=newest)) > event.time:
             yield Done(event.process, PHASE_LANE, STARTING, event.time, end, None, {})
 
 
 def one_by_one(spans: list[Done]) -> Iterator[Done]:
-    """Trims phases of a process so that they do not overlap, as their times may come from two clocks. spans: sorted by begin."""
+    """Trims phases of a process so that they do not overlap, as their times may come from two
+    clocks. spans: sorted by begin."""
     until = dict[str, float]()
     for done in spans:
         if done.lane == PHASE_LANE:
@@ -154,8 +205,8 @@ def one_by_one(spans: list[Done]) -> Iterator[Done]:
 
 
 def marks(metrics: Numbers, events: list[Event], begin: float, end: float) -> Iterator[Mark]:
-    """Marks of finished batches, steps and evaluations between two times, from the metrics; and of all process deaths and restarts,
-    from the events."""
+    """Marks of finished batches, steps and evaluations between two times, from the metrics; and
+    of all process deaths and restarts, from the events."""
     for source, name in MARKS.items():
         if not (table := metrics.tables.get(source)):
             continue

@@ -1,4 +1,5 @@
-"""A batch token by token: the samples of `batches/000012.batch`, and what the trainer computed from `tokens/`."""
+"""A batch token by token: the samples of `batches/000012.batch`, and what the trainer computed
+from `tokens/`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ MAX_LOG_RATIO = 10.0
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
 class SampleTokens:
-    """One sample of a batch. Arrays are aligned, [T] for T tokens; values of trained tokens are nan, -1 or False elsewhere."""
+    """One sample of a batch. Arrays are aligned, [T] for T tokens; values of trained tokens are
+    nan, -1 or False elsewhere."""
 
     step: int
     place: int
@@ -42,7 +44,8 @@ class SampleTokens:
     trainer_logprobs: np.ndarray
     """Log-probabilities of the trainer when it first trained on the token, in nats."""
     ratio: np.ndarray
-    """r = exp(trainer's - sampler's log-probability), with the difference clamped to +-10 as in the losses."""
+    """r = exp(trainer's - sampler's log-probability), with the difference clamped to +-10 as in
+    the losses."""
     entropies: np.ndarray
     """Entropies of the trainer's distribution, in nats."""
     reference_logprobs: np.ndarray
@@ -57,19 +60,29 @@ class SampleTokens:
     """Bool: the clip or a mask excluded the token in a later epoch over the batch."""
 
     def __repr__(self) -> str:
-        return f"<SampleTokens: step {self.step}, group {self.group_id}, rollout {self.rollout_id}, {len(self.token_ids)} tokens>"
+        return (
+            f"<SampleTokens: step {self.step}, group {self.group_id}, rollout {self.rollout_id}, "
+            f"{len(self.token_ids)} tokens>"
+        )
 
     def columns(self) -> dict[str, np.ndarray]:
         """All values as columns, with one row per token."""
-        arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        arrays = {
+            name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)
+        }
         return {"position": np.arange(len(self.token_ids)), **arrays}
 
 
-def sample_tokens(step: int, place: int, sample: TrainingSample, log: dict[str, np.ndarray]) -> SampleTokens:
-    """The tokens of a sample. log: the columns of its n trained tokens in the token log, [n]; empty without a token log."""
+def sample_tokens(
+    step: int, place: int, sample: TrainingSample, log: dict[str, np.ndarray]
+) -> SampleTokens:
+    """The tokens of a sample. log: the columns of its n trained tokens in the token log, [n];
+    empty without a token log."""
     trained = sample.trained
 
-    def whole(values: np.ndarray | float, elsewhere: float = np.nan, dtype: type = np.float32) -> np.ndarray:
+    def whole(
+        values: np.ndarray | float, elsewhere: float = np.nan, dtype: type = np.float32
+    ) -> np.ndarray:
         found = np.full(sample.num_tokens, elsewhere, dtype)
         found[trained] = values
         return found
@@ -108,7 +121,10 @@ class BatchTokens:
         """Raises RunError if the batch is missing or damaged."""
         self.step, path = step, run_dir.batch(step)
         if not path.exists():
-            raise RunError(f"{path}: no such batch; it may have been deleted (see orchestrator.batches.keep_last)")
+            raise RunError(
+                f"{path}: no such batch; it may have been deleted (see "
+                "orchestrator.batches.keep_last)"
+            )
         self.samples = decode_batch(sound_batch(path), str(path)).batch.samples
         self.fault = ""
         """Why there is no token log; empty if there is one."""
@@ -119,7 +135,10 @@ class BatchTokens:
         try:
             self.log = read_token_log(log, sum(counts))
         except FileNotFoundError:
-            self.fault = f"{log}: does not exist: not trained yet, deleted (trainer.token_log.max_gib), or lost in a kill"
+            self.fault = (
+                f"{log}: does not exist: not trained yet, deleted (trainer.token_log.max_gib), "
+                "or lost in a kill"
+            )
         except CorruptFileError as error:
             self.fault = str(error)
 
@@ -131,4 +150,9 @@ class BatchTokens:
         for place, (sample, end) in enumerate(zip(self.samples, self.ends, strict=True)):
             if group in (None, sample.group_id) and rollout in (None, sample.rollout_id):
                 own = slice(end - sample.num_trained, end)
-                yield sample_tokens(self.step, place, sample, {name: values[own] for name, values in self.log.items()})
+                yield sample_tokens(
+                    self.step,
+                    place,
+                    sample,
+                    {name: values[own] for name, values in self.log.items()},
+                )

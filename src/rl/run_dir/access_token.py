@@ -1,8 +1,9 @@
-"""The access token of a run. Every socket requires it, even on loopback: a machine has other users, and browsers that post wherever a page
-tells them to. Inference requires a bearer token, the orchestrator CURVE keys derived from the token.
+"""The access token of a run. Every socket requires it, even on loopback: a machine has other users,
+and browsers that post wherever a page tells them to. Inference requires a bearer token, the
+orchestrator CURVE keys derived from the token.
 
-The token is the environment variable RL_TOKEN, or is generated once and stored in `status/token`, readable by its owner alone, where all
-processes that see the run directory find it, on every node.
+The token is the environment variable RL_TOKEN, or is generated once and stored in `status/token`,
+readable by its owner alone, where all processes that see the run directory find it, on every node.
 """
 
 import contextlib
@@ -20,14 +21,18 @@ from rl.system.errors import RunError
 
 VARIABLE = "RL_TOKEN"
 PAGE_VARIABLE = "RL_VIEW_SECRET"
-"""The secret of the browser page, which is never the run's token: browsers get values derived from it."""
+"""The secret of the browser page, which is never the run's token: browsers get values derived
+from it."""
 SHAPE = re.compile(r"[!-~]{16,256}")
 """Characters that an HTTP header accepts unescaped, and enough of them not to be guessed."""
-REMEDY = "must be 16 to 256 printable characters without spaces; `openssl rand -hex 32` makes a good one"
+REMEDY = (
+    "must be 16 to 256 printable characters without spaces; `openssl rand -hex 32` makes a good one"
+)
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches a socket bound to `host`. The only name that counts is `localhost`."""
+    """Returns whether only this machine reaches a socket bound to `host`. The only name that
+    counts is `localhost`."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -53,8 +58,8 @@ def given_token() -> str | None:
 
 
 def run_token(status_dir: Path) -> str:
-    """Returns the token that servers require: RL_TOKEN, or the run's own. If there is none, one of the processes that start together, even
-    on several nodes, generates it. Raises RunError."""
+    """Returns the token that servers require: RL_TOKEN, or the run's own. If there is none, one
+    of the processes that start together, even on several nodes, generates it. Raises RunError."""
     if token := given_token():
         return token
     make_token(token_file(status_dir))
@@ -76,9 +81,13 @@ def read_token(status_dir: Path) -> str | None:
     except FileNotFoundError:
         return None
     except PermissionError as error:
-        raise RunError(f"{path}: {error.strerror}; run as the user who started the run, or set {VARIABLE}") from None
+        raise RunError(
+            f"{path}: {error.strerror}; run as the user who started the run, or set {VARIABLE}"
+        ) from None
     if not SHAPE.fullmatch(token):
-        raise RunError(f"{path}: does not hold a token; delete it and restart every process of the run")
+        raise RunError(
+            f"{path}: does not hold a token; delete it and restart every process of the run"
+        )
     return token
 
 
@@ -90,7 +99,8 @@ def make_token(path: Path) -> None:
 
 
 def page_secret(status_dir: Path) -> str:
-    """Returns the secret of a run's page, which stays the same after a resume, so that open tabs keep working. Raises OSError."""
+    """Returns the secret of a run's page, which stays the same after a resume, so that open tabs
+    keep working. Raises OSError."""
     path = status_dir / "view.secret"
     make_token(path)
     secret = path.read_text(errors="replace")
@@ -98,17 +108,20 @@ def page_secret(status_dir: Path) -> str:
 
 
 def derived(secret: str, purpose: str) -> str:
-    """Derives what a browser is given for a purpose from the secret without revealing it: 128 bits in hexadecimal."""
+    """Derives what a browser is given for a purpose from the secret without revealing it: 128
+    bits in hexadecimal."""
     return hmac.digest(secret.encode(), purpose.encode(), "sha256").hex()[:32]
 
 
 def link(secret: str, address: str, number: str) -> str:
-    """Returns the link that admits one browser to the page at an address. number: the server's number of the link, which is not secret."""
+    """Returns the link that admits one browser to the page at an address. number: the server's
+    number of the link, which is not secret."""
     return f"{address}?link={derived(secret, f'link {number}')}"
 
 
 def authorization(status_path: Path) -> dict[str, str]:
-    """Returns the HTTP headers with the token for inference; empty if there is none. `status_path` is a file in the run's status directory,
-    or an empty path for servers that belong to no run. Raises as `read_token` does."""
+    """Returns the HTTP headers with the token for inference; empty if there is none.
+    `status_path` is a file in the run's status directory, or an empty path for servers that
+    belong to no run. Raises as `read_token` does."""
     token = read_token(status_path.parent) if status_path.name else given_token()
     return {"Authorization": f"Bearer {token}"} if token else {}

@@ -2,11 +2,12 @@
 
 Does not import torch: rl, repair and doctor use it.
 
-`checkpoints/000012/manifest.json` has size and hash of each file. `weights/000012/digests.json` has the hash of each tensor's bytes (or of
-each slice of them, if several ranks held it) under its name in the safetensors files, and of the small files beside it; a copy without the
-small files stays in `digests/000012.json`.
-Each hash is stored with the name of its function. A function other than BLAKE3 is not damage: a newer rl wrote it. It raises RunError,
-because after a CorruptFileError files are moved away.
+`checkpoints/000012/manifest.json` has size and hash of each file. `weights/000012/digests.json` has
+the hash of each tensor's bytes (or of each slice of them, if several ranks held it) under its name
+in the safetensors files, and of the small files beside it; a copy without the small files stays in
+`digests/000012.json`. Each hash is stored with the name of its function. A function other than
+BLAKE3 is not damage: a newer rl wrote it. It raises RunError, because after a CorruptFileError
+files are moved away.
 """
 
 import json
@@ -35,14 +36,25 @@ from rl.system.errors import RunError
 
 
 def verify_files(
-    folder: Path, checksums: Mapping[str, Mapping[str, Any]], rank: int = 0, ranks: int = 1, names: Collection[str] | None = None
+    folder: Path,
+    checksums: Mapping[str, Mapping[str, Any]],
+    rank: int = 0,
+    ranks: int = 1,
+    names: Collection[str] | None = None,
 ) -> None:
-    """Raises CorruptFileError naming the first file of a folder, or of those with `names`, that is missing or does not match its checksum.
+    """Raises CorruptFileError naming the first file of a folder, or of those with `names`, that is
+    missing or does not match its checksum.
 
-    Reads several files at once, and only `rank`'s share of them if `ranks` processes divide the work. Raises RunError if all files use the
-    same unknown hash function: a flipped bit would change the name of only one.
+    Reads several files at once, and only `rank`'s share of them if `ranks` processes divide the
+    work. Raises RunError if all files use the same unknown hash function: a flipped bit would
+    change the name of only one.
     """
-    functions = {key for entry in checksums.values() if isinstance(entry, Mapping) for key in entry.keys() - {"size"}}
+    functions = {
+        key
+        for entry in checksums.values()
+        if isinstance(entry, Mapping)
+        for key in entry.keys() - {"size"}
+    }
     if len(functions) == 1 and HASH not in functions:
         raise newer(folder / MANIFEST, functions.pop())
 
@@ -64,23 +76,33 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         with reading(path / MANIFEST):
             manifest = json.loads((path / MANIFEST).read_text())
-        if not all(re.fullmatch(r"[\w.-]{1,100}", name) and isinstance(entry, dict) for name, entry in manifest["files"].items()):
+        if not all(
+            re.fullmatch(r"[\w.-]{1,100}", name) and isinstance(entry, dict)
+            for name, entry in manifest["files"].items()
+        ):
             raise ValueError("names of files")
-        return {key: manifest[key] for key in ("step", "world_size", "model", "files")} | {"base": manifest.get("base", "")}
+        return {key: manifest[key] for key in ("step", "world_size", "model", "files")} | {
+            "base": manifest.get("base", "")
+        }
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptFileError(f"{path / MANIFEST}: missing or damaged") from None
 
 
-def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1, names: Collection[str] | None = None) -> dict[str, Any]:
-    """Verifies a checkpoint's files, or those with `names`, or `rank`'s share of them, and returns its manifest. Raises as `read_manifest`
-    and `verify_files`."""
+def verify_checkpoint(
+    path: Path, rank: int = 0, ranks: int = 1, names: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Verifies a checkpoint's files, or those with `names`, or `rank`'s share of them, and
+    returns its manifest. Raises as `read_manifest` and `verify_files`."""
     manifest = read_manifest(path)
     verify_files(path, manifest["files"], rank, ranks, names)
     return manifest
 
 
-def newest_sound_checkpoint(directory: Path, at_most: int | None = None) -> tuple[int, dict[int, str]]:
-    """Returns (step of the newest intact checkpoint, 0 if none; fault of each newer checkpoint). Reads those checkpoints completely."""
+def newest_sound_checkpoint(
+    directory: Path, at_most: int | None = None
+) -> tuple[int, dict[int, str]]:
+    """Returns (step of the newest intact checkpoint, 0 if none; fault of each newer checkpoint).
+    Reads those checkpoints completely."""
     faults: dict[int, str] = {}
     for step, path in reversed(numbered(directory).items()):
         if at_most is not None and step > at_most:
@@ -94,7 +116,8 @@ def newest_sound_checkpoint(directory: Path, at_most: int | None = None) -> tupl
 
 
 def content_id(record: Path) -> str:
-    """Returns an id that distinguishes versions with the same number, from a record in `digests/`; empty if that cannot be read."""
+    """Returns an id that distinguishes versions with the same number, from a record in
+    `digests/`; empty if that cannot be read."""
     try:
         return content_of(read_digests(record)["tensors"])
     except RunError:
@@ -112,10 +135,12 @@ def slices_of(value: Digest) -> list[list[int]]:
 
 
 def verify_version(folder: Path, mirror: Mirror | None = None) -> dict[str, Any]:
-    """Verifies all tensors and files of a version, of a delta those that result, and returns the content of its digests.json.
+    """Verifies all tensors and files of a version, of a delta those that result, and returns the
+    content of its digests.json.
 
-    `mirror`: where deltas are applied, for several versions one after the other. Raises CorruptFileError naming the first tensor or file
-    that does not match, and as `read_digests` does. Reads the whole version: 0.14 s for 270 MB on one core.
+    `mirror`: where deltas are applied, for several versions one after the other. Raises
+    CorruptFileError naming the first tensor or file that does not match, and as `read_digests`
+    does. Reads the whole version: 0.14 s for 270 MB on one core.
     """
     content = read_digests(folder / DIGESTS)
     verify_tensors(folder, content, mirror)
@@ -124,8 +149,8 @@ def verify_version(folder: Path, mirror: Mirror | None = None) -> dict[str, Any]
 
 
 def verify_tensors(folder: Path, content: Mapping[str, Any], mirror: Mirror | None = None) -> None:
-    """Raises CorruptFileError naming the first tensor of a version that does not match the content of a digests file. `mirror`: see
-    `verify_version`."""
+    """Raises CorruptFileError naming the first tensor of a version that does not match the
+    content of a digests file. `mirror`: see `verify_version`."""
     if is_remote(folder):
         return  # its only tensor stands for the place, which verify_small_files checks
     if is_delta(folder):
@@ -137,9 +162,11 @@ def verify_tensors(folder: Path, content: Mapping[str, Any], mirror: Mirror | No
 
 
 def check_version(folder: Path, record: Path | None = None, mirror: Mirror | None = None) -> str:
-    """Runs `verify_version` if the version has checksums, and otherwise `verify_tensors` if it has a `record` in `digests/`.
+    """Runs `verify_version` if the version has checksums, and otherwise `verify_tensors` if it has
+    a `record` in `digests/`.
 
-    Returns the content_id of what was verified. A model without either passes, and the result is empty. `mirror`: see `verify_version`.
+    Returns the content_id of what was verified. A model without either passes, and the result is
+    empty. `mirror`: see `verify_version`.
     """
     if (folder / DIGESTS).exists():
         return content_of(verify_version(folder, mirror)["tensors"])
@@ -150,7 +177,8 @@ def check_version(folder: Path, record: Path | None = None, mirror: Mirror | Non
 
 
 def check_record(record: Path, folder: Path) -> None:
-    """Raises CorruptFileError if the record of a version cannot be read or contradicts the version's own digests.json."""
+    """Raises CorruptFileError if the record of a version cannot be read or contradicts the
+    version's own digests.json."""
     content = read_digests(record)
     try:
         own = read_digests(folder / DIGESTS)
@@ -158,7 +186,8 @@ def check_record(record: Path, folder: Path) -> None:
         return
     ours, theirs = own["tensors"], content["tensors"]
     if (name := first_difference(ours, theirs)) is not None:
-        if slices_of(ours.get(name, "")) != slices_of(theirs.get(name, "")):  # made by other ranks: only the bytes can tell
+        # made by other ranks: only the bytes can tell
+        if slices_of(ours.get(name, "")) != slices_of(theirs.get(name, "")):
             return verify_tensors(folder, content)
         raise CorruptFileError(f"{record}: differs from {folder / DIGESTS} in tensor {name}")
     if "made_by" in own and "made_by" in content and own["made_by"] != content["made_by"]:

@@ -1,6 +1,8 @@
-"""`events.jsonl`: starts, deaths, repairs and the stop of a run, one per line. `rl` writes it, the diagnosis reads it.
+"""`events.jsonl`: starts, deaths, repairs and the stop of a run, one per line. `rl` writes it, the
+diagnosis reads it.
 
-On a cluster each machine that serves writes `events-node3.jsonl` beside it, because machines cannot append to one file of a shared disk.
+On a cluster each machine that serves writes `events-node3.jsonl` beside it, because machines cannot
+append to one file of a shared disk.
 """
 
 import contextlib
@@ -14,7 +16,20 @@ from rl.run_dir.metrics import all_lines
 from rl.run_dir.spans import is_time
 from rl.run_dir.status import UNREADABLE, Phase
 
-EventKind = Literal["start", "death", "restart", "ready", "silent", "stall", "quarantine", "repair", "give_up", "warning", "stop", "end"]
+EventKind = Literal[
+    "start",
+    "death",
+    "restart",
+    "ready",
+    "silent",
+    "stall",
+    "quarantine",
+    "repair",
+    "give_up",
+    "warning",
+    "stop",
+    "end",
+]
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
@@ -24,7 +39,8 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Seconds since the epoch."""
     event: EventKind
     process: str
-    """`rl` for events of the whole run, such as its start, its stop, and its end before max_steps."""
+    """`rl` for events of the whole run, such as its start, its stop, and its end before
+    max_steps."""
     env: str = ""
     """The environment that a warning is about."""
     about: str = ""
@@ -34,9 +50,11 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     reason: str = ""
     """Text for people, like `doing` and `said`."""
     seconds: float | None = None
-    """Death: duration of the attempt. Restart or ready: time since the death before it, or since the start. Stall: its length."""
+    """Death: duration of the attempt. Restart or ready: time since the death before it, or since
+    the start. Stall: its length."""
     phase: Phase | None = None
-    """Death or silence: phase of the last status, with its `step`. For a quarantine `step` is the batch."""
+    """Death or silence: phase of the last status, with its `step`. For a quarantine `step` is
+    the batch."""
     step: int | None = None
     doing: str = ""
     said: str = ""
@@ -64,8 +82,9 @@ class EventsReader:
             reader.skip()
 
     def new(self) -> list[Event]:
-        """Returns the events since the last call, those of several machines ordered by their times. Skips damaged lines, such as the one
-        during which the writer was killed, and those with an impossible time. Raises PermissionError."""
+        """Returns the events since the last call, those of several machines ordered by their
+        times. Skips damaged lines, such as the one during which the writer was killed, and those
+        with an impossible time. Raises PermissionError."""
         parts = list(filter(None, map(new_events, self._files())))
         events = [event for part in parts for event in part]
         return sorted(events, key=lambda event: event.time) if parts[1:] else events

@@ -1,13 +1,15 @@
 """Durable files: atomic writes, and records with a checksum.
 
-A process may die between any two system calls here, and everything under a final name is still complete: the old content or the new one.
-Unfinished work of a dead process has a name with a leading dot, which nobody reads and `clean_leftovers` removes. The name identifies the
-process.
+A process may die between any two system calls here, and everything under a final name is still
+complete: the old content or the new one. Unfinished work of a dead process has a name with a
+leading dot, which nobody reads and `clean_leftovers` removes. The name identifies the process.
 
-With `new=True` a file gets its name only if that is free (`naming`), so of two writers, even on two hosts, one learns that it lost.
+With `new=True` a file gets its name only if that is free (`naming`), so of two writers, even on two
+hosts, one learns that it lost.
 
-Only this module fsyncs, and only it and `naming` link and rename, with two exceptions: `status.write_status` renames without fsync, because
-a heartbeat is worthless after a power cut; `rl doctor` measures the disk.
+Only this module fsyncs, and only it and `naming` link and rename, with two exceptions:
+`status.write_status` renames without fsync, because a heartbeat is worthless after a power cut; `rl
+doctor` measures the disk.
 """
 
 import contextlib
@@ -32,26 +34,34 @@ MAGIC = b"rl1\n"
 HEADER = struct.Struct("<4sQ16s")
 """Magic, payload length in bytes, BLAKE2b-128 of the payload."""
 
-LEFTOVER = re.compile(r"\.(?P<name>\d{6,}|data)\.(?P<kind>old|replaced)|\..+\.(?P<place>[0-9a-f]{8}-\d+)-(?P<pid>\d+)-\d+\.tmp")
-"""Matches only temporary names of this module: a weights directory may also contain files of others."""
+LEFTOVER = re.compile(
+    r"\.(?P<name>\d{6,}|data)\.(?P<kind>old|replaced)"
+    r"|\..+\.(?P<place>[0-9a-f]{8}-\d+)-(?P<pid>\d+)-\d+\.tmp"
+)
+"""Matches only temporary names of this module: a weights directory may also contain files of
+others."""
 SERIAL = itertools.count(1)
 Fence = Callable[[], None] | None
 Data = bytes | bytearray | memoryview
 D = TypeVar("D", bytes, bytearray, memoryview)
-PIECE_BYTES, MAX_LINE_BYTES = 1 << 24, 1 << 26  # of a file of lines, in memory at once; and of one line
-MEDIA_ERRORS = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG)  # of a disk that has lost data
+# of a file of lines, in memory at once; and of one line
+PIECE_BYTES, MAX_LINE_BYTES = 1 << 24, 1 << 26
+# of a disk that has lost data
+MEDIA_ERRORS = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG)
 
 
 class CorruptFileError(RunError):
-    """A file of the run directory does not hold what was written; the message names the file and the remedy. Callers catch it to repair the
-    file, to skip it, or to add how to continue without it."""
+    """A file of the run directory does not hold what was written; the message names the file and
+    the remedy. Callers catch it to repair the file, to skip it, or to add how to continue
+    without it."""
 
     exit_code = DAMAGED
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises CorruptFileError if the disk has lost what the block reads, or if the path is a pipe or device, which might never end."""
+    """Raises CorruptFileError if the disk has lost what the block reads, or if the path is a
+    pipe or device, which might never end."""
     if path.exists() and not path.is_file():
         raise CorruptFileError(f"{path}: is not a file; move it away")
     try:
@@ -71,7 +81,8 @@ def fsync_path(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory and its parents durably: without its directory a file would be lost, too."""
+    """Makes a directory and its parents durably: without its directory a file would be lost,
+    too."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
@@ -79,7 +90,8 @@ def make_directory(path: Path) -> None:
 
 
 def write_all(fd: int, data: Data, kind: str) -> None:
-    """Writes all of `data`, in a single call if the kernel accepts that, so that lines of several processes do not mix."""
+    """Writes all of `data`, in a single call if the kernel accepts that, so that lines of
+    several processes do not mix."""
     faults.point(f"{kind}.write")
     rest = memoryview(data)
     if faults.plan is not None:
@@ -95,23 +107,36 @@ def with_path(error: OSError, path: Path) -> OSError:
 
 
 def temporary_name(path: Path) -> Path:
-    """Returns a new temporary name beside `path`; it identifies the host and the process that write it."""
+    """Returns a new temporary name beside `path`; it identifies the host and the process that
+    write it."""
     return path.with_name(f".{path.name}.{pid_scope()}-{os.getpid()}-{next(SERIAL)}.tmp")
 
 
-def write_file(path: Path, data: Data, *, new: bool = False, fence: Fence = None, mode: int = 0o666, durable: bool = True) -> None:
-    """Writes `data` so that `path` either has all of it or is unchanged, even after a power cut. Raises OSError that names the path.
+def write_file(
+    path: Path,
+    data: Data,
+    *,
+    new: bool = False,
+    fence: Fence = None,
+    mode: int = 0o666,
+    durable: bool = True,
+) -> None:
+    """Writes `data` so that `path` either has all of it or is unchanged, even after a power cut.
+    Raises OSError that names the path.
 
-    new: the file must not exist yet; raises TakenError if it does, even if it was made in the meantime.
-    fence: called at the last moment before the file gets its name; an exception it raises prevents the write.
-    mode: permissions of the file, less the umask.
-    durable: False leaves the fsyncs to `make_durable`; before that has returned, a power cut may leave anything under the name.
+    new: the file must not exist yet; raises TakenError if it does, even if it was made in the
+    meantime. fence: called at the last moment before the file gets its name; an exception it raises
+    prevents the write. mode: permissions of the file, less the umask. durable: False leaves the
+    fsyncs to `make_durable`; before that has returned, a power cut may leave anything under the
+    name.
     """
     kind = faults.kind_of(path)
     temporary = temporary_name(path)
     try:
         make_directory(path.parent)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0) as file:
+        with open(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0
+        ) as file:
             write_all(file.fileno(), data, kind)
             if durable:
                 faults.point(f"{kind}.fsync")
@@ -129,7 +154,9 @@ def write_file(path: Path, data: Data, *, new: bool = False, fence: Fence = None
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if fence:
-            fence()  # a process that lost its role may also lose its temporary file: that is not a disk fault
+            # a process that lost its role may also lose its temporary file: that is not a disk
+            # fault
+            fence()
         raise with_path(error, path) if isinstance(error, OSError) else error from None
 
 
@@ -146,7 +173,8 @@ def end_of_last_line(file: IO[bytes]) -> int:
 
 
 def files_in(folder: Path, suffix: str) -> list[Path]:
-    """Returns the files of a folder with this suffix, sorted; empty if there is no folder. Raises PermissionError, unlike `glob`."""
+    """Returns the files of a folder with this suffix, sorted; empty if there is no folder.
+    Raises PermissionError, unlike `glob`."""
     try:
         return sorted(folder / name for name in os.listdir(folder) if name.endswith(suffix))
     except (FileNotFoundError, NotADirectoryError):
@@ -164,17 +192,22 @@ class LineReader:
             self.offset = end_of_last_line(file)
 
     def new(self) -> list[bytes]:
-        """Returns the lines completed since the last call, at most PIECE_BYTES unless a single one is longer; empty if there is no file.
-        Skips lines longer than MAX_LINE_BYTES."""
+        """Returns the lines completed since the last call, at most PIECE_BYTES unless a single
+        one is longer; empty if there is no file. Skips lines longer than MAX_LINE_BYTES."""
         if not self.path.exists():
             return []
         if not self.path.is_file():  # reading a pipe or device might never end
             raise OSError(errno.EISDIR, "not a file", str(self.path))
         with self.path.open("rb") as file:
-            self.offset = min(self.offset, os.fstat(file.fileno()).st_size)  # a repair may have cut the file
+            # a repair may have cut the file
+            self.offset = min(self.offset, os.fstat(file.fileno()).st_size)
             file.seek(self.offset)
             data = file.read(PIECE_BYTES)
-            while b"\n" not in data and len(data) <= MAX_LINE_BYTES and (more := file.read(PIECE_BYTES)):
+            while (
+                b"\n" not in data
+                and len(data) <= MAX_LINE_BYTES
+                and (more := file.read(PIECE_BYTES))
+            ):
                 data += more
         whole = data[: data.rfind(b"\n") + 1 or (len(data) if len(data) > MAX_LINE_BYTES else 0)]
         self.offset += len(whole)
@@ -182,7 +215,8 @@ class LineReader:
 
 
 def append_file(path: Path, data: Data) -> None:
-    """Appends `data` durably. An error leaves the file unchanged; a killed process may leave part of `data`, which readers must detect."""
+    """Appends `data` durably. An error leaves the file unchanged; a killed process may leave
+    part of `data`, which readers must detect."""
     kind = faults.kind_of(path)
     new = not path.exists()
     try:
@@ -206,8 +240,16 @@ def append_file(path: Path, data: Data) -> None:
     faults.point(f"{kind}.done")
 
 
-def write_directory(path: Path, fill: Callable[[Path], None], *, new: bool = False, fence: Fence = None, durable: bool = True) -> None:
-    """Calls `fill` with a temporary directory and renames that to `path`, replacing an older one. A failure leaves nothing behind.
+def write_directory(
+    path: Path,
+    fill: Callable[[Path], None],
+    *,
+    new: bool = False,
+    fence: Fence = None,
+    durable: bool = True,
+) -> None:
+    """Calls `fill` with a temporary directory and renames that to `path`, replacing an older one. A
+    failure leaves nothing behind.
 
     new, fence, durable: see `write_file`.
     """
@@ -227,8 +269,11 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, new: bool = Fal
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def commit_directory(temporary: Path, path: Path, *, new: bool = False, fence: Fence = None, durable: bool = True) -> None:
-    """Fsyncs `temporary` with all its files and renames it to `path`. An older `path` is replaced atomically if the kernel supports that.
+def commit_directory(
+    temporary: Path, path: Path, *, new: bool = False, fence: Fence = None, durable: bool = True
+) -> None:
+    """Fsyncs `temporary` with all its files and renames it to `path`. An older `path` is replaced
+    atomically if the kernel supports that.
 
     new, fence, durable: see `write_file`.
     """
@@ -263,24 +308,31 @@ def fsync_name(path: Path, kind: str) -> None:
 
 
 def make_durable(path: Path) -> None:
-    """Does the fsyncs that `write_file` and `write_directory` skip without `durable`. After it returns, `path` survives a power cut."""
+    """Does the fsyncs that `write_file` and `write_directory` skip without `durable`. After it
+    returns, `path` survives a power cut."""
     kind = faults.kind_of(path)
     fsync_tree(path, kind)
     fsync_name(path, kind)
 
 
 def share(folder: Path) -> None:
-    """Gives files the permissions that the umask gave the folder: safetensors writes files for the owner alone. Does not touch links."""
+    """Gives files the permissions that the umask gave the folder: safetensors writes files for
+    the owner alone. Does not touch links."""
     mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for file in folder.rglob("*"):
         there = file.lstat()
-        if stat.S_ISREG(there.st_mode) and there.st_nlink == 1 and stat.S_IMODE(there.st_mode) != mode:
+        if (
+            stat.S_ISREG(there.st_mode)
+            and there.st_nlink == 1
+            and stat.S_IMODE(there.st_mode) != mode
+        ):
             with contextlib.suppress(PermissionError):  # a file system without permissions
                 file.chmod(mode)
 
 
 def replace_in_two_steps(temporary: Path, path: Path) -> None:
-    """Replaces `path` on file systems that cannot swap names. After a kill in between, `clean_leftovers` restores the older one."""
+    """Replaces `path` on file systems that cannot swap names. After a kill in between,
+    `clean_leftovers` restores the older one."""
     old = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     path.rename(old)
@@ -308,7 +360,8 @@ def remove_directory(path: Path) -> None:
 
 
 def move(path: Path, target: Path) -> None:
-    """Moves a file or directory, by copying if the target is on another file system; it loses its old name before it is copied."""
+    """Moves a file or directory, by copying if the target is on another file system; it loses
+    its old name before it is copied."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.rename(target)
@@ -322,7 +375,8 @@ def move(path: Path, target: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Replicates at `target` a file or directory whose files never change: with hard links, or copies if links are not supported."""
+    """Replicates at `target` a file or directory whose files never change: with hard links, or
+    copies if links are not supported."""
     if source.is_dir():
         target.mkdir(parents=True, exist_ok=True)
         for path in source.iterdir():
@@ -339,21 +393,33 @@ def link_tree(source: Path, target: Path) -> None:
 def clean_leftovers(*directories: Path, ours: str | None = None) -> list[Path]:
     """Removes the unfinished files of dead processes, and returns their paths.
 
-    Whether a process is dead is only known on this host and in this pid namespace. ours: names that begin with it ("": all) are only
-    written by the holder of a role, which is now this process, so that leftovers of other hosts can be removed, too.
+    Whether a process is dead is only known on this host and in this pid namespace. ours: names that
+    begin with it ("": all) are only written by the holder of a role, which is now this process, so
+    that leftovers of other hosts can be removed, too.
     """
     found = []
     for directory in directories:
-        hidden = sorted(name for name in os.listdir(directory) if name[0] == ".") if directory.is_dir() else []
+        hidden = (
+            sorted(name for name in os.listdir(directory) if name[0] == ".")
+            if directory.is_dir()
+            else []
+        )
         for name in hidden:  # filtered first: a long run has many files, few of them hidden
             if not (match := LEFTOVER.fullmatch(name)):
                 continue
             path = directory / name
             known = match["place"] == pid_scope()
-            if process_table.entry(int(match["pid"])) if known else ours is None or not name.startswith(f".{ours}"):
+            if (
+                process_table.entry(int(match["pid"]))
+                if known
+                else ours is None or not name.startswith(f".{ours}")
+            ):
                 continue  # its process is alive or unknown here, and may still be writing it
             found.append(path)
-            if match["kind"] == "replaced" and not (final := path.with_name(match["name"])).exists():
+            if (
+                match["kind"] == "replaced"
+                and not (final := path.with_name(match["name"])).exists()
+            ):
                 path.rename(final)
             elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -368,7 +434,8 @@ def encode_record(payload: bytes) -> bytes:
 
 
 def head_of_record(head: bytes, name: str) -> tuple[int, bytes]:
-    """Returns (length, checksum) of the payload after the header of a record. Raises CorruptFileError."""
+    """Returns (length, checksum) of the payload after the header of a record. Raises
+    CorruptFileError."""
     if len(head) < HEADER.size:
         raise CorruptFileError(f"{name}: cut short, {len(head)} bytes are left")
     magic, length, checksum = HEADER.unpack_from(head)
@@ -378,7 +445,8 @@ def head_of_record(head: bytes, name: str) -> tuple[int, bytes]:
 
 
 def decode_records(data: D, name: str) -> Iterator[D]:
-    """Yields the payloads of the records in `data`. Raises CorruptFileError at the first one that is damaged or cut short."""
+    """Yields the payloads of the records in `data`. Raises CorruptFileError at the first one
+    that is damaged or cut short."""
     offset = 0
     while offset < len(data):
         if len(data) - offset < HEADER.size:
@@ -386,7 +454,10 @@ def decode_records(data: D, name: str) -> Iterator[D]:
         magic, length, checksum = HEADER.unpack_from(data, offset)
         payload = data[offset + HEADER.size : offset + HEADER.size + length]
         if magic != MAGIC or len(payload) != length or blake2b(payload) != checksum:
-            raise CorruptFileError(f"{name}: damaged record at byte {offset} (magic, length or checksum does not match)")
+            raise CorruptFileError(
+                f"{name}: damaged record at byte {offset} (magic, length or checksum does "
+                "not match)"
+            )
         yield payload
         offset += HEADER.size + length
 

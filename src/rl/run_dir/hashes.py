@@ -1,4 +1,5 @@
-"""Hashes of records and of readable rollouts, from the standard library; for files and tensors see `digests`."""
+"""Hashes of records and of readable rollouts, from the standard library; for files and tensors
+see `digests`."""
 
 import hashlib
 
@@ -9,5 +10,6 @@ def blake2b(data: bytes | bytearray | memoryview) -> bytes:
 
 
 def sha256(data: bytes | bytearray | memoryview) -> str:
-    """Returns SHA-256 in hexadecimal, used for readable text, so that `sha256sum --check` can verify it."""
+    """Returns SHA-256 in hexadecimal, used for readable text, so that `sha256sum --check` can
+    verify it."""
     return hashlib.sha256(data).hexdigest()

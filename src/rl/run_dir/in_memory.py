@@ -1,10 +1,13 @@
-"""A policy version in the memory of the process that made it, which other processes of its host read before it is on disk.
+"""A policy version in the memory of the process that made it, which other processes of its host
+read before it is on disk.
 
-It is an anonymous file (memfd_create(2)) in safetensors format that others open as `/proc/PID/fd/FD`. It disappears with the last process
-that holds it open, however that process ends.
+It is an anonymous file (memfd_create(2)) in safetensors format that others open as
+`/proc/PID/fd/FD`. It disappears with the last process that holds it open, however that process
+ends.
 
-Allocating pages costs more than writing to them, so the maker writes its next version into the same file once nobody reads it: a reader
-holds a shared lock (flock(2)), and each content has a unique name at the beginning of its header.
+Allocating pages costs more than writing to them, so the maker writes its next version into the same
+file once nobody reads it: a reader holds a shared lock (flock(2)), and each content has a unique
+name at the beginning of its header.
 """
 
 import contextlib
@@ -46,7 +49,8 @@ class InMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 
 
 def make(size: int) -> InMemory:
-    """Makes a new file of `size` zero bytes, which this process holds open until it closes `fd`. Raises OSError."""
+    """Makes a new file of `size` zero bytes, which this process holds open until it closes `fd`.
+    Raises OSError."""
     fd = os.memfd_create(LABEL)
     try:
         os.ftruncate(fd, size)
@@ -57,7 +61,8 @@ def make(size: int) -> InMemory:
 
 
 def make_again(file: InMemory) -> InMemory | None:
-    """Returns the same file for new content; None while somebody reads it. From now on the previous content can no longer be opened."""
+    """Returns the same file for new content; None while somebody reads it. From now on the
+    previous content can no longer be opened."""
     try:
         fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -73,23 +78,30 @@ def new_name() -> str:
 
 @contextlib.contextmanager
 def opened(file: InMemory | None) -> Iterator[Path | None]:
-    """Yields a path at which processes of this host can read the content, unchanged, in the block, even if its maker closes it meanwhile.
-    Yields None if it is on another host or container, not open to this user, or if its process has ended, closed or overwritten it."""
+    """Yields a path at which processes of this host can read the content, unchanged, in the
+    block, even if its maker closes it meanwhile. Yields None if it is on another host or
+    container, not open to this user, or if its process has ended, closed or overwritten it."""
     fd = None
     with contextlib.suppress(OSError):
         if file and file.place == pid_scope():
             fd = os.open(f"/proc/{file.pid}/fd/{file.fd}", os.O_RDONLY)
     try:
-        yield Path(f"/proc/{os.getpid()}/fd/{fd}") if fd is not None and file is not None and holds(fd, file) else None
+        yield (
+            Path(f"/proc/{os.getpid()}/fd/{fd}")
+            if fd is not None and file is not None and holds(fd, file)
+            else None
+        )
     finally:
         if fd is not None:
             os.close(fd)
 
 
 def holds(fd: int, file: InMemory) -> bool:
-    """Returns whether an open file has this content; if so, its maker does not change it until `fd` is closed."""
+    """Returns whether an open file has this content; if so, its maker does not change it until
+    `fd` is closed."""
     for _ in range(TRIES):
-        with contextlib.suppress(OSError):  # not a file in memory, or its maker holds the lock to check for readers
+        # not a file in memory, or its maker holds the lock to check for readers
+        with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}") != f"/memfd:{LABEL} (deleted)":
                 return False
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,17 +1,21 @@
-"""Roles of a run and their holders: the lock `status/<role>.lock`, and the lease `status/<role>.000012.lease` with its fencing number.
+"""Roles of a run and their holders: the lock `status/<role>.lock`, and the lease
+`status/<role>.000012.lease` with its fencing number.
 
-The lock is flock(2): exact and immediate, but a shared file system may not support it or may keep it local to one host. So there is always
-a lease, too. The next holder makes the file with the next number, which only one process can (link(2) fails if the name exists), and
-empties the older one to mark it as over. The holder renews its lease by touching the file every few seconds. Whether a holder is alive is
-decided
+The lock is flock(2): exact and immediate, but a shared file system may not support it or may keep
+it local to one host. So there is always a lease, too. The next holder makes the file with the next
+number, which only one process can (link(2) fails if the name exists), and empties the older one to
+mark it as over. The holder renews its lease by touching the file every few seconds. Whether a
+holder is alive is decided
 
 * by the lock, if the lease was made during this boot of this machine and locks work here;
 * by the process table, if it was made in this pid namespace;
-* else by its lease: the holder counts as dead when the file has not *changed* for LEASE_S seconds of the waiting process's own clock. The
-  values of its timestamps do not matter, so clocks are never compared.
+* else by its lease: the holder counts as dead when the file has not *changed* for LEASE_S seconds
+  of the waiting process's own clock. The values of its timestamps do not matter, so clocks are
+  never compared.
 
-A holder that was wrongly declared dead (its host slept, its network was cut) notices at its next commit in `check_fence`, and ends. If it
-loses the role between that check and the commit, the commit fails because the name is taken (`files.write_file(new=True)`).
+A holder that was wrongly declared dead (its host slept, its network was cut) notices at its next
+commit in `check_fence`, and ends. If it loses the role between that check and the commit, the
+commit fails because the name is taken (`files.write_file(new=True)`).
 """
 
 import contextlib
@@ -40,7 +44,8 @@ LEASE_S = 30.0
 """A holder on another host counts as dead when its lease has not changed for this long."""
 RENEW_S = 3.0
 KEPT = 16
-"""Number of leases of a role that stay: a process with a stale listing (network file systems) then finds the next name taken."""
+"""Number of leases of a role that stay: a process with a stale listing (network file systems)
+then finds the next name taken."""
 POLL_S = 0.1
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of flock on a file system without locks."""
@@ -59,7 +64,8 @@ class LockOwner(msgspec.Struct, frozen=True):
     started: str = ""
     """Start of the process in clock ticks since boot."""
     machine: str = ""
-    """On a cluster: the lease of its machine, as a path in status/. When that is over, so is every role held there."""
+    """On a cluster: the lease of its machine, as a path in status/. When that is over, so is
+    every role held there."""
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
@@ -70,7 +76,13 @@ class LockOwner(msgspec.Struct, frozen=True):
 
 
 def this_process() -> LockOwner:
-    return LockOwner(os.getpid(), socket.gethostname(), pid_scope(), own_start(), os.environ.get(MACHINE_LEASE, ""))
+    return LockOwner(
+        os.getpid(),
+        socket.gethostname(),
+        pid_scope(),
+        own_start(),
+        os.environ.get(MACHINE_LEASE, ""),
+    )
 
 
 class RoleTakenError(RunError):
@@ -80,7 +92,8 @@ class RoleTakenError(RunError):
 
 
 HELD: "dict[Path, Lease]" = {}
-"""The leases that this process holds, by the path of the lock: a role belongs to a process, like a flock."""
+"""The leases that this process holds, by the path of the lock: a role belongs to a process, like
+a flock."""
 
 
 def lease_path(lock: Path, number: int) -> Path:
@@ -92,7 +105,8 @@ def open_lock(lock: Path) -> int:
 
 
 def newest_lease(lock: Path, known: int = 0) -> int:
-    """Returns the number of the newest lease of a role, 0 if there is none. The listing may be stale; `known` is a number already seen."""
+    """Returns the number of the newest lease of a role, 0 if there is none. The listing may be
+    stale; `known` is a number already seen."""
     newest = max(known, *lease_numbers(lock), 0)
     while lease_path(lock, newest + 1).exists():
         newest += 1
@@ -101,11 +115,14 @@ def newest_lease(lock: Path, known: int = 0) -> int:
 
 def lease_numbers(lock: Path) -> list[int]:
     names = re.compile(rf"{re.escape(lock.stem)}\.([0-9]{{6,}})\.lease")
-    return [int(match[1]) for path in lock.parent.iterdir() if (match := names.fullmatch(path.name))]
+    return [
+        int(match[1]) for path in lock.parent.iterdir() if (match := names.fullmatch(path.name))
+    ]
 
 
 class Lease:
-    """A role that this process holds until `close` or until the process ends. A thread renews it."""
+    """A role that this process holds until `close` or until the process ends. A thread renews
+    it."""
 
     def __init__(self, lock: Path, number: int, fd: int):
         self.lock, self.number, self.path = lock, number, lease_path(lock, number)
@@ -124,7 +141,9 @@ class Lease:
 
     def check(self) -> None:
         """Raises RunError if another process has taken over the role."""
-        try:  # the next holder empties the file; opening it asks the file server, while looking up a name may be answered from a cache
+        # the next holder empties the file; opening it asks the file server, while looking up a name
+        # may be answered from a cache
+        try:
             mine = self.path.read_bytes() == self.content
         except OSError as error:
             if error.errno not in GONE:
@@ -135,12 +154,14 @@ class Lease:
         newest = lease_path(self.lock, newest_lease(self.lock, self.number))
         owner, run = read_json(newest, LockOwner) or "unknown", self.lock.parent.parent
         raise RunError(
-            f"{run}: another process ({owner}) has taken over as {self.lock.stem} of this run, because this one ({this_process()}) did not "
+            f"{run}: another process ({owner}) has taken over as {self.lock.stem} of this "
+            f"run, because this one ({this_process()}) did not "
             f"renew its lease for {LEASE_S:.0f} s; this one ends, and the run continues there"
         )
 
     def close(self) -> None:
-        """Gives the role back. Empties the lease, so that the next process need not wait to see whether it changes."""
+        """Gives the role back. Empties the lease, so that the next process need not wait to see
+        whether it changes."""
         self.closed.set()
         self.thread.join()
         HELD.pop(self.lock, None)
@@ -151,13 +172,15 @@ class Lease:
 
 
 def check_fence(lock: Path) -> None:
-    """Raises RunError if another process has taken over this role from this one. Does nothing if this process never held it."""
+    """Raises RunError if another process has taken over this role from this one. Does nothing if
+    this process never held it."""
     if lease := HELD.get(lock):
         lease.check()
 
 
 def lost_to(lock: Path) -> str:
-    """Returns a sentence if another process has taken over this role from this one; empty if not, or if its disk does not answer."""
+    """Returns a sentence if another process has taken over this role from this one; empty if
+    not, or if its disk does not answer."""
     try:
         check_fence(lock)
     except RunError as error:
@@ -168,9 +191,11 @@ def lost_to(lock: Path) -> str:
 
 
 def hold_role(lock: Path, wait_s: float = 0.0) -> Lease:
-    """Takes a role in a run, `status/<role>.lock`, for the life of this process. Raises RunError if it is still taken after `wait_s`.
+    """Takes a role in a run, `status/<role>.lock`, for the life of this process. Raises RunError if
+    it is still taken after `wait_s`.
 
-    If the holder is on another host, where only time shows whether it is alive, waits up to LEASE_S in any case, and prints that.
+    If the holder is on another host, where only time shows whether it is alive, waits up to LEASE_S
+    in any case, and prints that.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     deadline, attempt = time.monotonic() + wait_s, Attempt(lock)
@@ -180,11 +205,17 @@ def hold_role(lock: Path, wait_s: float = 0.0) -> Lease:
         while not (lease := attempt.take()):
             if time.monotonic() >= deadline and not attempt.undecided:
                 owner = attempt.owner or read_json(lock, LockOwner) or "unknown"
-                text = f"{lock.parent.parent}: {lock.stem} of this run is already running ({owner}); stop it first"
+                text = (
+                    f"{lock.parent.parent}: {lock.stem} of this run is already running "
+                    f"({owner}); stop it first"
+                )
                 raise RoleTakenError(text)
             if attempt.undecided and not told:
                 told = True
-                waits = f"waiting up to {LEASE_S:.0f} s to see whether {attempt.owner} is still the {lock.stem} of {lock.parent.parent}"
+                waits = (
+                    f"waiting up to {LEASE_S:.0f} s to see whether {attempt.owner} is still the "
+                    f"{lock.stem} of {lock.parent.parent}"
+                )
                 print(waits, file=sys.stderr, flush=True)
             time.sleep(POLL_S)
         on_failure.pop_all()
@@ -199,7 +230,8 @@ class Attempt:
         self.owner: LockOwner | None = None
         """Holder of the lease, if it was seen."""
         self.leases = Staleness()
-        """Tracks number and modification time of a lease whose holder cannot be checked otherwise."""
+        """Tracks number and modification time of a lease whose holder cannot be checked
+        otherwise."""
         self.undecided = False
         """Whether a lease is being watched that has not changed so far."""
 
@@ -241,7 +273,8 @@ class Attempt:
         os.close(self.fd)
 
     def _is_open(self) -> bool:
-        """Returns whether the open file still has its name: `forget_dead_servers` deletes locks, and a deleted one excludes nobody."""
+        """Returns whether the open file still has its name: `forget_dead_servers` deletes locks,
+        and a deleted one excludes nobody."""
         try:
             return os.path.samestat(os.fstat(self.fd), os.stat(self.lock))
         except OSError as error:
@@ -256,7 +289,8 @@ class Attempt:
     def _is_free(self, path: Path, number: int, locks: bool) -> bool:
         """Returns whether the holder of the newest lease has given it back or is dead."""
         try:
-            with path.open("rb") as file:  # opening it makes a network file system fetch the modification time, too
+            # opening it makes a network file system fetch the modification time, too
+            with path.open("rb") as file:
                 data, changed = file.read(), os.fstat(file.fileno()).st_mtime_ns
             owner = self.owner = msgspec.json.decode(data, type=LockOwner) if data else None
         except FileNotFoundError:  # deleted by a successor, which the next listing will show
@@ -278,23 +312,30 @@ class Attempt:
 
 
 def declare_lost(lease: Path) -> None:
-    """Ends the lease of a machine that is lost: all roles held there are free at once, and if it lives on, its next `check` ends it."""
+    """Ends the lease of a machine that is lost: all roles held there are free at once, and if it
+    lives on, its next `check` ends it."""
     with contextlib.suppress(FileNotFoundError):
         os.truncate(lease, 0)
 
 
 def forget_dead_servers(status_dir: Path) -> None:
-    """Deletes the files of further inference servers that have ended, which are those whose role nobody holds.
+    """Deletes the files of further inference servers that have ended, which are those whose role
+    nobody holds.
 
     Includes lock and leases: only a server that has bound the port in its name takes them.
     """
-    names = {match[1] for path in status_dir.glob("inference-*.*") if (match := SERVER_FILE.fullmatch(path.name))}
+    names = {
+        match[1]
+        for path in status_dir.glob("inference-*.*")
+        if (match := SERVER_FILE.fullmatch(path.name))
+    }
     forget_dead(status_dir / f"{name}.lock" for name in sorted(names))
 
 
 def forget_dead(locks: Iterable[Path]) -> list[LockOwner]:
-    """Deletes the files of roles that nobody holds, and returns the holders of the others. For holders on other hosts, where only time
-    shows whether they are alive, it waits up to LEASE_S for all of them together."""
+    """Deletes the files of roles that nobody holds, and returns the holders of the others. For
+    holders on other hosts, where only time shows whether they are alive, it waits up to LEASE_S
+    for all of them together."""
     attempts, living = [Attempt(lock) for lock in locks], []
     while attempts:
         undecided = []
@@ -309,7 +350,11 @@ def forget_dead(locks: Iterable[Path]) -> list[LockOwner]:
             elif attempt.undecided:
                 undecided.append(attempt)
             else:
-                living.append(attempt.owner or read_json(attempt.lock, LockOwner) or LockOwner(0, "an unknown host"))
+                living.append(
+                    attempt.owner
+                    or read_json(attempt.lock, LockOwner)
+                    or LockOwner(0, "an unknown host")
+                )
                 attempt.close()
         attempts = undecided
         if attempts:

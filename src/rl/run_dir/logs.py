@@ -1,4 +1,5 @@
-"""`logs/<role>-<attempt>.log`: paths of logs, their last lines and errors, and their maximum size."""
+"""`logs/<role>-<attempt>.log`: paths of logs, their last lines and errors, and their maximum
+size."""
 
 import contextlib
 import os
@@ -8,7 +9,10 @@ from pathlib import Path
 
 LAST_LINES = 20
 POINTS_UP = re.compile(r"\babove\b")
-ERROR = re.compile(r"(?:\(\w+ pid=\d+\) +)?(?:ERROR [\d :-]+\[[\w.]+:\d+\] )?((?:\w+\.)*\w*(?:Error|Exception)\w*: .+)")
+ERROR = re.compile(
+    r"(?:\(\w+ pid=\d+\) +)?(?:ERROR [\d :-]+\[[\w.]+:\d+\] "
+    r")?((?:\w+\.)*\w*(?:Error|Exception)\w*: .+)"
+)
 """The last line of a traceback, after the prefix that vLLM puts before the lines of its engine."""
 FAREWELL = " [shutdown] "
 """Part of the lines in which vLLM logs its shutdown, after those that give the cause."""
@@ -20,16 +24,20 @@ MANY_LINES = 1000
 TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed")
 TORCHRUN_ENDS = "] Sending process "
 """Part of the lines in which torchrun says that it ends the other ranks."""
-KILLED_RANK = re.compile(r"Root Cause .*?rank +: (\d+) .*?exitcode +: -\d+ \(pid: \d+\) +\((SIG\w+)\)", re.DOTALL)
+KILLED_RANK = re.compile(
+    r"Root Cause .*?rank +: (\d+) .*?exitcode +: -\d+ \(pid: \d+\) +\((SIG\w+)\)", re.DOTALL
+)
 """In torchrun's report: the rank whose end was the first, and the signal that ended it."""
 
 
 MAX_LOG_BYTES, FIRST_BYTES, NEWEST_BYTES = 64 << 20, 8 << 20, 24 << 20
-"""Maximum size of a log, and of the parts that are kept when it is larger: its beginning and its end."""
+"""Maximum size of a log, and of the parts that are kept when it is larger: its beginning and its
+end."""
 
 
 def trim_logs(logs: Iterable[Path]) -> None:
-    """Cuts the middle out of those of these logs that have grown too long. Of a log only one process may do so, on its writer's host."""
+    """Cuts the middle out of those of these logs that have grown too long. Of a log only one
+    process may do so, on its writer's host."""
     with contextlib.suppress(OSError):  # of a listing that they come from
         for log in logs:
             with contextlib.suppress(OSError):
@@ -38,8 +46,8 @@ def trim_logs(logs: Iterable[Path]) -> None:
 
 
 def trim(log: Path) -> None:
-    """Cuts the middle out of a log, to which its process keeps appending. Only lines written at that moment may be lost, or come before
-    older ones."""
+    """Cuts the middle out of a log, to which its process keeps appending. Only lines written at
+    that moment may be lost, or come before older ones."""
     fd = os.open(log, os.O_RDWR | os.O_APPEND)
     try:
         size = os.fstat(fd).st_size
@@ -52,13 +60,18 @@ def trim(log: Path) -> None:
             newest += more
             size += len(more)
         os.ftruncate(fd, first_end)
-        os.write(fd, b"[rl: %d bytes were cut out here; a log keeps its beginning and its end]\n" % cut + newest)
+        os.write(
+            fd,
+            b"[rl: %d bytes were cut out here; a log keeps its beginning and its end]\n" % cut
+            + newest,
+        )
     finally:
         os.close(fd)
 
 
 def attempts(logs: Path, name: str) -> dict[int, Path]:
-    """Returns the logs of a process by attempt, unordered. Attempts count up across restarts and resumes."""
+    """Returns the logs of a process by attempt, unordered. Attempts count up across restarts and
+    resumes."""
     found = {path.stem.removeprefix(f"{name}-"): path for path in logs.glob(f"{name}-*.log")}
     return {int(attempt): path for attempt, path in found.items() if attempt.isdigit()}
 
@@ -69,8 +82,11 @@ def next_log(logs: Path, name: str) -> Path:
 
 
 def newest_log(logs: Path, role: str) -> Path | None:
-    """Returns the log of a role's last attempt, None if it has none. The ranks of a trainer share one."""
-    return max(attempts(logs, re.sub(r"^trainer-\d+$", "trainer", role)).items(), default=(0, None))[1]
+    """Returns the log of a role's last attempt, None if it has none. The ranks of a trainer
+    share one."""
+    return max(
+        attempts(logs, re.sub(r"^trainer-\d+$", "trainer", role)).items(), default=(0, None)
+    )[1]
 
 
 def end_of(log: Path) -> str:
@@ -84,21 +100,28 @@ def end_of(log: Path) -> str:
 def last_lines(log: Path | None, count: int = LAST_LINES) -> list[str]:
     """Returns the last `count` lines of a log that are not blank; empty without a readable log.
 
-    Leaves out what torchrun says of a failure and vLLM's shutdown lines, which follow the traceback that matters.
+    Leaves out what torchrun says of a failure and vLLM's shutdown lines, which follow the traceback
+    that matters.
     """
     lines = end_of(log).splitlines() if log else []
     end = next((i for i, line in enumerate(lines) if i and TORCHRUN_REPORT.search(line)), None)
-    return [line for line in lines[:end] if line.strip() and FAREWELL not in line and TORCHRUN_ENDS not in line][-count:]
+    return [
+        line
+        for line in lines[:end]
+        if line.strip() and FAREWELL not in line and TORCHRUN_ENDS not in line
+    ][-count:]
 
 
 def killed_rank(log: Path) -> str:
-    """Says which rank a signal has ended, if torchrun's report in the last lines of a log says so; empty if not."""
+    """Says which rank a signal has ended, if torchrun's report in the last lines of a log says
+    so; empty if not."""
     found = KILLED_RANK.search(end_of(log))
     return f" because {found[2]} ended rank {found[1]}" if found else ""
 
 
 def error_line(log: Path | None) -> str:
-    """Returns the first error in the last lines of a log, with `#` for numbers, so that it is equal in every step. Empty if there is none.
+    """Returns the first error in the last lines of a log, with `#` for numbers, so that it is equal
+    in every step. Empty if there is none.
 
     It takes the first because other ranks report the death of a rank later.
     """
@@ -107,8 +130,8 @@ def error_line(log: Path | None) -> str:
 
 
 def last_words(log: Path | None) -> str:
-    """Returns the last line of a log that is not routine, or the error above it if the line only refers to that, as vLLM's server does for
-    its engine. Empty without a readable log."""
+    """Returns the last line of a log that is not routine, or the error above it if the line only
+    refers to that, as vLLM's server does for its engine. Empty without a readable log."""
     told = [line for line in last_lines(log, MANY_LINES) if not ROUTINE.match(line)]
     lines = [re.sub(r"^\[rank\d+\]: ", "", line).strip() for line in told] or [""]
     if not POINTS_UP.search(lines[-1]):

@@ -1,7 +1,8 @@
-"""Gives files and directories their final names by operations that fail if the name is taken. Only `files` uses it.
+"""Gives files and directories their final names by operations that fail if the name is taken. Only
+`files` uses it.
 
-For a file that is link(2), for a directory renameat2(2) with RENAME_NOREPLACE, or rename(2), which never replaces a non-empty directory.
-Of two writers, even on two hosts, one learns that it lost.
+For a file that is link(2), for a directory renameat2(2) with RENAME_NOREPLACE, or rename(2), which
+never replaces a non-empty directory. Of two writers, even on two hosts, one learns that it lost.
 """
 
 import ctypes
@@ -15,24 +16,28 @@ from rl.system.linux import LIBC
 
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2  # linux/fcntl.h, linux/fs.h
 NO_FLAGS = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP)
-"""Errors of file systems that support neither swapping two names nor renames that do not replace: NFS, some FUSE ones."""
+"""Errors of file systems that support neither swapping two names nor renames that do not
+replace: NFS, some FUSE ones."""
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, *NO_FLAGS)
 """Errors of hard links across file systems, or on one without hard links."""
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 
 
 class TakenError(RunError):
-    """Another process has already made what this one was to make. A caller that knows which one raises a more precise error."""
+    """Another process has already made what this one was to make. A caller that knows which one
+    raises a more precise error."""
 
     def __init__(self, path: Path):
-        super().__init__(f"{path} already exists: another process has made it; this one ends without changing it")
+        super().__init__(
+            f"{path} already exists: another process has made it; this one ends without changing it"
+        )
 
 
 def link_new(temporary: Path, path: Path) -> None:
     """Gives a file its final name, which must be free. Raises TakenError.
 
-    Without hard links it uses a rename that does not replace, and if that is not supported either, it checks the name first: then only the
-    role's lease protects against two simultaneous writers.
+    Without hard links it uses a rename that does not replace, and if that is not supported either,
+    it checks the name first: then only the role's lease protects against two simultaneous writers.
     """
     try:
         os.link(temporary, path)
@@ -41,7 +46,8 @@ def link_new(temporary: Path, path: Path) -> None:
             return rename_new(temporary, path)
         if error.errno not in TAKEN:
             raise
-        if not is_same_file(temporary, path):  # if it is: NFS lost the reply to the first attempt and repeated it
+        # if it is: NFS lost the reply to the first attempt and repeated it
+        if not is_same_file(temporary, path):
             raise TakenError(path) from None
     faults.point(f"{faults.kind_of(path)}.linked")
     temporary.unlink(missing_ok=True)
@@ -70,7 +76,8 @@ def rename_new(temporary: Path, path: Path) -> None:
 
 
 def rename_with(path: Path, target: Path, flag: int) -> bool:
-    """Renames with a flag of renameat2(2). Returns False if the kernel or the file system does not support it."""
+    """Renames with a flag of renameat2(2). Returns False if the kernel or the file system does
+    not support it."""
     if LIBC.renameat2(AT_FDCWD, os.fsencode(path), AT_FDCWD, os.fsencode(target), flag) == 0:
         return True
     number = ctypes.get_errno()

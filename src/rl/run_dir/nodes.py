@@ -1,10 +1,15 @@
-"""`status/nodes/`: the machines of a run on a cluster. What each one is and does, which of them train together, and that the run is over.
+"""`status/nodes/`: the machines of a run on a cluster. What each one is and does, which of them
+train together, and that the run is over.
 
-    3.json      NodeStatus of machine 3, written by its `rl node`      world.json   World: the machines whose ranks train together
-    3.lock, 3.000001.lease   its role, see rl.run_dir.lease            over.json    RunOver, until `rl` starts the run again
-    jobs.json   what was submitted to the engine      3.toml       the configuration with which machine 3 has started
+    3.json                   NodeStatus of machine 3, written by its `rl node`
+    3.lock, 3.000001.lease   its role, see rl.run_dir.lease
+    3.toml                   the configuration with which machine 3 has started
+    world.json               World: the machines whose ranks train together
+    over.json                RunOver, until `rl` starts the run again
+    jobs.json                what was submitted to the engine
 
-Every file is replaced by rename. Nobody compares clocks of two machines: a heartbeat only counts when it changes.
+Every file is replaced by rename. Nobody compares clocks of two machines: a heartbeat only counts
+when it changes.
 """
 
 import contextlib
@@ -20,7 +25,8 @@ from rl.run_dir.paths import RunDir
 from rl.run_dir.status import read_json
 
 START = "RL_START"
-"""Environment variable that tells machines of one submission from those of another, where `rl` may not see the end of an earlier one."""
+"""Environment variable that tells machines of one submission from those of another, where `rl`
+may not see the end of an earlier one."""
 T = TypeVar("T")
 AgentState = Literal["idle", "running", "ended"]
 Stop = Literal["", "save", "kill"]
@@ -36,7 +42,8 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     port: int
     """A free port, for the rendezvous of the ranks if this machine has the first one."""
     roles: list[str]
-    """`trainer`, `inference`, and `leader` for the one that runs console, supervisor and orchestrator."""
+    """`trainer`, `inference`, and `leader` for the one that runs console, supervisor and
+    orchestrator."""
     ranks: int
     """Trainer ranks that it runs."""
     gpus: int
@@ -63,7 +70,8 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     cut_off: list[int] = []
     """Machines that this one has reached before and does not reach now."""
     ended: list[int] = []
-    """Machines of which that is certain: they refuse the connection and their heartbeat stands still, so their `rl node` is gone."""
+    """Machines of which that is certain: they refuse the connection and their heartbeat stands
+    still, so their `rl node` is gone."""
     leaving: bool = False
     """Whether its engine takes the machine away: it got SIGTERM."""
     fault: str = ""
@@ -73,12 +81,14 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
 
 
 class World(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """The machines whose ranks train together, in the order of their ranks. A change of any kind is a new generation."""
+    """The machines whose ranks train together, in the order of their ranks. A change of any kind
+    is a new generation."""
 
     generation: int
     nodes: list[int]
     leases: list[int]
-    """Number of the lease of each: a machine that replaces another one does not belong to the world of that one."""
+    """Number of the lease of each: a machine that replaces another one does not belong to the
+    world of that one."""
     ranks: list[int]
     """Number of ranks of each."""
     address: str = ""
@@ -88,7 +98,8 @@ class World(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """`save`: every agent is to end within cluster.grace_s, after a checkpoint. `kill`: at once."""
 
     def has(self, index: int, lease: int) -> bool:
-        """Returns whether it is this machine that belongs to it, and not its successor or its own next start."""
+        """Returns whether it is this machine that belongs to it, and not its successor or its
+        own next start."""
         return (index, lease) in zip(self.nodes, self.leases, strict=True)
 
 
@@ -110,7 +121,11 @@ class Jobs(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         """The jobs, and the command that shows them."""
-        look = f"squeue --jobs={','.join(self.jobs)}" if self.engine == "slurm" else f"kubectl get {' '.join(self.jobs)}"
+        look = (
+            f"squeue --jobs={','.join(self.jobs)}"
+            if self.engine == "slurm"
+            else f"kubectl get {' '.join(self.jobs)}"
+        )
         return f"{', '.join(self.jobs)} (`{look}`)"
 
 
@@ -135,9 +150,12 @@ class Nodes:
         return self.folder / f"{index}.lock"
 
     def statuses(self, indices: Iterable[int] | None = None) -> dict[int, NodeStatus]:
-        """Returns the newest status of each machine that has joined, by index: of all, or of those with these indices."""
+        """Returns the newest status of each machine that has joined, by index: of all, or of
+        those with these indices."""
         if indices is None:
-            indices = sorted(int(path.stem) for path in self.folder.glob("*.json") if path.stem.isdigit())
+            indices = sorted(
+                int(path.stem) for path in self.folder.glob("*.json") if path.stem.isdigit()
+            )
         found = ((index, self._read(self.status_path(index), NodeStatus)) for index in indices)
         return {index: status for index, status in found if status}
 
@@ -148,13 +166,15 @@ class Nodes:
         return self._read(self.over_path, RunOver)
 
     def _read(self, path: Path, kind: type[T]) -> T | None:
-        """Returns the content of a file, as it was if it cannot be read for a moment: that must change nothing. None without it."""
+        """Returns the content of a file, as it was if it cannot be read for a moment: that must
+        change nothing. None without it."""
         content = read_json(path, kind) or (None if is_gone(path) else self.known.get(path))
         self.known[path] = content
         return content
 
     def end(self, over: RunOver) -> None:
-        """Declares the run over, durably: machines that start later end at once. The first end of a submission counts. Raises OSError."""
+        """Declares the run over, durably: machines that start later end at once. The first end
+        of a submission counts. Raises OSError."""
         data, before = msgspec.json.encode(over), self.over()
         if before and before.start != over.start:
             write_file(self.over_path, data)

@@ -1,4 +1,5 @@
-"""A run's metrics as columns, followed while they are written. Commands that must start fast import this lazily: numpy takes 0.1 s."""
+"""A run's metrics as columns, followed while they are written. Commands that must start fast
+import this lazily: numpy takes 0.1 s."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +8,15 @@ from typing import Any
 import numpy as np
 
 from rl.run_dir.files import LineReader
-from rl.run_dir.metrics import ALWAYS, MOST_NAMES, NEWEST_BYTES, all_lines, environment_rewards, parse_line, source_files
+from rl.run_dir.metrics import (
+    ALWAYS,
+    MOST_NAMES,
+    NEWEST_BYTES,
+    all_lines,
+    environment_rewards,
+    parse_line,
+    source_files,
+)
 
 Curve = tuple[np.ndarray, np.ndarray]
 """Steps [n] int64, and values of a metric at these steps [n] float64."""
@@ -24,7 +33,8 @@ class Table:
         self.rows: dict[int, int] = {}
         """Step -> row."""
         self.firsts, self.times = np.empty(0), np.empty(0)
-        """Times of the first and the newest line of a row, seconds since the epoch; a step that was trained again has several lines."""
+        """Times of the first and the newest line of a row, seconds since the epoch; a step that
+        was trained again has several lines."""
         self.arrays: dict[str, np.ndarray] = {}
         """Values by metric, nan where a row has none; with spare capacity for more rows."""
         self.left_out = False
@@ -53,7 +63,10 @@ class Table:
     def ordered(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns steps, ascending, and their rows."""
         if len(self.order[0]) != len(self.rows):
-            steps, rows = np.array([*self.rows], np.int64), np.array([*self.rows.values()], np.int64)
+            steps, rows = (
+                np.array([*self.rows], np.int64),
+                np.array([*self.rows.values()], np.int64),
+            )
             order = np.argsort(steps)
             self.order = steps[order], rows[order]
         return self.order
@@ -100,7 +113,8 @@ class Numbers:
                     continue
                 self.readers[path], self.inodes[path] = LineReader(path), path.stat().st_ino
                 if path != self.path and (size := path.stat().st_size) > NEWEST_BYTES:
-                    self.readers[path].offset = size - NEWEST_BYTES  # inside a line, which is skipped as damaged
+                    # inside a line, which is skipped as damaged
+                    self.readers[path].offset = size - NEWEST_BYTES
             for line in filter(None, map(parse_line, all_lines(self.readers[path]))):
                 self.tables.setdefault(line["source"], Table()).add(line["step"], line)
 
@@ -119,9 +133,11 @@ class Numbers:
         return sorted(self.tables[source].arrays) if source in self.tables else []
 
     def columns(self, source: str | None = None) -> dict[str, np.ndarray]:
-        """Returns step, source, time (seconds since the epoch) and every metric as columns, ordered by step, then source. source: only the
-        lines of this one."""
-        tables = {name: table for name, table in sorted(self.tables.items()) if source in (None, name)}
+        """Returns step, source, time (seconds since the epoch) and every metric as columns,
+        ordered by step, then source. source: only the lines of this one."""
+        tables = {
+            name: table for name, table in sorted(self.tables.items()) if source in (None, name)
+        }
         parts = {name: table.ordered() for name, table in tables.items()}
         lengths = [len(steps) for steps, _ in parts.values()]
         steps = np.concatenate([np.empty(0, np.int64), *(steps for steps, _ in parts.values())])
@@ -134,17 +150,25 @@ class Numbers:
             found = (values(tables[of], name, rows) for of, (_, rows) in parts.items())
             return np.concatenate([np.empty(0), *found])[order]
 
-        times = np.concatenate([np.empty(0), *(tables[name].times[rows] for name, (_, rows) in parts.items())])
+        times = np.concatenate(
+            [np.empty(0), *(tables[name].times[rows] for name, (_, rows) in parts.items())]
+        )
         sources = np.repeat(np.array([*tables], object), lengths)
         names = sorted({name for table in tables.values() for name in table.arrays})
-        return {"step": steps[order], "source": sources[order], "time": times[order], **{name: column(name) for name in names}}
+        return {
+            "step": steps[order],
+            "source": sources[order],
+            "time": times[order],
+            **{name: column(name) for name in names},
+        }
 
     def source(self, name: str) -> str | None:
         """Returns the first source by name that has a metric; None if there is none."""
         return next((of for of, table in sorted(self.tables.items()) if name in table.arrays), None)
 
     def curve(self, name: str, source: str | None = None) -> Curve:
-        """Returns the finite values of a metric over steps, from the first source by name that has it. Empty if none has it."""
+        """Returns the finite values of a metric over steps, from the first source by name that
+        has it. Empty if none has it."""
         table = self.tables.get(source or self.source(name) or "")
         if table is None or name not in table.arrays:
             return np.empty(0, np.int64), np.empty(0)
@@ -153,12 +177,17 @@ class Numbers:
         return steps[np.isfinite(values)], values[np.isfinite(values)]
 
     def reward(self) -> Curve:
-        """Returns the mean reward over steps. Of several environments each counts the same, as their shares of a step vary; where a step
-        has no rollouts of one, its reward is interpolated."""
+        """Returns the mean reward over steps. Of several environments each counts the same, as
+        their shares of a step vary; where a step has no rollouts of one, its reward is
+        interpolated."""
         names = environment_rewards({name: name for name in self.names_of("orchestrator")}).values()
-        curves = [curve for curve in (self.curve(name, "orchestrator") for name in names) if len(curve[0])]
+        curves = [
+            curve for curve in (self.curve(name, "orchestrator") for name in names) if len(curve[0])
+        ]
         steps, values = self.curve("reward/mean", "orchestrator")
-        return steps, np.mean([np.interp(steps, *curve) for curve in curves], axis=0) if len(curves) > 1 else values
+        return steps, np.mean([np.interp(steps, *curve) for curve in curves], axis=0) if len(
+            curves
+        ) > 1 else values
 
     # As lists
 
@@ -174,7 +203,9 @@ class Numbers:
 
     def newest(self) -> float | None:
         """Returns the time of the newest line, seconds since the epoch; None if there is none."""
-        times = np.concatenate([np.empty(0), *(table.times[: len(table.rows)] for table in self.tables.values())])
+        times = np.concatenate(
+            [np.empty(0), *(table.times[: len(table.rows)] for table in self.tables.values())]
+        )
         times = times[np.isfinite(times)]
         return float(times.max()) if len(times) else None
 

@@ -1,4 +1,5 @@
-"""`origin.json`: the run and step that a branch was made from. A branch begins after that step; an ordinary run has no such file."""
+"""`origin.json`: the run and step that a branch was made from. A branch begins after that step;
+an ordinary run has no such file."""
 
 import contextlib
 from typing import Any
@@ -12,8 +13,8 @@ from rl.system.errors import RunError
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A setting that differs from the original run. Both values are written as Python shows them, because JSON has no infinity; None means
-    not set."""
+    """A setting that differs from the original run. Both values are written as Python shows
+    them, because JSON has no infinity; None means not set."""
 
     key: str
     old: str
@@ -37,13 +38,16 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 def read_origin(run_dir: RunDir) -> Origin | None:
-    """Reads where a run was branched; None for a run that begins at the base model. Raises RunError if the file is damaged."""
+    """Reads where a run was branched; None for a run that begins at the base model. Raises
+    RunError if the file is damaged."""
     try:
         return msgspec.json.decode(run_dir.origin.read_bytes(), type=Origin)
     except FileNotFoundError:
         return None
     except UNREADABLE as error:
-        raise RunError(f"{run_dir.origin}: damaged ({error}); the run's first step is unknown: branch it again") from None
+        raise RunError(
+            f"{run_dir.origin}: damaged ({error}); the run's first step is unknown: branch it again"
+        ) from None
 
 
 class Changed(msgspec.Struct, frozen=True):
@@ -56,7 +60,8 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 def changes_of(run_dir: RunDir) -> list[Changed]:
-    """Returns the settings that resumes changed. Skips damaged lines, such as the one during which the writer was killed."""
+    """Returns the settings that resumes changed. Skips damaged lines, such as the one during
+    which the writer was killed."""
     found = list[Changed]()
     for line in LineReader(run_dir.changes).new():
         with contextlib.suppress(*UNREADABLE):

@@ -1,4 +1,5 @@
-"""Where a policy version can be read over the network: in the memory of each rank that trains it."""
+"""Where a policy version can be read over the network: in the memory of each rank that trains
+it."""
 
 from typing import Annotated
 
@@ -8,11 +9,13 @@ from rl.run_dir.in_memory import InMemory
 
 
 class OverNetwork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The address of rank 0's index of a version in memory. The index begins with the version's mark, which is gone before any rank changes
-    a byte of the version; JSON follows (see `rl.trainer.store.registered`)."""
+    """The address of rank 0's index of a version in memory. The index begins with the version's
+    mark, which is gone before any rank changes a byte of the version; JSON follows (see
+    `rl.trainer.store.registered`)."""
 
     place: Annotated[str, msgspec.Meta(max_length=64)]
-    """Scope of process ids (`rl.system.linux.pid_scope`) within which the memory can be read; empty: everywhere."""
+    """Scope of process ids (`rl.system.linux.pid_scope`) within which the memory can be read;
+    empty: everywhere."""
     agent: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
     """NIXL's metadata of rank 0's agent: its address, and the key of the index."""
     address: Annotated[int, msgspec.Meta(gt=0)]

@@ -1,4 +1,5 @@
-"""Names of all files and directories of a run. Anything under its final name is complete, because it was renamed to it."""
+"""Names of all files and directories of a run. Anything under its final name is complete,
+because it was renamed to it."""
 
 import itertools
 import os
@@ -12,43 +13,59 @@ from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.system import faults
 
 PENDING_ROLLOUTS = "pending.jsonl"
-"""File of the rollouts that no batch has settled yet: its lines later move to the file of a step."""
+"""File of the rollouts that no batch has settled yet: its lines later move to the file of a
+step."""
 
 
 def numbers(directory: Path, suffix: str = "") -> list[int]:
-    """Returns the numbers of the complete entries `000012<suffix>` of a directory, ascending, without temporary names. From 1000000 on
-    names have seven digits. Names without suffix are those of folders: a file with such a name, which an environment may have written
-    there, does not count.
+    """Returns the numbers of the complete entries `000012<suffix>` of a directory, ascending,
+    without temporary names. From 1000000 on names have seven digits. Names without suffix are those
+    of folders: a file with such a name, which an environment may have written there, does not
+    count.
 
     Lists the whole directory, so it must not be called every step, group or heartbeat.
     """
     names = re.compile(rf"([0-9]{{6}}|[1-9][0-9]{{6,}}){re.escape(suffix)}")
     try:
         with os.scandir(directory) as entries:
-            return sorted(int(match[1]) for entry in entries if (match := names.fullmatch(entry.name)) and (suffix or entry.is_dir()))
+            return sorted(
+                int(match[1])
+                for entry in entries
+                if (match := names.fullmatch(entry.name)) and (suffix or entry.is_dir())
+            )
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
 def numbered(directory: Path, suffix: str = "", after: int = -1) -> dict[int, Path]:
     """Returns the entries that `numbers` finds, by number, ascending, from `after` + 1 on."""
-    return {number: directory / f"{number:06d}{suffix}" for number in numbers(directory, suffix) if number > after}
+    return {
+        number: directory / f"{number:06d}{suffix}"
+        for number in numbers(directory, suffix)
+        if number > after
+    }
 
 
 def is_run(root: Path) -> bool:
-    """Returns whether a directory is that of a run, and not just one of the user's with a config.toml, and perhaps checkpoints of another
-    program."""
-    made = (root / "status").is_dir() or numbers(root / "batches", ".batch") or numbers(root / "checkpoints")
+    """Returns whether a directory is that of a run, and not just one of the user's with a
+    config.toml, and perhaps checkpoints of another program."""
+    made = (
+        (root / "status").is_dir()
+        or numbers(root / "batches", ".batch")
+        or numbers(root / "checkpoints")
+    )
     return bool(made) and (root / "config.toml").is_file()
 
 
 def is_model(root: Path) -> bool:
-    """Returns whether a directory is that of a model that a client of `rl serve` trains, inside the directory of its server."""
+    """Returns whether a directory is that of a model that a client of `rl serve` trains, inside
+    the directory of its server."""
     return root.parent.name == "models" and (root / "calls.log").is_file()
 
 
 class RunDir:
-    """The directory of a run. `weights_dir` may lie elsewhere, for example in a memory file system."""
+    """The directory of a run. `weights_dir` may lie elsewhere, for example in a memory file
+    system."""
 
     def __init__(self, root: Path, weights_dir: Path):
         self.root, self.weights_dir = root, weights_dir
@@ -93,14 +110,30 @@ class RunDir:
     @property
     def folders(self) -> list[Path]:
         """All directories that the run writes to."""
-        kinds = [self.batches, self.rollouts_dir, self.checkpoints, self.digests_dir, self.tokens_dir, self.evals, self.status_dir]
-        return [self.root, self.weights_dir, sources_dir(self.metrics), *kinds, *self.evals.glob("*/"), *self.discarded.glob("*/")]
+        kinds = [
+            self.batches,
+            self.rollouts_dir,
+            self.checkpoints,
+            self.digests_dir,
+            self.tokens_dir,
+            self.evals,
+            self.status_dir,
+        ]
+        return [
+            self.root,
+            self.weights_dir,
+            sources_dir(self.metrics),
+            *kinds,
+            *self.evals.glob("*/"),
+            *self.discarded.glob("*/"),
+        ]
 
     def batch(self, step: int) -> Path:
         return self.batches / f"{step:06d}.batch"
 
     def quarantined(self, step: int) -> Path:
-        """Marker of a batch that killed its reader: its step is skipped, so that version `step` equals the one before."""
+        """Marker of a batch that killed its reader: its step is skipped, so that version `step`
+        equals the one before."""
         return self.batches / f"{step:06d}.quarantined"
 
     def digests(self, policy_version: int) -> Path:
@@ -115,8 +148,11 @@ class RunDir:
         return self.rollouts_dir / f"{step:06d}.jsonl"
 
     def rollout_files(self, after: int = -1) -> dict[int, Path]:
-        """Rollout files by step, ascending, from `after` + 1 on: `000012.jsonl`, or `000012.jsonl.gz` once it is old."""
-        compressed, plain = (numbered(self.rollouts_dir, suffix, after) for suffix in (".jsonl.gz", ".jsonl"))
+        """Rollout files by step, ascending, from `after` + 1 on: `000012.jsonl`, or
+        `000012.jsonl.gz` once it is old."""
+        compressed, plain = (
+            numbered(self.rollouts_dir, suffix, after) for suffix in (".jsonl.gz", ".jsonl")
+        )
         return dict(sorted((compressed | plain).items()))
 
     def weights(self, policy_version: int) -> Path:
@@ -132,30 +168,45 @@ class RunDir:
         return self.status_dir / f"{process}.json"
 
     def exit_code(self, process: str) -> Path:
-        """File with the exit code of the rank that ended a trainer of several ranks: torchrun's own is always 1."""
+        """File with the exit code of the rank that ended a trainer of several ranks: torchrun's
+        own is always 1."""
         return self.status_dir / f"{process}.exit"
 
     def lock(self, process: str) -> Path:
         return self.status_dir / f"{process}.lock"
 
     def newest_batch(self) -> int:
-        """Number of the newest batch, 0 if there is none. The listing of a network file system may be stale, so later names are tried."""
+        """Number of the newest batch, 0 if there is none. The listing of a network file system
+        may be stale, so later names are tried."""
         newest = max(numbers(self.batches, ".batch"), default=0)
         while self.batch(newest + 1).exists():
             newest += 1
         return newest
 
     def newest_weights(self) -> tuple[int, Path] | None:
-        """Number and folder of the newest complete policy version above 0; None while there is only the base model."""
+        """Number and folder of the newest complete policy version above 0; None while there is
+        only the base model."""
         newest = max(numbers(self.weights_dir), default=0)
         return (newest, self.weights(newest)) if newest else None
 
     def anything_made(self, after: int = 0) -> bool:
-        """Whether there is anything that other settings would invalidate: a batch, checkpoint or version later than `after`, or a
-        finished group."""
-        kinds = [(self.batches, ".batch"), (self.checkpoints, ""), (self.digests_dir, ".json"), (self.root / "weights", "")]
-        newest = max((number for directory, suffix in kinds for number in numbers(directory, suffix)), default=0)
-        return newest > after or (self.pending.is_file() and self.pending.stat().st_size > 0) or self.discarded.exists()
+        """Whether there is anything that other settings would invalidate: a batch, checkpoint or
+        version later than `after`, or a finished group."""
+        kinds = [
+            (self.batches, ".batch"),
+            (self.checkpoints, ""),
+            (self.digests_dir, ".json"),
+            (self.root / "weights", ""),
+        ]
+        newest = max(
+            (number for directory, suffix in kinds for number in numbers(directory, suffix)),
+            default=0,
+        )
+        return (
+            newest > after
+            or (self.pending.is_file() and self.pending.stat().st_size > 0)
+            or self.discarded.exists()
+        )
 
     def new_discarded(self) -> Path:
         """Returns a path below `discarded/` that does not exist yet."""
@@ -163,14 +214,18 @@ class RunDir:
         names = itertools.chain([now], (f"{now}-{count}" for count in itertools.count(2)))
         return next(path for path in map(self.discarded.joinpath, names) if not path.exists())
 
-    def discard_after(self, step: int, away: Path | None = None, *, keep_pending: bool = False) -> Path | None:
-        """Moves batches, rollouts, checkpoints, weights, digests, evals and metric lines later than `step` to `away`, by default a new
-        directory below `discarded/`. Also moves, or with `keep_pending` copies, the groups that wait for a batch.
+    def discard_after(
+        self, step: int, away: Path | None = None, *, keep_pending: bool = False
+    ) -> Path | None:
+        """Moves batches, rollouts, checkpoints, weights, digests, evals and metric lines later than
+        `step` to `away`, by default a new directory below `discarded/`. Also moves, or with
+        `keep_pending` copies, the groups that wait for a batch.
 
         Returns that directory, or None if there was nothing to move.
         """
         away = away or self.new_discarded()
-        # In this order a kill leaves a resumable run: no checkpoint or pending group is ahead of the batches.
+        # In this order a kill leaves a resumable run: no checkpoint or pending group is ahead of
+        # the batches.
         later: list[tuple[Path, Path]] = []
         for directory, suffix in [
             (self.evals, ""),
@@ -185,7 +240,10 @@ class RunDir:
             (self.rollouts_dir, ".sha256"),
         ]:
             target = away / ("weights" if directory == self.weights_dir else directory.name)
-            later += [(path, target / path.name) for path in reversed(numbered(directory, suffix, after=step).values())]
+            later += [
+                (path, target / path.name)
+                for path in reversed(numbered(directory, suffix, after=step).values())
+            ]
         if self.pending.exists() and later:
             waiting = away / "batches" / self.pending.name
             if keep_pending:
@@ -194,7 +252,13 @@ class RunDir:
             else:
                 later.insert(0, (self.pending, waiting))
                 if self.pending_rollouts.exists():
-                    later.insert(1, (self.pending_rollouts, away / self.rollouts_dir.name / self.pending_rollouts.name))
+                    later.insert(
+                        1,
+                        (
+                            self.pending_rollouts,
+                            away / self.rollouts_dir.name / self.pending_rollouts.name,
+                        ),
+                    )
         for path, target in later:
             faults.point("discard.move")
             move(path, target)

@@ -1,4 +1,5 @@
-"""Decides which numbered entries of a run stay on disk: one rule for batches, rollouts, checkpoints and policy versions."""
+"""Decides which numbered entries of a run stay on disk: one rule for batches, rollouts,
+checkpoints and policy versions."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection
@@ -11,14 +12,27 @@ NEVER = 2**62
 
 
 class Retention:
-    """Deletes old entries of a directory. Lists it only once: the one process that adds entries reports each.
+    """Deletes old entries of a directory. Lists it only once: the one process that adds entries
+    reports each.
 
-    Keeps the newest `keep_last` (None: all), multiples of `keep_every`, those that the caller needs, and what any of these continues.
+    Keeps the newest `keep_last` (None: all), multiples of `keep_every`, those that the caller
+    needs, and what any of these continues.
     """
 
-    def __init__(self, directory: Path, suffixes: Collection[str], keep_last: int | None, keep_every: int | None):
+    def __init__(
+        self,
+        directory: Path,
+        suffixes: Collection[str],
+        keep_last: int | None,
+        keep_every: int | None,
+    ):
         """`suffixes`: suffixes of the files or directories that make up one entry."""
-        self.directory, self.suffixes, self.keep_last, self.keep_every = directory, suffixes, keep_last, keep_every
+        self.directory, self.suffixes, self.keep_last, self.keep_every = (
+            directory,
+            suffixes,
+            keep_last,
+            keep_every,
+        )
         self.newest: list[int] | None = None
         """Numbers of the newest entries, ascending; None before the directory was listed."""
         self.old: list[int] = []
@@ -26,13 +40,18 @@ class Retention:
         self.continues: Callable[[int], bool] = lambda number: False
         """Whether there is an entry `number` that is of no use without the one before."""
 
-    def delete_old(self, added: int, needed: Collection[int] = (), needed_from: int = NEVER) -> None:
-        """Deletes old entries, newest first, now that `added` exists; keeps those in `needed` and all from `needed_from` on."""
+    def delete_old(
+        self, added: int, needed: Collection[int] = (), needed_from: int = NEVER
+    ) -> None:
+        """Deletes old entries, newest first, now that `added` exists; keeps those in `needed`
+        and all from `needed_from` on."""
         if self.keep_last is None:
             return
         if self.newest is None:
             self.newest = []
-            for number in sorted({number for suffix in self.suffixes for number in numbers(self.directory, suffix)}):
+            for number in sorted(
+                {number for suffix in self.suffixes for number in numbers(self.directory, suffix)}
+            ):
                 self._add(number, self.newest, self.keep_last)
         self._add(added, self.newest, self.keep_last)
         end = bisect_left(self.old, needed_from)

@@ -1,11 +1,13 @@
-"""`spans/<process>.jsonl`: the timed spans of a process, one per line, and its gauges every two seconds.
+"""`spans/<process>.jsonl`: the timed spans of a process, one per line, and its gauges every two
+seconds.
 
-A process that calls `start` appends to its own file; without `start` all functions here do nothing. The first line of every start is a
-Start; later times are of the host's monotonic clock, so that setting the clock does not break a timeline. When the file reaches MAX_BYTES,
-it replaces `<process>.jsonl.old`: the newest spans are kept, in at most twice as many bytes.
+A process that calls `start` appends to its own file; without `start` all functions here do nothing.
+The first line of every start is a Start; later times are of the host's monotonic clock, so that
+setting the clock does not break a timeline. When the file reaches MAX_BYTES, it replaces
+`<process>.jsonl.old`: the newest spans are kept, in at most twice as many bytes.
 
-Lines wait in memory for `flush`, at most half a second; those that a killed process had not written are lost. If the disk cannot be
-written, only the spans are lost.
+Lines wait in memory for `flush`, at most half a second; those that a killed process had not written
+are lost. If the disk cannot be written, only the spans are lost.
 """
 
 import contextlib
@@ -32,7 +34,8 @@ MAX_WAITING = 10_000
 JOIN_S = 0.1
 """Work that begins again within this time continues the previous span."""
 PART_S = 2.0
-"""Long work is recorded in parts of about this many seconds, so that it is seen while it runs, and not lost in a kill."""
+"""Long work is recorded in parts of about this many seconds, so that it is seen while it runs,
+and not lost in a kill."""
 
 
 class Start(msgspec.Struct, kw_only=True, tag="start", tag_field="kind"):
@@ -62,7 +65,8 @@ class Span(msgspec.Struct, kw_only=True, omit_defaults=True, tag="span", tag_fie
 
 
 class Gauges(msgspec.Struct, kw_only=True, tag="gauges", tag_field="kind"):
-    """Numbers of a process at one moment: requests in flight, rollouts in flight, its progress count."""
+    """Numbers of a process at one moment: requests in flight, rollouts in flight, its progress
+    count."""
 
     at: float
     values: dict[str, float]
@@ -78,7 +82,12 @@ class Recorder:
     def __init__(self, path: Path, process: str):
         self.path = path
         self.lock, self.writing = threading.Lock(), threading.Lock()
-        here = {"process": process, "pid": os.getpid(), "host": socket.gethostname(), "place": pid_scope()}
+        here = {
+            "process": process,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "place": pid_scope(),
+        }
         self.start = Start(**here, time=time.time(), monotonic=time.monotonic())
         self.begun = False
         """Whether this start has been written to the file."""
@@ -123,7 +132,8 @@ def is_time(seconds: float | None) -> bool:
 
 
 def note_last(path: Path, start: Start, last: Span) -> None:
-    """Appends the last span of a dead process, which it could not record itself. OSErrors are ignored. `start` has the clock of `last`."""
+    """Appends the last span of a dead process, which it could not record itself. OSErrors are
+    ignored. `start` has the clock of `last`."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
@@ -150,17 +160,29 @@ def stop() -> None:
 
 
 def flush() -> None:
-    """Writes the waiting lines. To be called from a thread or loop that runs periodically anyway."""
+    """Writes the waiting lines. To be called from a thread or loop that runs periodically
+    anyway."""
     if recorder:
         for one in tuple(busy):
             one.settle()
         recorder.flush()
 
 
-def note(name: str, begin: float, end: float, lane: str = "", step: int | None = None, **about: Any) -> None:
+def note(
+    name: str, begin: float, end: float, lane: str = "", step: int | None = None, **about: Any
+) -> None:
     """Records a span from `begin` to `end` (time.monotonic)."""
     if recorder:
-        recorder.add(Span(name=name, begin=round(begin, 6), end=round(end, 6), lane=lane, step=step, about=about))
+        recorder.add(
+            Span(
+                name=name,
+                begin=round(begin, 6),
+                end=round(end, 6),
+                lane=lane,
+                step=step,
+                about=about,
+            )
+        )
 
 
 @contextlib.contextmanager
@@ -206,7 +228,8 @@ class Busy:
                 self.end = time.monotonic()
 
     def settle(self, part_s: float = PART_S) -> None:
-        """Records finished work, and running work so far if that is longer than `part_s` seconds."""
+        """Records finished work, and running work so far if that is longer than `part_s`
+        seconds."""
         with self.lock:
             if self.count == 0:
                 self._note(self.end)

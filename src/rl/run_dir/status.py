@@ -1,6 +1,8 @@
-"""`status/<process>.json`: where a process runs, its heartbeat, and what it does or waits for, as typed fields. Also: why a run ended.
+"""`status/<process>.json`: where a process runs, its heartbeat, and what it does or waits for, as
+typed fields. Also: why a run ended.
 
-Programs read the fields of RoleStatus. `describe` turns them into a sentence for people where it is shown; no program parses that.
+Programs read the fields of RoleStatus. `describe` turns them into a sentence for people where it is
+shown; no program parses that.
 """
 
 import contextlib
@@ -37,16 +39,19 @@ MACHINE_LEASE = "RL_MACHINE_LEASE"
 PHASE_LANE = "phase"
 """Lane of the phases of a process among its spans."""
 UNREADABLE = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Exceptions raised when reading a missing or damaged JSON file; the last one by excessive nesting."""
+"""Exceptions raised when reading a missing or damaged JSON file; the last one by excessive
+nesting."""
 
 
 Awaited = Literal["inference", "orchestrator", "trainer", "ranks", "teacher", "environments"]
 
 
 class Phase(StrEnum):
-    """What a process is doing: the value in its status file, the sentence for people, and whom it waits for.
+    """What a process is doing: the value in its status file, the sentence for people, and whom it
+    waits for.
 
-    The sentence is formatted with the status's `step` and `detail`; a detail without a placeholder is appended after a colon.
+    The sentence is formatted with the status's `step` and `detail`; a detail without a placeholder
+    is appended after a colon.
     """
 
     sentence: str
@@ -73,7 +78,11 @@ class Phase(StrEnum):
     LOADING_VERSION = "loading_version", "loading version {step} into inference", "inference"
     FILLING_BATCH = "filling_batch", "filling batch {step}", "inference"
     EVALUATING = "evaluating", "evaluating {detail} at version {step}", "inference"
-    WAITING_FOR_VERSION = "waiting_for_version", "waiting for the trainer's version {step}", "trainer"
+    WAITING_FOR_VERSION = (
+        "waiting_for_version",
+        "waiting for the trainer's version {step}",
+        "trainer",
+    )
     WAITING_FOR_TRAINER_END = "waiting_for_trainer_end", "waiting for the trainer to end", "trainer"
     # The trainer.
     WAITING_FOR_RANKS = "waiting_for_ranks", "waiting for the other ranks of the trainer", "ranks"
@@ -82,7 +91,11 @@ class Phase(StrEnum):
     TRAINING = "training", "training step {step}"
     VALIDATING = "validating", "validating version {step}"
     PUBLISHING = "publishing", "publishing version {step}"
-    ANNOUNCING_VERSION = "announcing_version", "waiting for the orchestrator to confirm version {step}", "orchestrator"
+    ANNOUNCING_VERSION = (
+        "announcing_version",
+        "waiting for the orchestrator to confirm version {step}",
+        "orchestrator",
+    )
     COPYING_STATE = "copying_state", "copying the state of step {step} for a checkpoint"
     CHECKPOINTING = "checkpointing", "writing checkpoint {step}"
     WRITING_TOKEN_LOG = "writing_token_log", "writing the token log of step {step}"
@@ -90,7 +103,13 @@ class Phase(StrEnum):
 
 
 TRAINER_STEPS = frozenset(
-    {Phase.WAITING_FOR_BATCH, Phase.TRAINING, Phase.VALIDATING, Phase.PUBLISHING, Phase.ANNOUNCING_VERSION}
+    {
+        Phase.WAITING_FOR_BATCH,
+        Phase.TRAINING,
+        Phase.VALIDATING,
+        Phase.PUBLISHING,
+        Phase.ANNOUNCING_VERSION,
+    }
     | {Phase.COPYING_STATE, Phase.CHECKPOINTING, Phase.WRITING_TOKEN_LOG}
 )
 """Phases of a running trainer: the parts of its steps."""
@@ -99,11 +118,14 @@ TRAINER_STEPS = frozenset(
 class RunWarning(msgspec.Struct, frozen=True):
     """A warning to the user about an environment or the run's files."""
 
-    about: Literal["failed", "died", "lost", "renamed", "damaged", "inexact", "recorded", "template", "service"]
-    """Of an environment: first rollouts that failed for good, first death of a worker, its loss, metrics whose names collide with ours.
-    Of files: one that does not hold what was written, a version that differed when it was trained again. Of recorded rollouts:
-    something that they lack. Of the model: a chat template without a beginning or an end of answers. Of a service with the Tinker API: an
-    answer that it owes."""
+    about: Literal[
+        "failed", "died", "lost", "renamed", "damaged", "inexact", "recorded", "template", "service"
+    ]
+    """Of an environment: first rollouts that failed for good, first death of a worker, its loss,
+    metrics whose names collide with ours. Of files: one that does not hold what was written, a
+    version that differed when it was trained again. Of recorded rollouts: something that they
+    lack. Of the model: a chat template without a beginning or an end of answers. Of a service
+    with the Tinker API: an answer that it owes."""
     env: str
     """Empty for warnings about anything else."""
     text: str
@@ -111,16 +133,19 @@ class RunWarning(msgspec.Struct, frozen=True):
 
 
 class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """A status file. Fields that a process does not report are None or empty. Times are seconds since the epoch."""
+    """A status file. Fields that a process does not report are None or empty. Times are seconds
+    since the epoch."""
 
     process: str = ""
-    """`inference`, `inference-<host>-<port>` for a server not started by `rl`, `orchestrator`, `trainer`, `trainer-1` (rank 1), `data`."""
+    """`inference`, `inference-<host>-<port>` for a server not started by `rl`, `orchestrator`,
+    `trainer`, `trainer-1` (rank 1), `data`."""
     pid: int | None = None
     host: str = ""
     place: str = ""
     """Scope of the pid, see rl.system.linux.pid_scope."""
     start_ticks: str = ""
-    """Start of the process in clock ticks since boot: another process that reuses its pid has another start."""
+    """Start of the process in clock ticks since boot: another process that reuses its pid has
+    another start."""
     started: float | None = None
     phase: Phase | None = None
     step: int | None = None
@@ -137,16 +162,19 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Time at which `progress` last grew."""
     address: str | None = None
     max_steps: int | None = None
-    """Of the trainer: if epochs are set, only the trainer knows their number of steps. Of an orchestrator with recorded rollouts: the step
-    at which they end."""
+    """Of the trainer: if epochs are set, only the trainer knows their number of steps. Of an
+    orchestrator with recorded rollouts: the step at which they end."""
     batch: int | None = None
-    """Of the orchestrator: the batch being filled; `batch_done` of its `batch_size` episodes are done."""
+    """Of the orchestrator: the batch being filled; `batch_done` of its `batch_size` episodes are
+    done."""
     batch_done: int | None = None
     batch_size: int | None = None
     policy_version: int | None = None
-    """Of the orchestrator: the version that inference holds. Of a starting server: the version that it reads and that is kept for it."""
+    """Of the orchestrator: the version that inference holds. Of a starting server: the version
+    that it reads and that is kept for it."""
     quarantined: list[str] = []
-    """Lost environments, under an older name that the file keeps: their workers could not be kept alive."""
+    """Lost environments, under an older name that the file keeps: their workers could not be
+    kept alive."""
     warnings: list[RunWarning] = []
     """Warnings to the user. `rl` prints each once."""
     playing: int | None = None
@@ -160,7 +188,8 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 
 
 FIELDS = {field.name: field.type for field in msgspec.structs.fields(RoleStatus)}
-"""Once, because resolving the types takes longer than all else in `read_status`, which reads hundreds of files a second."""
+"""Once, because resolving the types takes longer than all else in `read_status`, which reads
+hundreds of files a second."""
 TIMES = ("started", "since", "heartbeat", "progressed")
 
 
@@ -169,24 +198,39 @@ def describe(status: RoleStatus | None) -> str:
     if status is None or status.phase is None:
         return "in an unknown phase"
     template = status.phase.sentence
-    sentence = template.format(step="?" if status.step is None else status.step, detail=status.detail or "?")
-    return f"{sentence}: {status.detail}" if status.detail and "{detail}" not in template else sentence
+    sentence = template.format(
+        step="?" if status.step is None else status.step, detail=status.detail or "?"
+    )
+    return (
+        f"{sentence}: {status.detail}" if status.detail and "{detail}" not in template else sentence
+    )
 
 
 class Status:
-    """Publishes this process's status from its own thread, so that a blocked process still shows its phase."""
+    """Publishes this process's status from its own thread, so that a blocked process still shows
+    its phase."""
 
     def __init__(self, path: Path, process: str):
         self.path = path
         clean_leftovers(path.parent, ours=path.name)  # an unfinished heartbeat of a predecessor
         self.current = RoleStatus(
-            process=process, started=time.time(), pid=os.getpid(), host=socket.gethostname(), place=pid_scope(), start_ticks=own_start()
+            process=process,
+            started=time.time(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            place=pid_scope(),
+            start_ticks=own_start(),
         )
-        self.stopped, self.writing, self.changing = threading.Event(), threading.Lock(), threading.Lock()
+        self.stopped, self.writing, self.changing = (
+            threading.Event(),
+            threading.Lock(),
+            threading.Lock(),
+        )
         self.progress, self.progressed = 0, (0, time.time())
         """The current count; and (count, time) when it was last seen to grow."""
         self.writes_at_once = True
-        """Whether `enter` writes, or leaves it to the next heartbeat: for an event loop, which must not wait for the disk."""
+        """Whether `enter` writes, or leaves it to the next heartbeat: for an event loop, which
+        must not wait for the disk."""
         self.entered = time.monotonic()
         """Time at which the current phase began."""
         self.fenced, self.looked = False, -math.inf
@@ -196,7 +240,8 @@ class Status:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def enter(self, phase: Phase, step: int | None = None, detail: str = "", **fields: Any) -> None:
-        """Sets and writes what the process does or waits for. Other fields, such as `address`, keep their values until set again."""
+        """Sets and writes what the process does or waits for. Other fields, such as `address`,
+        keep their values until set again."""
         with self.changing:
             if (phase, step) != (self.current.phase, self.current.step):
                 fields["since"] = time.time()
@@ -207,11 +252,15 @@ class Status:
             self._write()
 
     def warn(self, warning: RunWarning) -> None:
-        """Publishes a warning for `rl` to print. Repetitions are dropped: the same kind about an environment, or the same text."""
+        """Publishes a warning for `rl` to print. Repetitions are dropped: the same kind about an
+        environment, or the same text."""
         with self.changing:
             said = self.current.warnings
             warning = msgspec.structs.replace(warning, text=clip(warning.text, MAX_WARNING))
-            if any((one.about, one.env or one.text) == (warning.about, warning.env or warning.text) for one in said):
+            if any(
+                (one.about, one.env or one.text) == (warning.about, warning.env or warning.text)
+                for one in said
+            ):
                 return
             self.current = msgspec.structs.replace(self.current, warnings=[*said, warning])
         self._write()
@@ -222,8 +271,8 @@ class Status:
             self.progress += count
 
     def follow(self, gauge: str, read: Callable[[], int]) -> None:
-        """Reads a gauge every HEARTBEAT_S in the running event loop, whose thread owns what is counted: a fault is logged there, and
-        neither ends the heartbeat nor the process."""
+        """Reads a gauge every HEARTBEAT_S in the running event loop, whose thread owns what is
+        counted: a fault is logged there, and neither ends the heartbeat nor the process."""
         import asyncio
 
         def look() -> None:
@@ -243,16 +292,22 @@ class Status:
         spans.stop()
 
     def _is_fenced(self) -> bool:
-        """Returns whether this machine of a cluster was declared lost: its processes write nothing any more. Looks once a heartbeat."""
+        """Returns whether this machine of a cluster was declared lost: its processes write
+        nothing any more. Looks once a heartbeat."""
         if MACHINE_LEASE in os.environ and time.monotonic() >= self.looked + HEARTBEAT_S:
-            self.fenced, self.looked = is_over(self.path.parent / os.environ[MACHINE_LEASE]), time.monotonic()
+            self.fenced, self.looked = (
+                is_over(self.path.parent / os.environ[MACHINE_LEASE]),
+                time.monotonic(),
+            )
         return self.fenced
 
     def _note_phase(self) -> None:
         """Records the span of the phase that ends, unless this machine was declared lost."""
         before, self.entered = self.entered, time.monotonic()
         if self.current.phase and not self.fenced:
-            spans.note(self.current.phase.value, before, self.entered, PHASE_LANE, self.current.step)
+            spans.note(
+                self.current.phase.value, before, self.entered, PHASE_LANE, self.current.step
+            )
 
     def _beat(self) -> None:
         for count in itertools.count(1):
@@ -271,13 +326,20 @@ class Status:
             now = time.time()
             if self.progress != self.progressed[0]:
                 self.progressed = (self.progress, now)
-            counted = {"progress": self.progress, "progressed": self.progressed[1], "heartbeat": now}
+            counted = {
+                "progress": self.progress,
+                "progressed": self.progressed[1],
+                "heartbeat": now,
+            }
             write_status(self.path, msgspec.structs.replace(self.current, **counted, **self.gauges))
 
 
 def reachable(host: str) -> str:
-    """Returns the name at which others reach a socket bound to `host`: for a wildcard that of the machine, which `rl node` knows better."""
-    return os.environ.get(NODE_ADDRESS) or socket.gethostname() if host in ("0.0.0.0", "::") else host
+    """Returns the name at which others reach a socket bound to `host`: for a wildcard that of
+    the machine, which `rl node` knows better."""
+    return (
+        os.environ.get(NODE_ADDRESS) or socket.gethostname() if host in ("0.0.0.0", "::") else host
+    )
 
 
 def write_status(path: Path, status: RoleStatus) -> None:
@@ -290,15 +352,19 @@ def write_status(path: Path, status: RoleStatus) -> None:
 
 
 def is_over(lease: Path) -> bool:
-    """Returns whether a lease was given back, taken over, or ended by `declare_lost`; False if its disk does not answer."""
-    try:  # opening it asks the file server, while looking up a name or its size may be answered from a cache
+    """Returns whether a lease was given back, taken over, or ended by `declare_lost`; False if
+    its disk does not answer."""
+    # opening it asks the file server, while looking up a name or its size may be answered from a
+    # cache
+    try:
         return not lease.read_bytes()
     except OSError as error:
         return isinstance(error, FileNotFoundError)
 
 
 def read_json(path: Path, kind: type[T]) -> T | None:
-    """Reads a JSON file; None if it is missing, damaged, too large, or from an incompatible version of rl."""
+    """Reads a JSON file; None if it is missing, damaged, too large, or from an incompatible
+    version of rl."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JSON_BYTES:
@@ -309,7 +375,8 @@ def read_json(path: Path, kind: type[T]) -> T | None:
 
 
 def read_status(path: Path) -> RoleStatus | None:
-    """Reads the last status of a process; None if it is missing or not JSON. Fields with an invalid value count as missing."""
+    """Reads the last status of a process; None if it is missing or not JSON. Fields with an
+    invalid value count as missing."""
     content = read_json(path, dict[str, Any])
     if content is None:
         return None
@@ -318,30 +385,49 @@ def read_status(path: Path) -> RoleStatus | None:
         if name in content:
             with contextlib.suppress(msgspec.ValidationError):
                 found[name] = msgspec.convert(content[name], kind)
-    return RoleStatus(**{name: value for name, value in found.items() if name not in TIMES or spans.is_time(value)})
+    return RoleStatus(
+        **{
+            name: value
+            for name, value in found.items()
+            if name not in TIMES or spans.is_time(value)
+        }
+    )
 
 
 def archive_status(path: Path, folder: Path) -> None:
-    """Removes the status of a dead process, and records its last phase, until the last heartbeat, among its spans in `folder`."""
+    """Removes the status of a dead process, and records its last phase, until the last
+    heartbeat, among its spans in `folder`."""
     status = read_status(path)
     path.unlink(missing_ok=True)
     if status and status.phase and status.since is not None and status.heartbeat is not None:
         now, end = time.time(), max(status.since, status.heartbeat)
-        clock = spans.Start(process=path.stem, pid=status.pid or 0, host=status.host, place=status.place, time=now, monotonic=now)
-        last = spans.Span(name=status.phase.value, begin=status.since, end=end, lane=PHASE_LANE, step=status.step)
+        clock = spans.Start(
+            process=path.stem,
+            pid=status.pid or 0,
+            host=status.host,
+            place=status.place,
+            time=now,
+            monotonic=now,
+        )
+        last = spans.Span(
+            name=status.phase.value, begin=status.since, end=end, lane=PHASE_LANE, step=status.step
+        )
         spans.note_last(folder / f"{path.stem}.jsonl", clock, last)
 
 
 class Staleness:
-    """Measures how long signs of life have not changed, by this process's clock: clocks of other hosts may differ."""
+    """Measures how long signs of life have not changed, by this process's clock: clocks of other
+    hosts may differ."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.seen: dict[str, tuple[object, float, bool]] = {}
-        """Name -> (last sign, such as a heartbeat; time at which it was first seen; whether another one was seen before)."""
+        """Name -> (last sign, such as a heartbeat; time at which it was first seen; whether
+        another one was seen before)."""
 
     def look(self, name: str, sign: object) -> float:
-        """Takes the newest sign of a process, and returns the seconds since it was first seen; 0.0 if it is new."""
+        """Takes the newest sign of a process, and returns the seconds since it was first seen;
+        0.0 if it is new."""
         known, now = self.seen.get(name), self.clock()
         if known is None or known[0] != sign:
             self.seen[name] = sign, now, known is not None
@@ -360,12 +446,14 @@ def read_address(path: Path) -> str | None:
 
 
 def server_files(status_dir: Path) -> list[Path]:
-    """Returns the status files of a run's inference servers: `inference.json` of the one that `rl` runs, and those of further ones."""
+    """Returns the status files of a run's inference servers: `inference.json` of the one that
+    `rl` runs, and those of further ones."""
     return [*status_dir.glob("inference.json"), *sorted(status_dir.glob("inference-*.json"))]
 
 
 SERVER_NAME = "RL_SERVER_NAME"
-"""Environment variable with the process name of a server that `rl node` starts: `inference-node3`."""
+"""Environment variable with the process name of a server that `rl node` starts:
+`inference-node3`."""
 
 
 def further_server(port: int) -> str:
@@ -378,7 +466,8 @@ LOG_LINES = 6
 
 
 def last_seen(status_path: Path) -> str:
-    """Describes what a process last reported, for timeout errors: its heartbeat, its phase, the end of its log."""
+    """Describes what a process last reported, for timeout errors: its heartbeat, its phase, the
+    end of its log."""
     status = read_status(status_path)
     if status is None:
         text = "it has no status file: it has not started, or has ended"
@@ -392,15 +481,19 @@ def last_seen(status_path: Path) -> str:
     if log is None:
         return text
     lines = last_lines(log, LOG_LINES)
-    return "\n".join([f"{text}; the end of {log}:", *(f"  | {line}" for line in lines or ["(empty)"])])
+    return "\n".join(
+        [f"{text}; the end of {log}:", *(f"  | {line}" for line in lines or ["(empty)"])]
+    )
 
 
 EndKind = Literal["done", "early", "doubtful"]
-"""How a run ended: with all its steps; early, because there was nothing left to learn; or early, perhaps because of a fault."""
+"""How a run ended: with all its steps; early, because there was nothing left to learn; or early,
+perhaps because of a fault."""
 
 
 class RunEnd(msgspec.Struct, frozen=True):
-    """The content of `status/orchestrator.end`, which the orchestrator writes when a run ends. A running run has none."""
+    """The content of `status/orchestrator.end`, which the orchestrator writes when a run ends. A
+    running run has none."""
 
     reason: str
     """Text for people."""

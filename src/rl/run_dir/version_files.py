@@ -1,4 +1,5 @@
-"""Reads and checks what a version's folder says of itself: `digests.json`, and the files that it lists."""
+"""Reads and checks what a version's folder says of itself: `digests.json`, and the files that it
+lists."""
 
 import json
 from collections.abc import Mapping
@@ -32,8 +33,10 @@ class Checked(msgspec.Struct):
 def newer(path: Path, name: str) -> RunError:
     """Returns the error for a file whose checksums use an unknown hash function."""
     return RunError(
-        f"{path}: its hash is {name!r}, which this rl does not know: a newer rl wrote it. Use the newer rl; "
-        f"if there was none, the file is damaged: move {path.parent if path.name in (MANIFEST, DIGESTS) else path} away"
+        f"{path}: its hash is {name!r}, which this rl does not know: a newer rl wrote it. "
+        "Use the newer rl; "
+        "if there was none, the file is damaged: move "
+        f"{path.parent if path.name in (MANIFEST, DIGESTS) else path} away"
     )
 
 
@@ -44,13 +47,17 @@ def checksum(path: Path) -> dict[str, Any]:
 
 
 def read_digests(path: Path) -> dict[str, Any]:
-    """Reads a digests file. Raises CorruptFileError if it is missing or damaged, RunError if it uses another hash function."""
+    """Reads a digests file. Raises CorruptFileError if it is missing or damaged, RunError if it
+    uses another hash function."""
     try:
         content = json.loads(path.read_text())
         if isinstance(content["hash"], str) and content["hash"] != HASH:
             raise newer(path, content["hash"])
         files = msgspec.convert(content, Checked).files
-        if all(len(name) < MAX_NAME and "/" not in name and name not in ("", ".", "..") for name in files):
+        if all(
+            len(name) < MAX_NAME and "/" not in name and name not in ("", ".", "..")
+            for name in files
+        ):
             return content
     except (OSError, ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError):
         pass
@@ -58,7 +65,8 @@ def read_digests(path: Path) -> dict[str, Any]:
 
 
 def first_difference(expected: Mapping[str, Digest], found: Mapping[str, Digest]) -> str | None:
-    """Returns the first tensor, in the order of `expected`, whose digest differs or that one side lacks; None if all are equal."""
+    """Returns the first tensor, in the order of `expected`, whose digest differs or that one
+    side lacks; None if all are equal."""
     for name in [*expected, *found]:
         if expected.get(name) != found.get(name):
             return name
@@ -75,15 +83,18 @@ def is_remote(folder: Path) -> bool:
 
 
 def verify_small_files(folder: Path, content: Mapping[str, Any]) -> None:
-    """Raises CorruptFileError naming the first file of a version, other than those with whole tensors, that does not match its digest."""
+    """Raises CorruptFileError naming the first file of a version, other than those with whole
+    tensors, that does not match its digest."""
     for name, expected in content.get("files", {}).items():
         if not (folder / name).is_file() or checksum(folder / name)[HASH] != expected:
-            raise CorruptFileError(f"{folder / name}: {'damaged' if (folder / name).is_file() else 'missing'}")
+            raise CorruptFileError(
+                f"{folder / name}: {'damaged' if (folder / name).is_file() else 'missing'}"
+            )
 
 
 def verify_files_of_tensors(folder: Path, content: Mapping[str, Any]) -> None:
-    """Raises CorruptFileError naming the first tensor of a whole version, a folder or a file, that does not match the content of a digests
-    file."""
+    """Raises CorruptFileError naming the first tensor of a whole version, a folder or a file,
+    that does not match the content of a digests file."""
     found, places = {}, {}
     for file in model_files(folder):
         tensors = tensor_digests(file, content["tensors"])

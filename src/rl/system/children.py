@@ -1,7 +1,8 @@
-"""Starting, watching and ending child processes with all their descendants, and the policy for restarting them.
+"""Starting, watching and ending child processes with all their descendants, and the policy for
+restarting them.
 
-The end of a child is noticed without reaping it. Until `reap` its pid and process group stay reserved, so our signals cannot reach an
-unrelated process that reuses the number.
+The end of a child is noticed without reaping it. Until `reap` its pid and process group stay
+reserved, so our signals cannot reach an unrelated process that reuses the number.
 """
 
 import asyncio
@@ -28,21 +29,28 @@ from rl.system.process_table import Table
 from rl.system.terminal import say
 
 PYTHON = (sys.executable, "-P")
-"""The interpreter of all processes. -P: a folder `rl`, or a queue.py, where the user stands must not be what they import."""
+"""The interpreter of all processes. -P: a folder `rl`, or a queue.py, where the user stands must
+not be what they import."""
 FOREIGN = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|(PET|TORCHELASTIC|ACCELERATE|FSDP|VLLM_DP)_|VLLM_(HOST_IP|PORT)$"
-    r"|PYTHON(OPTIMIZE|WARNINGS|INSPECT)$|\w+_TF32_\w*OVERRIDE$|(SRUN|SQUEUE|SINFO|SCANCEL)_|SBATCH_(?!ACCOUNT|PARTITION|QOS|GRES)"
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$"
+    r"|(PET|TORCHELASTIC|ACCELERATE|FSDP|VLLM_DP)_|VLLM_(HOST_IP|PORT)$"
+    r"|PYTHON(OPTIMIZE|WARNINGS|INSPECT)$|\w+_TF32_\w*OVERRIDE$"
+    r"|(SRUN|SQUEUE|SINFO|SCANCEL)_|SBATCH_(?!ACCOUNT|PARTITION|QOS|GRES)"
 )
-"""Variables of the shell that no child inherits. They are about other processes (torchrun, accelerate, Kubeflow and Kubernetes set them:
-with RANK or PET_NNODES ranks wait for others that never come), or act behind our settings: without asserts rewards are others, and with
-SBATCH_ARRAY_INX jobs. What says where and for whom the user's jobs run is a default of cluster.slurm."""
+"""Variables of the shell that no child inherits. They are about other processes (torchrun,
+accelerate, Kubeflow and Kubernetes set them: with RANK or PET_NNODES ranks wait for others that
+never come), or act behind our settings: without asserts rewards are others, and with
+SBATCH_ARRAY_INX jobs. What says where and for whom the user's jobs run is a default of
+cluster.slurm."""
 say_once = cache(say)
 STOP_DEADLINE_S = 20.0
-"""Time between SIGTERM and SIGKILL. A torchrun agent, a vLLM server and its engine need less; weights and checkpoints are atomic anyway."""
+"""Time between SIGTERM and SIGKILL. A torchrun agent, a vLLM server and its engine need less;
+weights and checkpoints are atomic anyway."""
 
 
 class Stopped(BaseException):
-    """SIGINT or SIGTERM arrived. Derives from BaseException so that no handler on the way mistakes it for a failure."""
+    """SIGINT or SIGTERM arrived. Derives from BaseException so that no handler on the way
+    mistakes it for a failure."""
 
     def __init__(self, signum: int):
         self.signum = signum
@@ -57,9 +65,11 @@ class Child:
     pid: int
     log: Path
     marker: str = ""
-    """The marker in the environment of all its descendants, see process_table.MARKER; empty if it has none."""
+    """The marker in the environment of all its descendants, see process_table.MARKER; empty if
+    it has none."""
     ancestor: str = ""
-    """The marker of the process that it was forked from: /proc shows that marker for its own forks until they exec another program."""
+    """The marker of the process that it was forked from: /proc shows that marker for its own
+    forks until they exec another program."""
     temporary: Path | None = None
     """Its directory for temporary files, such as sockets, which a killed process leaves behind."""
     started: float = field(default_factory=time.monotonic)
@@ -78,7 +88,9 @@ class Child:
     @property
     def exit_code(self) -> int | None:
         """The exit code, or minus the signal that ended it; None while it runs."""
-        if self._exit_code is None and (end := os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+        if self._exit_code is None and (
+            end := os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ):
             self._exit_code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         return self._exit_code
 
@@ -87,11 +99,16 @@ class Child:
         code = self.exit_code
         if code is None or code >= 0:
             return f"ended with exit code {code}"
-        hint = " (the kernel does that when memory runs out: see `dmesg`)" if code == -signal.SIGKILL else ""
+        hint = (
+            " (the kernel does that when memory runs out: see `dmesg`)"
+            if code == -signal.SIGKILL
+            else ""
+        )
         return f"was ended by {signal.Signals(-code).name}{hint}"
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Waits until it ends. Returns the exit code, or None if it still runs after `timeout_s`."""
+        """Waits until it ends. Returns the exit code, or None if it still runs after
+        `timeout_s`."""
         if self.exit_code is None:
             with self._pidfd() as fd:
                 poll = select.poll()
@@ -123,7 +140,8 @@ class Child:
             os.close(fd)
 
     def signal_group(self, signum: int) -> None:
-        """Signals its process group, which may outlive it. Does nothing once the child is reaped."""
+        """Signals its process group, which may outlive it. Does nothing once the child is
+        reaped."""
         if not self.reaped:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signum)
@@ -134,15 +152,21 @@ class Child:
         self.signal_group(signal.SIGCONT)
 
     def tree(self, processes: Table, among: Iterable[int]) -> Table:
-        """Returns the processes among these that it has started, and itself, even those that have left its group or lost their parent."""
+        """Returns the processes among these that it has started, and itself, even those that
+        have left its group or lost their parent."""
         line = processes.get(self.pid)
-        found = process_table.trees(processes, [self.pid]) if line and line.start == self.start_ticks else set()
+        found = (
+            process_table.trees(processes, [self.pid])
+            if line and line.start == self.start_ticks
+            else set()
+        )
         for marker in {self.marker, self.ancestor} - {""}:
             found |= process_table.marked(processes, among, marker, {self.pid: self.start_ticks})
         return {pid: processes[pid] for pid in found & set(among)}
 
     def kill_tree(self, without: Collection[int] = ()) -> None:
-        """Sends SIGKILL, once and without waiting, to its group and all it has started, except the trees of `without`. Call before `reap`.
+        """Sends SIGKILL, once and without waiting, to its group and all it has started, except the
+        trees of `without`. Call before `reap`.
 
         Forked copies of it bear its marker, whoever owns them by now.
         """
@@ -169,13 +193,16 @@ def start(
     new_session: bool = True,
     marker: str = "",
 ) -> Child:
-    """Starts a child with its output appended to `log_path`, bound to `cores`, and ended by the kernel when this process dies.
+    """Starts a child with its output appended to `log_path`, bound to `cores`, and ended by the
+    kernel when this process dies.
 
-    `inherited`: file descriptors that it keeps. Without `new_session` it only gets its own process group, so that ending the processes of
-    our session ends it, too. `marker`: added to this process's markers in the environment of the child and all its descendants. Must be
-    called from the main thread. Raises OSError if the program cannot be run.
+    `inherited`: file descriptors that it keeps. Without `new_session` it only gets its own process
+    group, so that ending the processes of our session ends it, too. `marker`: added to this
+    process's markers in the environment of the child and all its descendants. Must be called from
+    the main thread. Raises OSError if the program cannot be run.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if our parent had it ignored, the exit status of children would be lost
+    # if our parent had it ignored, the exit status of children would be lost
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parent = os.getpid()
     affinity = set(cores) if cores else None
 
@@ -186,7 +213,8 @@ def start(
         if affinity:
             os.sched_setaffinity(0, affinity)
 
-    env = {key: value for key, value in env.items() if key != "PYTHONDONTWRITEBYTECODE"}  # .pyc files save vLLM 25 s
+    # .pyc files save vLLM 25 s
+    env = {key: value for key, value in env.items() if key != "PYTHONDONTWRITEBYTECODE"}
     env |= {LAUNCHER: str(parent), "PYTHONUNBUFFERED": "1"}
     if marker:
         env[process_table.MARKER] = add_marker(marker)
@@ -194,7 +222,9 @@ def start(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        process = subprocess.Popen(command, env=env, **streams, **group, preexec_fn=in_child, pass_fds=inherited)
+        process = subprocess.Popen(
+            command, env=env, **streams, **group, preexec_fn=in_child, pass_fds=inherited
+        )
     child = Child(name, process.pid, log_path, marker)
     process.returncode = 0  # keeps Popen from reaping it: a Child keeps its pid until `reap`
     return child
@@ -204,12 +234,16 @@ def inherited() -> dict[str, str]:
     """Returns what children inherit of this process's variables. Says once what they do not."""
     kept = {key: value for key, value in os.environ.items() if not is_foreign(key, value)}
     if foreign := os.environ.keys() - kept.keys():
-        say_once(f"rl: its processes do not inherit variables that are meant for others: {', '.join(sorted(foreign))}")
+        say_once(
+            "rl: its processes do not inherit variables that are meant for others: "
+            f"{', '.join(sorted(foreign))}"
+        )
     return kept
 
 
 def is_foreign(name: str, value: str) -> bool:
-    """Whether no child inherits a variable: one of FOREIGN, or one by which gloo or NCCL would look for an interface of another machine."""
+    """Whether no child inherits a variable: one of FOREIGN, or one by which gloo or NCCL would
+    look for an interface of another machine."""
     if name.endswith("_SOCKET_IFNAME") and value[:1] != "^":
         wanted = tuple(value.removeprefix("=").split(","))
         return not any(interface.startswith(wanted) for interface in psutil.net_if_addrs())
@@ -217,7 +251,8 @@ def is_foreign(name: str, value: str) -> bool:
 
 
 def add_marker(marker: str) -> str:
-    """Returns the value of process_table.MARKER for a child: the markers of this process and the child's own."""
+    """Returns the value of process_table.MARKER for a child: the markers of this process and the
+    child's own."""
     return f"{os.environ.get(process_table.MARKER, '')} {marker}".strip()
 
 
@@ -228,13 +263,15 @@ def descendants(without: Collection[int] = ()) -> Table:
 
 
 def kill_descendants(without: Collection[int] = ()) -> None:
-    """Sends SIGKILL, once and without waiting, to all descendants of this process, except the trees of `without`."""
+    """Sends SIGKILL, once and without waiting, to all descendants of this process, except the
+    trees of `without`."""
     process_table.send_signal(descendants(without), signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a dead process is restarted: at once if it made progress, else after a back-off, never if it has died too often."""
+    """When a dead process is restarted: at once if it made progress, else after a back-off,
+    never if it has died too often."""
 
     backoff_s: float
     backoff_limit_s: float
@@ -245,10 +282,11 @@ class RestartPolicy:
     """Number of consecutive deaths without progress at which it is not restarted any more."""
 
     def delay_s(self, barren: int, deaths: Sequence[float] = ()) -> float | None:
-        """Seconds from a death to the next start: 0 after progress, else `backoff_s`, doubled for each consecutive death without progress
-        after the first. None: no restart.
+        """Seconds from a death to the next start: 0 after progress, else `backoff_s`, doubled for
+        each consecutive death without progress after the first. None: no restart.
 
-        `barren`: consecutive deaths without progress, including this one; 0 after progress. `deaths`: times of all deaths, this one last.
+        `barren`: consecutive deaths without progress, including this one; 0 after progress.
+        `deaths`: times of all deaths, this one last.
         """
         recent = [death for death in deaths if deaths[-1] - death <= self.window_s]
         if barren >= self.barren_limit or len(recent) > self.max_restarts:

@@ -1,5 +1,6 @@
-"""Keeps secrets in environment variables: a configuration names the variable (`env:NAME`), the process that needs the value looks it up,
-and everything that leaves a process (logs, rollouts, error messages) has `[$NAME]` in its place.
+"""Keeps secrets in environment variables: a configuration names the variable (`env:NAME`), the
+process that needs the value looks it up, and everything that leaves a process (logs, rollouts,
+error messages) has `[$NAME]` in its place.
 """
 
 import os
@@ -13,15 +14,25 @@ from rl.system.errors import ConfigError
 
 REFERENCE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 RESOLVED = ("inference.vllm.", ".args.", ".set_kwargs.")
-"""Parts of a dotted key below which references are resolved: tables whose keys belong to other packages."""
-SECRET_VARIABLE = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?!.*_(FILE|PATH|DIR|URL)$)(_|$)", re.I)
+"""Parts of a dotted key below which references are resolved: tables whose keys belong to other
+packages."""
+SECRET_VARIABLE = re.compile(
+    r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)"
+    r"(?!.*_(FILE|PATH|DIR|URL)$)(_|$)",
+    re.I,
+)
 SECRET_KEY = re.compile(
-    r"(^|_)(api_?key|(access|auth|bearer|refresh|hf|hub)_?token|(access|private|secret)_?key|secret|password|passwd|credentials?)$"
+    r"(^|_)(api_?key|(access|auth|bearer|refresh|hf|hub)_?token|(access|private|secret)_?key"
+    r"|secret|password|passwd|credentials?)$"
     r"|^token$",
     re.I,
 )
-"""Configuration keys whose values are secret. Not every `token` or `key` is a secret: they also name symbols and columns."""
-SECRET_SHAPE = re.compile(r"\b(sk-|hf_|ghp_|github_pat_|glpat-|xox[abp]-|gsk_|AKIA|AIza)(?=[A-Za-z_-]*\d)[A-Za-z0-9_-]{16,}")
+"""Configuration keys whose values are secret. Not every `token` or `key` is a secret: they also
+name symbols and columns."""
+SECRET_SHAPE = re.compile(
+    r"\b(sk-|hf_|ghp_|github_pat_|glpat-|xox[abp]-|gsk_|AKIA|AIza)"
+    r"(?=[A-Za-z_-]*\d)[A-Za-z0-9_-]{16,}"
+)
 """API keys of common services, recognized by their prefix."""
 CREDENTIALS_IN_URL = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
 JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
@@ -34,19 +45,25 @@ resolved_names: set[str] = set()
 
 
 def secret_variables() -> dict[str, str]:
-    """Returns value -> name of the environment variables that hold secrets, longest value first. Ordinary words do not count as secrets."""
+    """Returns value -> name of the environment variables that hold secrets, longest value first.
+    Ordinary words do not count as secrets."""
     found = {}
     for name, value in os.environ.items():
-        if name.startswith("RL__"):  # a setting, such as trainer.loss.token_mask, which is checked like other settings
+        # a setting, such as trainer.loss.token_mask, which is checked like other settings
+        if name.startswith("RL__"):
             continue
         telling = len(value) >= 12 or (len(value) >= SHORTEST and not re.fullmatch("[a-z]*", value))
-        if telling and (name in resolved_names or (SECRET_VARIABLE.search(name) and not is_path(value))):
+        if telling and (
+            name in resolved_names or (SECRET_VARIABLE.search(name) and not is_path(value))
+        ):
             found[value] = name
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))  # so that it is replaced before any shorter value inside it
+    # so that it is replaced before any shorter value inside it
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
 def is_path(value: str) -> bool:
-    """Returns whether a value is an absolute path as far as this machine shows: a secret in base64 may begin with a slash, too."""
+    """Returns whether a value is an absolute path as far as this machine shows: a secret in
+    base64 may begin with a slash, too."""
     return value.startswith("/") and os.path.isdir("/" + value.lstrip("/").partition("/")[0])
 
 
@@ -62,11 +79,15 @@ def without(secrets: dict[str, str], text: str) -> str:
 
 
 def redact_json(encoded: bytes) -> bytes:
-    """Does the same as `redact` for the strings of encoded JSON. Numbers with a secret's digits stay as they are."""
+    """Does the same as `redact` for the strings of encoded JSON. Numbers with a secret's digits
+    stay as they are."""
     secrets = secret_variables()
     if not any(msgspec.json.encode(value)[1:-1] in encoded for value in secrets):
         return encoded
-    return JSON_STRING.sub(lambda string: msgspec.json.encode(without(secrets, msgspec.json.decode(string[0]))), encoded)
+    return JSON_STRING.sub(
+        lambda string: msgspec.json.encode(without(secrets, msgspec.json.decode(string[0]))),
+        encoded,
+    )
 
 
 class Redacting:
@@ -88,7 +109,8 @@ class Redacting:
 
 
 def resolve(value: Any, where: str) -> Any:
-    """Returns a value or table with references replaced by the variables' values. `where` is its key, for error messages.
+    """Returns a value or table with references replaced by the variables' values. `where` is its
+    key, for error messages.
 
     Raises ConfigError if a variable is not set. The result must not be written to any file.
     """
@@ -99,13 +121,17 @@ def resolve(value: Any, where: str) -> Any:
     if not isinstance(value, str) or not (match := REFERENCE.fullmatch(value)):
         return value
     if not os.environ.get(match[1]):
-        raise ConfigError(f"{where} = {value!r}: the environment variable {match[1]} is not set in this process; export it first")
+        raise ConfigError(
+            f"{where} = {value!r}: the environment variable {match[1]} is not set in this "
+            "process; export it first"
+        )
     resolved_names.add(match[1])
     return os.environ[match[1]]
 
 
 def strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (dotted key, string) for every string in nested tables, including the names of keys."""
+    """Yields (dotted key, string) for every string in nested tables, including the names of
+    keys."""
     if isinstance(value, dict):
         for name, item in value.items():
             inner = f"{key}.{name}" if key else str(name)
@@ -133,10 +159,15 @@ def hidden(key: str, value: Any) -> Any:
 
 
 def is_secret(key: str, value: str) -> bool:
-    """Returns whether a string in a configuration is a secret, judged by its key, its form, or an environment variable that holds it."""
+    """Returns whether a string in a configuration is a secret, judged by its key, its form, or
+    an environment variable that holds it."""
     if not value or REFERENCE.fullmatch(value):
         return False
-    suspicious = (is_secret_key(key) and len(value) >= SHORTEST) or SECRET_SHAPE.search(value) or CREDENTIALS_IN_URL.search(value)
+    suspicious = (
+        (is_secret_key(key) and len(value) >= SHORTEST)
+        or SECRET_SHAPE.search(value)
+        or CREDENTIALS_IN_URL.search(value)
+    )
     return bool(suspicious) or redact(value) != value
 
 
@@ -145,7 +176,10 @@ def secret_faults(table: dict[str, Any]) -> list[tuple[str, object, str]]:
     faults: list[tuple[str, object, str]] = []
     for key, value in strings(table):
         if is_secret(key, value) and key not in [fault[0] for fault in faults]:
-            remedy = "is a secret, and this configuration is written into the run directory: put it into an environment variable"
+            remedy = (
+                "is a secret, and this configuration is written into the run directory: put it "
+                "into an environment variable"
+            )
             if any(part in key + "." for part in RESOLVED):
                 names = [name for known, name in secret_variables().items() if known in value]
                 remedy += f' and write "env:{names[0] if names else "NAME"}" here'

@@ -1,13 +1,16 @@
-"""Fault points: named places, where files are written or messages sent, at which a test can reproducibly kill the process.
+"""Fault points: named places, where files are written or messages sent, at which a test can
+reproducibly kill the process.
 
-`RL_FAULT=orchestrator:batch.rename:2` makes the orchestrator kill itself (SIGKILL) when it reaches `batch.rename` for the second time, just
-before that rename. `RL_FAULT_TRACE=FILE` appends a line `process name count` for every point that is reached. With `RL_FAULT_MARK=FILE`
-each fault happens only once: it is recorded there just before, and a process that starts later takes the next fault in the list
-(`RL_FAULT=a:x:1,a:y:1`). Without these variables a fault point only checks one variable.
+`RL_FAULT=orchestrator:batch.rename:2` makes the orchestrator kill itself (SIGKILL) when it reaches
+`batch.rename` for the second time, just before that rename. `RL_FAULT_TRACE=FILE` appends a line
+`process name count` for every point that is reached. With `RL_FAULT_MARK=FILE` each fault happens
+only once: it is recorded there just before, and a process that starts later takes the next fault in
+the list (`RL_FAULT=a:x:1,a:y:1`). Without these variables a fault point only checks one variable.
 
-`kind.write` comes before a write, `kind.torn` in its middle, `kind.fsync`, `kind.rename` and `kind.fsync_dir` before the call of that name,
-`kind.done` after the last. If the name must be free, `kind.rename` comes before a link and `kind.linked` after it. The kind of a file
-follows from its location in the run directory: batch, pending, weights, checkpoint ...
+`kind.write` comes before a write, `kind.torn` in its middle, `kind.fsync`, `kind.rename` and
+`kind.fsync_dir` before the call of that name, `kind.done` after the last. If the name must be free,
+`kind.rename` comes before a link and `kind.linked` after it. The kind of a file follows from its
+location in the run directory: batch, pending, weights, checkpoint ...
 """
 
 import os
@@ -35,7 +38,8 @@ class Plan:
         self.lock = threading.Lock()
 
     def reach(self, name: str) -> None:
-        """Counts the point, writes it to the trace, and kills the process if the next fault is here."""
+        """Counts the point, writes it to the trace, and kills the process if the next fault is
+        here."""
         with self.lock:
             if not self.counts:
                 self._choose()
@@ -56,7 +60,14 @@ class Plan:
         """Sets the next fault: the first one of this process that has not happened yet."""
         self.process = self.process or own_name()
         done = Path(self.mark).read_text().split() if self.mark and Path(self.mark).exists() else []
-        self.next = next((one for one in self.faults if one[0] == self.process and ":".join(map(str, one)) not in done), None)
+        self.next = next(
+            (
+                one
+                for one in self.faults
+                if one[0] == self.process and ":".join(map(str, one)) not in done
+            ),
+            None,
+        )
 
 
 def append(path: str, line: str) -> None:
@@ -67,12 +78,15 @@ def append(path: str, line: str) -> None:
 def parse(fault: str) -> tuple[str, str, int]:
     """Parses `process:point:count`. Raises SystemExit if that fails."""
     if not (match := re.fullmatch(r"([\w-]+):([\w./-]+):([1-9]\d*)", fault)):
-        raise SystemExit(f"RL_FAULT={fault}: give process:point:count, for example orchestrator:batch.rename:2")
+        raise SystemExit(
+            f"RL_FAULT={fault}: give process:point:count, for example orchestrator:batch.rename:2"
+        )
     return match[1], match[2], int(match[3])
 
 
 def own_name() -> str:
-    """Returns the name of this process in RL_FAULT: trainer, trainer-1 (rank 1), orchestrator, worker, inference, or its command's name."""
+    """Returns the name of this process in RL_FAULT: trainer, trainer-1 (rank 1), orchestrator,
+    worker, inference, or its command's name."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     parts = spec.name.split(".") if spec and spec.name.startswith("rl.") else []
     name = (parts[-2] if parts[-1] == "main" else parts[-1]) if parts else Path(sys.argv[0]).name
@@ -97,7 +111,8 @@ def point(name: str) -> None:
 
 
 def kind_of(path: Path) -> str:
-    """Returns the kind of a file in the run directory, for names of points: batch of `batches/000012.batch`, config of `config.toml`."""
+    """Returns the kind of a file in the run directory, for names of points: batch of
+    `batches/000012.batch`, config of `config.toml`."""
     stem, folder = path.name.split(".")[0], path.parent.name
     if path.suffix in (".quarantined", ".lease"):
         return path.suffix[1:]

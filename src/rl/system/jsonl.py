@@ -10,8 +10,9 @@ from rl.system.errors import RunError
 
 
 def json_objects(path: Path, example: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (file:line, object) for every line that is not blank. Raises RunError for a line that is not a JSON object; the message quotes
-    `example`. The file may be gzipped. Lines are split as bytes: decoded text could have line separators inside JSON strings."""
+    """Yields (file:line, object) for every line that is not blank. Raises RunError for a line
+    that is not a JSON object; the message quotes `example`. The file may be gzipped. Lines are
+    split as bytes: decoded text could have line separators inside JSON strings."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -20,13 +21,16 @@ def json_objects(path: Path, example: str) -> Iterator[tuple[str, dict[str, Any]
 
 
 def json_object(line: bytes | str, place: str, example: str) -> dict[str, Any]:
-    """Returns the object of a line. Raises RunError for what is not JSON, has a key twice, or half of a character."""
+    """Returns the object of a line. Raises RunError for what is not JSON, has a key twice, or
+    half of a character."""
     try:
         row = json.loads(line, object_pairs_hook=without_duplicates)
     except DuplicateKeyError as error:
         raise RunError(f"{place}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{place}: not JSON ({error}); write one object a line, like {example}") from None
+        raise RunError(
+            f"{place}: not JSON ({error}); write one object a line, like {example}"
+        ) from None
     if not isinstance(row, dict):
         raise RunError(f"{place}: a {type(row).__name__}; write one object a line, like {example}")
     if "\\ud" in str(line).lower():
@@ -49,10 +53,13 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_writable(row: dict[str, Any], place: str) -> None:
-    """Raises RunError for a column with half of a surrogate pair, which no file or request can hold."""
+    """Raises RunError for a column with half of a surrogate pair, which no file or request can
+    hold."""
     for column, value in row.items():
         try:
             json.dumps([column, value], ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):04x}"
-            raise RunError(f"{place}: {column}: {half} is half of a character and cannot be written; remove it") from None
+            raise RunError(
+                f"{place}: {column}: {half} is half of a character and cannot be written; remove it"
+            ) from None

@@ -1,4 +1,5 @@
-"""The GPUs, cores, CPU time and memory that this process may use, and whether its hardware supports bfloat16."""
+"""The GPUs, cores, CPU time and memory that this process may use, and whether its hardware
+supports bfloat16."""
 
 import contextlib
 import functools
@@ -15,12 +16,14 @@ from pathlib import Path
 from rl.system.errors import RunError
 
 DISTRIBUTION = "rl-triad"
-"""Name of the package that provides the module `rl`; on PyPI the name `rl` belongs to another package."""
+"""Name of the package that provides the module `rl`; on PyPI the name `rl` belongs to another
+package."""
 TIMEOUT_S = 60.0
 """Seconds that nvidia-smi has to answer: a driver that is not loaded yet takes some."""
 
 NO_GPU = ("nodevfiles", "none", "void")
-"""Values of CUDA_VISIBLE_DEVICES by which Slurm and containers say that a job has no GPU; CUDA takes them for names that do not exist."""
+"""Values of CUDA_VISIBLE_DEVICES by which Slurm and containers say that a job has no GPU; CUDA
+takes them for names that do not exist."""
 
 
 @dataclass(frozen=True)
@@ -37,43 +40,66 @@ class Machine:
 
 
 def machine() -> Machine:
-    return Machine(visible_gpus(dict(os.environ)), sorted(os.sched_getaffinity(0)), cpu_quota(), not is_cpu_vllm())
+    return Machine(
+        visible_gpus(dict(os.environ)),
+        sorted(os.sched_getaffinity(0)),
+        cpu_quota(),
+        not is_cpu_vllm(),
+    )
 
 
 def visible_gpus(env: dict[str, str], dev: Path = Path("/dev")) -> list[str]:
-    """Returns the GPUs by CUDA_VISIBLE_DEVICES if set, else by the driver's device files, else by nvidia-smi (WSL has no device files).
+    """Returns the GPUs by CUDA_VISIBLE_DEVICES if set, else by the driver's device files, else by
+    nvidia-smi (WSL has no device files).
 
     Raises RunError if nvidia-smi hangs."""
     if "CUDA_VISIBLE_DEVICES" in env:
         names = [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",")]
-        return [] if names[0].lower() in NO_GPU else [name for name in names if name and name != "-1"]
+        return (
+            [] if names[0].lower() in NO_GPU else [name for name in names if name and name != "-1"]
+        )
     count = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in dev.glob("nvidia*"))
     if not count and shutil.which("nvidia-smi", path=env.get("PATH", "")):
         try:
-            listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, env=env, timeout=TIMEOUT_S)
+            listed = subprocess.run(
+                ["nvidia-smi", "-L"], capture_output=True, text=True, env=env, timeout=TIMEOUT_S
+            )
         except subprocess.TimeoutExpired:
             remedy = "perhaps the driver hangs; set CUDA_VISIBLE_DEVICES to do without it"
             raise RunError(f"nvidia-smi has not answered for {TIMEOUT_S:.0f} s: {remedy}") from None
-        count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+        count = (
+            sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+            if listed.returncode == 0
+            else 0
+        )
     return [str(number) for number in range(count)]
 
 
-def control_groups(controller: str, own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """Returns the directories of the control groups, version 2 or 1, whose limits of this controller apply to this process.
+def control_groups(
+    controller: str, own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
+) -> list[Path]:
+    """Returns the directories of the control groups, version 2 or 1, whose limits of this
+    controller apply to this process.
 
-    A container sees its group as the outermost one; the groups of Slurm and systemd are nested deeper.
+    A container sees its group as the outermost one; the groups of Slurm and systemd are nested
+    deeper.
     """
     found = []
-    for line in own.read_text().splitlines() if own.exists() else []:  # `0::/a/b` is version 2, `4:cpu,cpuacct:/a/b` version 1
+    # `0::/a/b` is version 2, `4:cpu,cpuacct:/a/b` version 1
+    for line in own.read_text().splitlines() if own.exists() else []:
         _, controllers, path = line.split(":", 2)
         if controller in (controllers or controller).split(","):
             root = mounted / controller if controllers else mounted
-            found += [root / part for part in (path.lstrip("/"), *map(str, Path(path.lstrip("/")).parents))]
+            found += [
+                root / part
+                for part in (path.lstrip("/"), *map(str, Path(path.lstrip("/")).parents))
+            ]
     return found
 
 
 def cpu_quota() -> float:
-    """Returns the CPU limit of a container or job in cores (`docker --cpus 2`), which the affinity does not show; inf without a limit."""
+    """Returns the CPU limit of a container or job in cores (`docker --cpus 2`), which the
+    affinity does not show; inf without a limit."""
     return min(map(group_quota, control_groups("cpu")), default=math.inf)
 
 
@@ -87,20 +113,28 @@ def group_quota(group: Path) -> float:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Returns (total, free) memory in bytes that this process may use: that of the machine, container or job, whichever has less."""
+    """Returns (total, free) memory in bytes that this process may use: that of the machine,
+    container or job, whichever has less."""
     import psutil
 
     total, free = psutil.virtual_memory()[:2]
     for group in control_groups("memory"):
-        for limited, taken in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for limited, taken in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
             with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
                 limit, used = (int((group / name).read_text()) for name in (limited, taken))
-                total, free = min(total, limit), min(free, max(0, limit - used + unused_cache(group)))
+                total, free = (
+                    min(total, limit),
+                    min(free, max(0, limit - used + unused_cache(group))),
+                )
     return total, free
 
 
 def unused_cache(group: Path) -> int:
-    """Returns the bytes of files that a control group has read and not used since: they count as used memory until others need the room."""
+    """Returns the bytes of files that a control group has read and not used since: they count as
+    used memory until others need the room."""
     with contextlib.suppress(OSError, ValueError):
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
@@ -109,10 +143,12 @@ def unused_cache(group: Path) -> int:
 
 @functools.cache
 def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Returns whether this machine multiplies bfloat16 in hardware: on a GPU, or with AVX-512 BF16, AMX or Arm's BF16 instructions.
+    """Returns whether this machine multiplies bfloat16 in hardware: on a GPU, or with AVX-512 BF16,
+    AMX or Arm's BF16 instructions.
 
-    On other CPUs float32 is both faster (3 times, AVX2) and closer to the trainer: vLLM's kernels for AVX2 round bfloat16 more often
-    (mismatch KL 2.4e-2, against 1.5e-3 with AVX-512 BF16 and 1e-10 in float32; SmolLM2-135M).
+    On other CPUs float32 is both faster (3 times, AVX2) and closer to the trainer: vLLM's kernels
+    for AVX2 round bfloat16 more often (mismatch KL 2.4e-2, against 1.5e-3 with AVX-512 BF16 and
+    1e-10 in float32; SmolLM2-135M).
     """
     if visible_gpus(dict(os.environ)):
         return True
@@ -121,7 +157,9 @@ def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     except OSError:
         return False
     features = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return features is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(features[1].split())
+    return features is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(
+        features[1].split()
+    )
 
 
 def is_cpu_vllm() -> bool:

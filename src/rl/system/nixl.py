@@ -1,8 +1,9 @@
-"""One-sided reads of other processes' memory over the network, by NVIDIA's NIXL (the extra `nixl`) on UCX.
+"""One-sided reads of other processes' memory over the network, by NVIDIA's NIXL (the extra `nixl`)
+on UCX.
 
-UCX is configured by its environment variables. Without them it uses TCP on this host alone; `UCX_NET_DEVICES=mlx5_0:1` and
-`UCX_TLS=rc,tcp,self` make it use RDMA, on the same code. It has no passwords: whoever reaches its port can read and write this process's
-memory.
+UCX is configured by its environment variables. Without them it uses TCP on this host alone;
+`UCX_NET_DEVICES=mlx5_0:1` and `UCX_TLS=rc,tcp,self` make it use RDMA, on the same code. It has no
+passwords: whoever reaches its port can read and write this process's memory.
 """
 
 import importlib
@@ -17,21 +18,32 @@ from rl.system.errors import RunError
 
 PACKAGE = "nixl_cu12"
 MISSING = (
-    "needs NIXL, which is not installed or lacks a library: install the extra (`uv sync --extra nixl`, or `pip install 'rl-triad[nixl]'`) "
+    "needs NIXL, which is not installed or lacks a library: install the extra (`uv sync "
+    "--extra nixl`, or `pip install 'rl-triad[nixl]'`) "
     "on every machine of trainer and inference, or set it to memory or files"
 )
-DEFAULTS = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,self", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal"}
-SEVERAL_HOSTS = "name the devices of the network between trainer and servers on all of them, as UCX_NET_DEVICES (docs/clusters.md)"
+DEFAULTS = {
+    "UCX_NET_DEVICES": "lo",
+    "UCX_TLS": "tcp,self",
+    "NIXL_LOG_LEVEL": "ERROR",
+    "UCX_LOG_LEVEL": "fatal",
+}
+SEVERAL_HOSTS = (
+    "name the devices of the network between trainer and servers on all of them, as "
+    "UCX_NET_DEVICES (docs/clusters.md)"
+)
 WAKE_US = 10_000
-"""How often an agent's thread looks around although nothing woke it. With 0, which nixl_agent sets, it never sleeps."""
+"""How often an agent's thread looks around although nothing woke it. With 0, which nixl_agent
+sets, it never sleeps."""
 PLUGIN = "UCX"
 DRAM = "DRAM"
 """Memory of the host, in NIXL's words."""
 
 
 def make_agent(serves: bool) -> Any:
-    """Returns a new NIXL agent; not for several threads at once. `serves`: a thread of NIXL's lets others read the memory that is
-    registered with it, without this process's help. Raises RunError that names the remedy."""
+    """Returns a new NIXL agent; not for several threads at once. `serves`: a thread of NIXL's
+    lets others read the memory that is registered with it, without this process's help. Raises
+    RunError that names the remedy."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     with blamed("NIXL cannot be used"):
@@ -57,8 +69,17 @@ def is_local() -> bool:
 
 def errors() -> tuple[type[Exception], ...]:
     """Returns the types of NIXL's errors, which have no common base."""
-    found = vars(sys.modules[f"{PACKAGE}._bindings"]) if f"{PACKAGE}._bindings" in sys.modules else {}
-    return (RuntimeError, *(value for name, value in found.items() if name.startswith("nixl") and name.endswith("Error")))
+    found = (
+        vars(sys.modules[f"{PACKAGE}._bindings"]) if f"{PACKAGE}._bindings" in sys.modules else {}
+    )
+    return (
+        RuntimeError,
+        *(
+            value
+            for name, value in found.items()
+            if name.startswith("nixl") and name.endswith("Error")
+        ),
+    )
 
 
 @contextmanager
@@ -67,5 +88,10 @@ def blamed(what: str) -> Iterator[None]:
     try:
         yield
     except errors() as error:
-        devices = f"UCX_NET_DEVICES={os.environ.get('UCX_NET_DEVICES')}, UCX_TLS={os.environ.get('UCX_TLS')}"
-        raise RunError(f"{what}: {type(error).__name__.removeprefix('nixl')}: {error} ({devices})") from None
+        devices = (
+            f"UCX_NET_DEVICES={os.environ.get('UCX_NET_DEVICES')}, "
+            f"UCX_TLS={os.environ.get('UCX_TLS')}"
+        )
+        raise RunError(
+            f"{what}: {type(error).__name__.removeprefix('nixl')}: {error} ({devices})"
+        ) from None

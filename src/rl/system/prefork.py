@@ -1,4 +1,5 @@
-"""A role's side of a warm start: it leaves a forked copy of itself that waits to be its next attempt."""
+"""A role's side of a warm start: it leaves a forked copy of itself that waits to be its next
+attempt."""
 
 import gc
 import json
@@ -13,7 +14,8 @@ from operator import attrgetter
 from rl.system.linux import end_with_parent
 
 PIPES = "RL_PREFORK"
-"""Environment variable with the file descriptors to read orders from and to write the copy's pid to."""
+"""Environment variable with the file descriptors to read orders from and to write the copy's pid
+to."""
 
 THREADLESS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Environment variables that keep libraries from starting threads."""
@@ -24,17 +26,20 @@ SEEDED_AT_IMPORT = (
     ("sympy.core.random", "rng.seed"),
     ("sympy.core.random", "_assumptions_rng.seed"),
 )
-"""Modules that seed random numbers when imported, and the function that seeds them again. Python reseeds `random` itself."""
+"""Modules that seed random numbers when imported, and the function that seeds them again. Python
+reseeds `random` itself."""
 
 GPU_DEVICES = ("/dev/nvidia", "/dev/dxg")
-"""Files that a process has open once it has used a GPU driver. A fork of it would find no GPU, and might silently compute on the CPU."""
+"""Files that a process has open once it has used a GPU driver. A fork of it would find no GPU,
+and might silently compute on the CPU."""
 
 
 def leave(imports: Callable[[], None]) -> None:
-    """Runs `imports` and leaves a copy of this process behind, if `rl` has asked for one. Returns at once in the process itself, and in
-    the copy when `rl` calls it.
+    """Runs `imports` and leaves a copy of this process behind, if `rl` has asked for one. Returns
+    at once in the process itself, and in the copy when `rl` calls it.
 
-    Call it before opening files, starting threads or touching a GPU; `imports` must not do any of that either.
+    Call it before opening files, starting threads or touching a GPU; `imports` must not do any of
+    that either.
     """
     if not (pipes := os.environ.pop(PIPES, "")):
         return
@@ -57,7 +62,8 @@ def leave(imports: Callable[[], None]) -> None:
 
 
 def wait_for_turn(launcher: int, orders: int, answers: int) -> None:
-    """Runs in the fork: makes the copy a child of `rl`, which adopts orphans, and returns in the copy when `rl` calls it.
+    """Runs in the fork: makes the copy a child of `rl`, which adopts orphans, and returns in the
+    copy when `rl` calls it.
 
     An error ends only the copy.
     """
@@ -79,9 +85,10 @@ def wait_for_turn(launcher: int, orders: int, answers: int) -> None:
 
 @contextmanager
 def without_threads() -> Iterator[None]:
-    """Keeps libraries from starting threads when imported: numpy's OpenBLAS, which then has one thread for good (later child processes have
-    all), and pyarrow's allocator, which then frees memory during calls. Variables that the user has set are kept, even if that prevents
-    the copy."""
+    """Keeps libraries from starting threads when imported: numpy's OpenBLAS, which then has one
+    thread for good (later child processes have all), and pyarrow's allocator, which then frees
+    memory during calls. Variables that the user has set are kept, even if that prevents the
+    copy."""
     ours = {name: value for name, value in THREADLESS.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -93,7 +100,8 @@ def without_threads() -> Iterator[None]:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Disables the garbage collector during imports, which only ever add objects: saves a fifth of the time of vLLM's imports."""
+    """Disables the garbage collector during imports, which only ever add objects: saves a fifth
+    of the time of vLLM's imports."""
     gc.disable()
     try:
         yield
@@ -102,7 +110,8 @@ def without_collection() -> Iterator[None]:
 
 
 def fork_obstacle() -> str:
-    """Describes what prevents a fork of this process: threads or a GPU in use. Empty if nothing does."""
+    """Describes what prevents a fork of this process: threads or a GPU in use. Empty if nothing
+    does."""
     if num_threads := len(os.listdir("/proc/self/task")) - 1:
         return f"{num_threads} threads are already running"
     for fd in os.listdir("/proc/self/fd"):
@@ -113,7 +122,8 @@ def fork_obstacle() -> str:
 
 
 def take_over(orders: int) -> None:
-    """Waits for an order of `rl`, then switches to the log, variables and arguments that it names. Ends this process if `rl` is gone."""
+    """Waits for an order of `rl`, then switches to the log, variables and arguments that it
+    names. Ends this process if `rl` is gone."""
     line = bytearray()
     while not line.endswith(b"\n"):
         if not (more := os.read(orders, 4096)):

@@ -1,14 +1,17 @@
-"""Warm starts: a process that has just finished its imports leaves a forked copy of itself behind, which waits to be its next attempt.
+"""Warm starts: a process that has just finished its imports leaves a forked copy of itself behind,
+which waits to be its next attempt.
 
-    role: imports, copy -> its work ... dies         copy: waits ... order of `rl`, copy -> the work, under a new log
+    role: imports, copy -> its work ... dies
+    copy: waits ... order of `rl`, copy -> the work, under a new log
 
-Imports are most of a start (6 of 9 s for the trainer, 9 of 12 s for inference). A copy made by fork(2) saves that time and shares its
-memory until one side writes. The copy is made before the role opens files, starts threads or touches a GPU, none of which survives a fork.
-It is a child of `rl` in its own session, bears the run's marker, and ends with `rl`. The next attempt is a cold start if there is no copy,
-or if the attempt made from one died without progress.
+Imports are most of a start (6 of 9 s for the trainer, 9 of 12 s for inference). A copy made by
+fork(2) saves that time and shares its memory until one side writes. The copy is made before the
+role opens files, starts threads or touches a GPU, none of which survives a fork. It is a child of
+`rl` in its own session, bears the run's marker, and ends with `rl`. The next attempt is a cold
+start if there is no copy, or if the attempt made from one died without progress.
 
-The same applies to the orchestrator and the workers of an environment in place of `rl` and a role. The process that starts such roles must
-adopt orphans (`linux.adopt_orphans`).
+The same applies to the orchestrator and the workers of an environment in place of `rl` and a role.
+The process that starts such roles must adopt orphans (`linux.adopt_orphans`).
 """
 
 import json
@@ -23,14 +26,16 @@ from rl.system.prefork import PIPES
 
 
 class PreforkedProcess:
-    """The copies of one role, as seen by `rl`; at most one waits at a time. Holds `rl`'s ends of the pipes that all copies share."""
+    """The copies of one role, as seen by `rl`; at most one waits at a time. Holds `rl`'s ends of
+    the pipes that all copies share."""
 
     def __init__(self, marker: str) -> None:
         self.marker = marker
         """The marker of the first process, which /proc also shows for all its copies."""
         self.pid = 0
         self.over = False
-        """Whether there will be no more copies: the last process that could leave one is gone or failed to."""
+        """Whether there will be no more copies: the last process that could leave one is gone or
+        failed to."""
         child_in, self.orders = os.pipe()
         self.answers, child_out = os.pipe()
         os.set_blocking(self.answers, False)
@@ -40,7 +45,8 @@ class PreforkedProcess:
         """Environment variables that ask the first process for a copy."""
 
     def started(self) -> None:
-        """Closes the ends that the first process has inherited, so that the pipes break once it and all copies are gone."""
+        """Closes the ends that the first process has inherited, so that the pipes break once it
+        and all copies are gone."""
         for fd in self.inherited:
             os.close(fd)
 
@@ -56,9 +62,11 @@ class PreforkedProcess:
             self._reap()
         return self.pid
 
-    def call(self, log: Path, env: dict[str, str], arguments: Sequence[str] | None = None) -> int | None:
-        """Has the waiting copy take over with these variables, and with these command-line arguments if given. Returns its pid, or None
-        if no copy can take over."""
+    def call(
+        self, log: Path, env: dict[str, str], arguments: Sequence[str] | None = None
+    ) -> int | None:
+        """Has the waiting copy take over with these variables, and with these command-line
+        arguments if given. Returns its pid, or None if no copy can take over."""
         pid = self.poll()
         line = process_table.entry(pid) if pid else None
         if not line or line.state == "T":

@@ -1,7 +1,9 @@
-"""The process table from /proc, and the guard: a small process beside `rl` that survives when `rl` is killed by SIGKILL.
+"""The process table from /proc, and the guard: a small process beside `rl` that survives when `rl`
+is killed by SIGKILL.
 
-The guard reads a pipe that `rl` holds open. When `rl` is gone, it gives processes with the run's marker some time to end by themselves,
-kills the rest, and deletes the run's temporary directory. It is run by its path and only uses the standard library: 30 ms to start, 12 MB.
+The guard reads a pipe that `rl` holds open. When `rl` is gone, it gives processes with the run's
+marker some time to end by themselves, kills the rest, and deletes the run's temporary directory. It
+is run by its path and only uses the standard library: 30 ms to start, 12 MB.
 """
 
 import contextlib
@@ -14,11 +16,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 MARKER = "RL_CHILD"
-"""Environment variable of every process below `rl`: `<pid of rl>:<its start>:<name>:<attempt>`; one marker for each `rl` above it,
-separated by spaces."""
+"""Environment variable of every process below `rl`: `<pid of rl>:<its start>:<name>:<attempt>`;
+one marker for each `rl` above it, separated by spaces."""
 KILL_DEADLINE_S = 5.0
 TRACKER_S = 3.0
-"""How long a resource tracker of multiprocessing may take to delete the semaphores and shared memory of killed processes."""
+"""How long a resource tracker of multiprocessing may take to delete the semaphores and shared
+memory of killed processes."""
 POLL_S = 0.1
 
 
@@ -41,11 +44,14 @@ Table = dict[int, Entry]
 def entry(pid: int) -> Entry | None:
     """Returns the entry of a process; None if it is gone."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # a name has any bytes, and is cut at 15, also within a character
+        # a name has any bytes, and is cut at 15, also within a character
+        with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].decode().split()
     except OSError:
         return None
-    return Entry(int(fields[1]), int(fields[3]), fields[0], fields[19]) if len(fields) > 19 else None
+    return (
+        Entry(int(fields[1]), int(fields[3]), fields[0], fields[19]) if len(fields) > 19 else None
+    )
 
 
 def table() -> Table:
@@ -62,7 +68,14 @@ def markers(pid: int) -> list[str]:
     except OSError:
         return []
     prefix = f"{MARKER}=".encode()
-    return next((variable[len(prefix) :].decode(errors="replace").split() for variable in variables if variable.startswith(prefix)), [])
+    return next(
+        (
+            variable[len(prefix) :].decode(errors="replace").split()
+            for variable in variables
+            if variable.startswith(prefix)
+        ),
+        [],
+    )
 
 
 def trees(processes: Table, roots: Iterable[int], without: Collection[int] = ()) -> set[int]:
@@ -79,24 +92,37 @@ def trees(processes: Table, roots: Iterable[int], without: Collection[int] = ())
     return found
 
 
-def marked(processes: Table, among: Iterable[int], marker: str, sessions: Mapping[int, str]) -> set[int]:
-    """Returns the processes with this marker (prefix, if it ends with a colon) or in one of the sessions, and their descendants.
+def marked(
+    processes: Table, among: Iterable[int], marker: str, sessions: Mapping[int, str]
+) -> set[int]:
+    """Returns the processes with this marker (prefix, if it ends with a colon) or in one of the
+    sessions, and their descendants.
 
-    `sessions`: pid of the leader -> start of the leader. A session whose number was reused by another leader does not match.
+    `sessions`: pid of the leader -> start of the leader. A session whose number was reused by
+    another leader does not match.
     """
 
     def in_session(line: Entry) -> bool:
         leader = processes.get(line.session)
-        return line.session in sessions and (leader is None or leader.start == sessions[line.session])
+        return line.session in sessions and (
+            leader is None or leader.start == sessions[line.session]
+        )
 
     def is_marked(pid: int) -> bool:
-        return any(own == marker or (marker[-1] == ":" and own.startswith(marker)) for own in markers(pid))
+        return any(
+            own == marker or (marker[-1] == ":" and own.startswith(marker)) for own in markers(pid)
+        )
 
-    return trees(processes, [pid for pid in among if in_session(processes[pid]) or is_marked(pid)], {os.getpid()})
+    return trees(
+        processes,
+        [pid for pid in among if in_session(processes[pid]) or is_marked(pid)],
+        {os.getpid()},
+    )
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Returns whether this is the process in which multiprocessing tracks semaphores and shared memory."""
+    """Returns whether this is the process in which multiprocessing tracks semaphores and shared
+    memory."""
     return any("resource_tracker" in word for word in command_line(pid))
 
 
@@ -126,38 +152,55 @@ def reap_session(session: int) -> None:
 
 
 def kill(find: Callable[[], Table], pause_s: float) -> list[int]:
-    """Sends SIGKILL to the processes that `find` returns until it has returned nothing twice: one search can miss both a dying parent and
-    its new child. Returns the pids still alive after KILL_DEADLINE_S: they are stuck in the kernel.
+    """Sends SIGKILL to the processes that `find` returns until it has returned nothing twice: one
+    search can miss both a dying parent and its new child. Returns the pids still alive after
+    KILL_DEADLINE_S: they are stuck in the kernel.
 
-    Resource trackers come last: they delete the semaphores and shared memory of the others when those have ended.
+    Resource trackers come last: they delete the semaphores and shared memory of the others when
+    those have ended.
     """
     began, times_empty, left = time.monotonic(), 0, Table()
     while times_empty < 2 and (age := time.monotonic() - began) < KILL_DEADLINE_S:
         left = find()
         times_empty = 0 if left else times_empty + 1
-        send_signal({pid: line for pid, line in left.items() if age > TRACKER_S or not is_resource_tracker(pid)}, signal.SIGKILL)
+        send_signal(
+            {
+                pid: line
+                for pid, line in left.items()
+                if age > TRACKER_S or not is_resource_tracker(pid)
+            },
+            signal.SIGKILL,
+        )
         time.sleep(pause_s)
     return list(left)
 
 
 def end_run(marker: str, sessions: Mapping[int, str], grace_s: float) -> None:
-    """Waits until all processes of a run have ended; continues stopped ones, and kills those that are left after `grace_s`."""
+    """Waits until all processes of a run have ended; continues stopped ones, and kills those
+    that are left after `grace_s`."""
 
     def left() -> Table:
         processes = table()
-        return {pid: processes[pid] for pid in marked(processes, processes, marker, sessions) if processes[pid].state != "Z"}
+        return {
+            pid: processes[pid]
+            for pid in marked(processes, processes, marker, sessions)
+            if processes[pid].state != "Z"
+        }
 
     deadline = time.monotonic() + grace_s
     while (running := left()) and time.monotonic() < deadline:
-        # The kernel sent SIGTERM when `rl` died; a stopped process receives it when it is continued.
-        send_signal({pid: line for pid, line in running.items() if line.state == "T"}, signal.SIGCONT)
+        # The kernel sent SIGTERM when `rl` died; a stopped process receives it when it is
+        # continued.
+        send_signal(
+            {pid: line for pid, line in running.items() if line.state == "T"}, signal.SIGCONT
+        )
         time.sleep(POLL_S)
     kill(left, POLL_S / 5)
 
 
 def main() -> None:
-    """Runs the guard: `process_table.py <marker> <temporary directory> <grace in seconds>`. Reads lines from stdin:
-    `+ <session> <start of its leader>` or `- <session>`."""
+    """Runs the guard: `process_table.py <marker> <temporary directory> <grace in seconds>`.
+    Reads lines from stdin: `+ <session> <start of its leader>` or `- <session>`."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     marker, directory, grace_s = sys.argv[1:]

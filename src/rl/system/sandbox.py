@@ -1,4 +1,5 @@
-"""A bubblewrap sandbox for one process and all that it starts: separate namespaces, and only named parts of the file system."""
+"""A bubblewrap sandbox for one process and all that it starts: separate namespaces, and only
+named parts of the file system."""
 
 import contextlib
 import os
@@ -17,16 +18,48 @@ PROGRAM = "bwrap"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store")
 """Directories that hold programs and libraries, and no personal files."""
 SETTINGS = (
-    *("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types"),
-    *("nsswitch.conf", "passwd", "pki/ca-trust", "pki/tls/cert.pem", "pki/tls/certs", "protocols", "resolv.conf", "services"),
+    *(
+        "alternatives",
+        "ca-certificates",
+        "group",
+        "hosts",
+        "ld.so.cache",
+        "ld.so.conf",
+        "ld.so.conf.d",
+        "localtime",
+        "mime.types",
+    ),
+    *(
+        "nsswitch.conf",
+        "passwd",
+        "pki/ca-trust",
+        "pki/tls/cert.pem",
+        "pki/tls/certs",
+        "protocols",
+        "resolv.conf",
+        "services",
+    ),
     *("ssl/cert.pem", "ssl/certs", "ssl/openssl.cnf"),
 )
-"""Entries of /etc that programs read. None of them is secret; private keys lie next to the certificates, so not all of ssl is listed."""
+"""Entries of /etc that programs read. None of them is secret; private keys lie next to the
+certificates, so not all of ssl is listed."""
 MASKED = (
-    *("acpi", "asound", "kcore", "keys", "kmsg", "kpagecgroup", "kpagecount", "kpageflags", "latency_stats", "pagetypeinfo"),
+    *(
+        "acpi",
+        "asound",
+        "kcore",
+        "keys",
+        "kmsg",
+        "kpagecgroup",
+        "kpagecount",
+        "kpageflags",
+        "latency_stats",
+        "pagetypeinfo",
+    ),
     *("sched_debug", "scsi", "slabinfo", "timer_list", "timer_stats", "vmallocinfo"),
 )
-"""Entries of /proc with information about the whole machine, most of them readable by root alone."""
+"""Entries of /proc with information about the whole machine, most of them readable by root
+alone."""
 OWN = ("/", "/tmp", "/dev", "/dev/shm", "/proc")
 """Directories of which a sandbox has its own, never replaced by those of this machine."""
 NOBODY = "65534"
@@ -34,9 +67,12 @@ TEMPORARY_BYTES, SHARED_BYTES = 1 << 30, 1 << 26
 """Sizes of the sandbox's /tmp and /dev/shm, which are in memory."""
 TRIAL_S = 20.0
 REMEDY = (
-    "the sandbox needs bubblewrap 0.8 or newer (`apt-get install bubblewrap`) and user namespaces (as root: "
-    "`sysctl -w user.max_user_namespaces=10000`; on Ubuntu `sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`; in a container "
-    "start it with the right to make namespaces, for Docker `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`)"
+    "the sandbox needs bubblewrap 0.8 or newer (`apt-get install bubblewrap`) and user "
+    "namespaces (as root: "
+    "`sysctl -w user.max_user_namespaces=10000`; on Ubuntu `sysctl -w "
+    "kernel.apparmor_restrict_unprivileged_userns=0`; in a container "
+    "start it with the right to make namespaces, for Docker `--security-opt "
+    "seccomp=unconfined --security-opt systempaths=unconfined`)"
 )
 
 
@@ -47,39 +83,87 @@ class Sandbox:
     read: frozenset[Path]
     """Absolute paths of files, sockets and directories that are visible and read-only."""
     hidden: frozenset[Path] = frozenset()
-    """Directories that are empty except for paths in `read`; one that is in `read` itself stays visible."""
+    """Directories that are empty except for paths in `read`; one that is in `read` itself stays
+    visible."""
     directory: Path = Path("/tmp")
     """Working directory of the process."""
     network: bool = False
-    """Whether it uses this machine's network; otherwise it only has a loopback interface of its own."""
+    """Whether it uses this machine's network; otherwise it only has a loopback interface of its
+    own."""
     links: Mapping[Path, Path] = field(default_factory=dict)
     """Symbolic links in the sandbox -> their targets. None may lie in a directory of `read`."""
 
     def wrap(self, command: Sequence[str]) -> list[str]:
-        """Returns the command that runs `command` in the sandbox. It exits with the same code and ends all processes inside."""
-        arguments = [PROGRAM, "--unshare-all", "--unshare-user", "--disable-userns", "--uid", NOBODY, "--gid", NOBODY]
-        arguments += ["--cap-drop", "ALL", "--new-session", "--die-with-parent", "--unsetenv", LAUNCHER]
+        """Returns the command that runs `command` in the sandbox. It exits with the same code
+        and ends all processes inside."""
+        arguments = [
+            PROGRAM,
+            "--unshare-all",
+            "--unshare-user",
+            "--disable-userns",
+            "--uid",
+            NOBODY,
+            "--gid",
+            NOBODY,
+        ]
+        arguments += [
+            "--cap-drop",
+            "ALL",
+            "--new-session",
+            "--die-with-parent",
+            "--unsetenv",
+            LAUNCHER,
+        ]
         if self.network:
             arguments.append("--share-net")
         for path in [*SYSTEM, *(f"/etc/{name}" for name in SETTINGS)]:
             arguments += ["--ro-bind-try", path, path]
-        arguments += ["--dev", "/dev", "--size", str(SHARED_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-        # If root makes a sandbox, the kernel still sees root, without capabilities, and that suffices to write /proc/sys.
-        arguments += ["--proc", "/proc", *masks(), "--remount-ro", "/proc", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp"]
+        arguments += [
+            "--dev",
+            "/dev",
+            "--size",
+            str(SHARED_BYTES),
+            "--tmpfs",
+            "/dev/shm",
+            "--remount-ro",
+            "/dev",
+        ]
+        # If root makes a sandbox, the kernel still sees root, without capabilities, and that
+        # suffices to write /proc/sys.
+        arguments += [
+            "--proc",
+            "/proc",
+            *masks(),
+            "--remount-ro",
+            "/proc",
+            "--size",
+            str(TEMPORARY_BYTES),
+            "--tmpfs",
+            "/tmp",
+        ]
         places = {path: ["--ro-bind", str(path), str(path)] for path in self.read}
         places |= {path: ["--tmpfs", str(path)] for path in self.hidden - self.read}
-        for _, placed in sorted(places.items(), key=lambda item: len(item[0].parts)):  # inner paths are mounted over outer ones
+        # inner paths are mounted over outer ones
+        for _, placed in sorted(places.items(), key=lambda item: len(item[0].parts)):
             arguments += placed
         for link, target in self.links.items():
             arguments += ["--symlink", str(target), str(link)]
         for path in self.hidden - self.read:
             arguments += ["--remount-ro", str(path)]
-        arguments += ["--dir", str(self.directory), "--remount-ro", "/", "--chdir", str(self.directory)]
+        arguments += [
+            "--dir",
+            str(self.directory),
+            "--remount-ro",
+            "/",
+            "--chdir",
+            str(self.directory),
+        ]
         return [*arguments, "--", *command]
 
 
 def masks() -> list[str]:
-    """Returns bubblewrap's arguments that hide the MASKED entries; not every kernel has all of them."""
+    """Returns bubblewrap's arguments that hide the MASKED entries; not every kernel has all of
+    them."""
     arguments = []
     for path in (Path("/proc", name) for name in MASKED):
         if path.is_dir():
@@ -91,20 +175,31 @@ def masks() -> list[str]:
 
 @cache
 def fault() -> str:
-    """Describes why sandboxes do not work on this machine, with the remedy; empty if they do. Tries one, which takes 40 ms."""
+    """Describes why sandboxes do not work on this machine, with the remedy; empty if they do.
+    Tries one, which takes 40 ms."""
     try:
-        trial = subprocess.run(Sandbox(frozenset()).wrap(["/bin/sh", "-c", "exit 0"]), capture_output=True, text=True, timeout=TRIAL_S)
+        trial = subprocess.run(
+            Sandbox(frozenset()).wrap(["/bin/sh", "-c", "exit 0"]),
+            capture_output=True,
+            text=True,
+            timeout=TRIAL_S,
+        )
     except FileNotFoundError:
         return f"there is no {PROGRAM} here; {REMEDY}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{PROGRAM} does not run here ({error}); {REMEDY}"
     reap_ended()
-    return f"{PROGRAM} cannot make one here ({trial.stderr.strip()[-300:]}); {REMEDY}" if trial.returncode else ""
+    return (
+        f"{PROGRAM} cannot make one here ({trial.stderr.strip()[-300:]}); {REMEDY}"
+        if trial.returncode
+        else ""
+    )
 
 
 def innermost(pids: Collection[int]) -> dict[int, int]:
-    """Returns bubblewrap pid -> pid of our process in its sandbox, or of the deepest one started so far. The child of bubblewrap is the
-    first process of the sandbox, and the child of that is ours. Scans the process table once."""
+    """Returns bubblewrap pid -> pid of our process in its sandbox, or of the deepest one started
+    so far. The child of bubblewrap is the first process of the sandbox, and the child of that is
+    ours. Scans the process table once."""
     processes = process_table.table()
     eldest: dict[int, int] = {}
     for pid in sorted(processes, key=lambda pid: (int(processes[pid].start), pid), reverse=True):
@@ -114,7 +209,8 @@ def innermost(pids: Collection[int]) -> dict[int, int]:
 
 
 def reap_ended() -> None:
-    """Reaps the ended first processes of sandboxes. Each leads its own session and is adopted by a subreaper."""
+    """Reaps the ended first processes of sandboxes. Each leads its own session and is adopted by
+    a subreaper."""
     for pid, line in process_table.table().items():
         if line.state == "Z" and line.parent == os.getpid() and line.session == pid:
             with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):

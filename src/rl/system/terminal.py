@@ -13,9 +13,11 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def visible(text: str) -> str:
-    """Returns the text with invisible characters and those that would control the terminal escaped as in Python: ESC as `\\x1b`.
+    """Returns the text with invisible characters and those that would control the terminal escaped
+    as in Python: ESC as `\\x1b`.
 
-    These are control and format characters (including those that change the text direction), other line ends and lone surrogates.
+    These are control and format characters (including those that change the text direction), other
+    line ends and lone surrogates.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -24,20 +26,32 @@ def visible(text: str) -> str:
 
 def escaped(character: str) -> str:
     """Returns the character, or its escape if it is not harmless."""
-    acts = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in HARMLESS
+    acts = (
+        unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        and character not in HARMLESS
+    )
     return character.encode("unicode_escape").decode() if acts else character
 
 
 def cut_middle(text: str, max_characters: int, max_lines: int) -> str:
-    """Returns the beginning and the end of a long text, with a note between them of how much is left out."""
+    """Returns the beginning and the end of a long text, with a note between them of how much is
+    left out."""
     lines = text.split("\n")
     if len(lines) > max_lines:
         head = max_lines // 2
         tail = max_lines - head
-        text = "\n".join([*lines[:head], f"[... {len(lines) - max_lines:,} lines ...]", *lines[len(lines) - tail :]])
+        text = "\n".join(
+            [
+                *lines[:head],
+                f"[... {len(lines) - max_lines:,} lines ...]",
+                *lines[len(lines) - tail :],
+            ]
+        )
     if len(text) > max_characters:
         half = max_characters // 2
-        text = f"{text[:half]}[... {len(text) - 2 * half:,} characters ...]{text[len(text) - half :]}"
+        text = (
+            f"{text[:half]}[... {len(text) - 2 * half:,} characters ...]{text[len(text) - half :]}"
+        )
     return text
 
 
@@ -47,14 +61,18 @@ def clip(text: str, width: int) -> str:
 
 
 def digits(value: float, count: int = 3) -> str:
-    """Returns a number with `count` significant digits, or whole below a billion: `1020`, not `1.02e+03`."""
+    """Returns a number with `count` significant digits, or whole below a billion: `1020`, not
+    `1.02e+03`."""
     return f"{value:.0f}" if 10**count - 0.5 <= abs(value) < 1e9 else f"{value:.{count}g}"
 
 
 def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
     """Returns one bar per value, scaled from `low` to `high`; a blank for None."""
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(" " if value is None else BARS[round(min(max(value - low, 0.0), high - low) * scale)] for value in values)
+    return "".join(
+        " " if value is None else BARS[round(min(max(value - low, 0.0), high - low) * scale)]
+        for value in values
+    )
 
 
 def say(text: str) -> None:
@@ -63,13 +81,15 @@ def say(text: str) -> None:
 
 
 def discard_output() -> int:
-    """Has further output go nowhere, because its reader, such as `head`, has exited. Returns the exit code for that."""
+    """Has further output go nowhere, because its reader, such as `head`, has exited. Returns the
+    exit code for that."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 
 
 class Lines:
-    """Writes lines to a stream. A full disk behind `rl > log` loses lines but does not end the run; the next line written says how many."""
+    """Writes lines to a stream. A full disk behind `rl > log` loses lines but does not end the
+    run; the next line written says how many."""
 
     def __init__(self, out: TextIO):
         self.out, self.lost = out, 0
@@ -78,7 +98,10 @@ class Lines:
         """Writes a line. Raises BrokenPipeError if the reader has closed the stream."""
         try:
             if self.lost:
-                print(f"({self.lost} lines could not be written here; is the disk full?)", file=self.out)
+                print(
+                    f"({self.lost} lines could not be written here; is the disk full?)",
+                    file=self.out,
+                )
             print(text, file=self.out, flush=True)
             self.lost = 0
         except BrokenPipeError:

@@ -1,4 +1,5 @@
-"""Adapters that clients download: `save_weights_external` writes one, and each of its files has an address that is signed for a while."""
+"""Adapters that clients download: `save_weights_external` writes one, and each of its files has
+an address that is signed for a while."""
 
 import time
 from pathlib import Path
@@ -27,15 +28,27 @@ class Downloads:
         """Returns the files of what a request names. Raises KeyError."""
         model_id, name = request.path_params["model_id"], request.path_params["name"]
         if self.places.read_saved(model_id, EXTERNAL, name) is None:
-            raise KeyError(f"{tinker_path(model_id, EXTERNAL, name)} does not exist on this server; it may have expired or been deleted")
-        return {path.name: path for path in sorted(self.places.saved(model_id, EXTERNAL, name).iterdir()) if path.name != DIGESTS}
+            raise KeyError(
+                f"{tinker_path(model_id, EXTERNAL, name)} does not exist on this server; it "
+                "may have expired or been deleted"
+            )
+        return {
+            path.name: path
+            for path in sorted(self.places.saved(model_id, EXTERNAL, name).iterdir())
+            if path.name != DIGESTS
+        }
 
     async def addresses(self, request: Request) -> Response:
         expires, base = int(time.time()) + SIGNED_S, str(request.base_url).rstrip("/")
         urls = {}
         for name in self._files(request):
-            path = f"{DOWNLOADS}{request.path_params['model_id']}/{request.path_params['name']}/{name}"
-            urls[name] = f"{base}{quote(path)}?expires={expires}&signature={signature(self.secret, path, expires)}"
+            path = (
+                f"{DOWNLOADS}{request.path_params['model_id']}/{request.path_params['name']}/{name}"
+            )
+            urls[name] = (
+                f"{base}{quote(path)}?expires={expires}"
+                f"&signature={signature(self.secret, path, expires)}"
+            )
         return reply({"urls": urls, "expires": when(expires)})
 
     async def file(self, request: Request) -> Response:

@@ -19,18 +19,22 @@ DOWNLOADS = "/files/"
 
 
 def signature(secret: str, path: str, expires: int) -> str:
-    """Returns the text with which an address may be read without the key, until `expires` (seconds since the epoch)."""
+    """Returns the text with which an address may be read without the key, until `expires`
+    (seconds since the epoch)."""
     return derived(secret, f"download {path} {expires}")
 
 
 class Gate(HttpGate):
-    """The gate in front of all routes: a key in `X-API-Key`, or as OpenAI's clients send it, or an address that is signed."""
+    """The gate in front of all routes: a key in `X-API-Key`, or as OpenAI's clients send it, or
+    an address that is signed."""
 
     max_body_bytes = 256 << 20
-    """The SDK sends data in parts of 5 MB, but a larger datum whole: 8,192 tokens with 256 targets each have 25 MB."""
+    """The SDK sends data in parts of 5 MB, but a larger datum whole: 8,192 tokens with 256
+    targets each have 25 MB."""
 
     def __init__(self, app: ASGIApp, token: str, secret: str, loopback: bool):
-        """`secret`: what addresses are signed with; not the key, at which whoever has an address could guess."""
+        """`secret`: what addresses are signed with; not the key, at which whoever has an address
+        could guess."""
         super().__init__(app, token, loopback)
         self.secret = secret
 
@@ -39,19 +43,34 @@ class Gate(HttpGate):
 
     def is_signed(self, scope: Scope) -> bool:
         """Returns whether a request has a signature for its path that has not expired."""
-        given = {key: values[0] for key, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
+        given = {
+            key: values[0]
+            for key, values in parse_qs(scope["query_string"].decode("latin-1")).items()
+        }
         expires = given.get("expires", "")
         if not expires.isdecimal() or len(expires) > 12 or int(expires) < time.time():
             return False
-        return hmac.compare_digest(given.get("signature", "").encode(), signature(self.secret, scope["path"], int(expires)).encode())
+        return hmac.compare_digest(
+            given.get("signature", "").encode(),
+            signature(self.secret, scope["path"], int(expires)).encode(),
+        )
 
     def refuse(self, scope: Scope) -> Response | None:
         if header(scope, b"origin"):
-            return problem(403, "this server answers programs, not web pages: send no Origin header", CLOSE)
+            return problem(
+                403, "this server answers programs, not web pages: send no Origin header", CLOSE
+            )
         if self.foreign_host(scope):
-            return problem(403, "this server is bound to loopback: ask for localhost or 127.0.0.1 in the Host header", CLOSE)
+            return problem(
+                403,
+                "this server is bound to loopback: ask for localhost or 127.0.0.1 in the "
+                "Host header",
+                CLOSE,
+            )
         if scope["path"].startswith(DOWNLOADS) and self.is_signed(scope):
             return None
         if self.shows_token(scope):
             return None
-        return problem(401, "wrong key: set TINKER_API_KEY to the one that `rl serve` prints", CLOSE)
+        return problem(
+            401, "wrong key: set TINKER_API_KEY to the one that `rl serve` prints", CLOSE
+        )

@@ -23,11 +23,19 @@ def when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def page(request: Request, name: str, rows: list[Any], show: Callable[[Any], Any] = lambda row: row) -> Response:
-    """Returns a part of a list, as its request's `limit` and `offset` say. `show` makes what is shown of these rows alone."""
+def page(
+    request: Request, name: str, rows: list[Any], show: Callable[[Any], Any] = lambda row: row
+) -> Response:
+    """Returns a part of a list, as its request's `limit` and `offset` say. `show` makes what is
+    shown of these rows alone."""
     part = msgspec.convert(dict(request.query_params), Part, strict=False)
     cursor = msgspec.to_builtins(part) | {"total_count": len(rows)}
-    return reply({name: [show(row) for row in rows[part.offset : part.offset + part.limit]], "cursor": cursor})
+    return reply(
+        {
+            name: [show(row) for row in rows[part.offset : part.offset + part.limit]],
+            "cursor": cursor,
+        }
+    )
 
 
 def checkpoint(model_id: str, kind: str, name: str, saved: Saved) -> dict[str, Any]:
@@ -52,7 +60,10 @@ class Listing:
 
     def _run(self, model: Model) -> dict[str, Any]:
         made, saved = model.settings, self._checkpoints(model)
-        newest = {kind: next((one for one in saved if one["checkpoint_type"] == kind), None) for kind in ("training", "sampler")}
+        newest = {
+            kind: next((one for one in saved if one["checkpoint_type"] == kind), None)
+            for kind in ("training", "sampler")
+        }
         return {
             "training_run_id": model.id,
             "base_model": self.training.name,
@@ -70,7 +81,10 @@ class Listing:
 
     async def runs(self, request: Request) -> Response:
         return page(
-            request, "training_runs", list(reversed(self.training.models)), lambda model_id: self._run(self.training.find(model_id))
+            request,
+            "training_runs",
+            list(reversed(self.training.models)),
+            lambda model_id: self._run(self.training.find(model_id)),
         )
 
     async def run(self, request: Request) -> Response:
@@ -78,7 +92,11 @@ class Listing:
 
     async def checkpoints(self, request: Request) -> Response:
         """Those of one model, or of all, the newest first."""
-        models = [self._model(request)] if "model_id" in request.path_params else self.training.models.values()
+        models = (
+            [self._model(request)]
+            if "model_id" in request.path_params
+            else self.training.models.values()
+        )
         rows = [one for model in models for one in self._checkpoints(model)]
         return page(request, "checkpoints", sorted(rows, key=lambda one: one["time"], reverse=True))
 
@@ -104,10 +122,14 @@ class Listing:
         model_id, *_ = self.places.find(decode(await request.body(), GetWeightsInfo).tinker_path)
         rank = self.training.find(model_id).settings.get("lora_rank")
         trained = {"train_unembed": False, "train_mlp": True, "train_attn": True}
-        return reply({"base_model": self.training.name, "is_lora": True, "lora_rank": rank, **trained})
+        return reply(
+            {"base_model": self.training.name, "is_lora": True, "lora_rank": rank, **trained}
+        )
 
     async def sessions(self, request: Request) -> Response:
-        files = sorted(self.places.sessions.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        files = sorted(
+            self.places.sessions.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True
+        )
         return page(request, "sessions", [path.stem for path in files])
 
     async def session(self, request: Request) -> Response:
@@ -116,16 +138,31 @@ class Listing:
         if not path.is_file():
             raise KeyError(f"session {session_id} does not exist on this server")
         made = json.loads(path.read_bytes())
-        models = [model_id for model_id in self.training.models if model_id.startswith(f"{session_id}:")]
-        samplers = [":sample:".join(one.stem.rsplit("-", 1)) for one in self.places.sampling.glob(f"{path.stem}-*.log")]
+        models = [
+            model_id for model_id in self.training.models if model_id.startswith(f"{session_id}:")
+        ]
+        samplers = [
+            ":sample:".join(one.stem.rsplit("-", 1))
+            for one in self.places.sampling.glob(f"{path.stem}-*.log")
+        ]
         about = {key: made.get(key) for key in ("user_metadata", "display_name")}
         return reply({"training_run_ids": models, "sampler_ids": samplers, **about})
 
     async def sampler(self, request: Request) -> Response:
         session = self.sampling.find(request.path_params["sampler_id"])
         target = session.target
-        path = f"tinker://{target.model_id}/sampler_weights/{target.policy_version}" if target.model_id else None
-        return reply({"sampler_id": session.id, "base_model": self.training.config.model.name, "model_path": path})
+        path = (
+            f"tinker://{target.model_id}/sampler_weights/{target.policy_version}"
+            if target.model_id
+            else None
+        )
+        return reply(
+            {
+                "sampler_id": session.id,
+                "base_model": self.training.config.model.name,
+                "model_path": path,
+            }
+        )
 
     async def health(self, request: Request) -> Response:
         return reply({"status": "ok", "time": time.time()})

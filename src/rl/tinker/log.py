@@ -1,8 +1,10 @@
-"""The calls of a client in the order of their numbers, and what they answered: one file of records, appended to by one process.
+"""The calls of a client in the order of their numbers, and what they answered: one file of records,
+appended to by one process.
 
-A call is on disk before it is acknowledged. Calls that come together share an fsync. An answer is only handed to the kernel: it survives
-the death of the process, and after a power cut it is computed again from the calls, from which a trainer makes the same bits. A number
-that is there is not executed again, so a client may repeat any request.
+A call is on disk before it is acknowledged. Calls that come together share an fsync. An answer is
+only handed to the kernel: it survives the death of the process, and after a power cut it is
+computed again from the calls, from which a trainer makes the same bits. A number that is there is
+not executed again, so a client may repeat any request.
 """
 
 import asyncio
@@ -13,7 +15,16 @@ from pathlib import Path
 
 import msgspec
 
-from rl.run_dir.files import HEADER, CorruptFileError, encode_record, fsync_path, head_of_record, make_directory, with_path, write_all
+from rl.run_dir.files import (
+    HEADER,
+    CorruptFileError,
+    encode_record,
+    fsync_path,
+    head_of_record,
+    make_directory,
+    with_path,
+    write_all,
+)
 from rl.run_dir.hashes import blake2b
 
 MOST_OPEN = 64
@@ -46,7 +57,8 @@ class Place:
 
 @dataclass
 class Log:
-    """The file, and where in it each call and each answer is. Opening it cuts off what a killed process has left of a last record."""
+    """The file, and where in it each call and each answer is. Opening it cuts off what a killed
+    process has left of a last record."""
 
     path: Path
     calls: dict[int, Place] = field(default_factory=dict)
@@ -74,7 +86,8 @@ class Log:
         os.ftruncate(self.file, self.size)
 
     def _next(self, whole: int) -> Place | None:
-        """Returns the record at the end of what was read; None if a killed process has left a part of it. Raises CorruptFileError."""
+        """Returns the record at the end of what was read; None if a killed process has left a
+        part of it. Raises CorruptFileError."""
         head = os.pread(self.file, HEADER.size, self.size)
         if len(head) < HEADER.size:
             return None
@@ -83,13 +96,18 @@ class Log:
         if place.offset + length > whole:
             return None
         if blake2b(os.pread(self.file, length, place.offset)) != checksum:
-            if place.offset + length == whole:  # an answer need not survive a power cut: it is computed again
+            # an answer need not survive a power cut: it is computed again
+            if place.offset + length == whole:
                 return None
-            raise CorruptFileError(f"{self.path}: damaged at byte {self.size}; move the folder of this model away")
+            raise CorruptFileError(
+                f"{self.path}: damaged at byte {self.size}; move the folder of this model away"
+            )
         return place
 
     def _decode(self, place: Place) -> Call | Answer:
-        return msgspec.msgpack.decode(os.pread(self.file, place.length, place.offset), type=Call | Answer)
+        return msgspec.msgpack.decode(
+            os.pread(self.file, place.length, place.offset), type=Call | Answer
+        )
 
     def _note(self, record: Call | Answer, place: Place) -> None:
         (self.calls if isinstance(record, Call) else self.answers)[record.number] = place
@@ -107,7 +125,8 @@ class Log:
             self.size += HEADER.size + len(payload)
 
     async def add(self, call: Call) -> None:
-        """Writes a call, unless its number is there, and returns when it is durable. Raises OSError."""
+        """Writes a call, unless its number is there, and returns when it is durable. Raises
+        OSError."""
         if call.number not in self.calls:
             self._write(call)
         place = self.calls[call.number]

@@ -37,11 +37,18 @@ def prepare_base(places: Places, learner: Learner) -> None:
         learner.forget(BASE)
 
 
-def replay(config: RLConfig, learner: Learner, of: ReplayConfig, unlike: Callable[[dict[str, Any]], str]) -> None:
-    """Executes the calls of a model again; writes how each version compares into `replay.jsonl`, which `rl replay` reads."""
+def replay(
+    config: RLConfig, learner: Learner, of: ReplayConfig, unlike: Callable[[dict[str, Any]], str]
+) -> None:
+    """Executes the calls of a model again; writes how each version compares into `replay.jsonl`,
+    which `rl replay` reads."""
     run_dir = config.run_dir
     with (run_dir.root / "replay.jsonl").open("a") as file:
-        for found in executed(Training(config, Places(run_dir), learner), RunDir(Path(of.run), Path(of.weights)), unlike):
+        for found in executed(
+            Training(config, Places(run_dir), learner),
+            RunDir(Path(of.run), Path(of.weights)),
+            unlike,
+        ):
             file.write(json.dumps(found) + "\n")
             file.flush()
 
@@ -62,7 +69,11 @@ async def run(config: RLConfig, learner: Learner, status: Status, sock: socket.s
     training.sampled = sampling.versions
     host = config.serve.host
     secret = page_secret(run_dir.status_dir)
-    app = make_app(Api(training, sampling, places), Listing(training, sampling, places), Downloads(places, secret))
+    app = make_app(
+        Api(training, sampling, places),
+        Listing(training, sampling, places),
+        Downloads(places, secret),
+    )
     app = Gate(app, run_token(run_dir.status_dir), secret, loopback=is_loopback(host))
     sampling.begin()
     work = asyncio.create_task(training.run())

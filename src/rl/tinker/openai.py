@@ -1,4 +1,5 @@
-"""`/v1/chat/completions` and `/v1/completions` of the base model or of a version that a client has made, for OpenAI's clients."""
+"""`/v1/chat/completions` and `/v1/completions` of the base model or of a version that a client
+has made, for OpenAI's clients."""
 
 import asyncio
 import time
@@ -17,8 +18,8 @@ from rl.wire.training_calls import CallError
 
 
 class OpenAi:
-    """The endpoints. `model` of a request is the name of the base model, the path of something named, or the id of a model: its newest
-    sampled version."""
+    """The endpoints. `model` of a request is the name of the base model, the path of something
+    named, or the id of a model: its newest sampled version."""
 
     def __init__(self, sampling: Sampling):
         self.sampling = sampling
@@ -33,14 +34,21 @@ class OpenAi:
                 raise KeyError(f"model {model} does not exist on this server")
             newest = sampling.places.model(model).newest_weights()
             if not newest:
-                raise CallError(f"{model} has no sampled version yet: save_weights_for_sampler makes one")
+                raise CallError(
+                    f"{model} has no sampled version yet: save_weights_for_sampler makes one"
+                )
             return sampling.target(model, newest[0])
         model_id, _, _, saved = sampling.places.find(model, SAMPLER)
         return sampling.target(model_id, saved.policy_version)
 
     async def models(self, request: Request) -> Response:
         names = [self.sampling.name, *self.sampling.places.model_ids()]
-        return reply({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "rl"} for name in names]})
+        return reply(
+            {
+                "object": "list",
+                "data": [{"id": name, "object": "model", "owned_by": "rl"} for name in names],
+            }
+        )
 
     async def complete(self, request: Request) -> Response:
         body: Any = msgspec.json.decode(await request.body())
@@ -51,8 +59,13 @@ class OpenAi:
             raise CallError("stream: this server answers in one piece")
         target = self._target(name)
         model, path = self.sampling.config.model, request.url.path
-        if path.endswith("chat/completions") and body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
-            body["max_tokens"] = min(DEFAULT_TOKENS, model.max_model_len)  # a completion has OpenAI's own default, 16
+        if (
+            path.endswith("chat/completions")
+            and body.get("max_tokens") is None
+            and body.get("max_completion_tokens") is None
+        ):
+            # a completion has OpenAI's own default, 16
+            body["max_tokens"] = min(DEFAULT_TOKENS, model.max_model_len)
         status, content = await self._ask(target, path, body | {"model": model.name})
         if status != 200:
             return Response(content, status, media_type="application/json")
@@ -60,8 +73,8 @@ class OpenAi:
         return reply(answer | {"model": name, "policy_version": target.policy_version})
 
     async def _ask(self, target: Target, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        """Returns the answer of inference by exactly the target. A server that is started again holds the base model, so one that holds the
-        target afterwards has answered with it."""
+        """Returns the answer of inference by exactly the target. A server that is started again
+        holds the base model, so one that holds the target afterwards has answered with it."""
         servers, since = self.sampling.servers, time.monotonic()
         while time.monotonic() - since < servers.timeout_s:
             async with self.sampling.turns.of(target):

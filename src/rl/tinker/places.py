@@ -1,8 +1,9 @@
 """Where a server keeps what its clients have made, and how clients name it.
 
-`models/<session>-<n>/` is a run directory: config.toml, metrics, `weights/` with the versions that were sampled from. Beside them are
-`calls.log`, `state/` with the newest copies of the trainer's state, and `saved/` with what clients have named. `sampling/<session>-<n>.log`
-has the requests of a sampling session.
+`models/<session>-<n>/` is a run directory: config.toml, metrics, `weights/` with the versions that
+were sampled from. Beside them are `calls.log`, `state/` with the newest copies of the trainer's
+state, and `saved/` with what clients have named. `sampling/<session>-<n>.log` has the requests of a
+sampling session.
 """
 
 import json
@@ -20,13 +21,16 @@ from rl.run_dir.paths import RunDir
 from rl.wire.training_calls import CallError
 
 TRAINING, SAMPLER, EXTERNAL = KINDS = ("weights", "sampler_weights", "external_weights")
-MODEL_ID, SAMPLING_ID = re.compile(r"([\w-]{1,80}):train:(\d{1,9})"), re.compile(r"([\w-]{1,80}):sample:(\d{1,9})")
+MODEL_ID, SAMPLING_ID = (
+    re.compile(r"([\w-]{1,80}):train:(\d{1,9})"),
+    re.compile(r"([\w-]{1,80}):sample:(\d{1,9})"),
+)
 PATH = re.compile(rf"tinker://([^/]+)/({'|'.join(KINDS)})/([\w.-]+)")
 
 
 class Saved(Struct):
-    """What a client has named: the trainer's state (`weights`), a policy version (`sampler_weights`), or a copy of one to be downloaded
-    (`external_weights`)."""
+    """What a client has named: the trainer's state (`weights`), a policy version
+    (`sampler_weights`), or a copy of one to be downloaded (`external_weights`)."""
 
     time: float
     policy_version: int
@@ -39,7 +43,12 @@ class Places:
 
     def __init__(self, run_dir: RunDir):
         self.run_dir, root = run_dir, run_dir.root
-        self.models, self.sampling, self.sessions, self.base = root / "models", root / "sampling", root / "sessions", root / "base_adapter"
+        self.models, self.sampling, self.sessions, self.base = (
+            root / "models",
+            root / "sampling",
+            root / "sessions",
+            root / "base_adapter",
+        )
 
     def model(self, model_id: str) -> RunDir:
         """Returns the run directory of a model. Raises CallError for what is not the id of one."""
@@ -61,14 +70,15 @@ class Places:
     def session(self, session_id: str) -> Path:
         return self.sessions / f"{re.sub(r'[^0-9A-Za-z_-]', '', session_id)}.json"
 
-    # What clients have named --------------------------------------------------------------------------------------------
+    # What clients have named ----------------------------------------------------------------------
 
     def saved(self, model_id: str, kind: str, name: str) -> Path:
         """Returns the folder of the state that has this name; its record is beside it."""
         return self.model(model_id).root / "saved" / kind / name
 
     def record(self, model_id: str, kind: str, name: str) -> Path:
-        """Returns the file that says of which version and until when something named is. No name begins with a dot."""
+        """Returns the file that says of which version and until when something named is. No name
+        begins with a dot."""
         folder = self.saved(model_id, kind, name)
         return folder.with_name(f".{folder.name}.json")
 
@@ -78,7 +88,8 @@ class Places:
         return tinker_path(model_id, kind, name)
 
     def read_saved(self, model_id: str, kind: str, name: str) -> Saved | None:
-        """Returns the record of something named; None if there is none, or if it has expired, and then deletes it."""
+        """Returns the record of something named; None if there is none, or if it has expired,
+        and then deletes it."""
         record = self.record(model_id, kind, name)
         if not record.is_file():
             return None
@@ -104,15 +115,25 @@ class Places:
         return sorted(found, key=lambda one: one[2].time, reverse=True)
 
     def find(self, path: str, kind: str | None = None) -> tuple[str, str, str, Saved]:
-        """Returns (model id, kind, name, record) of a client's path. Raises CallError if there is nothing, or another kind."""
+        """Returns (model id, kind, name, record) of a client's path. Raises CallError if there
+        is nothing, or another kind."""
         parts = PATH.fullmatch(path)
         if not parts:
-            raise CallError(f"{path!r} is not a path of this server: tinker://MODEL/{TRAINING}/NAME or tinker://MODEL/{SAMPLER}/NAME")
+            raise CallError(
+                f"{path!r} is not a path of this server: tinker://MODEL/{TRAINING}/NAME or "
+                f"tinker://MODEL/{SAMPLER}/NAME"
+            )
         saved = self.read_saved(parts[1], parts[2], parts[3])
         if saved is None:
-            raise CallError(f"{path} does not exist on this server; it may have expired or been deleted")
+            raise CallError(
+                f"{path} does not exist on this server; it may have expired or been deleted"
+            )
         if kind and parts[2] != kind:
-            does = "has no optimizer state: save_state makes one" if kind == TRAINING else "cannot be sampled: save_weights_for_sampler can"
+            does = (
+                "has no optimizer state: save_state makes one"
+                if kind == TRAINING
+                else "cannot be sampled: save_weights_for_sampler can"
+            )
             raise CallError(f"{path} {does}")
         return parts[1], parts[2], parts[3], saved
 

@@ -1,4 +1,5 @@
-"""The Protobuf messages of the Tinker API that this server reads and writes, by the names and numbers of their fields (tinker 0.38).
+"""The Protobuf messages of the Tinker API that this server reads and writes, by the names and
+numbers of their fields (tinker 0.38).
 
 Fields that we do not know are skipped, as Protobuf does.
 """
@@ -8,7 +9,8 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 PACKAGE = "tinker_public"
-F: Any = getattr(descriptor_pb2, "FieldDescriptorProto")  # noqa: B009 - made when it is imported, so that type checkers do not see it
+# made when it is imported, so that type checkers do not see it
+F: Any = getattr(descriptor_pb2, "FieldDescriptorProto")  # noqa: B009
 MESSAGES = {
     "Tensor": ("1 dense? bytes", "2 sparse_csr? SparseCsr", "3 dtype int32", "4 shape* int64"),
     "SparseCsr": ("1 values bytes", "2 crow_indices bytes", "3 col_indices bytes"),
@@ -22,18 +24,32 @@ MESSAGES = {
     "MetricEntry": ("1 key string", "2 value double"),
     "Datum": ("1 model_input* Chunk", "2 loss_fn_inputs* Entry"),
     "ForwardBackwardRequest": (
-        "1 model_id string", "2 seq_id int32", "3 data* Datum", "4 loss_fn string", "5 loss_fn_config* ConfigEntry",
-        "6 forward_only bool", "7 loss_fn_config_v2* ConfigEntryV2",
+        "1 model_id string",
+        "2 seq_id int32",
+        "3 data* Datum",
+        "4 loss_fn string",
+        "5 loss_fn_config* ConfigEntry",
+        "6 forward_only bool",
+        "7 loss_fn_config_v2* ConfigEntryV2",
     ),
-    "BatchedTensor": ("1 data bytes", "2 offsets bytes", "3 dtype int32", "4 trailing_shape* int64"),
+    "BatchedTensor": (
+        "1 data bytes",
+        "2 offsets bytes",
+        "3 dtype int32",
+        "4 trailing_shape* int64",
+    ),
     "FieldEntry": ("1 key string", "2 value BatchedTensor"),
     "ArrayRecord": ("1 type_tag string", "2 fields* FieldEntry", "3 num_datums int64"),
-    "ForwardBackwardOutput": ("1 loss_fn_output_type string", "2 loss_fn_outputs* ArrayRecord", "3 metrics* MetricEntry"),
+    "ForwardBackwardOutput": (
+        "1 loss_fn_output_type string",
+        "2 loss_fn_outputs* ArrayRecord",
+        "3 metrics* MetricEntry",
+    ),
     "SampledSequence": ("1 stop_reason int32", "2 tokens bytes", "3 logprobs bytes"),
     "SampleResponse": ("1 sequences* SampledSequence", "2 prompt_logprobs? bytes"),
-}  # fmt: skip
-"""Message -> its fields: number, name (`*`: repeated, `?`: may be absent) and type. An entry of a map is a message; an enumeration is a
-number."""
+}
+"""Message -> its fields: number, name (`*`: repeated, `?`: may be absent) and type. An entry of
+a map is a message; an enumeration is a number."""
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 """Values of `dtype`."""
 STOP, LENGTH = 0, 1
@@ -49,7 +65,11 @@ def classes() -> dict[str, Any]:
         message = file.message_type.add(name=name)
         for number, field, kind in (text.split() for text in fields):
             repeated, optional = field.endswith("*"), field.endswith("?")
-            added = message.field.add(name=field.rstrip("*?"), number=int(number), label=F.LABEL_REPEATED if repeated else F.LABEL_OPTIONAL)
+            added = message.field.add(
+                name=field.rstrip("*?"),
+                number=int(number),
+                label=F.LABEL_REPEATED if repeated else F.LABEL_OPTIONAL,
+            )
             if kind in MESSAGES:
                 added.type, added.type_name = F.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
                 continue
@@ -59,7 +79,10 @@ def classes() -> dict[str, Any]:
                 message.oneof_decl.add(name=f"_{added.name}")
     pool: Any = descriptor_pool.DescriptorPool()  # ty: ignore[possibly-missing-implicit-call]
     pool.Add(file)
-    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in MESSAGES}
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+        for name in MESSAGES
+    }
 
 
 MESSAGE = classes()

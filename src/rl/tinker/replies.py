@@ -1,4 +1,5 @@
-"""The answers of the server of the Tinker API, as its SDK reads them: an error's status decides its class, 408 means "ask again"."""
+"""The answers of the server of the Tinker API, as its SDK reads them: an error's status decides
+its class, 408 means "ask again"."""
 
 from typing import Any
 
@@ -15,8 +16,11 @@ def reply(content: Any, status: int = 200) -> Response:
 
 
 def problem(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """Returns an error: 400 BadRequestError, 401 AuthenticationError, 403 PermissionDeniedError, 404 NotFoundError."""
-    return Response(msgspec.json.encode({"detail": message}), status, headers, media_type="application/json")
+    """Returns an error: 400 BadRequestError, 401 AuthenticationError, 403 PermissionDeniedError,
+    404 NotFoundError."""
+    return Response(
+        msgspec.json.encode({"detail": message}), status, headers, media_type="application/json"
+    )
 
 
 def future(request_id: str, **more: Any) -> Response:

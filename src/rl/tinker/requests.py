@@ -1,5 +1,6 @@
-"""The JSON requests of the Tinker API (tinker 0.38), as far as this server reads them. Fields that it does not know are ignored, except
-those that would change a result: they are here to be refused."""
+"""The JSON requests of the Tinker API (tinker 0.38), as far as this server reads them. Fields
+that it does not know are ignored, except those that would change a result: they are here to be
+refused."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -80,15 +81,28 @@ class AdamParams(Struct):
     grad_clip_norm: float = 0.0
 
     def step(self) -> Step:
-        """Returns our settings of the step. Raises CallError for a number that AdamW does not take."""
+        """Returns our settings of the step. Raises CallError for a number that AdamW does not
+        take."""
         bounds = {"learning_rate": 1.0, "beta1": 1 - 1e-9, "beta2": 1 - 1e-9}
         if self.eps < SMALLEST:
-            raise CallError(f"adam_params.eps = {self.eps}: give at least {SMALLEST:g}; where a gradient is 0, AdamW divides by it alone")
+            raise CallError(
+                f"adam_params.eps = {self.eps}: give at least {SMALLEST:g}; where a gradient "
+                "is 0, AdamW divides by it alone"
+            )
         for name in self.__struct_fields__:
             value, most = getattr(self, name), bounds.get(name, math.inf)
             if not (math.isfinite(value) and 0 <= value <= most):
-                raise CallError(f"adam_params.{name} = {value}: give a number from 0" + (f" to {most:g}" if most < math.inf else ""))
-        return Step(self.learning_rate, (self.beta1, self.beta2), self.eps, self.weight_decay, self.grad_clip_norm)
+                raise CallError(
+                    f"adam_params.{name} = {value}: give a number from 0"
+                    + (f" to {most:g}" if most < math.inf else "")
+                )
+        return Step(
+            self.learning_rate,
+            (self.beta1, self.beta2),
+            self.eps,
+            self.weight_decay,
+            self.grad_clip_norm,
+        )
 
 
 class OptimStep(Struct):

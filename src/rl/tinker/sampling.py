@@ -1,8 +1,10 @@
-"""Sampling sessions: each asks one policy version, exactly. Inference holds one version at a time, so the sessions of others wait for it.
+"""Sampling sessions: each asks one policy version, exactly. Inference holds one version at a time,
+so the sessions of others wait for it.
 
-Requests of the version that inference holds run together. If others wait, no more are let in; when the last one has its answer, the version
-that was asked for first is loaded. Every answer carries the version that sampled each token: where inference was started again meanwhile,
-and has the base model, the version is loaded once more and the request repeated.
+Requests of the version that inference holds run together. If others wait, no more are let in; when
+the last one has its answer, the version that was asked for first is loaded. Every answer carries
+the version that sampled each token: where inference was started again meanwhile, and has the base
+model, the version is loaded once more and the request repeated.
 """
 
 import asyncio
@@ -26,18 +28,29 @@ from rl.tinker.log import MOST_OPEN, Answer, Call, Log
 from rl.tinker.places import SAMPLER, Places
 from rl.tinker.requests import CreateSamplingSession, Sample
 from rl.wire.http import RETRY_S, AwayError
-from rl.wire.inference_client import Generation, InferenceLostError, InferenceServers, PromptTooLongError
+from rl.wire.inference_client import (
+    Generation,
+    InferenceLostError,
+    InferenceServers,
+    PromptTooLongError,
+)
 from rl.wire.messages import WeightVersion
 from rl.wire.training_calls import CallError
 
 EXPIRES_S = 24 * 3600.0
 """Seconds without a request after which a sampling session is deleted."""
-NOT_GIVEN = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+NOT_GIVEN = (
+    "topk_prompt_logprobs",
+    "topk_sample_logprobs",
+    "target_prompt_logprobs",
+    "prompt_alt_tokens_k",
+)
 """Fields of a request for what inference does not compute here."""
 IN_USE_S = 3600.0
 """Seconds after a session's last request for which its version is kept."""
 DEFAULT_TOKENS = 1024
-"""Most tokens of an answer whose request sets no limit: one went on to the end of the context, for minutes."""
+"""Most tokens of an answer whose request sets no limit: one went on to the end of the context,
+for minutes."""
 MOST_WAITING = 4096
 """Requests that may wait or run; a client is asked to slow down beyond that."""
 
@@ -111,8 +124,12 @@ class Turns:
         self._advance()
 
     async def _order(self, target: Target) -> None:
-        """Makes every server load the target. Waits for servers that are started again, until the servers' deadline. Raises RunError."""
-        version, since = WeightVersion(target.policy_version, target.path, content=target.content), time.monotonic()
+        """Makes every server load the target. Waits for servers that are started again, until
+        the servers' deadline. Raises RunError."""
+        version, since = (
+            WeightVersion(target.policy_version, target.path, content=target.content),
+            time.monotonic(),
+        )
         while True:
             try:
                 for url in await self.servers.wait_for_any():
@@ -120,7 +137,10 @@ class Turns:
                 return
             except (AwayError, OSError) as error:
                 if time.monotonic() - since > self.servers.timeout_s:
-                    raise InferenceLostError(f"waited {self.servers.timeout_s:.0f} s for inference to load a version: {error}") from None
+                    raise InferenceLostError(
+                        f"waited {self.servers.timeout_s:.0f} s for inference to load a "
+                        f"version: {error}"
+                    ) from None
             await asyncio.sleep(RETRY_S)
 
 
@@ -137,8 +157,21 @@ class Session:
 class Sampling:
     """The sampling sessions of a server."""
 
-    def __init__(self, config: RLConfig, places: Places, servers: InferenceServers, name: str, vocab_size: int):
-        self.config, self.places, self.servers, self.name, self.vocab_size = config, places, servers, name, vocab_size
+    def __init__(
+        self,
+        config: RLConfig,
+        places: Places,
+        servers: InferenceServers,
+        name: str,
+        vocab_size: int,
+    ):
+        self.config, self.places, self.servers, self.name, self.vocab_size = (
+            config,
+            places,
+            servers,
+            name,
+            vocab_size,
+        )
         self.turns = Turns(servers)
         self.sessions: dict[str, Session] = {}
         self.used: dict[Target, float] = {}
@@ -149,15 +182,20 @@ class Sampling:
     def versions(self, model_id: str) -> set[int]:
         """Returns the versions of a model that were lately sampled from."""
         now = time.time()
-        return {target.policy_version for target, used in list(self.used.items()) if target.model_id == model_id and now - used < IN_USE_S}
+        return {
+            target.policy_version
+            for target, used in list(self.used.items())
+            if target.model_id == model_id and now - used < IN_USE_S
+        }
 
     @property
     def waiting(self) -> int:
         return sum(len(session.tasks) for session in self.sessions.values())
 
     def begin(self) -> None:
-        """Deletes the sessions that nobody has used for long, and notes which versions are in use. Requests without an
-        answer are sampled again when their clients, who may be gone, ask for it."""
+        """Deletes the sessions that nobody has used for long, and notes which versions are in
+        use. Requests without an answer are sampled again when their clients, who may be gone,
+        ask for it."""
         self._expire()
         for path in self.places.sampling.glob("*.log"):
             if time.time() - path.stat().st_mtime > IN_USE_S:
@@ -188,7 +226,9 @@ class Sampling:
             return found
         path = self.places.sampling_log(sampling_id)
         if not path.is_file():
-            raise KeyError(f"sampling session {sampling_id} does not exist on this server, or has expired")
+            raise KeyError(
+                f"sampling session {sampling_id} does not exist on this server, or has expired"
+            )
         log = Log(path)
         if 0 not in log.calls:
             log.close()
@@ -198,7 +238,9 @@ class Sampling:
     def _open(self, sampling_id: str, log: Log, target: Target) -> Session:
         """Keeps a session in memory, and closes the files of the oldest that nobody waits for."""
         self.used[target] = time.time()
-        idle = [session for session in self.sessions.values() if not (session.tasks or session.adding)]
+        idle = [
+            session for session in self.sessions.values() if not (session.tasks or session.adding)
+        ]
         for old in idle[: max(0, len(self.sessions) - MOST_OPEN)]:
             self.sessions.pop(old.id).log.close()
         return self.sessions.setdefault(sampling_id, Session(sampling_id, log, target))
@@ -218,13 +260,19 @@ class Sampling:
         self._open(sampling_id, log, target)
 
     def target(self, model_id: str, policy_version: int) -> Target:
-        """Returns a version of a model; its version 0, which no step has changed, is the base model. Raises CallError."""
+        """Returns a version of a model; its version 0, which no step has changed, is the base
+        model. Raises CallError."""
         if not policy_version:
             return self.base
         run_dir = self.places.model(model_id)
         if not run_dir.weights(policy_version).is_dir():
             raise CallError(f"version {policy_version} of {model_id} does not exist on this server")
-        return Target(model_id, policy_version, str(run_dir.weights(policy_version)), content_id(run_dir.digests(policy_version)))
+        return Target(
+            model_id,
+            policy_version,
+            str(run_dir.weights(policy_version)),
+            content_id(run_dir.digests(policy_version)),
+        )
 
     def asked(self, request: CreateSamplingSession) -> Target:
         """Returns what a new session is to sample from. Raises CallError."""
@@ -233,12 +281,14 @@ class Sampling:
             return self.target(model_id, saved.policy_version)
         if request.base_model not in (self.name, self.config.model.name):
             raise CallError(
-                f"base_model {request.base_model!r}: this server has {self.name}; start it with --serve.alias {request.base_model}"
+                f"base_model {request.base_model!r}: this server has {self.name}; start it "
+                f"with --serve.alias {request.base_model}"
             )
         return self.base
 
     async def add(self, request: Sample, body: bytes) -> None:
-        """Writes a request and begins to answer it, unless that has been done. Raises KeyError and CallError."""
+        """Writes a request and begins to answer it, unless that has been done. Raises KeyError
+        and CallError."""
         session, number = self.find(request.sampling_session_id), request.seq_id + 1
         self._check(request)
         session.adding += 1
@@ -252,24 +302,39 @@ class Sampling:
     def _check(self, request: Sample) -> None:
         params, prompt = request.sampling_params, prompt_ids(request)
         if any(getattr(request, name) for name in NOT_GIVEN):
-            raise CallError(f"this server gives the log-probabilities of given and sampled tokens alone: leave {', '.join(NOT_GIVEN)} out")
+            raise CallError(
+                "this server gives the log-probabilities of given and sampled tokens alone: "
+                f"leave {', '.join(NOT_GIVEN)} out"
+            )
         if request.prompt_logprobs_last_n is not None and not (
             request.prompt_logprobs and 1 <= request.prompt_logprobs_last_n < len(prompt)
         ):
-            raise CallError("prompt_logprobs_last_n needs prompt_logprobs, and a number from 1 to the prompt's length - 1")
+            raise CallError(
+                "prompt_logprobs_last_n needs prompt_logprobs, and a number from 1 to the "
+                "prompt's length - 1"
+            )
         if request.record_stability_info:
             raise CallError(STABLE_REINFORCE)
         if not prompt:
             raise CallError("the prompt is empty: send at least one token")
         if max(prompt) >= self.vocab_size:
-            raise CallError(f"the prompt has token id {max(prompt)}; the vocabulary has {self.vocab_size} tokens")
+            raise CallError(
+                f"the prompt has token id {max(prompt)}; the vocabulary has "
+                f"{self.vocab_size} tokens"
+            )
         room = self.config.model.max_model_len - len(prompt)
         if room < 1:
-            raise CallError(f"the prompt has {len(prompt)} tokens; model.max_model_len of the server is {self.config.model.max_model_len}")
+            raise CallError(
+                f"the prompt has {len(prompt)} tokens; model.max_model_len of the server is "
+                f"{self.config.model.max_model_len}"
+            )
         if params.max_tokens is not None and params.max_tokens < 1:
             raise CallError(f"max_tokens = {params.max_tokens}: give at least 1")
         if not (0 <= params.temperature < 100 and 0 < params.top_p <= 1):
-            raise CallError(f"temperature = {params.temperature}, top_p = {params.top_p}: give a temperature from 0 and a top_p of 0 to 1")
+            raise CallError(
+                f"temperature = {params.temperature}, top_p = {params.top_p}: give a "
+                "temperature from 0 and a top_p of 0 to 1"
+            )
 
     def _start(self, session: Session, number: int) -> None:
         session.tasks[number] = asyncio.create_task(self._answer(session, number))
@@ -281,7 +346,9 @@ class Sampling:
         except (CallError, PromptTooLongError, ValueError) as error:
             answer = Answer(number, json.dumps({"error": str(error), "category": "user"}).encode())
         except RunError as error:
-            answer = Answer(number, json.dumps({"error": str(error), "category": "server"}).encode())
+            answer = Answer(
+                number, json.dumps({"error": str(error), "category": "server"}).encode()
+            )
         finally:
             del session.tasks[number]
         session.log.answer(answer)
@@ -291,18 +358,26 @@ class Sampling:
         room = self.config.model.max_model_len - len(prompt)
         params = request.sampling_params
         sampling: dict[str, Any] = {
-            "max_tokens": min(params.max_tokens or DEFAULT_TOKENS, room), "temperature": params.temperature, "top_p": params.top_p,
+            "max_tokens": min(params.max_tokens or DEFAULT_TOKENS, room),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
             "top_k": max(params.top_k, 0),
-        } | stopping(params.stop)  # fmt: skip
+        } | stopping(params.stop)
         affinity = hash((session.id, request.seq_id)) % 2**31
 
         async def one(index: int) -> Generation:
-            seed = {} if params.seed is None else {"seed": (params.seed + index) % 2**63}  # or all samples of a request would be the same
+            # or all samples of a request would be the same
+            seed = {} if params.seed is None else {"seed": (params.seed + index) % 2**63}
             of_prompt = {"prompt_logprobs": True} if request.prompt_logprobs and not index else {}
             while True:
                 async with self.turns.of(session.target):
-                    answer = await self.servers.generate(affinity, prompt, sampling | seed | of_prompt)
-                    if all(span.policy_version == session.target.policy_version for span in answer.policy_versions):
+                    answer = await self.servers.generate(
+                        affinity, prompt, sampling | seed | of_prompt
+                    )
+                    if all(
+                        span.policy_version == session.target.policy_version
+                        for span in answer.policy_versions
+                    ):
                         return answer
                     self.turns.lost(session.target)
 
@@ -319,11 +394,13 @@ class Sampling:
         return sample_message(sampled, of_prompt)
 
     async def answer(self, sampling_id: str, number: int, wait_s: float) -> Answer | None:
-        """Returns the answer to a request; None if it does not come in time. Raises KeyError for an unknown one."""
+        """Returns the answer to a request; None if it does not come in time. Raises KeyError for
+        an unknown one."""
         session = self.find(sampling_id)
         if number not in session.log.calls:
             raise KeyError(f"sampling session {sampling_id} has no request {number - 1}")
-        if number not in session.log.answers and number not in session.tasks:  # it could not be written, or the server was started again
+        # it could not be written, or the server was started again
+        if number not in session.log.answers and number not in session.tasks:
             self._start(session, number)
         if task := session.tasks.get(number):
             await asyncio.wait([task], timeout=wait_s)
@@ -340,9 +417,12 @@ def prompt_ids(request: Sample) -> list[int]:
 
 
 def stopping(stop: str | list[str | int] | None) -> dict[str, Any]:
-    """Returns our settings for where an answer ends: the end-of-text token, and texts or tokens; with an empty list nowhere."""
+    """Returns our settings for where an answer ends: the end-of-text token, and texts or tokens;
+    with an empty list nowhere."""
     if stop is None:
         return {}
     if stop == []:
         return {"ignore_eos": True}
-    return {"stop_token_ids" if isinstance(stop, list) and isinstance(stop[0], int) else "stop": stop}
+    return {
+        "stop_token_ids" if isinstance(stop, list) and isinstance(stop[0], int) else "stop": stop
+    }

@@ -1,8 +1,10 @@
-"""Models that clients train: each is a log of calls, and adapters in the trainer that have seen a part of it.
+"""Models that clients train: each is a log of calls, and adapters in the trainer that have seen a
+part of it.
 
-Calls of a model are executed in the order of their numbers, which its client gives; calls of different models take turns. After a restart
-a model is loaded from the newest copy of its state, and the calls after that are executed again: with the same data, seeds and software
-they give the same bits. Answers that were written before are not written again.
+Calls of a model are executed in the order of their numbers, which its client gives; calls of
+different models take turns. After a restart a model is loaded from the newest copy of its state,
+and the calls after that are executed again: with the same data, seeds and software they give the
+same bits. Answers that were written before are not written again.
 """
 
 import asyncio
@@ -29,14 +31,22 @@ from rl.system.errors import RESTART, RunError
 from rl.tinker import codec
 from rl.tinker.log import MOST_OPEN, Answer, Call, Log
 from rl.tinker.places import EXTERNAL, SAMPLER, TRAINING, Places, new_saved, tinker_path, write_json
-from rl.tinker.requests import CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsExternal, SaveWeightsForSampler
+from rl.tinker.requests import (
+    CreateModel,
+    LoadWeights,
+    OptimStep,
+    SaveWeights,
+    SaveWeightsExternal,
+    SaveWeightsForSampler,
+)
 from rl.wire.messages import UNREADABLE
 from rl.wire.training_calls import CallError, Learner, NoRoomError
 
 T = TypeVar("T")
 KEPT_STATES = 2
 IDLE_S = 3600.0
-"""Seconds without a call after which a model leaves the trainer's memory if another one needs it."""
+"""Seconds without a call after which a model leaves the trainer's memory if another one needs
+it."""
 CHANGING = {"create_model", "load_weights", "optim_step"}
 """Calls after which a model has no gradient, so that its state may be copied."""
 MAKING = {"create_model", "load_weights"}
@@ -45,7 +55,8 @@ FAILED, NOT_EXECUTED = b'{"error"', b'{"error": "not executed: '
 
 
 class Model:
-    """A client's model. `applied` is the number of the newest call that its adapters in the trainer have seen; -1: they are not there."""
+    """A client's model. `applied` is the number of the newest call that its adapters in the
+    trainer have seen; -1: they are not there."""
 
     def __init__(self, model_id: str, places: Places):
         self.id, self.places, self.run_dir = model_id, places, places.model(model_id)
@@ -62,7 +73,8 @@ class Model:
 
     @property
     def log(self) -> Log:
-        """The calls, whose file is read and stays open from the first use on: a server may have made thousands of models."""
+        """The calls, whose file is read and stays open from the first use on: a server may have
+        made thousands of models."""
         self._log = self._log or Log(self.path)
         return self._log
 
@@ -86,7 +98,9 @@ class Model:
         """What the model was made with: base_model, lora_rank, user_metadata."""
         if (made := self.run_dir.root / "made.json").exists():
             return json.loads(made.read_bytes())
-        return json.loads(self.log.answer_of(0).body).get("made", {}) if 0 in self.log.answers else {}
+        return (
+            json.loads(self.log.answer_of(0).body).get("made", {}) if 0 in self.log.answers else {}
+        )
 
 
 class Training:
@@ -94,23 +108,34 @@ class Training:
 
     def __init__(self, config: RLConfig, places: Places, learner: Learner):
         assert config.serve
-        self.config, self.settings, self.places, self.learner = config, config.serve, places, learner
+        self.config, self.settings, self.places, self.learner = (
+            config,
+            config.serve,
+            places,
+            learner,
+        )
         self.name = self.settings.alias or config.model.name
-        self.models: dict[str, Model] = {model_id: Model(model_id, places) for model_id in places.model_ids()}
+        self.models: dict[str, Model] = {
+            model_id: Model(model_id, places) for model_id in places.model_ids()
+        }
         self.asked: dict[str, Model] = {}
         """Those whose files may be open; the one that was asked for last is last."""
         self.ready: asyncio.Queue[Model] = asyncio.Queue()
         self.thread = ThreadPoolExecutor(1, "trainer")
         self.actions = {
-            "create_model": self._create, "load_weights": self._load, "forward_backward": self._forward_backward,
-            "optim_step": self._optim_step, "save_weights": self._save, "save_weights_for_sampler": self._save_for_sampler,
+            "create_model": self._create,
+            "load_weights": self._load,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save_for_sampler,
             "save_weights_external": self._save_external,
-        }  # fmt: skip
+        }
         self.steps: dict[str, tuple[MetricsLog, Merger]] = {}
         self.sampled: Callable[[str], set[int]] = lambda model_id: set()
         """Returns the versions of a model that sessions sample from."""
 
-    # What clients ask -----------------------------------------------------------------------------------------------------
+    # What clients ask -----------------------------------------------------------------------------
 
     def find(self, model_id: str) -> Model:
         if model_id not in self.models:
@@ -132,11 +157,13 @@ class Training:
         self._queue(model)
 
     async def answer(self, model_id: str, number: int, wait_s: float) -> Answer | None:
-        """Returns the answer to a call; None if it does not come in time. Raises KeyError for an unknown call."""
+        """Returns the answer to a call; None if it does not come in time. Raises KeyError for an
+        unknown call."""
         model = self.find(model_id)
         if number not in model.log.calls:
             raise KeyError(f"model {model_id} has no call {number}")
-        self._queue(model)  # a call without an answer at a restart waits for its client, who may be gone
+        # a call without an answer at a restart waits for its client, who may be gone
+        self._queue(model)
         deadline = time.monotonic() + wait_s
         while number not in self.find(model_id).log.answers:
             try:
@@ -150,7 +177,11 @@ class Training:
         """Takes models whose id begins so out of the trainer's memory."""
 
         def forget() -> None:
-            for model in [model for model in list(self.models.values()) if model.id.startswith(prefix) and model.applied >= 0]:
+            for model in [
+                model
+                for model in list(self.models.values())
+                if model.id.startswith(prefix) and model.applied >= 0
+            ]:
                 self._forget(model)
 
         await asyncio.get_running_loop().run_in_executor(self.thread, forget)
@@ -159,7 +190,7 @@ class Training:
         self.learner.forget(model.id)
         model.applied, model.loss = -1, (0.0, 0)
 
-    # The thread ---------------------------------------------------------------------------------------------------------
+    # The thread -----------------------------------------------------------------------------------
 
     def _queue(self, model: Model) -> None:
         if not model.queued and model.next is not None:
@@ -167,7 +198,8 @@ class Training:
             self.ready.put_nowait(model)
 
     async def run(self) -> None:
-        """Executes calls until it is cancelled. Raises OSError and RunError of the trainer, which end the process."""
+        """Executes calls until it is cancelled. Raises OSError and RunError of the trainer,
+        which end the process."""
         loop = asyncio.get_running_loop()
         while True:
             model = await self.ready.get()
@@ -196,25 +228,36 @@ class Training:
         faults.point("calls.executed")
         model.log.answer(answer)
         model.attempts.unlink(missing_ok=True)
-        if succeeded and call.kind in CHANGING and time.monotonic() - model.saved_at > self.settings.checkpoint_s:
+        if (
+            succeeded
+            and call.kind in CHANGING
+            and time.monotonic() - model.saved_at > self.settings.checkpoint_s
+        ):
             self._save_state(model)
 
     def _count_attempt(self, model: Model, number: int) -> None:
-        """Counts the attempts to execute a call in a file, which outlives this process. Raises CallError for a call that has ended the
-        process too often: the clients of all models would wait for it."""
+        """Counts the attempts to execute a call in a file, which outlives this process. Raises
+        CallError for a call that has ended the process too often: the clients of all models
+        would wait for it."""
         attempts = 1
         with suppress(OSError, ValueError):  # there is none, or a power cut has left a part of it
             last, before = map(int, model.attempts.read_text().split())
             attempts = before + 1 if last == number else 1
         limit = self.config.supervisor.quarantine_after
         if attempts > limit:
-            few = "with fewer tokens at once if memory was short (see the log), or raise supervisor.quarantine_after"
-            raise CallError(f"not executed: the trainer has died {limit} times during this call; send it again {few}")
+            few = (
+                "with fewer tokens at once if memory was short (see the log), or raise "
+                "supervisor.quarantine_after"
+            )
+            raise CallError(
+                f"not executed: the trainer has died {limit} times during this call; send it "
+                f"again {few}"
+            )
         write_file(model.attempts, f"{number} {attempts}".encode(), durable=False)
 
     def _catch_up(self, model: Model, number: int) -> None:
-        """Brings a model's adapters to where they were before call `number`: from its newest sound state, by the calls after that.
-        Raises NoRoomError."""
+        """Brings a model's adapters to where they were before call `number`: from its newest
+        sound state, by the calls after that. Raises NoRoomError."""
         if model.applied < 0 < number:
             model.version = 0
             for step, folder in reversed(numbered(model.run_dir.root / "state").items()):
@@ -236,14 +279,25 @@ class Training:
                 raise
             except CallError as error:
                 if not had_failed:
-                    raise RunError(f"call {old} of {model.id} cannot be executed again: {error}", RESTART) from None
+                    raise RunError(
+                        f"call {old} of {model.id} cannot be executed again: {error}", RESTART
+                    ) from None
             model.applied = old
 
     def _with_room(self, model: Model, execute: Callable[[], T], idle_s: float = 0.0) -> T:
-        """Executes what may need memory for a model. Where that is short, other models leave it, the one that was not asked for longest
-        first, as far as nobody has asked for them for `idle_s`; their calls load them again. Raises CallError."""
-        others = [other for other in list(self.models.values()) if other is not model and other.applied >= 0]  # new ones may come
-        others = sorted((other for other in others if time.time() - other.used >= idle_s), key=lambda other: other.used)
+        """Executes what may need memory for a model. Where that is short, other models leave it,
+        the one that was not asked for longest first, as far as nobody has asked for them for
+        `idle_s`; their calls load them again. Raises CallError."""
+        # new ones may come
+        others = [
+            other
+            for other in list(self.models.values())
+            if other is not model and other.applied >= 0
+        ]
+        others = sorted(
+            (other for other in others if time.time() - other.used >= idle_s),
+            key=lambda other: other.used,
+        )
         while True:
             try:
                 return execute()
@@ -261,7 +315,7 @@ class Training:
             remove_directory(old)
         model.saved_at = time.monotonic()
 
-    # The calls: each returns the body of its answer, and whether that is JSON. `first`: not executed before ------------------
+    # The calls: each returns the body of its answer, and whether that is JSON. `first`: not execute
 
     def _create(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
         request = decode(call.body, CreateModel)
@@ -270,25 +324,43 @@ class Training:
         if lora is None:
             raise CallError("this server trains LoRA adapters: send lora_config")
         if not (lora.train_mlp and lora.train_attn):
-            raise CallError("this server trains adapters of all linear layers: leave train_mlp and train_attn true")
+            raise CallError(
+                "this server trains adapters of all linear layers: leave train_mlp and "
+                "train_attn true"
+            )
         seed = request.model_seq_id if lora.seed is None else lora.seed
-        self._with_room(model, partial(self.learner.create, model.id, lora.rank, seed % 2**63), IDLE_S)
-        return self._made(model, lora.rank, request.user_metadata, {"model_id": model.id, "type": "create_model"})
+        self._with_room(
+            model, partial(self.learner.create, model.id, lora.rank, seed % 2**63), IDLE_S
+        )
+        return self._made(
+            model, lora.rank, request.user_metadata, {"model_id": model.id, "type": "create_model"}
+        )
 
     def _load(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
         request = decode(call.body, LoadWeights)
         source, kind, name, _ = self.places.find(request.path, TRAINING)
         if call.number == 0:
-            self._check_base(request.base_model or self.name, request.optimizer_config.type if request.optimizer_config else "adamw")
+            self._check_base(
+                request.base_model or self.name,
+                request.optimizer_config.type if request.optimizer_config else "adamw",
+            )
         folder = self.places.saved(source, kind, name)
         rank = self._notes(folder)["rank"]
         if call.number and rank != model.settings.get("lora_rank"):
-            raise CallError(f"{request.path} has rank {rank}, this model {model.settings.get('lora_rank')}")
-        self._with_room(model, partial(self.learner.load, model.id, folder, request.optimizer), IDLE_S)
+            raise CallError(
+                f"{request.path} has rank {rank}, this model {model.settings.get('lora_rank')}"
+            )
+        self._with_room(
+            model, partial(self.learner.load, model.id, folder, request.optimizer), IDLE_S
+        )
         model.version += 1
         model.saved_at = -1e9  # its source may be deleted: the next copy of the state must not wait
         answer = {"path": request.path, "model_id": model.id, "type": "load_weights"}
-        return self._made(model, rank, request.user_metadata, answer) if call.number == 0 else (json.dumps(answer).encode(), True)
+        return (
+            self._made(model, rank, request.user_metadata, answer)
+            if call.number == 0
+            else (json.dumps(answer).encode(), True)
+        )
 
     def _notes(self, folder: Path) -> dict[str, Any]:
         """Returns the notes of a saved state. Raises CallError if it is damaged."""
@@ -299,19 +371,34 @@ class Training:
 
     def _check_base(self, base_model: str, optimizer: str) -> None:
         if base_model not in (self.name, self.config.model.name):
-            raise CallError(f"base_model {base_model!r}: this server has {self.name}; start it with --serve.alias {base_model}")
+            raise CallError(
+                f"base_model {base_model!r}: this server has {self.name}; start it with "
+                f"--serve.alias {base_model}"
+            )
         if optimizer != "adamw":
             raise CallError(f"optimizer {optimizer!r}: this server has adamw")
 
-    def _made(self, model: Model, rank: int, metadata: dict[str, Any] | None, answer: dict[str, Any]) -> tuple[bytes, bool]:
-        """Makes the model's run directory, and returns the answer with what the model was made with."""
+    def _made(
+        self, model: Model, rank: int, metadata: dict[str, Any] | None, answer: dict[str, Any]
+    ) -> tuple[bytes, bool]:
+        """Makes the model's run directory, and returns the answer with what the model was made
+        with."""
         config = self.config.model_copy(deep=True)
         lora = config.trainer.lora or LoraSettings()
         config.trainer.lora = lora.model_copy(update={"rank": rank})
-        config.output_dir, config.name, config.trainer.weights.dir = str(model.run_dir.root.parent), model.run_dir.root.name, None
+        config.output_dir, config.name, config.trainer.weights.dir = (
+            str(model.run_dir.root.parent),
+            model.run_dir.root.name,
+            None,
+        )
         write_config(model.run_dir.config, config)
         model.run_dir.status_dir.mkdir(exist_ok=True)
-        made = {"base_model": self.name, "lora_rank": rank, "user_metadata": metadata, "time": time.time()}
+        made = {
+            "base_model": self.name,
+            "lora_rank": rank,
+            "user_metadata": metadata,
+            "time": time.time(),
+        }
         write_json(model.run_dir.root / "made.json", made)
         return json.dumps({**answer, "made": made}).encode(), True
 
@@ -325,7 +412,10 @@ class Training:
         if not request.forward_only:
             total, count = model.loss
             targets = sum(int((example.advantages != 0).sum()) for example in examples)
-            model.loss = total + float(sum(losses.sum() for losses in scored.losses)), count + targets
+            model.loss = (
+                total + float(sum(losses.sum() for losses in scored.losses)),
+                count + targets,
+            )
         return codec.scored_message(request, scored), False
 
     def _optim_step(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
@@ -338,14 +428,22 @@ class Training:
         total, count = model.loss
         model.loss = (0.0, 0)
         if first:
-            self._note_step(model, {"loss/mean": total / max(1, count), "optim/grad_norm": norm, "optim/lr": step.lr})
-        return json.dumps({"metrics": {"unclipped_grad_l2:mean": norm, "policy_version:max": model.version}}).encode(), True
+            self._note_step(
+                model,
+                {"loss/mean": total / max(1, count), "optim/grad_norm": norm, "optim/lr": step.lr},
+            )
+        return json.dumps(
+            {"metrics": {"unclipped_grad_l2:mean": norm, "policy_version:max": model.version}}
+        ).encode(), True
 
     def _note_step(self, model: Model, metrics: dict[str, float]) -> None:
         if model.id not in self.steps:
             for old in list(self.steps)[: 1 - MOST_OPEN]:
                 os.close(self.steps.pop(old)[0].file)
-            self.steps[model.id] = MetricsLog(model.run_dir.metrics, "trainer"), Merger(model.run_dir.metrics)
+            self.steps[model.id] = (
+                MetricsLog(model.run_dir.metrics, "trainer"),
+                Merger(model.run_dir.metrics),
+            )
         log, merger = self.steps[model.id]
         log.write(model.version, metrics)
         merger.merge()
@@ -358,8 +456,15 @@ class Training:
             folder = self.places.saved(model.id, TRAINING, request.path)
             if there and not request.overwrite and self._notes(folder).get("number") != call.number:
                 raise CallError(f"{path} exists: choose another name, or overwrite=True")
-            self.learner.save(model.id, folder, {"policy_version": model.version, "number": call.number})
-            self.places.write_saved(model.id, TRAINING, request.path, new_saved(model.version, request.ttl_seconds, request.user_metadata))
+            self.learner.save(
+                model.id, folder, {"policy_version": model.version, "number": call.number}
+            )
+            self.places.write_saved(
+                model.id,
+                TRAINING,
+                request.path,
+                new_saved(model.version, request.ttl_seconds, request.user_metadata),
+            )
         return json.dumps({"path": path, "type": "save_weights"}).encode(), True
 
     def _save_for_sampler(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
@@ -368,17 +473,25 @@ class Training:
         if first and model.version and not folder.exists():
             self.learner.publish(model.id, folder, model.run_dir.digests(model.version))
             self._delete_old(model)
-        answer: dict[str, Any] = {"type": "save_weights_for_sampler", "policy_version": model.version}
+        answer: dict[str, Any] = {
+            "type": "save_weights_for_sampler",
+            "policy_version": model.version,
+        }
         if request.path is None:
             if request.kind == "inflight":
-                raise CallError('kind "inflight": this server samples from fixed versions; leave it at "snapshot"')
+                raise CallError(
+                    'kind "inflight": this server samples from fixed versions; leave it at '
+                    '"snapshot"'
+                )
             if request.sampling_session_seq_id is None:
                 raise CallError("give a path, or sampling_session_seq_id")
             session = model.id.partition(":train:")[0]
             answer["sampling_session_id"] = f"{session}:sample:{request.sampling_session_seq_id}"
         else:
             saved = new_saved(model.version, request.ttl_seconds, request.user_metadata)
-            answer["path"] = self.places.write_saved(model.id, SAMPLER, request.path, saved) if first else ""
+            answer["path"] = (
+                self.places.write_saved(model.id, SAMPLER, request.path, saved) if first else ""
+            )
         return json.dumps(answer).encode(), True
 
     def _save_external(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
@@ -390,13 +503,24 @@ class Training:
             there = self.places.read_saved(model.id, EXTERNAL, request.path)
             if there and there.policy_version != model.version:
                 raise CallError(f"{path} exists: choose another name, or delete it")
-            self.learner.publish(model.id, self.places.saved(model.id, EXTERNAL, request.path), None)
-            self.places.write_saved(model.id, EXTERNAL, request.path, new_saved(model.version, request.ttl_seconds, None))
+            self.learner.publish(
+                model.id, self.places.saved(model.id, EXTERNAL, request.path), None
+            )
+            self.places.write_saved(
+                model.id,
+                EXTERNAL,
+                request.path,
+                new_saved(model.version, request.ttl_seconds, None),
+            )
         return json.dumps({"path": path, "type": "save_weights_external"}).encode(), True
 
     def _delete_old(self, model: Model) -> None:
         """Deletes versions that are neither among the newest, nor named, nor sampled from."""
-        named = {saved.policy_version for kind, _, saved in self.places.all_saved(model.id) if kind == SAMPLER}
+        named = {
+            saved.policy_version
+            for kind, _, saved in self.places.all_saved(model.id)
+            if kind == SAMPLER
+        }
         versions = numbered(model.run_dir.weights_dir)
         newest = sorted(versions)[-self.config.trainer.weights.keep_last :]
         for version in versions.keys() - named - self.sampled(model.id) - {*newest}:
@@ -409,12 +533,14 @@ def failed(number: int, message: str) -> Answer:
 
 
 def was_left_out(call: Call, answer: bytes) -> bool:
-    """Returns whether a call that was answered so had no effect, and might have one today: then there was no memory, or no such path."""
+    """Returns whether a call that was answered so had no effect, and might have one today: then
+    there was no memory, or no such path."""
     return answer.startswith(NOT_EXECUTED) or (call.kind in MAKING and answer.startswith(FAILED))
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """Returns a JSON request, in which Python's NaN and Infinity may be numbers: they are refused where they are used. Raises CallError."""
+    """Returns a JSON request, in which Python's NaN and Infinity may be numbers: they are
+    refused where they are used. Raises CallError."""
     try:
         return msgspec.json.decode(body, type=kind)
     except UNREADABLE:

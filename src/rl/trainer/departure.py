@@ -1,4 +1,5 @@
-"""How the trainer ends when SIGTERM asks it to: at once, or after a checkpoint if the machine stays for some more seconds."""
+"""How the trainer ends when SIGTERM asks it to: at once, or after a checkpoint if the machine
+stays for some more seconds."""
 
 import math
 import os
@@ -12,42 +13,51 @@ if TYPE_CHECKING:  # it imports torch, which main.py does later
     from rl.trainer.parallel.world import World
 
 GRACE = "RL_GRACE_S"
-"""Environment variable with the seconds between SIGTERM and the end of this process, in which it writes a checkpoint."""
+"""Environment variable with the seconds between SIGTERM and the end of this process, in which it
+writes a checkpoint."""
 LEFT = 128 + signal.SIGTERM
 """Exit code of a rank that SIGTERM has ended, with or without a checkpoint."""
 
 
 def grace_s() -> float:
-    """Returns the seconds that the environment grants; 0 if it says nothing. Raises RunError if it is no number."""
+    """Returns the seconds that the environment grants; 0 if it says nothing. Raises RunError if
+    it is no number."""
     text = os.environ.get(GRACE) or "0"
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds <= threading.TIMEOUT_MAX:
-        raise RunError(f"{GRACE} = {text}: give the seconds from SIGTERM to the end of the process, or leave it out", WRONG_SETTINGS)
+        raise RunError(
+            f"{GRACE} = {text}: give the seconds from SIGTERM to the end of the process, or "
+            "leave it out",
+            WRONG_SETTINGS,
+        )
     return seconds
 
 
 class Departure:
     """SIGTERM to this rank, and the decision of all ranks to leave.
 
-    Rank 0's SIGTERM counts for all: every rank calls `agreed` at the same points of the training. One that only another rank got has
-    no effect but that rank's deadline. A rank that is still there `grace_s` seconds after its own SIGTERM, or after all have agreed, ends.
+    Rank 0's SIGTERM counts for all: every rank calls `agreed` at the same points of the training.
+    One that only another rank got has no effect but that rank's deadline. A rank that is still
+    there `grace_s` seconds after its own SIGTERM, or after all have agreed, ends.
     """
 
     def __init__(self, grace_s: float = 0.0):
         self.grace_s = grace_s
         self.can_save = False
-        """Whether there is a training whose state can be saved: otherwise SIGTERM ends the process at once."""
+        """Whether there is a training whose state can be saved: otherwise SIGTERM ends the
+        process at once."""
         self.asked = threading.Event()
         """Set by SIGTERM. On rank 0 it also ends the waits for the orchestrator."""
         self.decided = False
         """Whether all ranks have agreed to leave."""
 
     def watch(self) -> None:
-        """Starts to wait for SIGTERM in a thread: Python's own handlers run only between two bytecodes of the main thread, and not during
-        a long operator. To end at any moment is safe because every write is atomic."""
+        """Starts to wait for SIGTERM in a thread: Python's own handlers run only between two
+        bytecodes of the main thread, and not during a long operator. To end at any moment is
+        safe because every write is atomic."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=self._wait, name="sigterm", daemon=True).start()
 
@@ -70,5 +80,8 @@ class Departure:
             if self.grace_s and not self.asked.is_set():
                 self._start_deadline()
             if world.is_main:
-                print(f"SIGTERM: saving what has been trained and leaving, within {self.grace_s:g} s", flush=True)
+                print(
+                    f"SIGTERM: saving what has been trained and leaving, within {self.grace_s:g} s",
+                    flush=True,
+                )
         return self.decided

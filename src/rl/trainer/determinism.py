@@ -1,4 +1,5 @@
-"""Bit-exact reproducibility from the same batches: the conditions it depends on, and torch's settings for it."""
+"""Bit-exact reproducibility from the same batches: the conditions it depends on, and torch's
+settings for it."""
 
 import os
 from typing import Any
@@ -11,7 +12,8 @@ from rl.trainer.model.modes import Mode, is_compiled
 from rl.trainer.parallel.world import World
 
 ARITHMETIC = "7 (on several ranks, experts that are modules of their own keep their gradients)"
-"""Version of this code's arithmetic. Any change that alters a bit of a result must change the number."""
+"""Version of this code's arithmetic. Any change that alters a bit of a result must change the
+number."""
 
 
 def is_deterministic(settings: TrainerConfig, device: torch.device) -> bool:
@@ -20,25 +22,32 @@ def is_deterministic(settings: TrainerConfig, device: torch.device) -> bool:
 
 
 def apply(settings: TrainerConfig, device: torch.device) -> None:
-    """If the run is deterministic, makes torch use only operations whose result does not depend on the order of threads.
+    """If the run is deterministic, makes torch use only operations whose result does not depend on
+    the order of threads.
 
-    On GPUs an operation without a deterministic form raises an error that names it. Call this before the first product on a GPU.
+    On GPUs an operation without a deterministic form raises an error that names it. Call this
+    before the first product on a GPU.
     """
     if not is_deterministic(settings, device):
         return
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own workspaces would be shared between streams
+        # cuBLAS's own workspaces would be shared between streams
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # only helps to find bugs, and writes every buffer
+    # only helps to find bugs, and writes every buffer
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def conditions(settings: TrainerConfig, world: World, mode: Mode) -> dict[str, Any]:
-    """Returns the conditions, besides base model, configuration and batches, that a version's bits depend on. Recorded with its digests."""
+    """Returns the conditions, besides base model, configuration and batches, that a version's
+    bits depend on. Recorded with its digests."""
     on_gpu = world.device.type == "cuda"
     return {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(world.device) if on_gpu else f"cpu {torch.backends.cpu.get_cpu_capability()}",
+        "device": torch.cuda.get_device_name(world.device)
+        if on_gpu
+        else f"cpu {torch.backends.cpu.get_cpu_capability()}",
         "bfloat16": "" if on_gpu else bfloat16_instructions(),
         "threads": torch.get_num_threads(),
         "ranks": world.size,
@@ -51,11 +60,17 @@ def conditions(settings: TrainerConfig, world: World, mode: Mode) -> dict[str, A
 
 
 def bfloat16_instructions() -> str:
-    """Returns this processor's bfloat16 product instructions, which differ in the order of sums; empty if none or if torch is older."""
+    """Returns this processor's bfloat16 product instructions, which differ in the order of sums;
+    empty if none or if torch is older."""
     found = getattr(torch.cpu, "get_capabilities", dict)()
     return " ".join(name for name in ("amx_bf16", "avx512_bf16") if found.get(name))
 
 
 def differing_conditions(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """Returns the conditions that differ, as text; empty if all are equal. Conditions that are not recorded in `there` are not compared."""
-    return ", ".join(f"{key} {there[key]} there and {here.get(key)} here" for key in there if there[key] != here.get(key))
+    """Returns the conditions that differ, as text; empty if all are equal. Conditions that are
+    not recorded in `there` are not compared."""
+    return ", ".join(
+        f"{key} {there[key]} there and {here.get(key)} here"
+        for key in there
+        if there[key] != here.get(key)
+    )

@@ -1,4 +1,5 @@
-"""Exports a run's weights as files that transformers and peft can load, in a single process without ranks or GPUs."""
+"""Exports a run's weights as files that transformers and peft can load, in a single process
+without ranks or GPUs."""
 
 import sys
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from rl.trainer.store.versions import copy_small_files, write_config
 
 @dataclass(frozen=True)
 class Origin:
-    """The files to read weights from: a checkpoint, or a version if there is no intact checkpoint. At least one of them is given."""
+    """The files to read weights from: a checkpoint, or a version if there is no intact
+    checkpoint. At least one of them is given."""
 
     base: Path
     """The folder of the base model."""
@@ -36,29 +38,40 @@ class Origin:
     """Folder of the published version, in the dtype of the run's model."""
     trust_remote_code: bool = False
     name: str = ""
-    """The base model's name, by which adapters are found beside it on other machines; by default its folder."""
+    """The base model's name, by which adapters are found beside it on other machines; by default
+    its folder."""
 
 
 def export(origin: Origin, target: Path, merge: bool, dtype: str) -> None:
-    """Writes the weights to `target`, complete by rename: a whole model, or for a run with adapters only these unless `merge` is set.
+    """Writes the weights to `target`, complete by rename: a whole model, or for a run with adapters
+    only these unless `merge` is set.
 
-    Raises CorruptFileError if checkpoint or version are damaged, RunError if they belong to another model or the adapters do not match.
+    Raises CorruptFileError if checkpoint or version are damaged, RunError if they belong to another
+    model or the adapters do not match.
     """
     disable_progress_bar()
     model = load(origin, DTYPES[dtype])
     if origin.lora and merge:
         lora.merge_adapters(model)
-    write_directory(target, lambda folder: write(folder, model, origin.base, DTYPES[dtype], origin.name))
+    write_directory(
+        target, lambda folder: write(folder, model, origin.base, DTYPES[dtype], origin.name)
+    )
 
 
 def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
-    """Loads the unsharded model with the verified weights of a checkpoint or a version; in float32 unless a version is loaded as it is."""
+    """Loads the unsharded model with the verified weights of a checkpoint or a version; in
+    float32 unless a version is loaded as it is."""
     found = sound_checkpoint(origin)
     if origin.version and not found:
         check_version(origin.version)
     whole = origin.version if not found and not origin.lora else None
     with readable(whole or origin.base) as folder:
-        model = load_rows(folder, None, dtype=dtype if whole else torch.float32, trust_remote_code=origin.trust_remote_code)
+        model = load_rows(
+            folder,
+            None,
+            dtype=dtype if whole else torch.float32,
+            trust_remote_code=origin.trust_remote_code,
+        )
     if origin.lora:
         lora.add_adapters(model, origin.lora)
     if found:
@@ -69,7 +82,8 @@ def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def sound_checkpoint(origin: Origin) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the verified checkpoint with its manifest. Skips a damaged one, with a warning, if there is a version."""
+    """Returns the verified checkpoint with its manifest. Skips a damaged one, with a warning, if
+    there is a version."""
     if not origin.checkpoint:
         return None
     try:
@@ -77,15 +91,25 @@ def sound_checkpoint(origin: Origin) -> tuple[Path, dict[str, Any]] | None:
     except CorruptFileError as error:
         if not origin.version:
             raise
-        print(f"WARNING: the checkpoint is damaged ({error}); the version {origin.version} is used instead", file=sys.stderr, flush=True)
+        print(
+            f"WARNING: the checkpoint is damaged ({error}); the version {origin.version} is "
+            "used instead",
+            file=sys.stderr,
+            flush=True,
+        )
         return None
 
 
-def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype, name: str = "") -> None:
-    """Fills `folder` with the weights in `dtype` and the base model's tokenizer. Of a model with adapters writes only the adapters, which
-    give `name` as their base."""
+def write(
+    folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype, name: str = ""
+) -> None:
+    """Fills `folder` with the weights in `dtype` and the base model's tokenizer. Of a model with
+    adapters writes only the adapters, which give `name` as their base."""
     if lora.has_adapters(model):
-        tensors = {lora.name_in_file(name): parameter.detach().to(dtype) for name, parameter in lora.trainable(model).items()}
+        tensors = {
+            lora.name_in_file(name): parameter.detach().to(dtype)
+            for name, parameter in lora.trainable(model).items()
+        }
         require_space(folder, tensors.values())
         lora.write_config(folder, model, name or base)
         write_tensors(folder / lora.WEIGHTS_FILE, tensors)
@@ -96,7 +120,8 @@ def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype, 
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype_of(parameter, dtype))
         require_space(folder, model.parameters())
-        if (base / "generation_config.json").is_file():  # it is copied as it is: transformers refuses to save some, such as Llama 2's
+        # it is copied as it is: transformers refuses to save some, such as Llama 2's
+        if (base / "generation_config.json").is_file():
             model.generation_config = GenerationConfig()
         model.save_pretrained(folder)
         copy_small_files(base, folder)

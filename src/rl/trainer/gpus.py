@@ -1,4 +1,5 @@
-"""`python -m rl.trainer.gpus` prints the number of GPUs that torch sees, and the CUDA version that it is built for."""
+"""`python -m rl.trainer.gpus` prints the number of GPUs that torch sees, and the CUDA version
+that it is built for."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""`trainer`: one rank of the trainer. `torchrun ... -m rl.trainer.main @ outputs/x/config.toml`; without torchrun, the only rank."""
+"""`trainer`: one rank of the trainer. `torchrun ... -m rl.trainer.main @ outputs/x/config.toml`;
+without torchrun, the only rank."""
 
 import contextlib
 import importlib
@@ -27,10 +28,16 @@ from rl.system.prefork import leave
 from rl.trainer.departure import LEFT, Departure, grace_s
 from rl.trainer.parallel.lost import naming_lost_ranks, status_name
 
-SLOW_IMPORTS = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.sft.source", "rl.trainer.start")
+SLOW_IMPORTS = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "rl.trainer.sft.source",
+    "rl.trainer.start",
+)
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-"""Environment variables with which users configure torch's GPU allocator; torch reads them at its first allocation."""
+"""Environment variables with which users configure torch's GPU allocator; torch reads them at
+its first allocation."""
 
 
 def main() -> None:
@@ -52,12 +59,15 @@ def main() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # everything is written; some libraries have been seen to abort when the interpreter shuts their threads down
+    # everything is written; some libraries have been seen to abort when the interpreter shuts their
+    # threads down
+    os._exit(code)
 
 
 def set_up_allocator() -> None:
-    """Has torch's GPU allocator grow its blocks, unless the user has configured it. Micro batches differ in length: blocks of fixed sizes
-    would become fragmented, and a later step run out of memory."""
+    """Has torch's GPU allocator grow its blocks, unless the user has configured it. Micro
+    batches differ in length: blocks of fixed sizes would become fragmented, and a later step run
+    out of memory."""
     if not ALLOCATOR & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -66,7 +76,16 @@ def preload(config: RLConfig) -> None:
     """Imports the modules that `run` will need, and does nothing else."""
     for module in SLOW_IMPORTS:
         importlib.import_module(module)
-    with contextlib.suppress(RunError, OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError):
+    with contextlib.suppress(
+        RunError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        RuntimeError,
+    ):
         # `run` will report any of these errors.
         folder = resolve_model(config.model, needs_template=config.plays)
         kind = json.loads((Path(folder) / "config.json").read_bytes())["model_type"]
@@ -74,12 +93,18 @@ def preload(config: RLConfig) -> None:
 
 
 def run(config: RLConfig, rank: int, departure: Departure) -> int:
-    """Takes the trainer's role, connects the ranks, trains, and shuts everything down. Returns the exit code: LEFT if SIGTERM ended it."""
+    """Takes the trainer's role, connects the ranks, trains, and shuts everything down. Returns
+    the exit code: LEFT if SIGTERM ended it."""
     name = status_name(rank)
     lease = None
     if rank == 0:
         lease = hold_role(config.run_dir.lock("trainer"), ROLE_WAIT_S)
-        own = (config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests_dir, config.run_dir.tokens_dir)
+        own = (
+            config.run_dir.weights_dir,
+            config.run_dir.checkpoints,
+            config.run_dir.digests_dir,
+            config.run_dir.tokens_dir,
+        )
         clean_leftovers(*own, ours="")
     if not config.trainer.data.fake:  # a benchmark writes only what the user asks for
         spans.start(config.run_dir.spans, name)
@@ -119,9 +144,15 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
     if isinstance(source, FromExamples):
         config = config.model_copy(update={"max_steps": source.num_steps})
     status.enter(Phase.LOADING_MODEL, max_steps=config.max_steps)
-    alone = settings.data.replay or settings.data.fake or (config.sft and LAUNCHER not in os.environ)  # neither `rl` nor an orchestrator
+    # neither `rl` nor an orchestrator
+    alone = (
+        settings.data.replay or settings.data.fake or (config.sft and LAUNCHER not in os.environ)
+    )
     merges = merging(config.run_dir.metrics, partial(check_fence, config.run_dir.lock("trainer")))
-    with merges if alone and rank == 0 else contextlib.nullcontext(), naming_lost_ranks(config.run_dir, rank, world.size):
+    with (
+        merges if alone and rank == 0 else contextlib.nullcontext(),
+        naming_lost_ranks(config.run_dir, rank, world.size),
+    ):
         has_left = train(start(config, world, base, status, source, departure))
     world.close()
     status.close()
@@ -133,21 +164,30 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
 
 
 def uses_gpus(config: RLConfig) -> bool:
-    """Returns whether to use GPUs: yes if torch finds any, unless trainer.gpus = 0. Ends the process if GPUs are asked for but missing."""
+    """Returns whether to use GPUs: yes if torch finds any, unless trainer.gpus = 0. Ends the
+    process if GPUs are asked for but missing."""
     import torch
 
     found = torch.cuda.is_available()
     if config.trainer.gpus and not found:
-        remedy = "check nvidia-smi, and that torch is the GPU build (uv run --no-group cpu --group gpu)"
-        fail(config.run_dir, f"trainer.gpus = {config.trainer.gpus}, but torch finds no GPU: {remedy}", WRONG_SETTINGS)
+        remedy = (
+            "check nvidia-smi, and that torch is the GPU build (uv run --no-group cpu --group gpu)"
+        )
+        fail(
+            config.run_dir,
+            f"trainer.gpus = {config.trainer.gpus}, but torch finds no GPU: {remedy}",
+            WRONG_SETTINGS,
+        )
     return config.trainer.gpus != 0 and found
 
 
 def fail(run_dir: RunDir, message: str, code: int) -> NoReturn:
-    """Prints one line and ends this rank, with os._exit because other ranks may hold the process group in a collective.
+    """Prints one line and ends this rank, with os._exit because other ranks may hold the process
+    group in a collective.
 
-    torchrun exits with 1 whatever the ranks' codes are, so the first rank to fail leaves its code in a file; the others fail as a result.
-    A machine that was declared lost leaves none: the file belongs to its successor.
+    torchrun exits with 1 whatever the ranks' codes are, so the first rank to fail leaves its code
+    in a file; the others fail as a result. A machine that was declared lost leaves none: the file
+    belongs to its successor.
     """
     print(f"trainer: {message}", file=sys.stderr, flush=True)
     lease = os.environ.get(MACHINE_LEASE)
@@ -158,8 +198,8 @@ def fail(run_dir: RunDir, message: str, code: int) -> NoReturn:
 
 
 def start_to_watch() -> Departure:
-    """Starts to wait for SIGTERM. Raises RunError. Under torchrun the process is also killed when torchrun dies, so that no rank outlives
-    it."""
+    """Starts to wait for SIGTERM. Raises RunError. Under torchrun the process is also killed
+    when torchrun dies, so that no rank outlives it."""
     departure = Departure(grace_s())
     departure.watch()
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -20,8 +20,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """Fused AdamW with its moments in host memory. An optimizer step copies each parameter's moments to its device and back, 16 bytes per
-    weight in total; the device holds one parameter's moments at a time. Results are bit-identical to those with moments on the device."""
+    """Fused AdamW with its moments in host memory. An optimizer step copies each parameter's
+    moments to its device and back, 16 bytes per weight in total; the device holds one
+    parameter's moments at a time. Results are bit-identical to those with moments on the device."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -30,12 +31,15 @@ class OffloadedAdamW(torch.optim.AdamW):
                 if parameter.grad is not None:
                     self._update(parameter, group)
         if any(parameter.is_cuda for group in self.param_groups for parameter in group["params"]):
-            torch.cuda.current_stream().synchronize()  # the copies to the host must end before anybody reads them
+            # the copies to the host must end before anybody reads them
+            torch.cuda.current_stream().synchronize()
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         kept = [local(state[name]) for name in MOMENTS]
-        weights, gradient, step = (local(tensor) for tensor in (parameter, parameter.grad, state["step"]))
+        weights, gradient, step = (
+            local(tensor) for tensor in (parameter, parameter.grad, state["step"])
+        )
         moments = [torch.empty_like(weights).copy_(moment, non_blocking=True) for moment in kept]
         beta1, beta2 = group["betas"]
         adamw(
@@ -61,7 +65,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Divides tensors by the mesh that they are sharded over: torch computes with lists of tensors of one mesh only."""
+    """Divides tensors by the mesh that they are sharded over: torch computes with lists of
+    tensors of one mesh only."""
     found = defaultdict(list)
     for tensor in tensors:
         found[tensor.device_mesh if isinstance(tensor, DTensor) else None].append(tensor)
@@ -69,19 +74,22 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def decays(module: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Returns whether a parameter of a module has weight decay: matrices do. Biases and norms do not, also those with a row per expert or
-    head, nor do the rates of state spaces and kernels of one channel each, which are no matrices despite their dimensions.
-    They are told by class and name, since sharding makes new parameters without the models' `_no_weight_decay`."""
+    """Returns whether a parameter of a module has weight decay: matrices do. Biases and norms do
+    not, also those with a row per expert or head, nor do the rates of state spaces and kernels
+    of one channel each, which are no matrices despite their dimensions. They are told by class
+    and name, since sharding makes new parameters without the models' `_no_weight_decay`."""
     single_channel = isinstance(module, nn.Conv1d) and module.groups == module.in_channels
     exempt = single_channel or "norm" in type(module).__name__.lower()
     return parameter.ndim >= 2 and not exempt and name != "A_log" and not name.endswith("bias")
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Returns fused AdamW with its state already allocated, so that checkpoints can be loaded into it before the first step.
+    """Returns fused AdamW with its state already allocated, so that checkpoints can be loaded into
+    it before the first step.
 
     Only what `decays` names has weight decay. It is always the fused version, because the unfused
-    one differs in the last bit. Raises RunError if offloading is set without GPUs, or without enough memory for it.
+    one differs in the last bit. Raises RunError if offloading is set without GPUs, or without
+    enough memory for it.
     """
     matrices = {
         parameter: decays(module, name, parameter)
@@ -92,45 +100,64 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     groups = [
         {"params": group, "weight_decay": decay}
         for of_a_mesh in by_mesh(parameters)
-        for group, decay in (([p for p in of_a_mesh if matrices[p]], config.weight_decay), ([p for p in of_a_mesh if not matrices[p]], 0.0))
+        for group, decay in (
+            ([p for p in of_a_mesh if matrices[p]], config.weight_decay),
+            ([p for p in of_a_mesh if not matrices[p]], 0.0),
+        )
         if group
     ]
     if config.offload and not all(parameter.is_cuda for parameter in parameters):
-        raise RunError("trainer.optim.offload moves the optimizer's state from GPU to CPU memory; without a GPU leave it false")
+        raise RunError(
+            "trainer.optim.offload moves the optimizer's state from GPU to CPU memory; "
+            "without a GPU leave it false"
+        )
     if config.offload:
         require_host_memory(parameters)
-    kind, place = (OffloadedAdamW, {"device": "cpu", "pin_memory": True}) if config.offload else (torch.optim.AdamW, {})
+    kind, place = (
+        (OffloadedAdamW, {"device": "cpu", "pin_memory": True})
+        if config.offload
+        else (torch.optim.AdamW, {})
+    )
     optimizer = kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     for parameter in parameters:
-        optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
-        optimizer.state[parameter] |= {name: torch.zeros_like(parameter, **place) for name in MOMENTS}
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device)
+        }
+        optimizer.state[parameter] |= {
+            name: torch.zeros_like(parameter, **place) for name in MOMENTS
+        }
     return optimizer
 
 
 def require_host_memory(parameters: Iterable[Tensor]) -> None:
-    """Raises RunError if the moments of all ranks of this machine do not fit into its memory; a rank would be killed without a message."""
+    """Raises RunError if the moments of all ranks of this machine do not fit into its memory; a
+    rank would be killed without a message."""
     ranks, total = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), memory_bytes()[0]
     needed = ranks * sum(2 * local(parameter).nbytes for parameter in parameters)
     if needed > total:
         raise RunError(
-            f"trainer.optim.offload takes {needed / 2**30:.1f} GiB for the moments of {ranks} rank(s), but this machine has "
+            f"trainer.optim.offload takes {needed / 2**30:.1f} GiB for the moments of "
+            f"{ranks} rank(s), but this machine has "
             f"{total / 2**30:.1f} GiB: set it to false, or shard the model over more machines"
         )
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
-    """Returns the Euclidean norm of the gradient over all parameters and ranks. Every rank calls this."""
+    """Returns the Euclidean norm of the gradient over all parameters and ranks. Every rank calls
+    this."""
     return math.hypot(*map(norm_of, by_mesh(p.grad for p in parameters if p.grad is not None)))
 
 
 def norm_of(gradients: list[Tensor]) -> float:
-    """Returns the norm of gradients on one mesh. Those of divided experts are summed over all ranks at once: DTensor would sum over one
-    dimension of the mesh after the other, and does not promise every rank the same bits then."""
+    """Returns the norm of gradients on one mesh. Those of divided experts are summed over all
+    ranks at once: DTensor would sum over one dimension of the mesh after the other, and does not
+    promise every rank the same bits then."""
     mesh = gradients[0].device_mesh if isinstance(gradients[0], DTensor) else None
     if mesh and "expert" in (mesh.mesh_dim_names or ()):
         squared = nn.utils.get_total_norm([local(gradient) for gradient in gradients]).double() ** 2
         dist.all_reduce(squared)
-        return math.sqrt(squared / math.prod(mesh.shape[:-2]))  # each copy of the model has added the same
+        # each copy of the model has added the same
+        return math.sqrt(squared / math.prod(mesh.shape[:-2]))
     norm = nn.utils.get_total_norm(gradients)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -138,20 +165,35 @@ def norm_of(gradients: list[Tensor]) -> float:
 def clip_gradients(parameters: Iterable[Tensor], norm: float, max_norm: float) -> None:
     """Scales the gradient down to norm `max_norm` if its current `norm` is larger."""
     if norm > max_norm:
-        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients = [
+            local(parameter.grad) for parameter in parameters if parameter.grad is not None
+        ]
         torch._foreach_mul_(gradients, max_norm / norm)
 
 
-def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimConfig, lr: float, batch: int, loss: float) -> float:
-    """Applies the gradient of a loss, clipped to norm `max_grad_norm`, and clears it. Returns the norm before clipping.
+def optimizer_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: OptimConfig,
+    lr: float,
+    batch: int,
+    loss: float,
+) -> float:
+    """Applies the gradient of a loss, clipped to norm `max_grad_norm`, and clears it. Returns the
+    norm before clipping.
 
-    Raises RunError, which names the batch, if norm or loss is not finite; nothing has been changed then.
+    Raises RunError, which names the batch, if norm or loss is not finite; nothing has been changed
+    then.
     """
     parameters = list(model.parameters())
     norm = gradient_norm(parameters)
     if not (math.isfinite(norm) and math.isfinite(loss)):
         found = f"step {batch}: loss {loss}, gradient norm {norm}"
-        raise RunError(f"{found}; the step is discarded. If that repeats itself, look at its samples, or lower trainer.optim.lr", RESTART)
+        raise RunError(
+            f"{found}; the step is discarded. If that repeats itself, look at its samples, "
+            "or lower trainer.optim.lr",
+            RESTART,
+        )
     clip_gradients(parameters, norm, config.max_grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -1,4 +1,5 @@
-"""Retrains a run from its log: versions and checkpoints are compared with the run's instead of being written."""
+"""Retrains a run from its log: versions and checkpoints are compared with the run's instead of
+being written."""
 
 import json
 from collections.abc import Collection
@@ -37,12 +38,16 @@ def origin(replay: ReplayConfig) -> RunDir:
 
 
 def open_log(config: RLConfig, replay: ReplayConfig) -> BatchSource:
-    """Returns the source of the run's batches: its log, or in supervised fine-tuning its examples."""
-    return FromExamples(config, Path(replay.run) / "data") if config.sft else FromLog(origin(replay))
+    """Returns the source of the run's batches: its log, or in supervised fine-tuning its
+    examples."""
+    return (
+        FromExamples(config, Path(replay.run) / "data") if config.sft else FromLog(origin(replay))
+    )
 
 
 def record(root: Path, found: dict[str, Any]) -> None:
-    """Appends a line about a version or checkpoint to `replay.jsonl` in the scratch directory, which `rl replay` reads."""
+    """Appends a line about a version or checkpoint to `replay.jsonl` in the scratch directory,
+    which `rl replay` reads."""
     with (root / FOUND).open("a") as file:
         file.write(json.dumps(found) + "\n")
 
@@ -50,34 +55,48 @@ def record(root: Path, found: dict[str, Any]) -> None:
 class Comparer(Publisher):
     """Compares each version with what the run has kept of it, instead of writing it."""
 
-    def __init__(self, run_dir: RunDir, config: WeightsConfig, wait: Wait, world: World, replayed: RunDir):
+    def __init__(
+        self, run_dir: RunDir, config: WeightsConfig, wait: Wait, world: World, replayed: RunDir
+    ):
         super().__init__(run_dir, config, None, wait, world=world)
         self.replayed = replayed
 
-    def _publish(self, number: int, version: PublishedVersion, checkpoints: Collection[int], since: float) -> None:
+    def _publish(
+        self, number: int, version: PublishedVersion, checkpoints: Collection[int], since: float
+    ) -> None:
         self.wait.about(Phase.COMPARING, number)
         found = {"version": number, **compare(self.replayed, number, version, self.ranks)}
         self.ranks.of_main(lambda: record(self.run_dir.root, found))
 
 
-def compare(replayed: RunDir, number: int, version: PublishedVersion, ranks: Ranks) -> dict[str, Any]:
+def compare(
+    replayed: RunDir, number: int, version: PublishedVersion, ranks: Ranks
+) -> dict[str, Any]:
     """Compares a version with the run's version of the same number. Every rank calls this.
 
-    Returns `kept`: which of the run's digests and weights exist; `tensor`: the first tensor that differs, with `max_difference` if the
-    weights exist; `fault`: the fault of a damaged file of the run; `unlike`: conditions of the run's version that differ from those here;
-    `deterministic`: whether equal conditions give equal bits.
+    Returns `kept`: which of the run's digests and weights exist; `tensor`: the first tensor that
+    differs, with `max_difference` if the weights exist; `fault`: the fault of a damaged file of the
+    run; `unlike`: conditions of the run's version that differ from those here; `deterministic`:
+    whether equal conditions give equal bits.
     """
     folder = replayed.weights(number)
     contents, fault = ranks.of_main(lambda: kept_of(replayed.digests(number), folder))
-    differing = {kind: first_difference(content["tensors"], version.digests_like(content["tensors"])) for kind, content in contents.items()}
+    differing = {
+        kind: first_difference(content["tensors"], version.digests_like(content["tensors"]))
+        for kind, content in contents.items()
+    }
     tensor = next(filter(None, differing.values()), None)
     if len(set(differing.values())) > 1 and not fault:
         fault = f"{folder / DIGESTS} and {replayed.digests(number)} differ in {tensor}"
-    made_by: dict[str, Any] = next((content.get("made_by", {}) for content in contents.values()), version.made_by)
+    made_by: dict[str, Any] = next(
+        (content.get("made_by", {}) for content in contents.values()), version.made_by
+    )
     return {
         "kept": list(contents),
         "tensor": tensor,
-        "max_difference": largest_difference(folder, tensor, version, ranks) if tensor and "weights" in contents else None,
+        "max_difference": largest_difference(folder, tensor, version, ranks)
+        if tensor and "weights" in contents
+        else None,
         "fault": fault,
         "unlike": differing_conditions(made_by, version.made_by),
         "deterministic": made_by.get("deterministic", False),
@@ -85,7 +104,8 @@ def compare(replayed: RunDir, number: int, version: PublishedVersion, ranks: Ran
 
 
 def kept_of(digests: Path, folder: Path) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """Returns (a version's digests by the place where they were found, the fault of the first damaged file)."""
+    """Returns (a version's digests by the place where they were found, the fault of the first
+    damaged file)."""
     contents: dict[str, dict[str, Any]] = {}
     fault = None
     for kind, path in (("digests", digests), ("weights", folder)):
@@ -97,8 +117,11 @@ def kept_of(digests: Path, folder: Path) -> tuple[dict[str, dict[str, Any]], str
     return contents, fault
 
 
-def largest_difference(folder: Path, name: str, version: PublishedVersion, ranks: Ranks) -> float | None:
-    """Returns the largest absolute difference between elements of one tensor; None if shapes or names differ. Every rank calls this."""
+def largest_difference(
+    folder: Path, name: str, version: PublishedVersion, ranks: Ranks
+) -> float | None:
+    """Returns the largest absolute difference between elements of one tensor; None if shapes or
+    names differ. Every rank calls this."""
     ours = next((tensor for tensor in version.image.tensors if tensor.name == name), None)
     if ours is None:
         return None
@@ -108,17 +131,27 @@ def largest_difference(folder: Path, name: str, version: PublishedVersion, ranks
         with readable(folder) as place:
             for path in model_files(place):
                 with safe_open(path, "pt") as file:
-                    if name in file.keys() and (theirs := file.get_tensor(name)).shape == ours.shape:  # noqa: SIM118
-                        return float((theirs.double() - whole.view(ours.dtype).view(ours.shape).double()).abs().max())
+                    if (
+                        name in file.keys()  # noqa: SIM118
+                        and (theirs := file.get_tensor(name)).shape == ours.shape
+                    ):
+                        return float(
+                            (theirs.double() - whole.view(ours.dtype).view(ours.shape).double())
+                            .abs()
+                            .max()
+                        )
         return None
 
     return ranks.of_main(difference)
 
 
 class StateComparer(Saver):
-    """Compares the whole state, float32 weights and optimizer, with the checkpoints that the run has kept, instead of saving it."""
+    """Compares the whole state, float32 weights and optimizer, with the checkpoints that the run
+    has kept, instead of saving it."""
 
-    def __init__(self, run_dir: RunDir, settings: TrainerConfig, world: World, step: int, replayed: RunDir):
+    def __init__(
+        self, run_dir: RunDir, settings: TrainerConfig, world: World, step: int, replayed: RunDir
+    ):
         super().__init__(run_dir, settings, world, step)
         self.replayed = replayed
 
@@ -133,4 +166,12 @@ class StateComparer(Saver):
         names = [] if fault else checkpoint.differing(path, model, optimizer, self.world)
         ranks = ranks_without(self.world, not names)
         if self.world.is_main:
-            record(self.run_dir.root, {"checkpoint": step, "tensor": next(iter(names), None), "ranks": ranks, "fault": fault or None})
+            record(
+                self.run_dir.root,
+                {
+                    "checkpoint": step,
+                    "tensor": next(iter(names), None),
+                    "ranks": ranks,
+                    "fault": fault or None,
+                },
+            )

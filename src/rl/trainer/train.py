@@ -27,12 +27,15 @@ from rl.trainer.trainer import TrainContext, Trainer
 
 
 def train(trainer: Trainer) -> bool:
-    """Receives, trains and publishes until the last step, or until the batch source reports that the run has ended, or until SIGTERM.
+    """Receives, trains and publishes until the last step, or until the batch source reports that
+    the run has ended, or until SIGTERM.
 
-    Returns whether SIGTERM has ended it, see departure.py: then the run goes on with the next start.
+    Returns whether SIGTERM has ended it, see departure.py: then the run goes on with the next
+    start.
 
-    Consumes: batches, which a thread fetches during the previous step. Produces: metric lines, and policy versions and checkpoints,
-    which two threads write during the next steps. Waits for: these three threads, and through them the orchestrator and the disk.
+    Consumes: batches, which a thread fetches during the previous step. Produces: metric lines, and
+    policy versions and checkpoints, which two threads write during the next steps. Waits for: these
+    three threads, and through them the orchestrator and the disk.
     """
     trainer.begin()
     world, has_trained = trainer.context.world, False
@@ -51,7 +54,9 @@ def train(trainer: Trainer) -> bool:
             has_trained = True
         trainer.step = step
         leaves = trainer.leaves()
-        if leaves:  # before anything slow; `receive` then ends the loop. A run resumed from this checkpoint does not log this step again
+        # before anything slow; `receive` then ends the loop. A run resumed from this checkpoint
+        # does not log this step again
+        if leaves:
             trainer.log(metrics, ready, timer)
             trainer.save_checkpoint()
             timer.lap("checkpoint")
@@ -62,7 +67,8 @@ def train(trainer: Trainer) -> bool:
         if checkpoint_is_due:
             metrics |= trainer.probe(timer)
         held_out = trainer.validate(timer)
-        if checkpoint_is_due:  # after everything slow: a run resumed from this checkpoint does not log this step again
+        # after everything slow: a run resumed from this checkpoint does not log this step again
+        if checkpoint_is_due:
             trainer.save_checkpoint()
         timer.lap("checkpoint")
         if not leaves:
@@ -74,26 +80,41 @@ def train(trainer: Trainer) -> bool:
 
 
 def train_batch(trainer: Trainer, packed: Packed, timer: Timer) -> dict[str, float]:
-    """Trains one step at its scheduled learning rate and returns the metrics. Raises RunError, explained, if memory runs out."""
+    """Trains one step at its scheduled learning rate and returns the metrics. Raises RunError,
+    explained, if memory runs out."""
     config, step = trainer.config, packed.batch.step
-    if config.trainer.router_replay == "engine" and any(not sample.routes for sample in packed.batch.samples if sample.spans):
-        remedy = "it was sampled by a server without trainer.router_replay = engine, or through NeMo Gym; set it to trainer or off"
-        raise RunError(f"trainer.router_replay = engine: batch {step} has tokens without routes: {remedy}")
+    if config.trainer.router_replay == "engine" and any(
+        not sample.routes for sample in packed.batch.samples if sample.spans
+    ):
+        remedy = (
+            "it was sampled by a server without trainer.router_replay = engine, or through NeMo "
+            "Gym; set it to trainer or off"
+        )
+        raise RunError(
+            f"trainer.router_replay = engine: batch {step} has tokens without routes: {remedy}"
+        )
     trainer.status.enter(Phase.TRAINING, step)
     lr = config.trainer.optim.lr_at(step, config.max_steps)
-    with explain_out_of_memory(trainer.context.model, packed.micro_batches, config, trainer.context.world):
+    with explain_out_of_memory(
+        trainer.context.model, packed.micro_batches, config, trainer.context.world
+    ):
         metrics = train_step(trainer.context, packed, lr, timer)
     return trainer.batches.source.meaningful(metrics, step)
 
 
 def train_step(context: TrainContext, packed: Packed, lr: float, timer: Timer) -> dict[str, float]:
-    """Trains one step on this rank's micro batches: one optimizer step per minibatch and epoch. Returns the metrics.
+    """Trains one step on this rank's micro batches: one optimizer step per minibatch and epoch.
+    Returns the metrics.
 
-    Raises RunError if numbers are not finite or, with strict parity, if trainer and inference disagree. The step then
-    leaves no trace: the disk only holds states between steps.
+    Raises RunError if numbers are not finite or, with strict parity, if trainer and inference
+    disagree. The step then leaves no trace: the disk only holds states between steps.
     """
     world, norms = context.world, list[float]()
-    tokens = TokenColumns(packed.batch.num_loss_tokens, world.device, bool(context.reference)) if context.token_files else None
+    tokens = (
+        TokenColumns(packed.batch.num_loss_tokens, world.device, bool(context.reference))
+        if context.token_files
+        else None
+    )
     statistics = Statistics(packed.batch, world.device, tokens)
     step, optim = packed.batch.step, context.settings.optim
     if compares_with_old(context.settings):
@@ -104,7 +125,11 @@ def train_step(context: TrainContext, packed: Packed, lr: float, timer: Timer) -
         if context.parity and not norms:
             parity = context.parity.judge(statistics.parity.total(world), step - 1)
         timer.lap("forward_backward")
-        norms.append(optimizer_step(context.model, context.optimizer, optim, lr, step, statistics.total_loss(world)))
+        norms.append(
+            optimizer_step(
+                context.model, context.optimizer, optim, lr, step, statistics.total_loss(world)
+            )
+        )
         timer.lap("optimizer")
     metrics = statistics.metrics(world) | (parity if context.parity else {})
     metrics |= load_metrics(context.model, world)
@@ -115,16 +140,26 @@ def train_step(context: TrainContext, packed: Packed, lr: float, timer: Timer) -
     return metrics | {"optim/grad_norm": fmean(norms), "optim/lr": lr, "optim/steps": len(norms)}
 
 
-def accumulate(context: TrainContext, packed: Packed, minibatch: list[MicroBatch], statistics: Statistics, first: bool) -> None:
-    """Adds the gradient of a minibatch's loss to the model's. `first`: the policy has not been updated since the batch began.
+def accumulate(
+    context: TrainContext,
+    packed: Packed,
+    minibatch: list[MicroBatch],
+    statistics: Statistics,
+    first: bool,
+) -> None:
+    """Adds the gradient of a minibatch's loss to the model's. `first`: the policy has not been
+    updated since the batch began.
 
-    Writes reference_logprobs and old_logprobs into the micro batches: later epochs read them instead of computing them again.
+    Writes reference_logprobs and old_logprobs into the micro batches: later epochs read them
+    instead of computing them again.
     """
     model, settings, world = context.model, context.settings, context.world
     for micro_batch in minibatch:
         batch = micro_batch.to(world.device)
         if context.reference and batch.reference_logprobs is None:
-            micro_batch.reference_logprobs = batch.reference_logprobs = reference_logprobs(context.reference, batch, world)
+            micro_batch.reference_logprobs = batch.reference_logprobs = reference_logprobs(
+                context.reference, batch, world
+            )
         scores = score(model, batch, world, entropy_gradient=settings.loss.entropy_coefficient > 0)
         if first and compares_with_old(settings):
             keep_old(model, micro_batch, scores)
@@ -140,10 +175,13 @@ def accumulate(context: TrainContext, packed: Packed, minibatch: list[MicroBatch
 
 
 def loss_inputs(batch: MicroBatch, num_samples: int, scores: Scores, world: World) -> LossInputs:
-    """Returns the inputs of the loss functions for one micro batch; `num_samples` is the batch's number of samples."""
+    """Returns the inputs of the loss functions for one micro batch; `num_samples` is the batch's
+    number of samples."""
 
     def sequence_sum(values: Tensor) -> Tensor:
-        return sum_over_context(values.new_zeros(num_samples).index_add(0, batch.sequences, values), world)
+        return sum_over_context(
+            values.new_zeros(num_samples).index_add(0, batch.sequences, values), world
+        )
 
     return LossInputs(
         trainer_logprobs=scores.logprobs,

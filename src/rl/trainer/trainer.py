@@ -1,4 +1,5 @@
-"""The live objects of a rank (`Trainer`), with what they do before and after a step. `start.py` makes them, `train.py` trains with them."""
+"""The live objects of a rank (`Trainer`), with what they do before and after a step. `start.py`
+makes them, `train.py` trains with them."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,13 +38,15 @@ class TrainContext:
     settings: TrainerConfig
     world: World
     reference: PreTrainedModel | None = None
-    """The frozen model of the KL term; the policy itself if it has adapters, which are switched off for this."""
+    """The frozen model of the KL term; the policy itself if it has adapters, which are switched
+    off for this."""
     parity: ParityWatch | None = None
     """Compares trainer and inference; None if the batches do not come from the orchestrator."""
     status: Status | None = None
     """Shows progress by micro batch; None if nobody reads it."""
     token_files: TokenFiles | None = None
-    """Writes the values computed at each token; None if they are not logged, or if the run has no batch files to read them with."""
+    """Writes the values computed at each token; None if they are not logged, or if the run has
+    no batch files to read them with."""
 
     def advance(self) -> None:
         """Reports one more micro batch as done."""
@@ -53,7 +56,8 @@ class TrainContext:
 
 @dataclass
 class Trainer:
-    """The live objects of one rank, and the work before and after a step. Every rank calls every method."""
+    """The live objects of one rank, and the work before and after a step. Every rank calls every
+    method."""
 
     config: RLConfig
     base: Path
@@ -79,27 +83,39 @@ class Trainer:
 
     @property
     def every_version_is_read(self) -> bool:
-        """Whether every version is sampled from or compared by a replay; otherwise only those of checkpoints are published."""
+        """Whether every version is sampled from or compared by a replay; otherwise only those of
+        checkpoints are published."""
         settings = self.config.trainer.data
         return not (self.config.sft or settings.fake) or bool(settings.replay)
 
     def begin(self) -> None:
-        """Requests the first batch, tries out memory on a GPU, then publishes the version resumed from or validates the base model."""
+        """Requests the first batch, tries out memory on a GPU, then publishes the version
+        resumed from or validates the base model."""
         if self.step < self.last:
             self.batches.ask(self.step + 1)
             if self.context.world.device.type == "cuda":
                 self.status.enter(Phase.TRYING_MEMORY)
                 whole = partial(self.batches.pack, minibatches=1)
-                try_largest(self.context.model, self.context.optimizer, whole, self.config, self.context.world)
+                try_largest(
+                    self.context.model,
+                    self.context.optimizer,
+                    whole,
+                    self.config,
+                    self.context.world,
+                )
         if self.step:
-            self.publish()  # the run may have been killed before it did; an intact version on disk is not written again
+            # the run may have been killed before it did; an intact version on disk is not written
+            # again
+            self.publish()
         elif before := self.validate():
             self.write(before)
-        self.departure.can_save = not (self.config.trainer.data.fake or self.config.trainer.data.replay)
+        self.departure.can_save = not (
+            self.config.trainer.data.fake or self.config.trainer.data.replay
+        )
 
     def receive(self, step: int) -> Packed | Skipped | None:
-        """Returns the batch of `step`, and requests the next one. None: the run has ended, or this trainer leaves it. Raises the errors of
-        all threads."""
+        """Returns the batch of `step`, and requests the next one. None: the run has ended, or
+        this trainer leaves it. Raises the errors of all threads."""
         writers = (self.publisher, self.saver, self.context.token_files)
         ready = self.batches.take(step, [writer.thread for writer in writers if writer])
         if self.leaves():
@@ -110,11 +126,13 @@ class Trainer:
         return ready
 
     def leaves(self) -> bool:
-        """Whether this trainer ends after it has saved its state, although the run has not ended. The same on every rank."""
+        """Whether this trainer ends after it has saved its state, although the run has not
+        ended. The same on every rank."""
         return self.departure.agreed(self.context.world)
 
     def publish(self) -> None:
-        """Copies the weights of version `step`; the publisher's thread writes and announces them while training continues."""
+        """Copies the weights of version `step`; the publisher's thread writes and announces them
+        while training continues."""
         context = self.context
         if context.settings.data.fake:
             return
@@ -123,23 +141,29 @@ class Trainer:
         context.world.barrier()  # rank 0 may have waited long for the orchestrator or the disk
         made_by = determinism.conditions(context.settings, context.world, mode_of(context.model))
         dtype = DTYPES[self.config.model.dtype]
-        self.version = versions.snapshot(context.model, self.base, dtype, made_by, self.publisher.ranks, self.version)
+        self.version = versions.snapshot(
+            context.model, self.base, dtype, made_by, self.publisher.ranks, self.version
+        )
         self.publisher.start(self.step, self.version, {self.saver.step, self.saver.newest_started})
 
     def probe(self, timer: Timer) -> dict[str, float]:
-        """Compares trainer and inference on version `step`, unless it is the last, if no batch since the last checkpoint allowed it.
+        """Compares trainer and inference on version `step`, unless it is the last, if no batch
+        since the last checkpoint allowed it.
 
         Returns the metrics.
         """
         context = self.context
         if not context.parity or self.config.recorded:  # nobody could answer
             return {}
-        metrics = context.parity.at_checkpoint(self.step, context.model, self.batches.pack, context.world, self.step < self.last)
+        metrics = context.parity.at_checkpoint(
+            self.step, context.model, self.batches.pack, context.world, self.step < self.last
+        )
         timer.lap("parity")
         return metrics
 
     def validate(self, timer: Timer | None = None) -> dict[str, float]:
-        """Returns the loss on the held-out batches that are due now; empty if the source has none, and in a replay."""
+        """Returns the loss on the held-out batches that are due now; empty if the source has
+        none, and in a replay."""
         batches = self.batches.source.validation(self.step)
         if not batches or self.config.trainer.data.replay:
             return {}
@@ -159,7 +183,9 @@ class Trainer:
         metrics = metrics | timer.metrics() | self.publisher.metrics() | self.saver.metrics()
         if isinstance(ready, Packed):
             dtype, context = self.config.model.dtype, self.context
-            metrics |= performance(ready, timer, self.work, dtype, context.world, context.settings.epochs)
+            metrics |= performance(
+                ready, timer, self.work, dtype, context.world, context.settings.epochs
+            )
         self.write(metrics)
 
     def write(self, metrics: dict[str, float]) -> None:
@@ -169,7 +195,8 @@ class Trainer:
                 print(step_line(self.step, metrics), flush=True)
 
     def finish(self) -> None:
-        """Saves a checkpoint of the last step if there is none, and waits for the writing threads."""
+        """Saves a checkpoint of the last step if there is none, and waits for the writing
+        threads."""
         if self.step > self.saver.newest_started and not self.config.trainer.data.fake:
             self.save_checkpoint()
         self.publisher.finish()

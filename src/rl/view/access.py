@@ -1,4 +1,5 @@
-"""Access control of the page: a link that `rl view` printed lets one browser in, which then has a cookie."""
+"""Access control of the page: a link that `rl view` printed lets one browser in, which then has
+a cookie."""
 
 import secrets
 from collections.abc import Callable
@@ -14,23 +15,33 @@ from rl.run_dir.access_token import derived, is_loopback, link
 from rl.wire.gate import CLOSE, HttpGate, header, host_name, refusal
 
 NO_ACCESS = (
-    "this browser has no access: open the newest link printed by `rl view`, or by a run with --view. Each link lets one browser "
+    "this browser has no access: open the newest link printed by `rl view`, or by a run with "
+    "--view. Each link lets one browser "
     "in; once it is used, the next one is printed. `rl view RUN` prints one at any time"
 )
-NO_ACCESS_PAGE = """<!doctype html><html lang="en"><meta name="viewport" content="width=device-width"><title>No access · rl view</title>
-<link rel="icon" href="data:,"><h1>This browser has no access to this page of rl view</h1>
-<p>A link lets one browser in, once: this one may have been used already, here or elsewhere. The runs go on all the same.</p>
-<ul><li>In the browser that used it, the tab with the page still works; its address does, too.</li>
-<li>For this browser, open the newest link that <code>rl view</code>, or the run with <code>--view</code>, has printed.</li>
-<li><code>uv run rl view RUN</code> in a terminal prints a new one at any time.</li></ul></html>
+NO_ACCESS_PAGE = """<!doctype html><html lang="en">
+<meta name="viewport" content="width=device-width"><title>No access · rl view</title>
+<link rel="icon" href="data:,"><h1>This browser has no access to this page of rl view</h1> <p>A link
+lets one browser in, once: this one may have been used already, here or elsewhere. The runs go on
+all the same.</p> <ul><li>In the browser that used it, the tab with the page still works; its
+address does, too.</li> <li>For this browser, open the newest link that <code>rl view</code>, or the
+run with <code>--view</code>, has printed.</li> <li><code>uv run rl view RUN</code> in a terminal
+prints a new one at any time.</li></ul></html>
 """
 POLICY = "; ".join(
     [
-        "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data:", "connect-src 'self'", "base-uri 'none'",
-        "form-action 'none'", "frame-ancestors 'none'",
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
     ]
-)  # fmt: skip
-"""The content security policy: scripts and styles only from files of the page, nothing from elsewhere."""
+)
+"""The content security policy: scripts and styles only from files of the page, nothing from
+elsewhere."""
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -43,16 +54,23 @@ HEADERS = {
 
 
 class PageGate(HttpGate):
-    """The gate in front of the page and its data: read-only, only under this host's name, only for our own page, only with the cookie.
+    """The gate in front of the page and its data: read-only, only under this host's name, only for
+    our own page, only with the cookie.
 
-    Browsers send a cookie to every port of its host. Therefore the page is in a folder whose name is known only to browsers that were
-    let in, and the cookie is restricted to that folder: other servers on this host never receive it.
+    Browsers send a cookie to every port of its host. Therefore the page is in a folder whose name
+    is known only to browsers that were let in, and the cookie is restricted to that folder: other
+    servers on this host never receive it.
     """
 
     def __init__(self, app: ASGIApp, secret: str, host: str, new_link: Callable[[str], None]):
-        """new_link: called with the number of each new link, which lets the next browser in; see rl.run_dir.access_token.link."""
+        """new_link: called with the number of each new link, which lets the next browser in; see
+        rl.run_dir.access_token.link."""
         self.folder = f"/{derived(secret, 'folder')}"
-        super().__init__(Starlette(routes=[Mount(self.folder, with_headers(app))]), derived(secret, "cookie"), is_loopback(host))
+        super().__init__(
+            Starlette(routes=[Mount(self.folder, with_headers(app))]),
+            derived(secret, "cookie"),
+            is_loopback(host),
+        )
         self.secret, self.new_link = secret, new_link
         self.cookie = f"rl_view_{derived(secret, 'name')[:8]}"
         self.next_link()
@@ -64,15 +82,22 @@ class PageGate(HttpGate):
         self.new_link(number)
 
     def refuse(self, scope: Scope) -> Response | None:
-        """The response to a request that must not reach the page, or to a link, which sets the cookie; None for other requests."""
+        """The response to a request that must not reach the page, or to a link, which sets the
+        cookie; None for other requests."""
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
             return refusal(405, "read_only", "this page is read-only: send GET", CLOSE | HEADERS)
         if (refused := self.foreign_host(scope)) or (refused := self.foreign_origin(scope)):
             return refused
-        if scope["path"] == "/" and scope["method"] == "GET" and secrets.compare_digest(b"?" + scope["query_string"], self.link):
+        if (
+            scope["path"] == "/"
+            and scope["method"] == "GET"
+            and secrets.compare_digest(b"?" + scope["query_string"], self.link)
+        ):
             self.next_link()
             return self.let_in()
-        if scope["path"].startswith(f"{self.folder}/") and any(map(self.is_token, self.cookies(scope))):
+        if scope["path"].startswith(f"{self.folder}/") and any(
+            map(self.is_token, self.cookies(scope))
+        ):
             return None
         if self.is_for_people(scope):
             return HTMLResponse(NO_ACCESS_PAGE, 401, CLOSE | HEADERS)
@@ -86,9 +111,15 @@ class PageGate(HttpGate):
         """The refusal of a request made by another page, else None."""
         own = {host_name(value) + port_of(value) for value in header(scope, b"host")}
         origins = [urlsplit(value.decode("latin-1")) for value in header(scope, b"origin")]
-        foreign = any(origin.netloc not in own for origin in origins) or b"cross-site" in header(scope, b"sec-fetch-site")
-        if foreign and not (self.is_for_people(scope) and b"navigate" in header(scope, b"sec-fetch-mode")):
-            return refusal(403, "foreign_origin", "this server only answers its own page", CLOSE | HEADERS)
+        foreign = any(origin.netloc not in own for origin in origins) or b"cross-site" in header(
+            scope, b"sec-fetch-site"
+        )
+        if foreign and not (
+            self.is_for_people(scope) and b"navigate" in header(scope, b"sec-fetch-mode")
+        ):
+            return refusal(
+                403, "foreign_origin", "this server only answers its own page", CLOSE | HEADERS
+            )
         return None
 
     def cookies(self, scope: Scope) -> list[bytes]:
@@ -99,19 +130,26 @@ class PageGate(HttpGate):
                 jar = SimpleCookie(value.decode("latin-1"))
             except CookieError:
                 continue
-            found += [jar[self.cookie].value.encode("latin-1", "replace")] if self.cookie in jar else []
+            found += (
+                [jar[self.cookie].value.encode("latin-1", "replace")] if self.cookie in jar else []
+            )
         return found
 
     def let_in(self) -> Response:
-        """Sets the cookie and sends the browser to the page, so that the link stays neither in the address bar nor in the history."""
-        # A page that refreshes, not a redirect: browsers do not send a strict cookie after a redirect from another site's link.
+        """Sets the cookie and sends the browser to the page, so that the link stays neither in
+        the address bar nor in the history."""
+        # A page that refreshes, not a redirect: browsers do not send a strict cookie after a
+        # redirect from another site's link.
         response = HTMLResponse(
-            f'<!doctype html><meta http-equiv="refresh" content="0; url={self.folder}/"><title>rl view</title>'
+            '<!doctype html><meta http-equiv="refresh" content="0; '
+            f'url={self.folder}/"><title>rl view</title>'
             '<link rel="icon" href="data:,">',
             headers=HEADERS,
         )
         value = derived(self.secret, "cookie")
-        response.set_cookie(self.cookie, value, httponly=True, samesite="strict", path=f"{self.folder}/")
+        response.set_cookie(
+            self.cookie, value, httponly=True, samesite="strict", path=f"{self.folder}/"
+        )
         return response
 
 
@@ -127,7 +165,11 @@ def with_headers(app: ASGIApp) -> ASGIApp:
     async def answering(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                kept = [pair for pair in message["headers"] if pair[0].decode() not in HEADERS or pair[0] == b"cache-control"]
+                kept = [
+                    pair
+                    for pair in message["headers"]
+                    if pair[0].decode() not in HEADERS or pair[0] == b"cache-control"
+                ]
                 there = {name for name, _ in kept}
                 message["headers"] = [*kept, *(pair for pair in added if pair[0] not in there)]
             await send(message)

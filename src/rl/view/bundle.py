@@ -1,4 +1,5 @@
-"""Bundles the page into one file: its styles, and its modules as one classic script, which a page opened from a file may run."""
+"""Bundles the page into one file: its styles, and its modules as one classic script, which a
+page opened from a file may run."""
 
 import base64
 import hashlib
@@ -12,7 +13,8 @@ EXPORT = re.compile(r"^export (?=(?:async function|function|const|class) (\w+))"
 
 
 def bundle(page: Path) -> str:
-    """One script equivalent to the module main.js with all its imports. Imports must be relative and acyclic."""
+    """One script equivalent to the module main.js with all its imports. Imports must be relative
+    and acyclic."""
     order: list[Path] = []
     visit((page / "main.js").resolve(), order, ())
     names = {path: f"m{i}" for i, path in enumerate(order)}
@@ -37,7 +39,11 @@ def wrapped(path: Path, names: dict[Path, str]) -> str:
         source = names[(path.parent / match[3]).resolve()]
         if match[2]:
             return f"const {match[2]} = {source}.default;"
-        return f"const {{{', '.join(renamed(item, ': ') for item in match[1].split(',') if item.strip())}}} = {source};"
+        return (
+            "const "
+            f"{{{', '.join(renamed(item, ': ') for item in match[1].split(',') if item.strip())}}} "
+            f"= {source};"
+        )
 
     def listed(match: re.Match[str]) -> str:
         for item in filter(str.strip, match[1].split(",")):
@@ -54,7 +60,10 @@ def wrapped(path: Path, names: dict[Path, str]) -> str:
     text = EXPORT.sub(named, text)
     text, count = EXPORT_DEFAULT.subn("const default_ = ", text)
     exported += ["default: default_"] if count else []
-    return f'const {names[path]} = (() => {{"use strict";\n{text}\nreturn {{{", ".join(exported)}}};\n}})();'
+    return (
+        f'const {names[path]} = (() => {{"use strict";\n{text}\nreturn '
+        f"{{{', '.join(exported)}}};\n}})();"
+    )
 
 
 def renamed(item: str, between: str) -> str:
@@ -69,22 +78,32 @@ def digest(text: str) -> str:
 
 
 def within_element(data: str) -> str:
-    """Escapes JSON so that it cannot end the element around it: `<` occurs only in strings, where it can be escaped."""
+    """Escapes JSON so that it cannot end the element around it: `<` occurs only in strings,
+    where it can be escaped."""
     return data.replace("<", "\\u003c")
 
 
 def document(page: Path, data: str, title: str) -> str:
-    """A self-contained page. data: JSON, which becomes `window.recorded`; it cannot end the element around it."""
-    style = "\n".join((page / name).read_text() for name in ("vendor/uPlot.min.css", "style.css", "parts.css"))
+    """A self-contained page. data: JSON, which becomes `window.recorded`; it cannot end the
+    element around it."""
+    style = "\n".join(
+        (page / name).read_text() for name in ("vendor/uPlot.min.css", "style.css", "parts.css")
+    )
     start = 'window.recorded = JSON.parse(document.getElementById("recorded").textContent);'
-    script = "\n".join([(page / "vendor/uPlot.iife.min.js").read_text(), start, bundle(page)]).replace("</script", "<\\/script")
+    script = "\n".join(
+        [(page / "vendor/uPlot.iife.min.js").read_text(), start, bundle(page)]
+    ).replace("</script", "<\\/script")
     policy = (
-        f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; img-src data:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; img-src "
+        "data:; base-uri 'none'; form-action 'none'"
     )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="content-security-policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" content="no-referrer">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta '
+        'name="referrer" content="no-referrer">\n'
         f'<title>{title}</title>\n<style>{style}</style></head>\n<body><div id="app"></div>\n'
-        f'<script type="application/json" id="recorded">{within_element(data)}</script>\n<script>{script}</script>\n</body></html>\n'
+        '<script type="application/json" '
+        f'id="recorded">{within_element(data)}</script>\n'
+        f"<script>{script}</script>\n</body></html>\n"
     )

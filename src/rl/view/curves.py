@@ -1,4 +1,5 @@
-"""Curves: the metrics, their values over steps, rollouts, tokens or time, and the events at each step."""
+"""Curves: the metrics, their values over steps, rollouts, tokens or time, and the events at each
+step."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -22,20 +23,49 @@ def metrics(runs: Sequence[Run]) -> Metrics:
     """All metrics of the runs, by section, in the order of docs/metrics.md."""
     sections = [*SECTIONS, OWN]
     tables = [table for run in runs for table in run.numbers.tables.values()]
-    found = {name for table in tables for name, values in table.arrays.items() if np.isfinite(values).any()}
-    if len(envs := environment_rewards({name: name for name in found})) == 1 and "reward/mean" in found:
+    found = {
+        name
+        for table in tables
+        for name, values in table.arrays.items()
+        if np.isfinite(values).any()
+    }
+    if (
+        len(envs := environment_rewards({name: name for name in found})) == 1
+        and "reward/mean" in found
+    ):
         found.difference_update(envs.values())  # it is the same curve
     rank = {name: i for i, name in enumerate(METRICS)}
-    known = [Metric(name=name, section=section, what=what) for name in found for section, what in [meaning(name)]]
-    return Metrics(metrics=sorted(known, key=lambda one: (sections.index(one.section), rank.get(one.name, len(rank)), one.name)))
+    known = [
+        Metric(name=name, section=section, what=what)
+        for name in found
+        for section, what in [meaning(name)]
+    ]
+    return Metrics(
+        metrics=sorted(
+            known,
+            key=lambda one: (sections.index(one.section), rank.get(one.name, len(rank)), one.name),
+        )
+    )
 
 
-def curves(keys: Sequence[str], runs: Sequence[Run], names: Sequence[str], axis: Axis, begin: float | None, end: float | None) -> Curves:
-    """The curves of metrics of runs, optionally limited to an interval of the axis and one point beyond each end."""
+def curves(
+    keys: Sequence[str],
+    runs: Sequence[Run],
+    names: Sequence[str],
+    axis: Axis,
+    begin: float | None,
+    end: float | None,
+) -> Curves:
+    """The curves of metrics of runs, optionally limited to an interval of the axis and one point
+    beyond each end."""
     known = {name for run in runs for name in run.numbers.names}
     for name in names:
         check_metric(name, known)
-    series, marks, ends = [], [], (-np.inf if begin is None else begin, np.inf if end is None else end)
+    series, marks, ends = (
+        [],
+        [],
+        (-np.inf if begin is None else begin, np.inf if end is None else end),
+    )
     for key, run in zip(keys, runs, strict=True):
         place = Places(run, axis)
         series += [one for name in names if (one := one_series(key, run, name, place, ends))]
@@ -44,7 +74,8 @@ def curves(keys: Sequence[str], runs: Sequence[Run], names: Sequence[str], axis:
 
 
 class Places:
-    """Maps steps to positions on the axis: their numbers, or the rollouts, tokens or seconds up to them."""
+    """Maps steps to positions on the axis: their numbers, or the rollouts, tokens or seconds up
+    to them."""
 
     def __init__(self, run: Run, axis: Axis):
         self.steps, self.at = np.empty(0), np.empty(0)
@@ -56,7 +87,10 @@ class Places:
         elif axis == "tokens":
             steps, speed = run.numbers.curve("perf/tokens_per_s")
             seconds = dict(zip(*map(list, run.numbers.curve("time/step")), strict=True))
-            self.steps, self.at = steps, np.cumsum(speed * np.array([seconds.get(step, 0.0) for step in steps.tolist()]))
+            self.steps, self.at = (
+                steps,
+                np.cumsum(speed * np.array([seconds.get(step, 0.0) for step in steps.tolist()])),
+            )
         elif axis == "time":
             self.steps, times = wall_times(run)
             self.sources = line_times(run)
@@ -66,7 +100,8 @@ class Places:
         self.by_step, self.by_time = axis == "step", axis == "time"
 
     def __call__(self, steps: np.ndarray, source: str | None = None) -> np.ndarray:
-        """The positions of steps, [n]. source: whose lines to use on the axis `time`, where each source has its own."""
+        """The positions of steps, [n]. source: whose lines to use on the axis `time`, where each
+        source has its own."""
         if self.by_step:
             return steps.astype(float)
         known, at = self.steps, self.at
@@ -76,22 +111,31 @@ class Places:
         if not len(known):
             return np.full(len(steps), np.nan)
         from_zero = known[0] > 0 and not self.by_time
-        return np.interp(steps, [0, *known] if from_zero else known, [0.0, *at] if from_zero else at)
+        return np.interp(
+            steps, [0, *known] if from_zero else known, [0.0, *at] if from_zero else at
+        )
 
 
 def wall_times(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Steps, ascending, and the time of each one's first line in seconds since the epoch."""
-    found = [(np.empty(0, np.int64), np.empty(0)), *(one for source, one in line_times(run).items() if source != "eval")]
+    found = [
+        (np.empty(0, np.int64), np.empty(0)),
+        *(one for source, one in line_times(run).items() if source != "eval"),
+    ]
     steps, times = (np.concatenate(parts) for parts in zip(*found, strict=True))
     order = np.lexsort((times, steps))
     steps, first = np.unique(steps[order], return_index=True)
     return steps, np.maximum.accumulate(times[order][first])
 
 
-def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, float]) -> Series | None:
+def one_series(
+    key: str, run: Run, name: str, place: Places, ends: tuple[float, float]
+) -> Series | None:
     """One metric of one run; None if the run has no value of it in the interval."""
     steps, values = run.numbers.curve(name)
-    error_steps, errors = run.numbers.curve(f"{name}_stderr") if name.startswith("eval/") else (steps[:0], values[:0])
+    error_steps, errors = (
+        run.numbers.curve(f"{name}_stderr") if name.startswith("eval/") else (steps[:0], values[:0])
+    )
     source = run.numbers.source(name)
     places = place(steps, source)
     inside = np.flatnonzero((places >= ends[0]) & (places <= ends[1]))
@@ -105,7 +149,11 @@ def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, 
         starts = np.array([part[0] for part in np.array_split(np.arange(len(steps)), MOST_POINTS)])
         counts = np.diff([*starts, len(steps)])
         lows, highs = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-        firsts, steps, values = steps[starts], steps[starts + counts - 1], np.add.reduceat(values, starts) / counts
+        firsts, steps, values = (
+            steps[starts],
+            steps[starts + counts - 1],
+            np.add.reduceat(values, starts) / counts,
+        )
     known = dict(zip(error_steps.tolist(), errors.tolist(), strict=True))
     return Series(
         run=key,
@@ -125,9 +173,14 @@ def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> li
     """Evaluations, checkpoints, deaths, restarts and changed settings at their steps."""
     evaluated = line_times(run).get("eval", (np.empty(0, np.int64), np.empty(0)))[0].tolist()
     found = [("eval", step, f"evaluation of version {step}") for step in evaluated]
-    found += [("checkpoint", step, f"checkpoint {step}") for step in numbers(run.run_dir.checkpoints)]
+    found += [
+        ("checkpoint", step, f"checkpoint {step}") for step in numbers(run.run_dir.checkpoints)
+    ]
     steps, times = wall_times(run)
-    found += [("change", each.step, f"{each.key}: {each.old} -> {each.new}") for each in changes_of(run.run_dir)]
+    found += [
+        ("change", each.step, f"{each.key}: {each.old} -> {each.new}")
+        for each in changes_of(run.run_dir)
+    ]
     sources = {"eval": "eval", "checkpoint": "trainer", "change": "trainer"}
     places = [float(place(np.array([step]), sources[kind])[0]) for kind, step, _ in found]
     deaths = dict[str, int]()
@@ -138,15 +191,28 @@ def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> li
             deaths[event.process] = event.step
         known = event.step if event.step is not None else deaths.get(event.process)
         step = known if known is not None else int(np.interp(event.time, times, steps))
-        found.append((event.event, step, f"{event.process}: {event.event}" + (f", {event.reason}" if event.reason else "")))
-        places.append(event.time - place.begin if place.by_time else float(place(np.array([step]))[0]))
+        found.append(
+            (
+                event.event,
+                step,
+                f"{event.process}: {event.event}" + (f", {event.reason}" if event.reason else ""),
+            )
+        )
+        places.append(
+            event.time - place.begin if place.by_time else float(place(np.array([step]))[0])
+        )
     marks = zip(found, places, strict=True)
-    return [Mark(run=key, kind=kind, step=step, x=x, text=text) for (kind, step, text), x in marks if not (x < ends[0] or x > ends[1])]  # type: ignore[arg-type]
+    return [
+        Mark(run=key, kind=kind, step=step, x=x, text=text)
+        for (kind, step, text), x in marks
+        if not (x < ends[0] or x > ends[1])
+    ]  # type: ignore[arg-type]
 
 
 def line_times(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By source of metrics: steps, ascending, and the times of their lines in seconds since the epoch. Skips lines without a time.
-    A step that was trained again on the same batch keeps its first time."""
+    """By source of metrics: steps, ascending, and the times of their lines in seconds since the
+    epoch. Skips lines without a time. A step that was trained again on the same batch keeps its
+    first time."""
     found, tables = {}, run.numbers.tables
     committed = dict[int, float]()
     if batches := tables.get("orchestrator"):

@@ -18,7 +18,8 @@ from rl.view.responses import Finding, Health, Log, MachineRow, ProcessRow
 
 
 def health(run: Run) -> Health:
-    """The diagnosis of `rl doctor RUN`. If a file or the configuration of the run is unreadable, reports only that."""
+    """The diagnosis of `rl doctor RUN`. If a file or the configuration of the run is unreadable,
+    reports only that."""
     try:
         found = run.diagnosis()
     except (RunError, OSError) as error:
@@ -26,7 +27,14 @@ def health(run: Run) -> Health:
             there = processes(run, live=False)
         except OSError:
             there = []
-        return Health(state="unreadable", bottleneck=visible(str(error)), lines=[], findings=[], processes=there, machines=[])
+        return Health(
+            state="unreadable",
+            bottleneck=visible(str(error)),
+            lines=[],
+            findings=[],
+            processes=there,
+            machines=[],
+        )
     return Health(
         state=found.state,
         bottleneck=visible(found.bottleneck),
@@ -40,7 +48,11 @@ def health(run: Run) -> Health:
 def machine_row(machine: Machine, run: Run) -> MachineRow:
     """A machine, with the processes whose names or statuses say that they are there."""
     status, heard = machine.status, time.time() - machine.silent_s
-    there = [name for name, process in run.status.items() if machine.runs(process) and not re.fullmatch(r"trainer-\d+", name)]
+    there = [
+        name
+        for name, process in run.status.items()
+        if machine.runs(process) and not re.fullmatch(r"trainer-\d+", name)
+    ]
     own = rf"(.+-)?node-?{machine.index}" + ("|rl" if "leader" in machine.roles else "")
     named = [name for name in run.logs if re.fullmatch(own, name)]
     return MachineRow(
@@ -62,18 +74,24 @@ def finding(problem: Problem, root: Path) -> Finding:
         serious=problem.serious,
         metrics=list(problem.metrics),
         why=problem.why or "",
-        files=[str(path.relative_to(root)) if path.is_relative_to(root) else str(path) for path in problem.files],
+        files=[
+            str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+            for path in problem.files
+        ],
     )
 
 
 def processes(run: Run, live: bool) -> list[ProcessRow]:
-    """The processes with a status or a log. If the run is not live, the status is what they were doing last."""
+    """The processes with a status or a log. If the run is not live, the status is what they were
+    doing last."""
     status, logs = run.status, run.logs
     names = dict.fromkeys([*status, *sorted(logs)])
     return [
         ProcessRow(
             name=name,
-            doing=("" if live else "was ") + visible(describe(status[name])) if name in status else "",
+            doing=("" if live else "was ") + visible(describe(status[name]))
+            if name in status
+            else "",
             heartbeat=status[name].heartbeat if name in status else None,
             attempts=list(logs.get(name, {})),
         )
@@ -82,7 +100,8 @@ def processes(run: Run, live: bool) -> list[ProcessRow]:
 
 
 def log(run: Run, process: str, attempt: int | None, lines: int) -> Log:
-    """The last lines of a process's log, by default of its newest attempt. Raises RunError if there is no such log."""
+    """The last lines of a process's log, by default of its newest attempt. Raises RunError if
+    there is no such log."""
     text, attempts = run.log(process, attempt, lines), run.logs[process]
     path = attempts[max(attempts) if attempt is None else attempt]
     return Log(lines=[visible(redact(line)) for line in text], bytes=os.path.getsize(path))

@@ -1,4 +1,5 @@
-"""The runs that are shown: finds them, opens each once, and looks them up by the key in a request."""
+"""The runs that are shown: finds them, opens each once, and looks them up by the key in a
+request."""
 
 import os
 import threading
@@ -26,12 +27,27 @@ class UnknownRunError(RunError):
 
 
 def find_runs(folder: Path, denied: list[Path], depth: int = DEPTH) -> list[Path]:
-    """The runs in a folder: the folder itself, or those below it; inside a run only the models of an `rl serve`. Adds unreadable folders to
-    `denied`."""
+    """The runs in a folder: the folder itself, or those below it; inside a run only the models
+    of an `rl serve`. Adds unreadable folders to `denied`."""
     try:
         if is_run(folder):
-            return [folder, *(model for model in sorted(folder.glob("models/*")) if is_model(model) and is_run(model))]
-        below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".") if depth else []
+            return [
+                folder,
+                *(
+                    model
+                    for model in sorted(folder.glob("models/*"))
+                    if is_model(model) and is_run(model)
+                ),
+            ]
+        below = (
+            sorted(
+                entry.path
+                for entry in os.scandir(folder)
+                if entry.is_dir() and entry.name[0] != "."
+            )
+            if depth
+            else []
+        )
     except PermissionError:
         denied.append(folder)
         return []
@@ -41,7 +57,8 @@ def find_runs(folder: Path, denied: list[Path], depth: int = DEPTH) -> list[Path
 
 
 def identity(root: Path) -> tuple[int, ...]:
-    """Distinguishes a run from another one at the same path: inodes of its directory and configuration, and the latter's mtime."""
+    """Distinguishes a run from another one at the same path: inodes of its directory and
+    configuration, and the latter's mtime."""
     config = os.stat(root / "config.toml")
     return os.stat(root).st_ino, config.st_ino, config.st_mtime_ns
 
@@ -53,7 +70,8 @@ class Library:
         self.places = [plain(place) for place in places]
         self.lock = threading.Lock()
         self.opened: dict[str, tuple[tuple[int, ...], Run]] = {}
-        """Key -> identity of the opened directory, and the run; the KEPT that were asked for last, in this order."""
+        """Key -> identity of the opened directory, and the run; the KEPT that were asked for
+        last, in this order."""
         self.found: dict[str, Path] = {}
         self.denied: list[Path] = []
         """Folders without read permission."""
@@ -64,18 +82,23 @@ class Library:
         with self.lock:
             if time.monotonic() - self.looked >= LOOK_S:
                 self.denied = list[Path]()
-                self.found = self._by_key([run for place in self.places for run in find_runs(place, self.denied)])
+                self.found = self._by_key(
+                    [run for place in self.places for run in find_runs(place, self.denied)]
+                )
                 self.looked = time.monotonic()
             return dict(self.found)
 
     @property
     def place(self) -> str:
         """The places that were searched for runs, as text."""
-        denied = f" (no permission to read: {', '.join(map(str, self.denied))})" if self.denied else ""
+        denied = (
+            f" (no permission to read: {', '.join(map(str, self.denied))})" if self.denied else ""
+        )
         return visible(", ".join(map(str, self.places)) + denied)
 
     def run(self, key: str) -> Run:
-        """A run by its key. Raises UnknownRunError for any other: only runs in the places are ever opened."""
+        """A run by its key. Raises UnknownRunError for any other: only runs in the places are
+        ever opened."""
         root = self.keys().get(key)
         if root is None:
             raise UnknownRunError(f"{key}: no such run here; it may have been deleted")
@@ -91,10 +114,14 @@ class Library:
             return run
 
     def _by_key(self, runs: list[Path]) -> dict[str, Path]:
-        """The runs by their keys; runs that would share a key get their whole path. Control characters and invalid UTF-8 are
-        escaped."""
+        """The runs by their keys; runs that would share a key get their whole path. Control
+        characters and invalid UTF-8 are escaped."""
         keys = Counter(self._key(run) for run in set(runs))
-        return {visible(key if keys[key] == 1 else str(run)): run for run in runs for key in [self._key(run)]}
+        return {
+            visible(key if keys[key] == 1 else str(run)): run
+            for run in runs
+            for key in [self._key(run)]
+        }
 
     def _key(self, root: Path) -> str:
         """`x` for outputs/x; with several places, prefixed by the folder's name."""

@@ -1,4 +1,5 @@
-"""`rl view`: shows in a browser what the model does, why the reward moves and where the time goes; or exports it as one file."""
+"""`rl view`: shows in a browser what the model does, why the reward moves and where the time
+goes; or exports it as one file."""
 
 import contextlib
 import os
@@ -19,19 +20,39 @@ from rl.system.errors import RunError
 from rl.system.linux import die_with_parent
 
 OPTIONS = (
-    Option("host", "HOST", "address to listen on; default: 127.0.0.1, which only this machine can reach"),
+    Option(
+        "host",
+        "HOST",
+        "address to listen on; default: 127.0.0.1, which only this machine can reach",
+    ),
     Option("port", "N", "default: 8411, or a free port if that is taken"),
     Option("no-browser", "", "only print the address"),
-    Option("export", "FILE", "write one self-contained page (.html) of one run, or its timeline for Perfetto (.json), and exit"),
-    Option("max-mib", "N", "with --export: maximum MiB of the file; the page says what was left out to fit; default: 20"),
-    Option("beside", "", "for a page started by a run: exit with the run, and print only the numbers of links, as it knows the rest"),
+    Option(
+        "export",
+        "FILE",
+        "write one self-contained page (.html) of one run, or its timeline for Perfetto "
+        "(.json), and exit",
+    ),
+    Option(
+        "max-mib",
+        "N",
+        "with --export: maximum MiB of the file; the page says what was left out to fit; "
+        "default: 20",
+    ),
+    Option(
+        "beside",
+        "",
+        "for a page started by a run: exit with the run, and print only the numbers of "
+        "links, as it knows the rest",
+    ),
 )
 SHOWN = OPTIONS[:-1]
 HELP = f"""usage: rl view [RUN or FOLDER ...] [--export FILE]
 
-Shows runs in a browser, live or finished: curves, rollouts token by token, one task over all versions, what each process did when, and the
-diagnosis of `rl doctor`. Without arguments, shows all runs below outputs/. Never writes to run directories. The printed link lets one
-browser in; once it is used, the next one is printed. For a remote machine: ssh -L 8411:localhost:8411 HOST.
+Shows runs in a browser, live or finished: curves, rollouts token by token, one task over all
+versions, what each process did when, and the diagnosis of `rl doctor`. Without arguments, shows all
+runs below outputs/. Never writes to run directories. The printed link lets one browser in; once it
+is used, the next one is printed. For a remote machine: ssh -L 8411:localhost:8411 HOST.
 
 {option_lines(SHOWN)}
 """
@@ -41,7 +62,11 @@ DEFAULT_MIB = 20
 def main(args: list[str], _children: Children) -> int:
     values, rest = take("rl view", args, OPTIONS, HELP)
     if wrong := [word for word in rest if word.startswith(("-", "@"))]:
-        fail("rl view", f"{wrong[0]}: not understood. Give runs or folders with runs, and flags listed by `rl view --help`")
+        fail(
+            "rl view",
+            f"{wrong[0]}: not understood. Give runs or folders with runs, and flags listed "
+            "by `rl view --help`",
+        )
     os.nice(19)
     places = [place_of(spec) for spec in rest or ["outputs"]]
     from rl.view.library import Library
@@ -75,7 +100,10 @@ def show(library: Any, values: dict[str, Any]) -> int:
     """Serves the page until Ctrl-C. Raises RunError."""
     from rl.view.server import serve
 
-    host, secret = values["host"] or "127.0.0.1", os.environ.get(PAGE_VARIABLE) or secrets.token_urlsafe(32)
+    host, secret = (
+        values["host"] or "127.0.0.1",
+        os.environ.get(PAGE_VARIABLE) or secrets.token_urlsafe(32),
+    )
     port = int(values["port"]) if values["port"] else None
     printed = list[str]()
     if values["beside"]:
@@ -85,10 +113,17 @@ def show(library: Any, values: dict[str, Any]) -> int:
         shown = f"{address} {number}" if values["beside"] else link(secret, address, number)
         count = len(library.keys())
         first = f"{count} run{'' if count == 1 else 's'} at"
-        print("rl view:", "a browser has used that link; the next one is" if printed else first, shown, flush=True)
+        print(
+            "rl view:",
+            "a browser has used that link; the next one is" if printed else first,
+            shown,
+            flush=True,
+        )
         if not printed and not is_loopback(host):
             print(
-                "rl view: others on the network can read the traffic: there is no TLS; an ssh tunnel to loopback is safer", file=sys.stderr
+                "rl view: others on the network can read the traffic: there is no TLS; an "
+                "ssh tunnel to loopback is safer",
+                file=sys.stderr,
             )
         if not printed and not values["no_browser"] and not values["beside"] and has_browser():
             threading.Thread(target=webbrowser.open, args=(shown,), daemon=True).start()
@@ -102,20 +137,36 @@ def show(library: Any, values: dict[str, Any]) -> int:
 
 def has_browser() -> bool:
     """Whether a browser can be opened where the user sees it."""
-    return sys.stdout.isatty() and bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+    return sys.stdout.isatty() and bool(
+        os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    )
 
 
 def export(library: Any, path: Path, max_mib: int) -> int:
     """Writes one run as a page or as a timeline. Raises RunError."""
-    runs = {key: root for key, root in library.keys().items() if root in library.places or not is_model(root)}
+    runs = {
+        key: root
+        for key, root in library.keys().items()
+        if root in library.places or not is_model(root)
+    }
     if len(runs) != 1:
-        raise RunError(f"--export {path}: give one run; there are {len(runs)}: {', '.join(list(runs)[:10])}")
-    if path.suffix not in (".html", ".json") or path.absolute().resolve().is_relative_to(next(iter(runs.values())).resolve()):
-        raise RunError(f"--export {path}: give a file that ends in .html or .json, outside the run's directory")
+        raise RunError(
+            f"--export {path}: give one run; there are {len(runs)}: {', '.join(list(runs)[:10])}"
+        )
+    if path.suffix not in (".html", ".json") or path.absolute().resolve().is_relative_to(
+        next(iter(runs.values())).resolve()
+    ):
+        raise RunError(
+            f"--export {path}: give a file that ends in .html or .json, outside the run's directory"
+        )
     if not path.absolute().parent.is_dir():
         raise RunError(f"--export {path}: there is no folder {path.absolute().parent}")
     from rl.view.export import write_page, write_trace
 
-    said = write_trace(library, path) if path.suffix == ".json" else write_page(library, path, max_mib << 20)
+    said = (
+        write_trace(library, path)
+        if path.suffix == ".json"
+        else write_page(library, path, max_mib << 20)
+    )
     print("\n".join(f"rl view: {line}" for line in said))
     return 0

@@ -1,4 +1,5 @@
-"""The types of the server's answers, which it sends as JSON. `page/types.d.ts` has them for the page.
+"""The types of the server's answers, which it sends as JSON. `page/types.d.ts` has them for the
+page.
 
 Numbers that are not finite are null. Times are seconds since the epoch.
 """
@@ -29,7 +30,8 @@ class EvalChange(Answer):
 
 
 class RunRow(Answer, kw_only=True):
-    """A run in the list of runs; a run that cannot be read has only the fields without a default."""
+    """A run in the list of runs; a run that cannot be read has only the fields without a
+    default."""
 
     key: str
     """Identifies the run in all other requests."""
@@ -43,7 +45,8 @@ class RunRow(Answer, kw_only=True):
     max_steps: int = 0
     reward: float | None = None
     rewards: list[float | None] = []
-    """Means over at most 40 stretches of steps, for a small curve; the loss in supervised fine-tuning and under `rl serve`."""
+    """Means over at most 40 stretches of steps, for a small curve; the loss in supervised
+    fine-tuning and under `rl serve`."""
     measure: str = "reward/mean"
     """The metric that `rewards` shows."""
     evals: list[EvalChange] = []
@@ -67,7 +70,8 @@ class Runs(Answer):
 
 
 class Learned(Answer):
-    """The mean rewards of several runs after the same number of rollouts; null if a run has none there."""
+    """The mean rewards of several runs after the same number of rollouts; null if a run has none
+    there."""
 
     rollouts: float
     rewards: list[float | None]
@@ -115,7 +119,8 @@ class Series(Answer):
     each: int
     """Each value is a mean over this many original values, or one less; 1 for original values."""
     firsts: list[int]
-    """The first step of each mean, of which `steps` has the last; for original values this and the next two lists are empty."""
+    """The first step of each mean, of which `steps` has the last; for original values this and
+    the next two lists are empty."""
     lows: list[float]
     """The minimum under each mean."""
     highs: list[float]
@@ -177,7 +182,8 @@ class Rollouts(Answer):
     offset: int
     rows: list[RolloutRow]
     facets: dict[str, dict[str, int]]
-    """For `env`, `why` and `outcome`: the number of rollouts with each value, under all other filters."""
+    """For `env`, `why` and `outcome`: the number of rollouts with each value, under all other
+    filters."""
     histogram: Histogram | None
     """Histogram of the rewards, under all filters except the one on the reward."""
     sorts: list[str]
@@ -367,7 +373,8 @@ class ProcessRow(Answer):
 
 
 class MachineRow(Answer):
-    """A machine of a run on a cluster. Times are by this server's clock, and null for one that is not there."""
+    """A machine of a run on a cluster. Times are by this server's clock, and null for one that
+    is not there."""
 
     index: int
     host: str

@@ -60,7 +60,8 @@ class Wanted(Query):
 
 
 class Which(Query, kw_only=True):
-    """Identifies one rollout of a run: in training by group, in an evaluation by version, evaluation and task."""
+    """Identifies one rollout of a run: in training by group, in an evaluation by version,
+    evaluation and task."""
 
     run: str
     kind: Literal["train", "pending", "eval"] = "train"
@@ -77,8 +78,13 @@ def page(run: Run, wanted: Wanted) -> Page:
     everything = run.rollouts(wanted.kind)
     filters = filters_of(wanted)
     chosen = everything.where(**filters)
-    facets = {name: facet(everything.where(**without(filters, name)) if name in filters else chosen, name) for name in FACETS}
-    histogram = histogram_of(everything.where(**without(filters, "reward")) if "reward" in filters else chosen)
+    facets = {
+        name: facet(everything.where(**without(filters, name)) if name in filters else chosen, name)
+        for name in FACETS
+    }
+    histogram = histogram_of(
+        everything.where(**without(filters, "reward")) if "reward" in filters else chosen
+    )
     sorts = sorts_of(everything)
     if wanted.sort and wanted.sort not in sorts:
         raise RunError(f"sort = {wanted.sort}: give one of {', '.join(sorts)}")
@@ -111,7 +117,8 @@ def sorts_of(rollouts: Rollouts) -> list[str]:
 
 
 def facet(rollouts: Rollouts, name: str) -> dict[str, int]:
-    """The number of rollouts that a filter on each value of a field finds, the most frequent first."""
+    """The number of rollouts that a filter on each value of a field finds, the most frequent
+    first."""
     counts = rollouts.counts(name)
     if name == "why" and (failed := len(rollouts.where(why=ERROR))):
         counts = dict(sorted((counts | {ERROR: failed}).items(), key=lambda pair: -pair[1]))
@@ -126,7 +133,11 @@ def filters_of(wanted: Wanted) -> dict[str, Any]:
         "reward": (wanted.lowest, wanted.highest),
         "num_tokens": (wanted.shortest, wanted.longest),
     }
-    exact = {"env": wanted.env or None, "outcome": wanted.outcome or None, "why": wanted.why or None}
+    exact = {
+        "env": wanted.env or None,
+        "outcome": wanted.outcome or None,
+        "why": wanted.why or None,
+    }
     exact |= {"task": wanted.task, "group_id": wanted.group}
     return {name: value for name, value in exact.items() if value is not None} | {
         name: bounds for name, bounds in ranges.items() if bounds != (None, None)
@@ -138,7 +149,8 @@ def without(filters: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def histogram_of(rollouts: Rollouts) -> Histogram | None:
-    """A histogram of the rewards in BINS equal bins; None if there are no rewards, or all are equal."""
+    """A histogram of the rewards in BINS equal bins; None if there are no rewards, or all are
+    equal."""
     values = rollouts.column("reward")
     values = values[np.isfinite(values)]
     if not len(values) or values.min() == values.max():
@@ -146,12 +158,16 @@ def histogram_of(rollouts: Rollouts) -> Histogram | None:
     values = np.sort(values)
     counts, edges = np.histogram(values, bins=BINS)
     ends = np.cumsum(counts)
-    ranges = [[float(values[end - n]), float(values[end - 1])] if n else [] for n, end in zip(counts, ends, strict=True)]
+    ranges = [
+        [float(values[end - n]), float(values[end - 1])] if n else []
+        for n, end in zip(counts, ends, strict=True)
+    ]
     return Histogram(edges=edges.tolist(), counts=counts.tolist(), ranges=ranges)
 
 
 def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[Rollout], int, bool]:
-    """Returns the rollouts found, the number searched, and whether that were all. Stops after SEARCH_S, or at MOST_FOUND."""
+    """Returns the rollouts found, the number searched, and whether that were all. Stops after
+    SEARCH_S, or at MOST_FOUND."""
     deadline, found, looked = time.monotonic() + SEARCH_S, list[Rollout](), 0
     text = wanted.q.casefold()
     for rollout in rollouts:
@@ -168,8 +184,13 @@ def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[Rollout], int, bool
 
 
 def has_tool_error(row: Row) -> bool:
-    """Whether a tool result mentions an error at its beginning. It is free text, so there is no better sign."""
-    results = ("\n".join(content_texts(message.get("content"))) for message in row["messages"] if message.get("role") == "tool")
+    """Whether a tool result mentions an error at its beginning. It is free text, so there is no
+    better sign."""
+    results = (
+        "\n".join(content_texts(message.get("content")))
+        for message in row["messages"]
+        if message.get("role") == "tool"
+    )
     return any("error" in result[:200].casefold() for result in results)
 
 
@@ -200,9 +221,13 @@ def finite(value: float) -> float | None:
 
 
 def find(run: Run, which: Which) -> tuple[Rollout, Rollouts]:
-    """Finds a rollout and its group (in an evaluation, the samples of its task). Raises RunError if it does not exist."""
+    """Finds a rollout and its group (in an evaluation, the samples of its task). Raises RunError
+    if it does not exist."""
     if which.kind == "eval":
-        group, name = run.rollouts("eval", version=which.version, env=which.env, task=which.task), "episode"
+        group, name = (
+            run.rollouts("eval", version=which.version, env=which.env, task=which.task),
+            "episode",
+        )
     elif which.group is None:
         raise RunError(f"rollout {which.rollout}: give its group, too")
     else:
@@ -227,7 +252,11 @@ def in_full(run: Run, rollout: Rollout, beside: Rollouts) -> RolloutDetail:
         messages=messages_of(row),
         prompt=num_prompt_messages(row),
         metrics={name: finite(value) for name, value in rollout.metrics.items()},
-        fields={name: visible(value) if isinstance(value, str) else value for name, value in row.items() if name not in shown},
+        fields={
+            name: visible(value) if isinstance(value, str) else value
+            for name, value in row.items()
+            if name not in shown
+        },
         error=visible(str(row.get("error") or "")),
         group=group,
         explanation=explanation(number, group, run),
@@ -256,7 +285,10 @@ def message_of(message: dict[str, Any]) -> Message:
         role=visible(str(message.get("role") or "")),
         thinking=bounded(visible(thinking))[0],
         text=shown,
-        calls=[Call(name=visible(name), arguments=visible(pretty(arguments))) for name, arguments in calls_of(message)],
+        calls=[
+            Call(name=visible(name), arguments=visible(pretty(arguments)))
+            for name, arguments in calls_of(message)
+        ],
         name=visible(str(message.get("name") or message.get("tool_call_id") or "")),
         left_out=left_out,
     )
@@ -268,7 +300,11 @@ def pretty(arguments: Any) -> str:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return plain(arguments)
-    return json.dumps(value, ensure_ascii=False, indent=1) if isinstance(value, (dict, list)) else plain(arguments)
+    return (
+        json.dumps(value, ensure_ascii=False, indent=1)
+        if isinstance(value, (dict, list))
+        else plain(arguments)
+    )
 
 
 def bounded(text: str) -> tuple[str, int]:

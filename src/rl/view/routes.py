@@ -1,4 +1,5 @@
-"""The table of routes that the page can request, each with its parameters and the type of its answer."""
+"""The table of routes that the page can request, each with its parameters and the type of its
+answer."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -119,13 +120,24 @@ class Handlers:
         return rollouts.in_full(run, *rollouts.find(run, given))
 
     def tokens(self, given: TokensParameters) -> responses.Tokens:
-        return tokens.tokens(self.library.run(given.run), given.step, given.group, given.rollout, given.offset, given.limit)
+        return tokens.tokens(
+            self.library.run(given.run),
+            given.step,
+            given.group,
+            given.rollout,
+            given.offset,
+            given.limit,
+        )
 
     def tasks(self, given: TasksParameters) -> responses.Tasks:
         run = self.library.run(given.run)
         rows = tasks.ordered(run, given.kind, given.env, given.number, given.sort, given.descending)
-        shown = tasks.with_prompts(run.rollouts(given.kind), rows[given.offset : given.offset + given.limit])
-        return responses.Tasks(total=len(rows), offset=given.offset, rows=shown, damaged=list(run.damaged.values()))
+        shown = tasks.with_prompts(
+            run.rollouts(given.kind), rows[given.offset : given.offset + given.limit]
+        )
+        return responses.Tasks(
+            total=len(rows), offset=given.offset, rows=shown, damaged=list(run.damaged.values())
+        )
 
     def task(self, given: TaskParameters) -> responses.Task:
         return tasks.one_task(self.library.run(given.run), given.kind, given.env, given.task)
@@ -151,12 +163,14 @@ class Route:
     what: str
 
     def ask(self, handlers: Handlers, pairs: list[tuple[str, str]]) -> Any:
-        """The answer to a query. Raises msgspec.ValidationError for invalid parameters, and RunError."""
+        """The answer to a query. Raises msgspec.ValidationError for invalid parameters, and
+        RunError."""
         return getattr(handlers, self.name)(parse(pairs, self.takes))
 
 
 def parse(pairs: list[tuple[str, str]], kind: type[Query]) -> Any:
-    """Parses the pairs of a query; an empty value counts as not given. Raises msgspec.ValidationError."""
+    """Parses the pairs of a query; an empty value counts as not given. Raises
+    msgspec.ValidationError."""
     types = {field.name: field.type for field in msgspec.structs.fields(kind)}
     given: dict[str, Any] = {}
     for name, value in pairs:
@@ -169,12 +183,20 @@ def parse(pairs: list[tuple[str, str]], kind: type[Query]) -> Any:
     except msgspec.ValidationError as error:
         name = str(error).split("`")[-2].removeprefix("$.")  # the message ends with the field
     if name not in types:
-        raise msgspec.ValidationError(f"{name}: no such parameter; there are: {', '.join(sorted(types)) or 'none'}")
+        raise msgspec.ValidationError(
+            f"{name}: no such parameter; there are: {', '.join(sorted(types)) or 'none'}"
+        )
     said = f"{name} = {given[name]}: give" if name in given else f"{name}: is missing; give"
     raise msgspec.ValidationError(f"{said} {wanted(types[name])}")
 
 
-WORDS: dict[Any, str] = {int: "a whole number", Number: "a number", bool: "true or false", str: "a text", list[str]: "one or more texts"}
+WORDS: dict[Any, str] = {
+    int: "a whole number",
+    Number: "a number",
+    bool: "true or false",
+    str: "a text",
+    list[str]: "one or more texts",
+}
 
 
 def wanted(kind: Any) -> str:
@@ -185,7 +207,9 @@ def wanted(kind: Any) -> str:
         return WORDS[kind]
     if get_origin(kind) is Annotated:
         inner, bounds = get_args(kind)
-        return f"{WORDS[inner]} from {bounds.ge}" + ("" if bounds.le is None else f" to {bounds.le}")
+        return f"{WORDS[inner]} from {bounds.ge}" + (
+            "" if bounds.le is None else f" to {bounds.le}"
+        )
     return " or ".join(WORDS[one] for one in get_args(kind) if one is not type(None))
 
 
@@ -193,7 +217,12 @@ ROUTES = (
     Route("runs", Query, responses.Runs, "every run, most recently changed first"),
     Route("compare", OfRuns, responses.Comparison, "settings that differ, and evaluations"),
     Route("metrics", OfRuns, responses.Metrics, "the names and meanings of all metrics"),
-    Route("curves", CurveParameters, responses.Curves, "values of metrics, and what happened at which step"),
+    Route(
+        "curves",
+        CurveParameters,
+        responses.Curves,
+        "values of metrics, and what happened at which step",
+    ),
     Route("rollouts", Wanted, responses.Rollouts, "a page of rollouts"),
     Route("rollout", Which, responses.RolloutDetail, "one rollout in full"),
     Route("tokens", TokensParameters, responses.Tokens, "a trained rollout token by token"),

@@ -23,20 +23,23 @@ from rl.view.timeline import extent
 STRETCHES = 40
 """Maximum number of points in a small curve."""
 LIVE_S = 3.0
-"""Seconds for which a live run's row is cached; a finished run's row is cached until one of its files changes."""
+"""Seconds for which a live run's row is cached; a finished run's row is cached until one of its
+files changes."""
 PATIENCE_S = 0.2
 """Seconds that a row waits for another thread reading the same run."""
 DISK_S = 60.0
 """Seconds for which a run's size is cached: counting it visits every file."""
 SHARES, SPAN = (0.25, 0.5, 0.75, 1.0), 0.1
-"""Where the rewards of several runs are compared, and the span of their means, as shares of the shortest run."""
+"""Where the rewards of several runs are compared, and the span of their means, as shares of the
+shortest run."""
 DAMAGE = (RunError, OSError, ValueError)
-"""Exceptions from reading files that were not written by a run: one such run must not hide the others. Any other exception is a bug
-of the page and must show as one."""
+"""Exceptions from reading files that were not written by a run: one such run must not hide the
+others. Any other exception is a bug of the page and must show as one."""
 
 
 class RunList:
-    """Rows of runs, cached while nothing changes. Thread-safe: a row whose run another thread is reading may be the previous one."""
+    """Rows of runs, cached while nothing changes. Thread-safe: a row whose run another thread is
+    reading may be the previous one."""
 
     def __init__(self, library: Library):
         self.library = library
@@ -54,7 +57,11 @@ class RunList:
     def _row(self, key: str) -> RunRow:
         now, made = time.monotonic(), self.rows.get(key)
         try:
-            if made and made[0] == fingerprint(self.paths[key]) and (made[2].state != "live" or now - made[1] < LIVE_S):
+            if (
+                made
+                and made[0] == fingerprint(self.paths[key])
+                and (made[2].state != "live" or now - made[1] < LIVE_S)
+            ):
                 return made[2]
             run = self.library.run(key)
             paths = self.paths[key] = watched(run)
@@ -85,7 +92,14 @@ def watched(run: Run) -> list[Path]:
     files = lives = run.run_dir
     with contextlib.suppress(RunError, OSError):
         lives = rl_dir_of(files, run.config)
-    paths = [files.config, files.metrics, files.run_end, files.rollouts_dir, files.evals, *source_files(files.metrics)]
+    paths = [
+        files.config,
+        files.metrics,
+        files.run_end,
+        files.rollouts_dir,
+        files.evals,
+        *source_files(files.metrics),
+    ]
     return [*paths, lives.events, lives.status_dir]
 
 
@@ -108,7 +122,9 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         key=key,
         name=visible(run.root.name),
         model=visible(Path(config.model.name).name) if config else "",
-        environments=[visible(env.label) for env in config.orchestrator.environment] if config and not config.sft else [],
+        environments=[visible(env.label) for env in config.orchestrator.environment]
+        if config and not config.sft
+        else [],
         state=state,
         why=visible(why),
         step=run.step,
@@ -129,7 +145,9 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
 def unreadable(key: str, why: str, size: int = 0, changed: float = 0.0) -> RunRow:
     """The row of a run that cannot be read."""
     text = visible(" ".join(why.split()))
-    return RunRow(key=key, name=Path(key).name, state="unreadable", why=text, changed=changed, bytes=size)
+    return RunRow(
+        key=key, name=Path(key).name, state="unreadable", why=text, changed=changed, bytes=size
+    )
 
 
 def last_mean(values: np.ndarray) -> float | None:
@@ -139,7 +157,11 @@ def last_mean(values: np.ndarray) -> float | None:
 
 def stretches(values: np.ndarray) -> list[float | None]:
     """Means over at most STRETCHES stretches of nearly equal length."""
-    return [float(part.mean()) for part in np.array_split(values, min(STRETCHES, len(values)))] if len(values) else []
+    return (
+        [float(part.mean()) for part in np.array_split(values, min(STRETCHES, len(values)))]
+        if len(values)
+        else []
+    )
 
 
 def eval_changes(run: Run) -> list[EvalChange]:
@@ -148,10 +170,21 @@ def eval_changes(run: Run) -> list[EvalChange]:
     for name, means in run.eval_values().items():
         if means:
             begin, end = min(means), max(means)
-            error = math.hypot(*(errors.get(name, {}).get(version, 0.0) for version in (begin, end)))
+            error = math.hypot(
+                *(errors.get(name, {}).get(version, 0.0) for version in (begin, end))
+            )
             first, last = means[begin], means[end]
             clear = abs(last - first) > 2 * error
-            found.append(EvalChange(name=name, first=first, last=last, first_version=begin, last_version=end, clear=clear))
+            found.append(
+                EvalChange(
+                    name=name,
+                    first=first,
+                    last=last,
+                    first_version=begin,
+                    last_version=end,
+                    clear=clear,
+                )
+            )
     return found
 
 
@@ -160,26 +193,51 @@ def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
     configs, faults, notes = [], [], []
     for key, run in zip(keys, runs, strict=True):
         try:
-            notes += [f"{key}: {visible(str(run.origin))}; it began with what that run had learned"] if run.origin else []
+            notes += (
+                [f"{key}: {visible(str(run.origin))}; it began with what that run had learned"]
+                if run.origin
+                else []
+            )
             configs.append(run.config)
         except RunError as error:
             faults.append(f"{key}: {visible(str(error))}")
             configs.append(None)
-    return Comparison(settings=setting_diffs(configs), evals=eval_points(runs), learned=learned(runs), faults=faults, notes=notes)
+    return Comparison(
+        settings=setting_diffs(configs),
+        evals=eval_points(runs),
+        learned=learned(runs),
+        faults=faults,
+        notes=notes,
+    )
 
 
 def learned(runs: Sequence[Run]) -> list[Learned]:
     """The runs' rewards after equal numbers of rollouts, each a mean over the preceding SPAN."""
-    curves = [(Places(run, "rollouts")(steps), values) for run in runs for steps, values in [run.numbers.reward()]]
-    if not all(len(values) for _, values in curves) or not (shortest := min(float(at[-1]) for at, _ in curves)) > 0:
+    curves = [
+        (Places(run, "rollouts")(steps), values)
+        for run in runs
+        for steps, values in [run.numbers.reward()]
+    ]
+    if (
+        not all(len(values) for _, values in curves)
+        or not (shortest := min(float(at[-1]) for at, _ in curves)) > 0
+    ):
         return []
     return [
-        Learned(rollouts=share * shortest, rewards=[mean_before(*curve, share * shortest, SPAN * shortest) for curve in curves])
+        Learned(
+            rollouts=share * shortest,
+            rewards=[mean_before(*curve, share * shortest, SPAN * shortest) for curve in curves],
+        )
         for share in SHARES
     ]
 
 
 def mean_before(at: np.ndarray, values: np.ndarray, place: float, span: float) -> float | None:
-    """The mean of the values in the last `span` up to `place`, or at least the newest value up to it; None if there is none."""
+    """The mean of the values in the last `span` up to `place`, or at least the newest value up
+    to it; None if there is none."""
     before = values[at <= place]
-    return float(before[-max(1, int(((at > place - span) & (at <= place)).sum())) :].mean()) if len(before) else None
+    return (
+        float(before[-max(1, int(((at > place - span) & (at <= place)).sum())) :].mean())
+        if len(before)
+        else None
+    )

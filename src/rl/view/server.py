@@ -52,7 +52,9 @@ def answering(handlers: Handlers, route: Route) -> Callable:
     async def endpoint(request: Request) -> Response:
         try:
             pairs = request.query_params.multi_items()
-            answer = await run_in_threadpool(lambda: redact_json(msgspec.json.encode(route.ask(handlers, pairs))))
+            answer = await run_in_threadpool(
+                lambda: redact_json(msgspec.json.encode(route.ask(handlers, pairs)))
+            )
         except msgspec.ValidationError as error:
             return refusal(400, "bad_parameter", str(error))
         except UnknownRunError as error:
@@ -71,11 +73,16 @@ def with_tag(data: bytes, request: Request) -> Response:
     tag = f'"{blake2b(data).hex()}"'
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers={"etag": tag})
-    return Response(data, media_type="application/json", headers={"etag": tag, "cache-control": "private, no-cache"})
+    return Response(
+        data,
+        media_type="application/json",
+        headers={"etag": tag, "cache-control": "private, no-cache"},
+    )
 
 
 def bind_any(host: str, port: int | None) -> socket.socket:
-    """A bound socket. If no port is given, tries PORT, then lets the kernel choose. Raises RunError."""
+    """A bound socket. If no port is given, tries PORT, then lets the kernel choose. Raises
+    RunError."""
     try:
         return bind(host, PORT if port is None else port, "--port", wait_s=0.0)
     except RunError:
@@ -90,14 +97,23 @@ def address(host: str, port: int) -> str:
     return f"http://{shown}:{port}/"
 
 
-def serve(library: Library, secret: str, host: str, port: int | None, new_link: Callable[[str, str], None]) -> None:
+def serve(
+    library: Library, secret: str, host: str, port: int | None, new_link: Callable[[str, str], None]
+) -> None:
     """Serves until the process is asked to stop. Raises RunError.
 
-    new_link: called with the address and the number of each link that lets a browser in: the first once the page is up, a new one
-    whenever one was used.
+    new_link: called with the address and the number of each link that lets a browser in: the first
+    once the page is up, a new one whenever one was used.
     """
     listener = bind_any(host, port)
     place = address(host, listener.getsockname()[1])
     app = PageGate(make_app(library), secret, host, lambda number: new_link(place, number))
-    config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app,
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
     uvicorn.Server(config).run(sockets=[listener])

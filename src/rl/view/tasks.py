@@ -22,14 +22,27 @@ MOST_VERSIONS = 400
 """Maximum number of versions shown of one task; the newest are kept."""
 
 
-def ordered(run: Run, kind: str, env: str = "", number: int | None = None, sort: str = "", descending: bool = True) -> list[TaskRow]:
-    """The tasks of a run, sorted by how much their reward changed, or by `sort` and then by that. Raises RunError."""
+def ordered(
+    run: Run,
+    kind: str,
+    env: str = "",
+    number: int | None = None,
+    sort: str = "",
+    descending: bool = True,
+) -> list[TaskRow]:
+    """The tasks of a run, sorted by how much their reward changed, or by `sort` and then by
+    that. Raises RunError."""
     rows = task_rows(run.rollouts(kind, env=env or None, task=number))
     if sort and sort not in SORTS:
         raise RunError(f"sort = {sort}: give one of {', '.join(SORTS)}")
     rows.sort(key=lambda row: -abs(row.change or 0.0))
     if sort:
-        rows.sort(key=lambda row: (getattr(row, sort) is None, -(getattr(row, sort) or 0) if descending else getattr(row, sort) or 0))
+        rows.sort(
+            key=lambda row: (
+                getattr(row, sort) is None,
+                -(getattr(row, sort) or 0) if descending else getattr(row, sort) or 0,
+            )
+        )
     return rows
 
 
@@ -37,20 +50,31 @@ def with_prompts(rollouts: Rollouts, rows: Sequence[TaskRow]) -> list[TaskRow]:
     """The rows with the beginning of their tasks' prompts, which are read from one rollout each."""
     found = []
     for row in rows:
-        text = "".join(message.text for message in prompt_of(rollouts.where(env=row.env, task=row.task))[-1:])
+        text = "".join(
+            message.text for message in prompt_of(rollouts.where(env=row.env, task=row.task))[-1:]
+        )
         found.append(msgspec.structs.replace(row, prompt=clip(" ".join(text.split()), SNIPPET)))
     return found
 
 
 def task_rows(rollouts: Rollouts) -> list[TaskRow]:
-    """Each task with its mean reward in the first and the last third of the versions that played it. Ignores failed rollouts."""
+    """Each task with its mean reward in the first and the last third of the versions that played
+    it. Ignores failed rollouts."""
     scored = np.isfinite(rollouts.column("reward")) & (rollouts.column("version") != NONE)
-    return [task_row(env, task, versions, rewards) for env, task, versions, rewards in by_task(rollouts, scored)]
+    return [
+        task_row(env, task, versions, rewards)
+        for env, task, versions, rewards in by_task(rollouts, scored)
+    ]
 
 
-def by_task(rollouts: Rollouts, kept: np.ndarray) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
-    """Yields (environment, task, versions, rewards) of each task, with its rollouts sorted by version. kept: bool [n], those that count."""
-    envs, numbers, versions, rewards = (rollouts.column(name)[kept] for name in ("env", "task", "version", "reward"))
+def by_task(
+    rollouts: Rollouts, kept: np.ndarray
+) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
+    """Yields (environment, task, versions, rewards) of each task, with its rollouts sorted by
+    version. kept: bool [n], those that count."""
+    envs, numbers, versions, rewards = (
+        rollouts.column(name)[kept] for name in ("env", "task", "version", "reward")
+    )
     for env in sorted(set(envs.tolist())):
         of_env = np.flatnonzero(envs == env)
         order = of_env[np.lexsort((versions[of_env], numbers[of_env]))]
@@ -60,15 +84,26 @@ def by_task(rollouts: Rollouts, kept: np.ndarray) -> Iterator[tuple[str, int, np
 
 
 def without_rollouts(run: Run, kind: str) -> dict[tuple[str, int], Task]:
-    """Every task by environment and number, with its versions, but without their rollouts and the prompt."""
+    """Every task by environment and number, with its versions, but without their rollouts and
+    the prompt."""
     rollouts = run.rollouts(kind)
     found = {}
     for env, task, versions, rewards in by_task(rollouts, np.full(len(rollouts), True)):
         played, starts = np.unique(versions, return_index=True)
         parts = dict(zip(played.tolist(), np.split(rewards, starts[1:]), strict=True))
         without = len(parts.pop(NONE, ()))
-        shown = [TaskVersion(version=version, mean=mean(part), count=len(part), rows=[]) for version, part in newest(parts)]
-        found[env, task] = Task(env=env, task=task, prompt=[], versions=shown, without_version=without, note=left_out(parts))
+        shown = [
+            TaskVersion(version=version, mean=mean(part), count=len(part), rows=[])
+            for version, part in newest(parts)
+        ]
+        found[env, task] = Task(
+            env=env,
+            task=task,
+            prompt=[],
+            versions=shown,
+            without_version=without,
+            note=left_out(parts),
+        )
     return found
 
 
@@ -79,16 +114,28 @@ def newest(versions: Mapping[int, Any]) -> list[tuple[int, Any]]:
 
 def left_out(versions: Mapping[int, object]) -> str:
     """A phrase on what `newest` leaves out; empty if nothing."""
-    return f"the newest {MOST_VERSIONS} of {len(versions)} versions" if len(versions) > MOST_VERSIONS else ""
+    return (
+        f"the newest {MOST_VERSIONS} of {len(versions)} versions"
+        if len(versions) > MOST_VERSIONS
+        else ""
+    )
 
 
 def task_row(env: str, task: int, versions: np.ndarray, rewards: np.ndarray) -> TaskRow:
-    """The row of one task, with its rollouts sorted by version; its change is None if only one version played it."""
+    """The row of one task, with its rollouts sorted by version; its change is None if only one
+    version played it."""
     played = np.unique(versions)
     third = max(1, len(played) // 3)
     first = float(rewards[versions <= played[third - 1]].mean())
     last = float(rewards[versions >= played[-third]].mean())
-    return TaskRow(env=env, task=task, rollouts=len(rewards), first=first, last=last, change=last - first if len(played) > 1 else None)
+    return TaskRow(
+        env=env,
+        task=task,
+        rollouts=len(rewards),
+        first=first,
+        last=last,
+        change=last - first if len(played) > 1 else None,
+    )
 
 
 def one_task(run: Run, kind: str, env: str, task: int) -> Task:
@@ -96,7 +143,9 @@ def one_task(run: Run, kind: str, env: str, task: int) -> Task:
     versions = run.task(env, task, kind)
     without = len(versions.pop(NONE, ()))
     if not versions:
-        failed = f": all {without} that played it failed before their first token" if without else ""
+        failed = (
+            f": all {without} that played it failed before their first token" if without else ""
+        )
         raise RunError(f"task {task} of {env}: has no rollouts to show{failed}")
     shown = newest(versions)
     return Task(
@@ -107,7 +156,10 @@ def one_task(run: Run, kind: str, env: str, task: int) -> Task:
         note=left_out(versions),
         versions=[
             TaskVersion(
-                version=version, mean=mean(rollouts.column("reward")), count=len(rollouts), rows=[row_of(rollout) for rollout in rollouts]
+                version=version,
+                mean=mean(rollouts.column("reward")),
+                count=len(rollouts),
+                rows=[row_of(rollout) for rollout in rollouts],
             )
             for version, rollouts in shown
         ],
@@ -121,7 +173,8 @@ def mean(rewards: np.ndarray) -> float | None:
 
 
 def prompt_of(rollouts: Rollouts) -> list:
-    """The prompt, from the newest rollout with a text: the messages before the first answer if its line does not have their number."""
+    """The prompt, from the newest rollout with a text: the messages before the first answer if
+    its line does not have their number."""
     for i in reversed(range(len(rollouts))):
         rollout = rollouts[i]
         try:
@@ -129,6 +182,8 @@ def prompt_of(rollouts: Rollouts) -> list:
         except RunError:
             continue
         messages = messages_of(row)
-        first = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
+        first = next(
+            (i for i, message in enumerate(messages) if message.role == "assistant"), len(messages)
+        )
         return messages[: num_prompt_messages(row) or first]
     return []

@@ -1,8 +1,10 @@
-"""Chooses the inference server for a request by how busy and how fast each server looks to this process, and by the session's last server.
+"""Chooses the inference server for a request by how busy and how fast each server looks to this
+process, and by the session's last server.
 
-The cost of a request at a server is its pace (seconds per token) times its requests in flight. So a server gets fewer requests in
-proportion to how slow it is, and one that has just joined gets the most. A session (the turns of rollouts that begin with the same prompt)
-stays where its prefix is cached as long as that costs at most STAY times the cheapest server.
+The cost of a request at a server is its pace (seconds per token) times its requests in flight. So a
+server gets fewer requests in proportion to how slow it is, and one that has just joined gets the
+most. A session (the turns of rollouts that begin with the same prompt) stays where its prefix is
+cached as long as that costs at most STAY times the cheapest server.
 """
 
 import asyncio
@@ -12,7 +14,8 @@ from collections.abc import Iterable
 
 STAY = 2.0
 BATCHED = 16
-"""Up to this many requests in flight, one more slows none of them down, because the server batches them."""
+"""Up to this many requests in flight, one more slows none of them down, because the server
+batches them."""
 FORGET_S = 30.0
 """A pace not confirmed by an answer for this long is measured again, with one request."""
 MEMORY = 0.9
@@ -22,7 +25,8 @@ FIXED_TOKENS = 16
 DOWN_S = 0.5
 """A server that failed a request gets no further ones for this long."""
 MAX_SESSIONS = 1 << 16
-"""Number of sessions whose server is remembered; beyond it the oldest are forgotten, and lose their cached prefix."""
+"""Number of sessions whose server is remembered; beyond it the oldest are forgotten, and lose
+their cached prefix."""
 
 
 class Server:
@@ -36,7 +40,8 @@ class Server:
         self.seconds = self.tokens = 0.0
         """Decayed sums over its answers."""
         self.confirmed = -math.inf
-        """When the pace was last measured; `down_until` is when the server may be used again. Both in monotonic time."""
+        """When the pace was last measured; `down_until` is when the server may be used again.
+        Both in monotonic time."""
         self.down_until = -math.inf
 
     def answered(self, seconds: float, num_tokens: int) -> None:
@@ -67,16 +72,20 @@ class Balancer:
         """Session -> address of its server; the most recently used session is last."""
 
     def update(self, urls: Iterable[str], closed: Iterable[str] = ()) -> None:
-        """Makes `urls` the servers that take requests, and `closed` those that only finish the requests they have.
+        """Makes `urls` the servers that take requests, and `closed` those that only finish the
+        requests they have.
 
-        Requests at any other server are cancelled (their callers get AwayError) once there is a server to take them over.
+        Requests at any other server are cancelled (their callers get AwayError) once there is a
+        server to take them over.
         """
         known = self.servers | self.gone
         states = dict.fromkeys(closed, False) | dict.fromkeys(urls, True)
         self.servers = {url: known.get(url) or Server(url) for url in states}
         for url, server in self.servers.items():
             server.open = states[url]
-        self.gone = {url: server for url, server in known.items() if url not in states and server.flights}
+        self.gone = {
+            url: server for url, server in known.items() if url not in states and server.flights
+        }
         if any(states.values()):
             for server in self.gone.values():
                 for flight in server.flights:
@@ -86,7 +95,9 @@ class Balancer:
     def usable(self) -> list[Server]:
         """Returns the servers to which a request may be sent now."""
         now = time.monotonic()
-        return [server for server in self.servers.values() if server.open and server.down_until <= now]
+        return [
+            server for server in self.servers.values() if server.open and server.down_until <= now
+        ]
 
     def choose(self, session: int) -> Server | None:
         """Returns the server for a session's next request; None if there is none."""

@@ -1,6 +1,8 @@
-"""Files of `batches/`: the data a step trains on, and the orchestrator's state after it. Renaming a batch file into place is the commit.
+"""Files of `batches/`: the data a step trains on, and the orchestrator's state after it. Renaming a
+batch file into place is the commit.
 
-Also files of `rollouts/`: the rollouts as readable text, gzipped when old, each with its SHA-256 in a file for `sha256sum --check`.
+Also files of `rollouts/`: the rollouts as readable text, gzipped when old, each with its SHA-256 in
+a file for `sha256sum --check`.
 """
 
 import gzip
@@ -15,7 +17,16 @@ from typing import Any
 
 import msgspec
 
-from rl.run_dir.files import HEADER, MAGIC, CorruptFileError, Data, decode_record, head_of_record, reading, write_file
+from rl.run_dir.files import (
+    HEADER,
+    MAGIC,
+    CorruptFileError,
+    Data,
+    decode_record,
+    head_of_record,
+    reading,
+    write_file,
+)
 from rl.run_dir.hashes import blake2b, sha256
 from rl.run_dir.paths import RunDir, numbers
 from rl.system.errors import RunError
@@ -27,13 +38,15 @@ ROLLOUT_SUFFIXES = (".jsonl", ".jsonl.gz", ".sha256")
 PLAIN_STEPS = 100
 """The rollouts of this many newest steps are plain text; older ones are compressed."""
 MAX_ROLLOUTS_BYTES = 1 << 28
-"""Maximum bytes of a step's text that is read at once: 1,000 rollouts of 32,000 tokens have half of that, and gzip may hide any size."""
+"""Maximum bytes of a step's text that is read at once: 1,000 rollouts of 32,000 tokens have half
+of that, and gzip may hide any size."""
 COMPRESSION = 3
 """gzip level: conversations shrink to a fifth, at 100 MiB/s per core."""
 
 
 class BatchFile(msgspec.Struct, kw_only=True):
-    """The content of `batches/000012.batch`. The orchestrator's state is an opaque msgpack value here."""
+    """The content of `batches/000012.batch`. The orchestrator's state is an opaque msgpack value
+    here."""
 
     batch: TrainBatch
     state: msgspec.Raw
@@ -56,20 +69,28 @@ def encode_batch(batch: TrainBatch | EncodedBatch, state: Any) -> bytearray:
 
 
 def decode_batch(data: bytes, name: str) -> BatchFile:
-    """Decodes the bytes of a batch file. Raises CorruptFileError, naming the file, if it is damaged or has another schema."""
+    """Decodes the bytes of a batch file. Raises CorruptFileError, naming the file, if it is
+    damaged or has another schema."""
     try:
         return msgspec.msgpack.decode(decode_record(data, name), type=BatchFile)
     except UNREADABLE as error:
         raise CorruptFileError(f"{name}: not a batch of this version of rl: {error}") from None
 
 
-def write_batch(path: Path, batch: TrainBatch | EncodedBatch, state: Any, fence: Callable[[], None] | None = None) -> None:
-    """Commits a batch. Raises TakenError if the step already has one, and what `fence` raises, see write_file."""
+def write_batch(
+    path: Path,
+    batch: TrainBatch | EncodedBatch,
+    state: Any,
+    fence: Callable[[], None] | None = None,
+) -> None:
+    """Commits a batch. Raises TakenError if the step already has one, and what `fence` raises,
+    see write_file."""
     write_file(path, encode_batch(batch, state), new=True, fence=fence)
 
 
 def sound_batch(path: Path) -> bytes:
-    """Returns the bytes of a batch file after verifying its checksum. Raises CorruptFileError if it is damaged or missing."""
+    """Returns the bytes of a batch file after verifying its checksum. Raises CorruptFileError if
+    it is damaged or missing."""
     try:
         with reading(path):
             data = path.read_bytes()
@@ -80,14 +101,16 @@ def sound_batch(path: Path) -> bytes:
 
 
 def samples_of(path: Path) -> Iterator[TrainingSample]:
-    """Yields the samples of a batch file, each decoded when it is asked for. Raises CorruptFileError if the file is damaged or missing."""
+    """Yields the samples of a batch file, each decoded when it is asked for. Raises
+    CorruptFileError if the file is damaged or missing."""
     content = msgspec.msgpack.decode(sound_batch(path)[HEADER.size :], type=dict[str, msgspec.Raw])
     for sample in msgspec.msgpack.decode(content["batch"], type=EncodedBatch).samples:
         yield msgspec.msgpack.decode(sample, type=TrainingSample)
 
 
 def batch_head(path: Path) -> BatchReady:
-    """Returns size and checksum of a batch file, from its header alone. Raises CorruptFileError if it is missing or has the wrong size."""
+    """Returns size and checksum of a batch file, from its header alone. Raises CorruptFileError
+    if it is missing or has the wrong size."""
     try:
         with reading(path), path.open("rb") as file:
             head, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
@@ -120,19 +143,24 @@ def sum_path(path: Path) -> Path:
 
 
 def open_rollouts(path: Path) -> gzip.GzipFile | io.BufferedReader:
-    """Opens a file of rollouts, compressed or not. Check it first: invalid gzip data raises errors of many kinds."""
+    """Opens a file of rollouts, compressed or not. Check it first: invalid gzip data raises
+    errors of many kinds."""
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
 def compress_rollouts(path: Path) -> None:
-    """Replaces `000012.jsonl` by `000012.jsonl.gz`. Raises CorruptFileError and leaves the file if its checksum does not match."""
+    """Replaces `000012.jsonl` by `000012.jsonl.gz`. Raises CorruptFileError and leaves the file
+    if its checksum does not match."""
     check_rollouts(path)
-    write_file(path.with_name(f"{path.name}.gz"), gzip.compress(path.read_bytes(), COMPRESSION, mtime=0))
+    write_file(
+        path.with_name(f"{path.name}.gz"), gzip.compress(path.read_bytes(), COMPRESSION, mtime=0)
+    )
     path.unlink()
 
 
 def check_rollouts(path: Path) -> None:
-    """Raises CorruptFileError if a file of rollouts does not match its checksum, or is invalid gzip. A missing checksum is no error."""
+    """Raises CorruptFileError if a file of rollouts does not match its checksum, or is invalid
+    gzip. A missing checksum is no error."""
 
     def digest() -> str:
         try:
@@ -146,7 +174,8 @@ def check_rollouts(path: Path) -> None:
 
 
 def check_given(path: Path) -> None:
-    """Raises RunError for a damaged file of another run's rollouts, which is data here: no repair of this run mends it."""
+    """Raises RunError for a damaged file of another run's rollouts, which is data here: no
+    repair of this run mends it."""
     try:
         if path.parent.name == "rollouts":
             check_rollouts(path)
@@ -155,16 +184,21 @@ def check_given(path: Path) -> None:
 
 
 def check_sum(path: Path, digest: Callable[[], str]) -> bool:
-    """Whether a file of rollouts has a checksum. Raises CorruptFileError if `digest`, that of its text, differs from it."""
+    """Whether a file of rollouts has a checksum. Raises CorruptFileError if `digest`, that of
+    its text, differs from it."""
     try:
         with reading(sum_path(path)):
             expected = sum_path(path).read_bytes()[:64]
     except FileNotFoundError:
         return False
     if expected and re.fullmatch(rb"[0-9a-f]{64}", expected) is None:
-        raise CorruptFileError(f"{sum_path(path)}: damaged; delete it to use {path.name} without a check")
+        raise CorruptFileError(
+            f"{sum_path(path)}: damaged; delete it to use {path.name} without a check"
+        )
     if expected and digest().encode() != expected:
-        raise CorruptFileError(f"{path}: damaged, its checksum does not match; move it away to continue without it")
+        raise CorruptFileError(
+            f"{path}: damaged, its checksum does not match; move it away to continue without it"
+        )
     return bool(expected)
 
 
@@ -174,20 +208,25 @@ def damaged_gzip(path: Path, error: Exception) -> str:
 
 
 def sound_rollouts(path: Path) -> bytes:
-    """Returns the text of a file of rollouts, verifying its checksum if there is one. Raises CorruptFileError or FileNotFoundError."""
+    """Returns the text of a file of rollouts, verifying its checksum if there is one. Raises
+    CorruptFileError or FileNotFoundError."""
     try:
         with reading(path), open_rollouts(path) as file:
             data = file.read(MAX_ROLLOUTS_BYTES + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise CorruptFileError(damaged_gzip(path, error)) from None
     if len(data) > MAX_ROLLOUTS_BYTES:
-        raise CorruptFileError(f"{path}: its text is longer than {MAX_ROLLOUTS_BYTES:,} bytes; `rl show {path}` reads it line by line")
+        raise CorruptFileError(
+            f"{path}: its text is longer than {MAX_ROLLOUTS_BYTES:,} bytes; `rl show {path}` "
+            "reads it line by line"
+        )
     check_sum(path, lambda: sha256(data))
     return data
 
 
 def remove_rollouts(run_dir: RunDir, *, after: int) -> None:
-    """Deletes rollouts of batches that were never committed: they are still in pending.log, and go into another batch."""
+    """Deletes rollouts of batches that were never committed: they are still in pending.log, and
+    go into another batch."""
     for suffix in ROLLOUT_SUFFIXES:
         for number in numbers(run_dir.rollouts_dir, suffix):
             if number > after:

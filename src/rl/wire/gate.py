@@ -1,6 +1,8 @@
-"""The gate that every HTTP request to one of our servers passes first: it checks the sender, and limits the size of the body.
+"""The gate that every HTTP request to one of our servers passes first: it checks the sender, and
+limits the size of the body.
 
-Inference has a gate for programs (rl.wire.token_gate), `rl view` one for its browser page (rl.view.access).
+Inference has a gate for programs (rl.wire.token_gate), `rl view` one for its browser page
+(rl.view.access).
 """
 
 import hashlib
@@ -19,7 +21,9 @@ CLOSE = {"connection": "close"}
 """Closes the connection, so that the rest of the client's request is not read."""
 
 
-def refusal(status: int, kind: str, message: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
+def refusal(
+    status: int, kind: str, message: str, headers: dict[str, str] | None = None, **more: Any
+) -> Response:
     """Returns an error response: `{"error": {"type": kind, "message": message, **more}}`."""
     content = msgspec.json.encode({"error": {"type": kind, "message": message, **more}})
     return Response(content, status, headers, media_type="application/json")
@@ -44,34 +48,55 @@ class HttpGate:
         raise NotImplementedError
 
     def foreign_host(self, scope: Scope) -> Response | None:
-        """Refuses requests for a host other than loopback if the server is bound to loopback: in DNS rebinding, the Host header has the
-        name of the attacking page."""
-        if not self.loopback or all(is_loopback(host_name(value)) for value in header(scope, b"host")):
+        """Refuses requests for a host other than loopback if the server is bound to loopback: in
+        DNS rebinding, the Host header has the name of the attacking page."""
+        if not self.loopback or all(
+            is_loopback(host_name(value)) for value in header(scope, b"host")
+        ):
             return None
-        return refusal(403, "foreign_host", "this server is bound to loopback: ask for localhost or 127.0.0.1 in the Host header", CLOSE)
+        return refusal(
+            403,
+            "foreign_host",
+            "this server is bound to loopback: ask for localhost or 127.0.0.1 in the Host header",
+            CLOSE,
+        )
 
     def shows_token(self, scope: Scope) -> bool:
-        """Whether a request has the token, as OpenAI's clients send it or as Anthropic's and Tinker's do, and no other."""
-        shown = [value[7:] if value[:7].lower() == b"bearer " else b"" for value in header(scope, b"authorization")]
+        """Whether a request has the token, as OpenAI's clients send it or as Anthropic's and
+        Tinker's do, and no other."""
+        shown = [
+            value[7:] if value[:7].lower() == b"bearer " else b""
+            for value in header(scope, b"authorization")
+        ]
         keys = shown + header(scope, b"x-api-key")
         return bool(keys) and all(self.is_token(key.strip()) for key in keys)
 
     def is_token(self, value: bytes) -> bool:
-        """Whether `value` is the token. Compares digests in constant time, so that neither content nor length leaks."""
+        """Whether `value` is the token. Compares digests in constant time, so that neither
+        content nor length leaks."""
         return secrets.compare_digest(hashlib.sha256(value).digest(), self.expected)
 
     def too_long(self, scope: Scope) -> Response | None:
-        """Refuses a request that announces too long a body. One that announces nothing is cut off at the limit."""
+        """Refuses a request that announces too long a body. One that announces nothing is cut
+        off at the limit."""
         values = header(scope, b"content-length")
         length = int(values[0][:20]) if values and values[0].isdigit() else 0
         if length <= self.max_body_bytes:
             return None
-        return refusal(413, "too_large", f"the body has {length} bytes, {self.max_body_bytes} are allowed", CLOSE)
+        return refusal(
+            413,
+            "too_large",
+            f"the body has {length} bytes, {self.max_body_bytes} are allowed",
+            CLOSE,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = None if scope["type"] == "lifespan" else self.refuse(scope) or self.too_long(scope)
+        refused = (
+            None if scope["type"] == "lifespan" else self.refuse(scope) or self.too_long(scope)
+        )
         if refused and refused.status_code == 413:
-            while (await receive()).get("more_body"):  # a client that still sends would see a closed connection, and no answer
+            # a client that still sends would see a closed connection, and no answer
+            while (await receive()).get("more_body"):
                 pass
         if not refused:
             await self.app(scope, receive, send)

@@ -1,8 +1,9 @@
-"""Client of the inference servers over HTTP: generates, loads versions, asks for the version held. Repeats requests, never rollouts.
+"""Client of the inference servers over HTTP: generates, loads versions, asks for the version held.
+Repeats requests, never rollouts.
 
-The addresses are fixed (`orchestrator.inference_urls`) or come from the run's status files. The orchestrator polls all servers and decides
-which of them may answer (`follow`). If a server fails a request or goes away, the request is sent to another one at once; exactly one
-answer counts.
+The addresses are fixed (`orchestrator.inference_urls`) or come from the run's status files. The
+orchestrator polls all servers and decides which of them may answer (`follow`). If a server fails a
+request or goes away, the request is sent to another one at once; exactly one answer counts.
 """
 
 import asyncio
@@ -29,13 +30,16 @@ from rl.wire.worker_messages import ServerSet
 PROTOCOL = 5
 """Incremented when the meaning of a request or an answer changes."""
 STATUS_S = 5.0
-"""A server that does not report its version within this time gets no new requests; after the second time in a row it counts as away."""
+"""A server that does not report its version within this time gets no new requests; after the
+second time in a row it counts as away."""
 OTHER_HISTORY = -1
-"""Stands for a server's version if this run has a different one with the same number, because it was trained again."""
+"""Stands for a server's version if this run has a different one with the same number, because it
+was trained again."""
 LOOK_S = 1.0
 """Longest wait for the versions of all servers, so that a slow one does not hold up the others."""
 TOKEN_REMEDY = (
-    "inference at {url} answers {status}: it requires its run's token. Set RL_TOKEN to the one in its run directory (status/token), or to "
+    "inference at {url} answers {status}: it requires its run's token. Set RL_TOKEN to the "
+    "one in its run directory (status/token), or to "
     "the same value everywhere"
 )
 
@@ -44,11 +48,13 @@ T = TypeVar("T")
 
 
 class PromptTooLongError(Exception):
-    """The prompt leaves no room for an answer in the model's context. Caught by rollouts, which it truncates."""
+    """The prompt leaves no room for an answer in the model's context. Caught by rollouts, which
+    it truncates."""
 
 
 class InferenceLostError(RunError):
-    """No server answered within the deadline. Caught by rollouts, which it fails with the cause `inference`."""
+    """No server answered within the deadline. Caught by rollouts, which it fails with the cause
+    `inference`."""
 
     exit_code = RESTART
 
@@ -64,7 +70,8 @@ class Generation(msgspec.Struct):
     routes: bytes | None = None
     """See Turn, if `routes_from` was among the sampling parameters."""
     prompt_logprobs: list[float | None] | None = None
-    """One per token of the prompt, nats, of the model itself at temperature 1; None for the first. If they were asked for."""
+    """One per token of the prompt, nats, of the model itself at temperature 1; None for the
+    first. If they were asked for."""
 
     def __post_init__(self) -> None:
         check_lengths(self.token_ids, self.logprobs, self.policy_versions)
@@ -85,7 +92,8 @@ class Refusal(msgspec.Struct):
 
 
 class LoadedVersion(msgspec.Struct):
-    """The server's answer to `/load_weights`: the version it holds now, and what loading it cost, times in seconds."""
+    """The server's answer to `/load_weights`: the version it holds now, and what loading it
+    cost, times in seconds."""
 
     policy_version: int
     drain_s: float = 0.0
@@ -93,7 +101,8 @@ class LoadedVersion(msgspec.Struct):
     pause_s: float = 0.0
     """From the end of that step until the scheduler may start the next one."""
     bytes_read: int = 0
-    """What the worker that read most has read of the weights; with several workers, each reads its own part."""
+    """What the worker that read most has read of the weights; with several workers, each reads
+    its own part."""
 
 
 class HeldVersion(LoadedVersion):
@@ -113,11 +122,18 @@ class Expected(msgspec.Struct, frozen=True):
     max_model_len: int
 
     def fault(self, found: HeldVersion) -> str:
-        """Returns why a server cannot be one of the run's, or "". Models are compared by their folder's name: its place differs by node."""
+        """Returns why a server cannot be one of the run's, or "". Models are compared by their
+        folder's name: its place differs by node."""
         if Path(found.served_model).name != Path(self.model).name:
-            return f"serves {found.served_model}, but this run trains {self.model}: start it with this run's configuration"
+            return (
+                f"serves {found.served_model}, but this run trains {self.model}: start it with "
+                "this run's configuration"
+            )
         if found.max_model_len < self.max_model_len:
-            longest = f"takes {found.max_model_len} tokens, but model.max_model_len = {self.max_model_len}"
+            longest = (
+                f"takes {found.max_model_len} tokens, but model.max_model_len = "
+                f"{self.max_model_len}"
+            )
             return f"{longest}: start it with this run's configuration"
         return ""
 
@@ -128,16 +144,24 @@ def read(content: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(content, type=kind)
     except UNREADABLE as error:
         raise InferenceLostError(
-            f"inference sent an invalid answer ({error}): {content[:100]!r}. Is orchestrator.inference_urls (or the address in "
+            f"inference sent an invalid answer ({error}): {content[:100]!r}. Is "
+            "orchestrator.inference_urls (or the address in "
             "status/inference.json) that of a server of this version of rl?"
         ) from None
 
 
 class InferenceServers:
-    """The servers of a run. `urls` are their addresses if these are fixed; `status_path` is the status file of the run's own server; those
-    of other servers are in the same folder."""
+    """The servers of a run. `urls` are their addresses if these are fixed; `status_path` is the
+    status file of the run's own server; those of other servers are in the same folder."""
 
-    def __init__(self, urls: list[str], status_path: Path, timeout_s: float, expected: Expected | None = None, inference_proxy: str = ""):
+    def __init__(
+        self,
+        urls: list[str],
+        status_path: Path,
+        timeout_s: float,
+        expected: Expected | None = None,
+        inference_proxy: str = "",
+    ):
         self.fixed = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.status_path = status_path
         self.timeout_s = timeout_s
@@ -148,35 +172,46 @@ class InferenceServers:
         """The headers with the token, read once so that requests do not depend on the disk."""
         self.balancer = Balancer()
         self.fleet: ServerSet | None = None
-        """The servers as last announced by the orchestrator; None: not yet, so this process finds them itself."""
+        """The servers as last announced by the orchestrator; None: not yet, so this process
+        finds them itself."""
         self.contents: dict[int, str] = {}
         """Version -> the id of its content, if known."""
         self.known: dict[str, int] = {}
         """Healthy server -> the version it holds."""
         self.silent: set[str] = set()
-        """Servers that were healthy but did not answer in time lately; they keep the requests they have."""
+        """Servers that were healthy but did not answer in time lately; they keep the requests
+        they have."""
         self.faults: dict[str, InferenceLostError] = {}
         """Server -> why it is not usable for this run."""
         self.away: dict[str, str] = {}
         """Server -> why it did not answer."""
         self.asking: dict[str, asyncio.Task[None]] = {}
 
-    # Who is there -------------------------------------------------------------------------------------------------------
+    # Who is there ---------------------------------------------------------------------------------
 
     def find(self) -> list[str]:
-        """Returns the servers' addresses: the fixed ones, or those in the status files of processes not known to be dead."""
+        """Returns the servers' addresses: the fixed ones, or those in the status files of
+        processes not known to be dead."""
         if self.fixed:
             return self.fixed
-        statuses = map(read_status, server_files(self.status_path.parent)) if self.status_path.name else ()
-        return list(dict.fromkeys(one.address for one in statuses if one and one.address and one.lives() is not False))
+        statuses = (
+            map(read_status, server_files(self.status_path.parent)) if self.status_path.name else ()
+        )
+        return list(
+            dict.fromkeys(
+                one.address for one in statuses if one and one.address and one.lives() is not False
+            )
+        )
 
     def follow(self, fleet: ServerSet) -> None:
-        """Adopts the servers announced by the orchestrator: from now on no other server is asked for tokens."""
+        """Adopts the servers announced by the orchestrator: from now on no other server is asked
+        for tokens."""
         self.fleet = fleet
         self.balancer.update(fleet.urls, fleet.closed)
 
     async def poll_versions(self) -> dict[str, int]:
-        """Polls all servers. Returns the version of each healthy one; a slow one keeps its last version until it counts as away."""
+        """Polls all servers. Returns the version of each healthy one; a slow one keeps its last
+        version until it counts as away."""
         urls = self.find()
         for url in [*self.known]:
             if url not in urls:
@@ -190,16 +225,24 @@ class InferenceServers:
         return {url: version for url, version in self.known.items() if url in urls}
 
     async def _ask(self, url: str) -> None:
-        """Records which version a server holds, or what is wrong with it. A fault is logged once."""
+        """Records which version a server holds, or what is wrong with it. A fault is logged
+        once."""
         try:
             async with asyncio.timeout(STATUS_S):
                 status, content = await self.send("GET", url, "/status")
             if status != 200:
-                raise InferenceLostError(f"{url} is not an inference server of rl: its /status answers {status}")
+                raise InferenceLostError(
+                    f"{url} is not an inference server of rl: its /status answers {status}"
+                )
             found = read(content, HeldVersion)
             if found.protocol != PROTOCOL:
-                other = f"{url} is a server of another version of rl (protocol {found.protocol}, here {PROTOCOL})"
-                raise InferenceLostError(f"{other}: start it from the same installation as the orchestrator")
+                other = (
+                    f"{url} is a server of another version of rl (protocol {found.protocol}, "
+                    f"here {PROTOCOL})"
+                )
+                raise InferenceLostError(
+                    f"{other}: start it from the same installation as the orchestrator"
+                )
             if self.expected and (fault := self.expected.fault(found)):
                 raise InferenceLostError(f"inference at {url} {fault}")
             known = self.contents.get(found.policy_version)
@@ -234,33 +277,55 @@ class InferenceServers:
         self.silent.discard(url)
 
     async def wait_for_any(self, urls: Collection[str] = ()) -> dict[str, int]:
-        """Returns what the servers (or those at `urls`) hold, as soon as one is healthy. Raises InferenceLostError at the deadline, or at
-        once if all fixed servers are unusable or a fault is permanent."""
+        """Returns what the servers (or those at `urls`) hold, as soon as one is healthy. Raises
+        InferenceLostError at the deadline, or at once if all fixed servers are unusable or a
+        fault is permanent."""
         since = time.monotonic()
-        while not (held := {url: version for url, version in (await self.poll_versions()).items() if not urls or url in urls}):
+        while not (
+            held := {
+                url: version
+                for url, version in (await self.poll_versions()).items()
+                if not urls or url in urls
+            }
+        ):
             faults = [self.faults[url] for url in self.find() if url in self.faults]
             lasting = [fault for fault in faults if fault.exit_code == GIVE_UP]
-            if lasting or (faults and len(faults) == len(self.fixed)) or time.monotonic() - since > self.timeout_s:
-                raise next(iter([*lasting, *faults]), None) or self._lost("/status", self._problems())
+            if (
+                lasting
+                or (faults and len(faults) == len(self.fixed))
+                or time.monotonic() - since > self.timeout_s
+            ):
+                raise next(iter([*lasting, *faults]), None) or self._lost(
+                    "/status", self._problems()
+                )
             await asyncio.sleep(RETRY_S)
         return held
 
     async def loaded_version(self, urls: Collection[str] = ()) -> int:
-        """Returns the oldest version that a server (or one of those at `urls`) holds. Waits for the first; raises InferenceLostError."""
+        """Returns the oldest version that a server (or one of those at `urls`) holds. Waits for
+        the first; raises InferenceLostError."""
         return min((await self.wait_for_any(urls)).values())
 
     def last_seen(self) -> str:
-        """Describes what the run's own servers last reported; of fixed ones only the addresses are known."""
+        """Describes what the run's own servers last reported; of fixed ones only the addresses
+        are known."""
         if self.fixed:
             return f"Servers: {', '.join(self.fixed)}"
-        return "\n".join(f"{path.stem}: {last_seen(path)}" for path in server_files(self.status_path.parent) or [self.status_path])
+        return "\n".join(
+            f"{path.stem}: {last_seen(path)}"
+            for path in server_files(self.status_path.parent) or [self.status_path]
+        )
 
-    # What they are asked ------------------------------------------------------------------------------------------------
+    # What they are asked --------------------------------------------------------------------------
 
-    async def generate(self, session: int, token_ids: list[int], sampling: dict[str, Any]) -> Generation:
-        """Samples one completion; requests of one session go to the same server as long as that is efficient.
+    async def generate(
+        self, session: int, token_ids: list[int], sampling: dict[str, Any]
+    ) -> Generation:
+        """Samples one completion; requests of one session go to the same server as long as that is
+        efficient.
 
-        Raises PromptTooLongError, ValueError if the server refuses the request, and InferenceLostError.
+        Raises PromptTooLongError, ValueError if the server refuses the request, and
+        InferenceLostError.
         """
         body = {"token_ids": token_ids, "sampling": sampling, "session": session}
         since, problem = time.monotonic(), ""
@@ -279,7 +344,8 @@ class InferenceServers:
                 if status == 200:
                     return self._accepted(server, read(content, Generation), oldest, began)
                 fault = read(content, Refusal).error if status == 400 else Fault()
-            except (AwayError, OSError) as error:  # may be temporary: no descriptor left, a stale handle
+            # may be temporary: no descriptor left, a stale handle
+            except (AwayError, OSError) as error:
                 problem = f"{server.url}: {error}"
             except InferenceLostError as error:  # the answer is wrong: another server may be fine
                 server.failed()
@@ -294,46 +360,71 @@ class InferenceServers:
                 since = time.monotonic()  # until now a server was working on it
             server.failed()
 
-    def _accepted(self, server: Server, answer: Generation, oldest: int, began: float) -> Generation:
-        """Returns the answer. Raises AwayError if a version older than `oldest`, or one that was not published, sampled any of it."""
+    def _accepted(
+        self, server: Server, answer: Generation, oldest: int, began: float
+    ) -> Generation:
+        """Returns the answer. Raises AwayError if a version older than `oldest`, or one that was
+        not published, sampled any of it."""
         versions = {span.policy_version for span in answer.policy_versions}
-        if wrong := {version for version in versions if version < oldest or (self.fleet and version > self.fleet.newest)}:
+        if wrong := {
+            version
+            for version in versions
+            if version < oldest or (self.fleet and version > self.fleet.newest)
+        }:
             newest = f" (the newest is {self.fleet.newest})" if self.fleet else ""
-            raise AwayError(f"its tokens are of version {min(wrong)}, but it should hold {oldest} or a newer one{newest}")
+            raise AwayError(
+                f"its tokens are of version {min(wrong)}, but it should hold {oldest} or a "
+                f"newer one{newest}"
+            )
         server.answered(time.monotonic() - began, len(answer.token_ids))
         return answer
 
-    async def versions(self, digests: list[str], urls: Collection[str] = ()) -> dict[str, list[VersionSpan]]:
-        """Returns the versions of answers to chats, by answer_digest, as far as the servers know them. Raises InferenceLostError."""
+    async def versions(
+        self, digests: list[str], urls: Collection[str] = ()
+    ) -> dict[str, list[VersionSpan]]:
+        """Returns the versions of answers to chats, by answer_digest, as far as the servers know
+        them. Raises InferenceLostError."""
         found: dict[str, list[VersionSpan]] = {}
         for url in urls or self.find():
             if left := [digest for digest in digests if digest not in found]:
                 with suppress(AwayError, OSError):
                     status, content = await self.send("POST", url, "/versions", {"answers": left})
-                    known: Any = read(content, list[list[VersionSpan] | None]) if status == 200 else []
-                    found |= {digest: spans for digest, spans in zip(left, known, strict=False) if spans}
+                    known: Any = (
+                        read(content, list[list[VersionSpan] | None]) if status == 200 else []
+                    )
+                    found |= {
+                        digest: spans for digest, spans in zip(left, known, strict=False) if spans
+                    }
         return found
 
     async def load(self, url: str, version: WeightVersion) -> float:
         """Loads a version into one server. Returns how long this paused generation, seconds.
 
-        Raises AwayError if the server dies meanwhile, RefusedError if it refuses, and InferenceLostError if it takes too long.
+        Raises AwayError if the server dies meanwhile, RefusedError if it refuses, and
+        InferenceLostError if it takes too long.
         """
-        body = msgspec.to_builtins(msgspec.structs.replace(version, path=str(Path(version.path).absolute())))
+        body = msgspec.to_builtins(
+            msgspec.structs.replace(version, path=str(Path(version.path).absolute()))
+        )
         try:
             async with asyncio.timeout(self.timeout_s + CONNECT_S):
                 status, content = await self.send("POST", url, "/load_weights", body)
         except TimeoutError:
             raise InferenceLostError(
-                f"waited {self.timeout_s:.0f} s for inference at {url} to load version {version.policy_version}: it is preparing weights, "
-                f"or waiting for requests of an older adapter to end; if it is just slow, raise orchestrator.inference_timeout_s. "
+                f"waited {self.timeout_s:.0f} s for inference at {url} to load version "
+                f"{version.policy_version}: it is preparing weights, "
+                "or waiting for requests of an older adapter to end; if it is just slow, "
+                "raise orchestrator.inference_timeout_s. "
                 f"{self.last_seen()}"
             ) from None
         if status != 200:
             raise RefusedError(status, content[:2000].decode(errors="replace"))
         held = read(content, LoadedVersion)
         if held.policy_version != version.policy_version:
-            raise InferenceLostError(f"inference at {url} was to load version {version.policy_version}, but has {held.policy_version}")
+            raise InferenceLostError(
+                f"inference at {url} was to load version {version.policy_version}, but has "
+                f"{held.policy_version}"
+            )
         if asked := self.asking.pop(url, None):  # its answer may predate the load
             asked.cancel()
         self._note_sound(url, held.policy_version)
@@ -354,8 +445,8 @@ class InferenceServers:
             server.flights.discard(flight)
 
     async def send(self, method: str, url: str, path: str, body: Any = None) -> tuple[int, bytes]:
-        """Returns status and content of one answer below 500. Raises AwayError or OSError if there is none, InferenceLostError if the
-        server rejects the token or refuses (403)."""
+        """Returns status and content of one answer below 500. Raises AwayError or OSError if
+        there is none, InferenceLostError if the server rejects the token or refuses (403)."""
         faults.point(f"http{path}")
         for _ in range(2):
             try:
@@ -365,7 +456,9 @@ class InferenceServers:
             status, content = await self.http.request(method, url + path, body, shown)
             faults.point(f"http{path}.answered")
             if status == 403:  # not because of the token: the server gives the reason
-                raise InferenceLostError(f"{url} refuses: {content[:500].decode(errors='replace')}", GIVE_UP)
+                raise InferenceLostError(
+                    f"{url} refuses: {content[:500].decode(errors='replace')}", GIVE_UP
+                )
             if status != 401:
                 return status, content
             with suppress(RunError):
@@ -376,8 +469,14 @@ class InferenceServers:
 
     def _problems(self) -> str:
         """Describes why no server takes a request."""
-        problems = [f"{url}: {problem}" for url, problem in self.away.items()] or ["no address published yet"]
-        return "; ".join(problems) if self.fleet is None else "the orchestrator knows no server whose version may answer"
+        problems = [f"{url}: {problem}" for url, problem in self.away.items()] or [
+            "no address published yet"
+        ]
+        return (
+            "; ".join(problems)
+            if self.fleet is None
+            else "the orchestrator knows no server whose version may answer"
+        )
 
     def _lost(self, path: str, problem: str) -> InferenceLostError:
         return InferenceLostError(

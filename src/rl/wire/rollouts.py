@@ -1,4 +1,5 @@
-"""The results of environments: rollouts and groups. Internal to orchestrator and workers; the trainer never sees them."""
+"""The results of environments: rollouts and groups. Internal to orchestrator and workers; the
+trainer never sees them."""
 
 import math
 from collections.abc import Collection
@@ -11,17 +12,21 @@ from rl.wire.turns import Turn, Turns
 Split = Literal["train", "eval"]
 
 MAX_NUMBER = 1e18
-"""Largest absolute value of a reward or metric: the squares of larger ones overflow float32, and means of them may not be finite."""
+"""Largest absolute value of a reward or metric: the squares of larger ones overflow float32, and
+means of them may not be finite."""
 
 MAX_NAME = 200
-"""Maximum length of the name of a metric or an agent; it becomes part of names in metrics.jsonl and of table headers."""
+"""Maximum length of the name of a metric or an agent; it becomes part of names in metrics.jsonl
+and of table headers."""
 
 MAX_BITS = 1024
-"""Longest integer that is written out in a message: Python refuses to write those of some thousand digits."""
+"""Longest integer that is written out in a message: Python refuses to write those of some
+thousand digits."""
 
 
 def at_least(reward: float, bound: float) -> bool:
-    """Whether a reward reaches a bound, such as another reward, up to the rounding of sums: 0.7 + 0.2 + 0.1 is less than 1."""
+    """Whether a reward reaches a bound, such as another reward, up to the rounding of sums: 0.7
+    + 0.2 + 0.1 is less than 1."""
     return reward >= bound or math.isclose(reward, bound, rel_tol=1e-9, abs_tol=1e-12)
 
 
@@ -31,20 +36,24 @@ def all_equal(rewards: Collection[float]) -> bool:
 
 
 Cause = Literal["environment", "reward", "inference", "timeout", "worker", "teacher", "logprobs"]
-"""Why a rollout failed, in order: the environment's code raised; a reward function raised or returned no finite number (or its judge is
-down); inference did not answer; a deadline passed; the worker process died; the teacher did not score it; the sampler
-returned a log-probability that is not finite."""
+"""Why a rollout failed, in order: the environment's code raised; a reward function raised or
+returned no finite number (or its judge is down); inference did not answer; a deadline passed;
+the worker process died; the teacher did not score it; the sampler returned a log-probability
+that is not finite."""
 
 
 class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One scored play of a task by one agent. If `error` is set, the rollout failed and its reward is meaningless."""
+    """One scored play of a task by one agent. If `error` is set, the rollout failed and its
+    reward is meaningless."""
 
     turns: Turns = msgspec.field(default_factory=Turns)
     """A list of `Turn`s is converted."""
     text: list[dict[str, Any]] | bytes = msgspec.field(default=b"[]", name="messages")
-    """The messages: a list while the rollout is played, afterwards the JSON of one, which is written once and copied into all files."""
+    """The messages: a list while the rollout is played, afterwards the JSON of one, which is
+    written once and copied into all files."""
     num_prompt_messages: int | None = None
-    """Number of leading messages that are the prompt, including worked examples; the policy wrote none of them. None: unknown."""
+    """Number of leading messages that are the prompt, including worked examples; the policy
+    wrote none of them. None: unknown."""
     reward: float = 0.0
     metrics: dict[str, float] = {}
     stop: str = ""
@@ -108,7 +117,11 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
             "agent": self.agent,
             **({} if self.trainable else {"trainable": False}),
             "messages": msgspec.Raw(self.text) if isinstance(self.text, bytes) else self.text,
-            **({"num_prompt_messages": self.num_prompt_messages} if self.num_prompt_messages is not None else {}),
+            **(
+                {"num_prompt_messages": self.num_prompt_messages}
+                if self.num_prompt_messages is not None
+                else {}
+            ),
             "reward": None if self.error else self.reward,
             "metrics": self.metrics,
             "outcome": self.outcome,
@@ -122,8 +135,8 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def unfit(rollout: Rollout) -> str:
-    """Describes the first number or name of a rollout that cannot be used or recorded; empty if there is none. Environments put anything
-    in them, and nothing here raises."""
+    """Describes the first number or name of a rollout that cannot be used or recorded; empty if
+    there is none. Environments put anything in them, and nothing here raises."""
     for name in (rollout.agent, *rollout.metrics):
         if not isinstance(name, str):
             return f"the name of a metric or agent is of type {type(name).__name__}, not str"
@@ -146,11 +159,15 @@ Episode = list[Rollout]
 """One play of a task: one rollout per agent, so a single one for most environments."""
 
 
-Untrained = Literal["error", "truncated", "overlong", "empty", "filtered", "no_signal", "stale", "surplus"]
-"""The reason why a group is not trained. The first six are set when it is judged: a rollout failed; all answers were truncated, or all
-prompts overlong, or no token was sampled; the user's filter dropped it; its rewards are equal. The last two are set when a batch is formed:
-its tokens are older than `max_off_policy_steps`, or the batch is full without it. A rollout's `why` in rollouts/*.jsonl is one of these or
-more exact: the Cause of its failure, for instance. rl/view/explain.py has a sentence for each value."""
+Untrained = Literal[
+    "error", "truncated", "overlong", "empty", "filtered", "no_signal", "stale", "surplus"
+]
+"""The reason why a group is not trained. The first six are set when it is judged: a rollout
+failed; all answers were truncated, or all prompts overlong, or no token was sampled; the user's
+filter dropped it; its rewards are equal. The last two are set when a batch is formed: its tokens
+are older than `max_off_policy_steps`, or the batch is full without it. A rollout's `why` in
+rollouts/*.jsonl is one of these or more exact: the Cause of its failure, for instance.
+rl/view/explain.py has a sentence for each value."""
 
 
 class Group(msgspec.Struct, kw_only=True):
@@ -190,7 +207,8 @@ class Group(msgspec.Struct, kw_only=True):
 
 
 class Members(msgspec.Struct, kw_only=True):
-    """Finished rollouts of a group in flight, as whole episodes, before the user's metrics are added."""
+    """Finished rollouts of a group in flight, as whole episodes, before the user's metrics are
+    added."""
 
     group_id: int
     env: str

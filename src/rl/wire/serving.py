@@ -24,11 +24,22 @@ class Server(uvicorn.Server):
         return contextlib.nullcontext()
 
 
-async def serve(app: Any, host: str, sock: socket.socket, status: Status, *work: asyncio.Task[None]) -> None:
-    """Serves until SIGTERM or SIGINT. Raises the error of the server or of a task that it needs, and RunError if either just ends."""
-    # Clients elsewhere get the slower parser, because the other one does not limit lines and headers.
+async def serve(
+    app: Any, host: str, sock: socket.socket, status: Status, *work: asyncio.Task[None]
+) -> None:
+    """Serves until SIGTERM or SIGINT. Raises the error of the server or of a task that it needs,
+    and RunError if either just ends."""
+    # Clients elsewhere get the slower parser, because the other one does not limit lines and
+    # headers.
     parser = "auto" if is_loopback(host) else "h11"
-    settings = uvicorn.Config(app, http=parser, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)
+    settings = uvicorn.Config(
+        app,
+        http=parser,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
     server, stop = Server(settings), asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
@@ -36,7 +47,9 @@ async def serve(app: Any, host: str, sock: socket.socket, status: Status, *work:
     needed = [asyncio.create_task(server.serve(sockets=[sock])), *work]
     name, port = reachable(host), sock.getsockname()[1]
     status.enter(Phase.SERVING, address=f"http://{f'[{name}]' if ':' in name else name}:{port}")
-    await asyncio.wait([*needed, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(
+        [*needed, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED
+    )
     server.should_exit = server.force_exit = True
     for task in needed:
         if task.done():

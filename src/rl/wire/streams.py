@@ -1,7 +1,8 @@
 """Whole messages over a Unix socket: a length of four bytes, then that many bytes.
 
-The memory that a peer can make this process use is bounded: one message and a socket's buffer, however often it connects. ZeroMQ, by
-contrast, bounds the size of a message's parts but not their number.
+The memory that a peer can make this process use is bounded: one message and a socket's buffer,
+however often it connects. ZeroMQ, by contrast, bounds the size of a message's parts but not their
+number.
 """
 
 import asyncio
@@ -35,7 +36,8 @@ class MessageStream:
         return cls(*await asyncio.open_unix_connection(path, limit=BUFFER_BYTES))
 
     async def receive(self, most: int = MAX_MESSAGE_BYTES) -> bytes | None:
-        """Returns the next message, or None if the peer has closed. Raises DecodeError, before reading it, if it exceeds `most` bytes."""
+        """Returns the next message, or None if the peer has closed. Raises DecodeError, before
+        reading it, if it exceeds `most` bytes."""
         try:
             size = int.from_bytes(await self.reader.readexactly(4))
             if size <= most:
@@ -72,9 +74,10 @@ class MessageServer:
         take: Take,
         refuse: Callable[[str, Exception], None],
     ):
-        """`watch` runs coroutines in the background. `is_peer` tells the names of peers; nothing is read from others. `take` gets a peer's
-        name and each of its messages; for an invalid message it raises one of UNREADABLE, which is passed to `refuse`, and the connection
-        is closed."""
+        """`watch` runs coroutines in the background. `is_peer` tells the names of peers; nothing
+        is read from others. `take` gets a peer's name and each of its messages; for an invalid
+        message it raises one of UNREADABLE, which is passed to `refuse`, and the connection is
+        closed."""
         self.watch, self.is_peer, self.take, self.refuse = watch, is_peer, take, refuse
         self.streams: dict[str, MessageStream] = {}
         """By the peer's name; the newer of two connections, as the older is closed."""

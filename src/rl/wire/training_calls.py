@@ -26,7 +26,8 @@ class Example:
     targets: np.ndarray  # [N, K] int64: usually K = 1 and the next token
     advantages: np.ndarray  # [N, K] float32: the weight of each target's loss
     logprobs: np.ndarray  # [N, K] float32, the sampler's; 0 for losses that do not compare with it
-    trained: np.ndarray  # [N, K] bool: targets that have a loss; those of a sequence make its ratio (gspo)
+    # [N, K] bool: targets that have a loss; those of a sequence make its ratio (gspo)
+    trained: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class LossCall:
 
 
 class Learner(Protocol):
-    """Trains any number of adapters over one model, each with its own optimizer. Not thread-safe; every method raises CallError or
-    RunError."""
+    """Trains any number of adapters over one model, each with its own optimizer. Not
+    thread-safe; every method raises CallError or RunError."""
 
     vocab_size: int
 
@@ -69,8 +70,11 @@ class Learner(Protocol):
 
     def forget(self, name: str) -> None: ...
 
-    def forward_backward(self, name: str, examples: list[Example], loss: LossCall, backward: bool) -> Scored:
-        """Scores the examples and, with `backward`, adds the gradient of the sum of their losses."""
+    def forward_backward(
+        self, name: str, examples: list[Example], loss: LossCall, backward: bool
+    ) -> Scored:
+        """Scores the examples and, with `backward`, adds the gradient of the sum of their
+        losses."""
         ...
 
     def optimizer_step(self, name: str, step: Step) -> float:
@@ -78,11 +82,13 @@ class Learner(Protocol):
         ...
 
     def save(self, name: str, folder: Path, notes: Mapping[str, Any]) -> None:
-        """Writes adapters and optimizer, without a gradient, complete by rename, with notes that `notes` returns."""
+        """Writes adapters and optimizer, without a gradient, complete by rename, with notes that
+        `notes` returns."""
         ...
 
     def notes(self, folder: Path) -> dict[str, Any]:
-        """Returns the notes of a saved state and `rank`, once its files are found intact. Raises CorruptFileError."""
+        """Returns the notes of a saved state and `rank`, once its files are found intact. Raises
+        CorruptFileError."""
         ...
 
     def load(self, name: str, folder: Path, optimizer: bool) -> None:

@@ -1,9 +1,11 @@
-"""The live path between trainer and orchestrator: ZeroMQ DEALER to ROUTER, typed msgpack. Only this file knows the wire protocol.
+"""The live path between trainer and orchestrator: ZeroMQ DEALER to ROUTER, typed msgpack. Only this
+file knows the wire protocol.
 
-The orchestrator's address is in its status file and is read again before every attempt, so either side may die and come back.
-It answers only processes that have the run's token (see run_dir/access_token.py), and all traffic is encrypted: its address begins with `curve://`.
-Messages are typed and bounded in size; each side counts and drops invalid ones. Large data is not sent: a batch is read from its file
-in the run directory, which all nodes share.
+The orchestrator's address is in its status file and is read again before every attempt, so either
+side may die and come back. It answers only processes that have the run's token (see
+run_dir/access_token.py), and all traffic is encrypted: its address begins with `curve://`. Messages
+are typed and bounded in size; each side counts and drops invalid ones. Large data is not sent: a
+batch is read from its file in the run directory, which all nodes share.
 """
 
 import contextlib
@@ -46,23 +48,30 @@ from rl.wire.messages import (
 )
 
 ATTEMPT_S = 20.0
-"""One request waits this long for an answer before it is sent again; the orchestrator answers NotReady well before that."""
+"""One request waits this long for an answer before it is sent again; the orchestrator answers
+NotReady well before that."""
 ADDRESS_CHECK_S = 0.5
 """Interval at which a waiting client checks whether the orchestrator has a new address."""
 ANSWER_WITHIN_S = 5.0
 """The orchestrator answers within this time, even if only with NotReady."""
 MAX_REQUEST_BYTES = 1 << 16
 MAX_REPLY_BYTES = 1 << 26
-"""The largest replies are probes, up to four contexts. ZeroMQ closes the connection if a message is larger."""
+"""The largest replies are probes, up to four contexts. ZeroMQ closes the connection if a message
+is larger."""
 MAX_REPLIES_QUEUED = 8
 """Per client; a client whose reply is dropped asks again."""
 SEEN_WITHIN_S = 5.0
-"""A file that another node wrote may become visible later than the message about it, because NFS caches directories. After this time the
-batch is asked for again; a file of the right size with another checksum is damaged."""
+"""A file that another node wrote may become visible later than the message about it, because NFS
+caches directories. After this time the batch is asked for again; a file of the right size with
+another checksum is damaged."""
 WARN_EVERY_S = 60.0
 """Shortest interval between log lines about rejected messages."""
 PLAIN, ENCRYPTED = "tcp://", "curve://"
-HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 SAME_TOKEN = "set RL_TOKEN to the same value everywhere, or nowhere and share the run directory"
 
 log = logging.getLogger(__name__)
@@ -88,7 +97,14 @@ class Rejected:
         self.count += 1
         if time.monotonic() - self.logged_at >= WARN_EVERY_S:
             new = self.count - self.num_logged
-            log.warning("%s: dropped %d (%d in all); the last from %s: %s", self.what, new, self.count, peer, str(why)[:200])
+            log.warning(
+                "%s: dropped %d (%d in all); the last from %s: %s",
+                self.what,
+                new,
+                self.count,
+                peer,
+                str(why)[:200],
+            )
             self.logged_at, self.num_logged = time.monotonic(), self.count
 
 
@@ -102,8 +118,9 @@ def curve_keys(token: str, role: str) -> tuple[bytes, bytes]:
 class Wait:
     """A wait for answers, with a deadline and a status text that apply only inside `with wait:`.
 
-    A prefetching thread may take as long as it needs; once its owner blocks on the result, the deadline of `timeout_s` starts, and
-    `on_wait` (such as `Status.enter`) is called with the phase, its step and a detail for people.
+    A prefetching thread may take as long as it needs; once its owner blocks on the result, the
+    deadline of `timeout_s` starts, and `on_wait` (such as `Status.enter`) is called with the phase,
+    its step and a detail for people.
     """
 
     def __init__(self, timeout_s: float, on_wait: Callable[[Phase, int, str], None]):
@@ -133,27 +150,42 @@ class Wait:
             self.on_wait(*self.what)
 
     def left_s(self, asked: float = -math.inf) -> float:
-        """Returns the seconds until the deadline; inf outside of `with wait:`. `asked`: when the question was asked (time.monotonic):
-        the owner may have waited for something else before."""
+        """Returns the seconds until the deadline; inf outside of `with wait:`. `asked`: when the
+        question was asked (time.monotonic): the owner may have waited for something else before."""
         since = self.since  # the owner may stop waiting at any time
-        return math.inf if since is None else self.timeout_s - (time.monotonic() - max(since, asked))
+        return (
+            math.inf if since is None else self.timeout_s - (time.monotonic() - max(since, asked))
+        )
 
 
 class OrchestratorClient:
     """The trainer's side; used only by rank 0. Blocking and thread-safe."""
 
     def __init__(self, run_dir: RunDir, gives_up: Callable[[], bool] = lambda: False):
-        """`gives_up`: whether to wait for answers no longer than for ADDRESS_CHECK_S, because this process is about to end."""
-        self.run_dir, self.status_path, self.gives_up = run_dir, run_dir.status("orchestrator"), gives_up
+        """`gives_up`: whether to wait for answers no longer than for ADDRESS_CHECK_S, because
+        this process is about to end."""
+        self.run_dir, self.status_path, self.gives_up = (
+            run_dir,
+            run_dir.status("orchestrator"),
+            gives_up,
+        )
         self.rejected = Rejected("answers of the orchestrator")
 
     def get_batch(self, step: int, wait: Wait) -> bytes | RunEnded | None:
-        """Waits for the batch of `step`. Returns the bytes of its file, or RunEnded if the run is over, or None if it gives up.
+        """Waits for the batch of `step`. Returns the bytes of its file, or RunEnded if the run is
+        over, or None if it gives up.
 
         Raises CorruptFileError if the file is damaged, RunError at the deadline.
         """
         while True:
-            reply = self._ask_until(GetBatch(step), (BatchReady, RunEnded), f"batch {step}", Phase.WAITING_FOR_BATCH, step, wait)
+            reply = self._ask_until(
+                GetBatch(step),
+                (BatchReady, RunEnded),
+                f"batch {step}",
+                Phase.WAITING_FOR_BATCH,
+                step,
+                wait,
+            )
             if reply is None or isinstance(reply, RunEnded):
                 return reply
             if data := self._read_batch(step, reply, wait):
@@ -161,7 +193,8 @@ class OrchestratorClient:
                 return data
 
     def _read_batch(self, step: int, ready: BatchReady, wait: Wait) -> bytes:
-        """Reads a batch's file; returns b"" if it does not become visible in time: a repair may have replaced it.
+        """Reads a batch's file; returns b"" if it does not become visible in time: a repair may
+        have replaced it.
 
         Raises CorruptFileError if the file is damaged, RunError at the deadline.
         """
@@ -175,8 +208,15 @@ class OrchestratorClient:
             if time.monotonic() >= seen_by:
                 break
             if wait.left_s() <= 0:
-                waited = f"waited {wait.timeout_s:.0f} s for {path}, which the orchestrator wrote, to become visible"
-                raise RunError(f"{waited}: output_dir must be on a file system that all nodes share, under the same path", RESTART)
+                waited = (
+                    f"waited {wait.timeout_s:.0f} s for {path}, which the orchestrator wrote, to "
+                    "become visible"
+                )
+                raise RunError(
+                    f"{waited}: output_dir must be on a file system that all nodes share, "
+                    "under the same path",
+                    RESTART,
+                )
             wait.about(Phase.WAITING_FOR_BATCH, step, f"{path} to become visible")
             time.sleep(0.2)
         if is_whole:
@@ -187,11 +227,13 @@ class OrchestratorClient:
         """Announces a version. Returns which versions are still needed, or None if it gives up."""
         number = version.policy_version
         what = f"the acknowledgement of version {number}"
-        return self._ask_until(Published(version), (Acknowledged,), what, Phase.ANNOUNCING_VERSION, number, wait)
+        return self._ask_until(
+            Published(version), (Acknowledged,), what, Phase.ANNOUNCING_VERSION, number, wait
+        )
 
     def probe(self, policy_version: int, timeout_s: float) -> list[TrainingSample]:
-        """Returns completions by exactly this version; none if inference holds a later one, or fails to load it within `timeout_s`, or if
-        the client gives up."""
+        """Returns completions by exactly this version; none if inference holds a later one, or
+        fails to load it within `timeout_s`, or if the client gives up."""
         since = time.monotonic()
         while (left := timeout_s - (time.monotonic() - since)) > 0 and not self.gives_up():
             address = read_address(self.status_path)
@@ -202,9 +244,17 @@ class OrchestratorClient:
             time.sleep(0.05)
         return []
 
-    def _ask_until(self, request: Request, accepted: tuple[type, ...], what: str, phase: Phase, step: int, wait: Wait) -> Any:
-        """Asks until an answer of an accepted type comes, or gives up and returns None. The RunError at the deadline names `what`; the
-        status shows phase and step."""
+    def _ask_until(
+        self,
+        request: Request,
+        accepted: tuple[type, ...],
+        what: str,
+        phase: Phase,
+        step: int,
+        wait: Wait,
+    ) -> Any:
+        """Asks until an answer of an accepted type comes, or gives up and returns None. The
+        RunError at the deadline names `what`; the status shows phase and step."""
         detail = "the orchestrator to come up"
         asked, since = time.monotonic(), time.strftime("%H:%M:%S")
         while (left := wait.left_s(asked)) > 0:
@@ -213,7 +263,9 @@ class OrchestratorClient:
             try:
                 reply = self._ask(address, request, min(ATTEMPT_S, left)) if address else None
                 if address and reply and not isinstance(reply, (NotReady, *accepted)):
-                    raise self._reject(address, f"a {type(reply).__name__} in reply to a {type(request).__name__}")
+                    raise self._reject(
+                        address, f"a {type(reply).__name__} in reply to a {type(request).__name__}"
+                    )
             except NoAnswerError as error:
                 reply, detail = None, str(error)
             if isinstance(reply, NotReady):
@@ -229,12 +281,14 @@ class OrchestratorClient:
         raise RunError(
             f"waited {wait.timeout_s:.0f} s for {what} ({detail}), first asked at {since}. "
             f"The orchestrator: {last_seen(self.status_path)}\n"
-            "See logs/orchestrator*.log; if the environment is just slow, raise trainer.batch_timeout_s",
+            "See logs/orchestrator*.log; if the environment is just slow, raise "
+            "trainer.batch_timeout_s",
             RESTART,
         )
 
     def _ask(self, address: str, request: Request, timeout_s: float) -> Reply | None:
-        """Makes one attempt on a fresh socket, so that a late answer to an older request cannot be mistaken. Raises NoAnswerError."""
+        """Makes one attempt on a fresh socket, so that a late answer to an older request cannot
+        be mistaken. Raises NoAnswerError."""
         with zmq.Context.instance().socket(zmq.DEALER) as socket, contextlib.ExitStack() as on_exit:
             socket.linger = 0
             socket.ipv6 = True
@@ -247,7 +301,9 @@ class OrchestratorClient:
             try:
                 socket.connect(address.replace(ENCRYPTED, PLAIN, 1))
             except zmq.ZMQError as error:
-                raise NoAnswerError(f"the address {address} in {self.status_path} is invalid: {error.strerror}") from None
+                raise NoAnswerError(
+                    f"the address {address} in {self.status_path} is invalid: {error.strerror}"
+                ) from None
             faults.point(f"ask.{type(request).__name__}")
             socket.send(ENCODER.encode(request))
             faults.point(f"asked.{type(request).__name__}")
@@ -263,8 +319,8 @@ class OrchestratorClient:
             raise self._reject(address, error) from None
 
     def _poll(self, poller: zmq.Poller, address: str, timeout_s: float) -> dict[Any, int]:
-        """Returns the sockets that are ready; empty after `timeout_s`, or soon after the orchestrator came back at another address, or if
-        the client gives up."""
+        """Returns the sockets that are ready; empty after `timeout_s`, or soon after the
+        orchestrator came back at another address, or if the client gives up."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             if ready := dict(poller.poll(int(min(left, ADDRESS_CHECK_S) * 1000))):
@@ -279,13 +335,18 @@ class OrchestratorClient:
         except (RunError, OSError) as error:
             raise NoAnswerError(str(error)) from None
         if token is None:
-            raise NoAnswerError(f"{address} requires the run's token, but this process has none: {SAME_TOKEN}")
+            raise NoAnswerError(
+                f"{address} requires the run's token, but this process has none: {SAME_TOKEN}"
+            )
         socket.curve_publickey, socket.curve_secretkey = curve_keys(token, "client")
         socket.curve_serverkey, _ = curve_keys(token, "server")
 
     def _reject(self, address: str, why: object) -> NoAnswerError:
         self.rejected.note(address, why)
-        return NoAnswerError(f"{address} sent an invalid answer ({why}): is it this run's orchestrator, of the same version of rl?")
+        return NoAnswerError(
+            f"{address} sent an invalid answer ({why}): is it this run's orchestrator, of "
+            "the same version of rl?"
+        )
 
 
 class TrainerServer:
@@ -296,7 +357,8 @@ class TrainerServer:
 
     def __init__(self, host: str, port: int, token: str):
         bind(host, port, "orchestrator.port").close()  # its faults have better words than zmq's
-        self.context = zmq.asyncio.Context()  # its own, because an authenticator applies to a whole context
+        # its own, because an authenticator applies to a whole context
+        self.context = zmq.asyncio.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.ipv6 = ":" in host
@@ -311,7 +373,8 @@ class TrainerServer:
         self.address = f"{ENCRYPTED}{f'[{name}]' if ':' in name else name}:{bound_port}"
 
     def _authenticator(self, token: str) -> zmq.auth.asyncio.AsyncioAuthenticator:
-        """Admits clients with the keys derived from the token. Knowing the server's public key is not enough."""
+        """Admits clients with the keys derived from the token. Knowing the server's public key
+        is not enough."""
         known, _ = curve_keys(token, "client")
         self.socket.curve_server = True
         _, self.socket.curve_secretkey = curve_keys(token, "server")

@@ -9,7 +9,8 @@ from rl.wire.rollouts import Rollout, Split
 
 
 class EnvSpec(msgspec.Struct, kw_only=True):
-    """An environment as configured: a package (`id`), rows with a reward function (`dataset`, `reward`), or a NeMo Gym server."""
+    """An environment as configured: a package (`id`), rows with a reward function (`dataset`,
+    `reward`), or a NeMo Gym server."""
 
     name: str
     id: str | None = None
@@ -31,7 +32,8 @@ class EnvSpec(msgspec.Struct, kw_only=True):
 
 
 class Endpoint(msgspec.Struct, kw_only=True):
-    """Any OpenAI-compatible server. It returns no token ids, so its rollouts are evaluated or collected, never trained."""
+    """Any OpenAI-compatible server. It returns no token ids, so its rollouts are evaluated or
+    collected, never trained."""
 
     base_url: str
     model: str
@@ -40,7 +42,8 @@ class Endpoint(msgspec.Struct, kw_only=True):
 
 
 class PolicySpec(msgspec.Struct, kw_only=True):
-    """The policy that environments sample from: the run's servers, with token ids in and out, `endpoint`, or `head_server`."""
+    """The policy that environments sample from: the run's servers, with token ids in and out,
+    `endpoint`, or `head_server`."""
 
     model_path: str = ""
     max_model_len: int = 2048
@@ -51,14 +54,16 @@ class PolicySpec(msgspec.Struct, kw_only=True):
     """A RendererConfig."""
     inference_urls: list[str] = []
     inference_status: str = ""
-    """Status file of the run's own inference server. It and those next to it are read if there are no URLs, until a ServerSet comes."""
+    """Status file of the run's own inference server. It and those next to it are read if there
+    are no URLs, until a ServerSet comes."""
     inference_proxy: str = ""
     """Unix socket for requests to the servers; empty: they go over the network."""
     routes: bool = False
     """Whether the servers give the routes of tokens (trainer.router_replay = engine)."""
     endpoint: Endpoint | None = None
     head_server: str = ""
-    """Head server of NeMo Gym, whose model server is the policy instead (`rl env --serve-gym`); empty: it is not."""
+    """Head server of NeMo Gym, whose model server is the policy instead (`rl env --serve-gym`);
+    empty: it is not."""
 
 
 class WorkerSetup(msgspec.Struct, kw_only=True):
@@ -76,7 +81,8 @@ class WorkerSetup(msgspec.Struct, kw_only=True):
     python: str = ""
     """Interpreter of the worker's own virtual environment; empty: the orchestrator's."""
     sandbox: bool = False
-    """Whether it runs in a sandbox, with or without this machine's `network`, and with the environment variables `keys`."""
+    """Whether it runs in a sandbox, with or without this machine's `network`, and with the
+    environment variables `keys`."""
     network: bool = False
     keys: list[str] = []
     read: list[str] = []
@@ -99,24 +105,32 @@ class PlayGroup(msgspec.Struct, tag=True):
     num_episodes: int
     sampling: dict[str, Any]
     session: int
-    """The session of all the group's rollouts: one inference server answers them while that is efficient, for its prefix cache."""
+    """The session of all the group's rollouts: one inference server answers them while that is
+    efficient, for its prefix cache."""
     done: list[int] = []
     """Episodes that are already finished; empty if the episodes of a group are scored together."""
     seed: int | None = None
-    """From which the seeds of all requests to the run's servers are derived; None: requests have no seed, and every draw differs."""
+    """From which the seeds of all requests to the run's servers are derived; None: requests have
+    no seed, and every draw differs."""
 
     def seeded(self, *parts: int | str) -> "PlayGroup":
         """Returns the order for a part of this one, with independent draws."""
-        return self if self.seed is None else msgspec.structs.replace(self, seed=derived_seed(self.seed, *parts))
+        return (
+            self
+            if self.seed is None
+            else msgspec.structs.replace(self, seed=derived_seed(self.seed, *parts))
+        )
 
 
 class ServerSet(msgspec.Struct, tag=True):
-    """The inference servers to use from now on. Requests in flight at any other server are repeated at one of these."""
+    """The inference servers to use from now on. Requests in flight at any other server are
+    repeated at one of these."""
 
     urls: list[str]
     """Servers that take requests."""
     closed: list[str]
-    """Servers that only finish the requests they have, because they hold another version than is wanted."""
+    """Servers that only finish the requests they have, because they hold another version than is
+    wanted."""
     oldest: int
     """The oldest policy version that may answer a new request."""
     newest: int
@@ -130,7 +144,8 @@ class Cancel(msgspec.Struct, tag=True):
 
 
 class Describe(msgspec.Struct, tag=True):
-    """Describe the environment and `num_tasks` tasks of a split (-1: all) from task `first`. The answer has as many tasks as fit."""
+    """Describe the environment and `num_tasks` tasks of a split (-1: all) from task `first`. The
+    answer has as many tasks as fit."""
 
     split: Split
     num_tasks: int
@@ -141,7 +156,10 @@ class Close(msgspec.Struct, tag=True):
     """Shut down what the environment has started, then exit."""
 
 
-TEMPLATE_REMEDY = "give the template that the model was trained with, write eos_token after an answer, or `rl sft` first"
+TEMPLATE_REMEDY = (
+    "give the template that the model was trained with, write eos_token after an answer, or `rl "
+    "sft` first"
+)
 """What to do about a template_fault."""
 
 
@@ -165,7 +183,8 @@ class LoadFailed(msgspec.Struct, tag=True):
 
 
 MAX_ROLLOUTS = 100_000
-"""Most rollouts of a message. One takes 450 bytes of the pool's memory even where the message has a single byte for it."""
+"""Most rollouts of a message. One takes 450 bytes of the pool's memory even where the message
+has a single byte for it."""
 
 
 class Played(msgspec.Struct, tag=True):
@@ -178,7 +197,8 @@ class Played(msgspec.Struct, tag=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True):
-    """Shows that the worker's event loop runs; without heartbeats the environment's code is blocking it."""
+    """Shows that the worker's event loop runs; without heartbeats the environment's code is
+    blocking it."""
 
 
 class Description(msgspec.Struct, tag=True):

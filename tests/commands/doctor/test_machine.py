@@ -1,4 +1,5 @@
-"""`rl doctor` before a run: each check on this machine, and on machines that are made out to lack something."""
+"""`rl doctor` before a run: each check on this machine, and on machines that are made out to
+lack something."""
 
 import errno
 import fcntl
@@ -35,8 +36,20 @@ def test_this_machine_passes(tmp_path, capsys, monkeypatch):
     assert main(["--no-smoke"], Children()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[6:18].strip() for line in lines] == [
-        *("versions", "cores", "memory", "GPUs", "ports", "files", "shm", "disk", "disk speed", "locks", "clock")
-    ]  # fmt: skip
+        *(
+            "versions",
+            "cores",
+            "memory",
+            "GPUs",
+            "ports",
+            "files",
+            "shm",
+            "disk",
+            "disk speed",
+            "locks",
+            "clock",
+        )
+    ]
     assert all(line.startswith(("ok  ", "warn")) for line in lines)
     assert lines[0].startswith("ok    versions     python 3.") and "vllm" in lines[0]
     assert not (tmp_path / "outputs").exists()  # a question leaves nothing
@@ -47,7 +60,9 @@ def test_json(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(linux, "SHARED_MEMORY", Path("/nowhere"))
     assert main(["--no-smoke", "--json"], Children()) == 1
     found = json.loads(capsys.readouterr().out)
-    assert not found["fine"] and [check["name"] for check in found["checks"] if check["level"] == "FAIL"] == ["shm"]
+    assert not found["fine"] and [
+        check["name"] for check in found["checks"] if check["level"] == "FAIL"
+    ] == ["shm"]
 
 
 Vfs = namedtuple("Vfs", "f_bavail f_frsize")
@@ -89,12 +104,32 @@ def nameless(host, *_, find=socket.getaddrinfo, **__):
             "FAIL",
             "none; vLLM is built for GPUs, so inference will not start",
         ),
-        ("loopback", (socket, "create_server", refuse(errno.EADDRNOTAVAIL)), "FAIL", "127.0.0.1: [Errno 99] "),
+        (
+            "loopback",
+            (socket, "create_server", refuse(errno.EADDRNOTAVAIL)),
+            "FAIL",
+            "127.0.0.1: [Errno 99] ",
+        ),
         ("loopback", (socket, "getaddrinfo", nameless), "warn", "this host's name"),
-        ("open_files", (resource, "getrlimit", lambda _: (100, 100)), "FAIL", "100 files may be open at once"),
+        (
+            "open_files",
+            (resource, "getrlimit", lambda _: (100, 100)),
+            "FAIL",
+            "100 files may be open at once",
+        ),
         ("open_files", (resource, "getrlimit", lambda _: (1024, 1024)), "warn", "raise it to 4096"),
-        ("shared_memory", (os, "statvfs", lambda _: Vfs(64, 1 << 20)), "warn", "64 MiB free in /dev/shm: "),
-        ("shared_memory", (linux, "SHARED_MEMORY", Path("/nowhere")), "FAIL", "/nowhere does not exist, and torch"),
+        (
+            "shared_memory",
+            (os, "statvfs", lambda _: Vfs(64, 1 << 20)),
+            "warn",
+            "64 MiB free in /dev/shm: ",
+        ),
+        (
+            "shared_memory",
+            (linux, "SHARED_MEMORY", Path("/nowhere")),
+            "FAIL",
+            "/nowhere does not exist, and torch",
+        ),
     ],
 )
 def test_what_a_machine_lacks(monkeypatch, check, patch, level, said):
@@ -106,11 +141,31 @@ def test_what_a_machine_lacks(monkeypatch, check, patch, level, said):
 @pytest.mark.parametrize(
     ("name", "patch", "level", "said"),
     [
-        ("disk", (shutil, "disk_usage", lambda _: namedtuple("usage", "total used free")(1, 1, 1 << 30)), "FAIL", "1.0 GiB free in "),
-        ("disk speed", (machine, "SLOW_MIB_S", 1e9), "warn", "checkpoints and batches will slow training"),
-        ("locks", (fcntl, "flock", lambda *_: None), "warn", "two exclusive locks were granted at once: roles rely on leases alone"),
+        (
+            "disk",
+            (shutil, "disk_usage", lambda _: namedtuple("usage", "total used free")(1, 1, 1 << 30)),
+            "FAIL",
+            "1.0 GiB free in ",
+        ),
+        (
+            "disk speed",
+            (machine, "SLOW_MIB_S", 1e9),
+            "warn",
+            "checkpoints and batches will slow training",
+        ),
+        (
+            "locks",
+            (fcntl, "flock", lambda *_: None),
+            "warn",
+            "two exclusive locks were granted at once: roles rely on leases alone",
+        ),
         ("locks", (fcntl, "flock", refuse(errno.ENOLCK)), "warn", "flock: No locks available: "),
-        ("clock", (time, "time", lambda: 1e9), "warn", "from the file server's: heartbeats of other nodes would look old or new"),
+        (
+            "clock",
+            (time, "time", lambda: 1e9),
+            "warn",
+            "from the file server's: heartbeats of other nodes would look old or new",
+        ),
     ],
 )
 def test_what_a_file_system_lacks(tmp_path, monkeypatch, name, patch, level, said):
@@ -124,14 +179,26 @@ def test_what_a_file_system_lacks(tmp_path, monkeypatch, name, patch, level, sai
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     (found,) = machine.disk_checks(tmp_path / "file" / "outputs")
-    assert found.level == "FAIL" and found.text.endswith("Not a directory; choose another location with --output_dir")
+    assert found.level == "FAIL" and found.text.endswith(
+        "Not a directory; choose another location with --output_dir"
+    )
 
 
-# A configuration ----------------------------------------------------------------------------------------------------------
+# A configuration ----------------------------------------------------------------------------------
 
 
 def config_of(tmp_path, *flags) -> RLConfig:
-    return load_config_or_exit(["--output_dir", str(tmp_path), "--name", "x", "--orchestrator.environment.id", "none", *flags])[0]
+    return load_config_or_exit(
+        [
+            "--output_dir",
+            str(tmp_path),
+            "--name",
+            "x",
+            "--orchestrator.environment.id",
+            "none",
+            *flags,
+        ]
+    )[0]
 
 
 def test_run_directory_devices_and_network(tmp_path, monkeypatch):
@@ -140,26 +207,38 @@ def test_run_directory_devices_and_network(tmp_path, monkeypatch):
     config.run_dir.config.parent.mkdir()
     config.run_dir.config.touch()  # the user's own
     found = configuration.run_directory(config)
-    assert found.level == "FAIL" and found.text.endswith("x is not a run directory, and has config.toml; choose another --name")
+    assert found.level == "FAIL" and found.text.endswith(
+        "x is not a run directory, and has config.toml; choose another --name"
+    )
     config.run_dir.batch(1).parent.mkdir()
     config.run_dir.batch(1).touch()
     assert "continue that run with --resume" in configuration.run_directory(config).text
     assert configuration.division(config).level == "ok"
     assert [check.level for check in configuration.exposed(config)] == ["ok"]
     wide = config_of(tmp_path, "--trainer.cpus", "4096", "--inference.host", "0.0.0.0")
-    assert configuration.division(wide).level == "FAIL" and "trainer.cpus = 4096 there are " in configuration.division(wide).text
+    assert (
+        configuration.division(wide).level == "FAIL"
+        and "trainer.cpus = 4096 there are " in configuration.division(wide).text
+    )
     assert [check.level for check in configuration.exposed(wide)] == ["warn"]
     monkeypatch.setenv("RL_TOKEN", "short")
-    assert levels(configuration.exposed(wide)) == {"network": "warn"} and next(iter(configuration.exposed(wide))).level == "FAIL"
+    assert (
+        levels(configuration.exposed(wide)) == {"network": "warn"}
+        and next(iter(configuration.exposed(wide))).level == "FAIL"
+    )
 
 
 def test_servers_that_a_run_needs(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = f"http://127.0.0.1:{server.getsockname()[1]}"
-        config = config_of(tmp_path, "--orchestrator.inference_urls", json.dumps([there, "http://127.0.0.1:1"]))
+        config = config_of(
+            tmp_path, "--orchestrator.inference_urls", json.dumps([there, "http://127.0.0.1:1"])
+        )
         found = list(configuration.servers(config))
     assert [check.level for check in found] == ["ok", "FAIL"]
-    assert found[1].text.startswith("orchestrator.inference_urls = http://127.0.0.1:1: [Errno 111] ")
+    assert found[1].text.startswith(
+        "orchestrator.inference_urls = http://127.0.0.1:1: [Errno 111] "
+    )
 
 
 def test_wandb_knows_who_we_are(tmp_path, monkeypatch):
@@ -186,7 +265,11 @@ def test_sizes_of_a_model(tmp_path, monkeypatch):
 def test_faults_of_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for args, said in [
-        (["nowhere"], "nowhere: not a run of rl; give the directory with its config.toml, or the run's name under outputs/"),
+        (
+            ["nowhere"],
+            "nowhere: not a run of rl; give the directory with its config.toml, or the run's "
+            "name under outputs/",
+        ),
         (["x.toml"], "write files as `@ FILE`: rl doctor @ x.toml"),
         (["nowhere", "--seed", "1"], "give only RUN"),
         (["--parity", "x", "--dtype", "int8"], "--dtype int8: give float32 or bfloat16"),
@@ -197,6 +280,13 @@ def test_faults_of_the_command_line(tmp_path, capsys, monkeypatch):
 
 
 def test_help_is_quick_and_needs_neither_torch_nor_vllm():
-    code = "import sys, rl.commands.doctor.main as d; print({'torch', 'vllm'} & set(sys.modules)); d.main(['--help'], None)"
+    code = (
+        "import sys, rl.commands.doctor.main as d; print({'torch', 'vllm'} & set(sys.modules)); "
+        "d.main(['--help'], None)"
+    )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert said.returncode == 0 and said.stdout.startswith("set()\n") and "rl doctor @ run.toml" in said.stdout
+    assert (
+        said.returncode == 0
+        and said.stdout.startswith("set()\n")
+        and "rl doctor @ run.toml" in said.stdout
+    )

@@ -45,60 +45,107 @@ def test_a_configuration_and_the_smoke(tmp_path):
     words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     found = doctor(*words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ENVIRONMENTS)})
     assert found.returncode == 0, found.stdout + found.stderr
-    lines = {line[6:18].strip(): line[19:] for line in found.stdout.splitlines() if line.startswith(("ok  ", "warn"))}
+    lines = {
+        line[6:18].strip(): line[19:]
+        for line in found.stdout.splitlines()
+        if line.startswith(("ok  ", "warn"))
+    }
     assert lines["run"] == f"{tmp_path}/outputs/x is free" and lines["model"] == f"{model}: {model}"
-    assert lines["memory"].startswith("0M weights need about ") and lines["disk"].startswith("up to ")
+    assert lines["memory"].startswith("0M weights need about ") and lines["disk"].startswith(
+        "up to "
+    )
     assert lines["environment"] == "say-digit: 4 training examples, 2 for evaluation"
-    assert re.fullmatch(r"3 steps on 1 CPU rank, \d+ ms per step; [\d.]+ s including startup", lines["FSDP"])
-    sampled = re.fullmatch(r"8 answers, (\d+) tokens per second; [\d.]+ s including startup", lines["vLLM"])
+    assert re.fullmatch(
+        r"3 steps on 1 CPU rank, \d+ ms per step; [\d.]+ s including startup", lines["FSDP"]
+    )
+    sampled = re.fullmatch(
+        r"8 answers, (\d+) tokens per second; [\d.]+ s including startup", lines["vLLM"]
+    )
     assert sampled and int(sampled[1]) > 0
     assert not (tmp_path / "outputs").exists()
 
 
 def test_what_a_configuration_lacks(tmp_path, children, monkeypatch):
-    flags = {"model": {"name": "./nowhere"}, "orchestrator": {"environment": [{"id": "no-such-env"}]}, "inference": {"vllm": {"x": 1}}}
+    flags = {
+        "model": {"name": "./nowhere"},
+        "orchestrator": {"environment": [{"id": "no-such-env"}]},
+        "inference": {"vllm": {"x": 1}},
+    }
     config = RLConfig.model_validate(flags | {"output_dir": str(tmp_path), "name": "x"})
-    (tmp_path / "check.py").write_text("print('INFO vllm'); print('inference.vllm.x = 1: no such argument'); raise SystemExit(1)")
+    (tmp_path / "check.py").write_text(
+        "print('INFO vllm'); print('inference.vllm.x = 1: no such argument'); raise SystemExit(1)"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(configuration, "CHECK_ENGINE", "check")
-    found = {check.name: check for check in configuration.config_checks(config, children) if check.level == "FAIL"}
-    assert found["model"].text.startswith("model.name = './nowhere': no such folder; give an existing one")
+    found = {
+        check.name: check
+        for check in configuration.config_checks(config, children)
+        if check.level == "FAIL"
+    }
+    assert found["model"].text.startswith(
+        "model.name = './nowhere': no such folder; give an existing one"
+    )
     assert found["vllm"].text == "inference.vllm.x = 1: no such argument"
-    assert found["environment"].text.startswith("environment no-such-env is not installed: there is no ./no_such_env.py")
+    assert found["environment"].text.startswith(
+        "environment no-such-env is not installed: there is no ./no_such_env.py"
+    )
     assert set(found) == {"model", "vllm", "environment"}
 
 
 def test_a_home_that_is_not_there_is_not_made(tmp_path, children, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
     monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path / "homes"))
-    config = RLConfig.model_validate({"orchestrator": {"environment": [{"id": "say-digit"}, {"id": "ada/hello@1.0"}]}})
-    found = [check.text for check in configuration.environments(config, None, tmp_path, children) if check.level == "warn"]
+    config = RLConfig.model_validate(
+        {"orchestrator": {"environment": [{"id": "say-digit"}, {"id": "ada/hello@1.0"}]}}
+    )
+    found = [
+        check.text
+        for check in configuration.environments(config, None, tmp_path, children)
+        if check.level == "warn"
+    ]
     assert found == [
-        "environment say-digit: its home does not exist yet; a start makes it, with verifiers>=0.3.1,<0.4",
-        "environment hello: its home does not exist yet; a start makes it, with ada/hello@1.0; `rl env install ada/hello@1.0` makes it now",
+        "environment say-digit: its home does not exist yet; a start makes it, with "
+        "verifiers>=0.3.1,<0.4",
+        "environment hello: its home does not exist yet; a start makes it, with "
+        "ada/hello@1.0; `rl env install ada/hello@1.0` makes it now",
     ]
     assert not (tmp_path / "homes").exists()
 
 
 def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):
-    """Prompts that do not fit the context, as a worker of the run measures them; an evaluation without held-out tasks."""
+    """Prompts that do not fit the context, as a worker of the run measures them; an evaluation
+    without held-out tasks."""
     monkeypatch.syspath_prepend(ENVIRONMENTS)
     monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
     model = make_tiny_model(tmp_path / "tiny")
     entry = {"id": "say-digit", "args": {"held_out": 0}}
-    orchestrator = {"environment": [entry], "eval": [entry | {"name": "held"}], "sampling": {"max_tokens": 8}}
-    config = RLConfig.model_validate({"model": {"name": str(model), "max_model_len": 24}, "orchestrator": orchestrator})
+    orchestrator = {
+        "environment": [entry],
+        "eval": [entry | {"name": "held"}],
+        "sampling": {"max_tokens": 8},
+    }
+    config = RLConfig.model_validate(
+        {"model": {"name": str(model), "max_model_len": 24}, "orchestrator": orchestrator}
+    )
     (found,) = configuration.environments(config, model, tmp_path / "work", children)
-    assert found.level == "FAIL" and "orchestrator.sampling.max_tokens = 8 exceed model.max_model_len = 24" in found.text
+    assert (
+        found.level == "FAIL"
+        and "orchestrator.sampling.max_tokens = 8 exceed model.max_model_len = 24" in found.text
+    )
 
     @asynccontextmanager
     async def loaded(*_args, **_options):
         yield PlaySession(None, {"say-digit": Ready(4, 0, template_fault="no end")}, config, None)
 
     monkeypatch.setattr(configuration, "play_session", loaded)
-    found = {check.name: check for check in configuration.environments(config, None, tmp_path / "work", children)}
+    found = {
+        check.name: check
+        for check in configuration.environments(config, None, tmp_path / "work", children)
+    }
     levels = {"environment": "ok", "template": "warn", "tasks": "FAIL", "prompts": "warn"}
-    assert {name: check.level for name, check in found.items()} == levels and found["template"].text.startswith("no end: give the ")
+    assert {name: check.level for name, check in found.items()} == levels and found[
+        "template"
+    ].text.startswith("no end: give the ")
 
 
 def test_a_smoke_that_fails_says_what_the_process_said(tmp_path, children, monkeypatch):
@@ -109,7 +156,8 @@ def test_a_smoke_that_fails_says_what_the_process_said(tmp_path, children, monke
     found = smoke.trainer_smoke(config, model, tmp_path, children)
     assert (found.level, found.text) == (
         "FAIL",
-        "a training step on a tiny model ended with exit code 5; the end of its log:\n        | libgomp is missing",
+        "a training step on a tiny model ended with exit code 5; the end of its log:\n       "
+        " | libgomp is missing",
     )
     found = smoke.vllm_smoke(model, tmp_path / "more", children)
     assert found.level == "FAIL" and found.text.startswith("libgomp is missing")
@@ -117,7 +165,10 @@ def test_a_smoke_that_fails_says_what_the_process_said(tmp_path, children, monke
 
 def test_a_child_that_does_not_end(tmp_path, children):
     child = children.start(
-        "sleeper", [sys.executable, "-c", "import time; print('hm', flush=True); time.sleep(60)"], dict(os.environ), tmp_path
+        "sleeper",
+        [sys.executable, "-c", "import time; print('hm', flush=True); time.sleep(60)"],
+        dict(os.environ),
+        tmp_path,
     )
     while not child.log.read_text():
         time.sleep(0.02)
@@ -126,8 +177,14 @@ def test_a_child_that_does_not_end(tmp_path, children):
 
 
 def test_a_run_by_directory_and_by_name(tmp_path, capsys, monkeypatch):
-    settings = {"name": "y", "output_dir": "elsewhere", "orchestrator": {"environment": [{"id": "none"}]}}
-    config = RLConfig.model_validate(settings | {"trainer": {"weights": {"dir": str(tmp_path / "shm")}}})
+    settings = {
+        "name": "y",
+        "output_dir": "elsewhere",
+        "orchestrator": {"environment": [{"id": "none"}]},
+    }
+    config = RLConfig.model_validate(
+        settings | {"trainer": {"weights": {"dir": str(tmp_path / "shm")}}}
+    )
     root = tmp_path / "outputs" / "x"  # it was moved there, its weights were not
     (tmp_path / "shm" / "y" / "000003").mkdir(parents=True)
     write_file(root / "config.toml", to_toml(config).encode())
@@ -136,7 +193,9 @@ def test_a_run_by_directory_and_by_name(tmp_path, capsys, monkeypatch):
     assert main(["x"], Children()) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == [f"run {root}", "  step 0 of 100, batch 1, version 3, checkpoint none"]
-    assert said[-1].startswith("FAIL  the run was stopped at step 0 of 100; continue it with `rl @ ")
+    assert said[-1].startswith(
+        "FAIL  the run was stopped at step 0 of 100; continue it with `rl @ "
+    )
     data = bytearray((root / "batches" / "000001.batch").read_bytes())
     data[-1] ^= 1
     (root / "batches" / "000001.batch").write_bytes(data)
@@ -147,30 +206,63 @@ def test_a_run_by_directory_and_by_name(tmp_path, capsys, monkeypatch):
 
 
 def test_an_end_that_may_be_of_a_fault_is_a_warning(tmp_path, capsys):
-    config = RLConfig.model_validate({"name": "x", "output_dir": str(tmp_path), "orchestrator": {"environment": [{"id": "none"}]}})
+    config = RLConfig.model_validate(
+        {
+            "name": "x",
+            "output_dir": str(tmp_path),
+            "orchestrator": {"environment": [{"id": "none"}]},
+        }
+    )
     write_file(tmp_path / "x" / "config.toml", to_toml(config).encode())
-    for kind, said in (("doubtful", "warn  the run ended at step 0 of 100: why"), ("early", "ok    the run ended well: why")):
+    for kind, said in (
+        ("doubtful", "warn  the run ended at step 0 of 100: why"),
+        ("early", "ok    the run ended well: why"),
+    ):
         write_file(config.run_dir.run_end, msgspec.json.encode(RunEnd("why", 1.0, kind)))
-        assert main([str(tmp_path / "x")], Children()) == 0 and capsys.readouterr().out.splitlines()[-1] == said
+        assert (
+            main([str(tmp_path / "x")], Children()) == 0
+            and capsys.readouterr().out.splitlines()[-1] == said
+        )
 
 
 def test_parity_of_a_model(tmp_path):
     model = make_tiny_model(tmp_path / "model", UNTIED)
-    found = doctor("--parity", str(model), "--dtype", "float32", "--tokens", "24", "--model.max_model_len", "256")
+    found = doctor(
+        "--parity",
+        str(model),
+        "--dtype",
+        "float32",
+        "--tokens",
+        "24",
+        "--model.max_model_len",
+        "256",
+    )
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
-    assert lines[0] == "float32 (limits: kl 1e-06, max |d| 0.0001)" and lines[-1] == "  trainer and inference agree"
+    assert (
+        lines[0] == "float32 (limits: kl 1e-06, max |d| 0.0001)"
+        and lines[-1] == "  trainer and inference agree"
+    )
     for line, temperature in zip(lines[2:4], (1.0, 0.7), strict=True):
         cells = [float(cell) for cell in line.split()[:5]]
-        assert cells[0] == temperature and cells[1] > 50 and cells[2] <= cells[3] < 1e-4 and cells[4] < 1e-8
+        assert (
+            cells[0] == temperature
+            and cells[1] > 50
+            and cells[2] <= cells[3] < 1e-4
+            and cells[4] < 1e-8
+        )
 
 
 def test_a_parity_that_passes_above_its_limit_says_why(capsys):
-    """exp(0.1) - 1.1 = 0.00517 on one of two tokens: a mean of 0.00259 whose standard error is as large."""
+    """exp(0.1) - 1.1 = 0.00517 on one of two tokens: a mean of 0.00259 whose standard error is
+    as large."""
     assert report("bfloat16", [Scored(0, 1.0, 0.1), Scored(1, 0.7, 0.0)], None) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[4].split() == ["both", "2", "0.05", "0.1", "0.00259", "±", "0.003"]
-    assert said[5].startswith("  trainer and inference agree: kl 0.00259 is above 0.002 by 0.2 of its standard errors, which may be chance")
+    assert said[5].startswith(
+        "  trainer and inference agree: kl 0.00259 is above 0.002 by 0.2 of its standard "
+        "errors, which may be chance"
+    )
     assert report("bfloat16", [Scored(0, 1.0, 0.05), Scored(1, 0.7, 0.0)], None) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "  trainer and inference agree"
     assert report("bfloat16", [Scored(i, 1.0 - 0.3 * (i % 2), 0.1) for i in range(9)], None) == 1

@@ -1,4 +1,5 @@
-"""The orchestrator dies repeatedly between any two steps of writing: every finished group counts exactly once."""
+"""The orchestrator dies repeatedly between any two steps of writing: every finished group counts
+exactly once."""
 
 import asyncio
 import json
@@ -49,7 +50,8 @@ def no_fsync(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_threads(monkeypatch):
-    """Runs thread calls inline, so that a death in a thread ends this one, and `now` needs no event loop."""
+    """Runs thread calls inline, so that a death in a thread ends this one, and `now` needs no
+    event loop."""
 
     async def at_once(function, *args):
         return function(*args)
@@ -102,12 +104,29 @@ class Nothing:
 
 
 class World:
-    """A run whose orchestrator is restarted several times, and what it is known to have finished."""
+    """A run whose orchestrator is restarted several times, and what it is known to have
+    finished."""
 
     def __init__(self, root: Path, dice: random.Random, *more: str, max_lag: int = 1):
-        flags = ["--name", "r", "--output_dir", str(root), "--max_steps", str(STEPS), "--max_lag", str(max_lag)]
+        flags = [
+            "--name",
+            "r",
+            "--output_dir",
+            str(root),
+            "--max_steps",
+            str(STEPS),
+            "--max_lag",
+            str(max_lag),
+        ]
         envs = '[{id = "a", weight = 2.0, difficulty = {}}, {id = "b"}]'
-        flags += ["--orchestrator.environment", envs, "--orchestrator.batch_size", "4", "--orchestrator.group_size", "2"]
+        flags += [
+            "--orchestrator.environment",
+            envs,
+            "--orchestrator.batch_size",
+            "4",
+            "--orchestrator.group_size",
+            "2",
+        ]
         self.config = build(parse_args([*flags, "--orchestrator.max_off_policy_steps", "2", *more]))
         self.run_dir, self.dice = self.config.run_dir, dice
         self.published, self.nonces, self.missing, self.surplus = 0, 0, 0, 0
@@ -120,7 +139,13 @@ class World:
         pool = Nothing()
         evaluator = Evaluator(self.config, pool, {}, StepClock())
         policy = ServedPolicy(pool, self.run_dir, "/base", evaluator, pool)
-        source = TaskSource({"a": EnvTasks(7, 2.0, 2, self.config.orchestrator.environment[0].difficulty), "b": EnvTasks(None, 1.0, 2)}, 3)
+        source = TaskSource(
+            {
+                "a": EnvTasks(7, 2.0, 2, self.config.orchestrator.environment[0].difficulty),
+                "b": EnvTasks(None, 1.0, 2),
+            },
+            3,
+        )
         one = Orchestrator(self.config, pool, policy, source, evaluator, Nothing(), {})
         policy.loaded = self.published
         evaluator.clock.start()
@@ -133,13 +158,17 @@ class World:
         try:
             one = self.orchestrator()
             now(one.builder.restore())
-            assert set(numbered(self.run_dir.rollouts(0).parent, ".jsonl")) <= set(numbered(self.run_dir.batches, ".batch"))
+            assert set(numbered(self.run_dir.rollouts(0).parent, ".jsonl")) <= set(
+                numbered(self.run_dir.batches, ".batch")
+            )
             now(one.builder.commit_full_batches())
             for _ in range(200):
                 if one.progress.newest == STEPS:
                     return
                 self.play(one)
-                assert waiting_lines(self.run_dir) == [group.group_id for group in one.builder.pending.groups]
+                assert waiting_lines(self.run_dir) == [
+                    group.group_id for group in one.builder.pending.groups
+                ]
             raise AssertionError("the run does not get on")
         except KilledError:
             pass
@@ -148,19 +177,37 @@ class World:
 
     def play(self, one: Orchestrator) -> None:
         """Groups start as admission lets them, some finish, and the trainer publishes."""
-        while envs := one.admission.eligible(one.admission.places(one.builder.pending.groups), one.batches_ahead()):
+        while envs := one.admission.eligible(
+            one.admission.places(one.builder.pending.groups), one.batches_ahead()
+        ):
             ref = one.source.next(envs)
-            one.admission.in_flight[ref.group_id] = InFlight(ref, 2, one.policy.loaded, time.monotonic(), NoTask())
+            one.admission.in_flight[ref.group_id] = InFlight(
+                ref, 2, one.policy.loaded, time.monotonic(), NoTask()
+            )
         refs = [play.ref for play in one.admission.in_flight.values()]
-        versions = {group_id: play.start_version for group_id, play in one.admission.in_flight.items()}
-        done = [self.group(ref, one.admission.in_flight[ref.group_id].start_version) for ref in refs if self.dice.random() < 0.5]
+        versions = {
+            group_id: play.start_version for group_id, play in one.admission.in_flight.items()
+        }
+        done = [
+            self.group(ref, one.admission.in_flight[ref.group_id].start_version)
+            for ref in refs
+            if self.dice.random() < 0.5
+        ]
         for group in done:
             self.asked[nonce(group)] = group
         if done:
             now(one.builder.add(done))
             now(one.builder.commit_full_batches())
-            given_back = {*refs} - {*(play.ref for play in one.admission.in_flight.values())} - {*map(ref_of, done)}
-            late = [self.group(ref, versions[ref.group_id]) for ref in refs if ref in given_back and self.dice.random() < 0.2]
+            given_back = (
+                {*refs}
+                - {*(play.ref for play in one.admission.in_flight.values())}
+                - {*map(ref_of, done)}
+            )
+            late = [
+                self.group(ref, versions[ref.group_id])
+                for ref in refs
+                if ref in given_back and self.dice.random() < 0.2
+            ]
             self.asked |= {nonce(group): group for group in late}
             now(one.builder.add(late))
             self.durable |= {nonce(group): group for group in [*done, *late]}
@@ -173,7 +220,10 @@ class World:
     def group(self, ref, version: int) -> Group:
         self.nonces += 1
         metrics, turns = {"nonce": float(self.nonces)}, [turn(version=version)]
-        rollouts = [Rollout(turns=turns, reward=self.dice.choice([0.0, 1.0]), episode=i, metrics=metrics) for i in range(2)]
+        rollouts = [
+            Rollout(turns=turns, reward=self.dice.choice([0.0, 1.0]), episode=i, metrics=metrics)
+            for i in range(2)
+        ]
         if not self.dice.randrange(9):
             rollouts[1].error, rollouts[1].cause = "failed", "environment"
         return Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts)
@@ -188,26 +238,41 @@ class NoTask:
 def test_the_first_failures_and_the_loss_of_an_environment_are_for_the_user(tmp_path):
     one = World(tmp_path, random.Random(0)).orchestrator()
     now(one.builder.restore())
-    bad = Group(group_id=0, env="a", task=0, rollouts=[Rollout(episode=i, error=f"no {i}\nmore", cause="reward") for i in range(2)])
+    bad = Group(
+        group_id=0,
+        env="a",
+        task=0,
+        rollouts=[Rollout(episode=i, error=f"no {i}\nmore", cause="reward") for i in range(2)],
+    )
     now(one.builder.add([bad, msgspec.structs.replace(bad, group_id=1)]))
     one.lose_env("only evaluated", "it died")
     one.lose_env("b", "its workers died")
     assert one.status.warned == {
         ("failed", "a"): "environment a: 2 of 2 rollouts of a group failed for good (reward): no 0",
-        ("lost", "only evaluated"): "environment only evaluated is lost until the next start: it died",
-        ("lost", "b"): "environment b is lost until the next start, its share goes to the others: its workers died",
+        (
+            "lost",
+            "only evaluated",
+        ): "environment only evaluated is lost until the next start: it died",
+        (
+            "lost",
+            "b",
+        ): "environment b is lost until the next start, its share goes to the others: its "
+        "workers died",
     }
     with pytest.raises(RunError, match="environment a cannot be played: it died, too"):
         one.lose_env("a", "it died, too")
 
 
 def test_a_batch_that_waited_for_a_lost_environment_is_made_without_it(tmp_path):
-    """Regression: nothing else would trigger a check for full batches, so the run waited for the trainer, which waited for the batch."""
+    """Regression: nothing else would trigger a check for full batches, so the run waited for the
+    trainer, which waited for the batch."""
     world = World(tmp_path, random.Random(0), max_lag=0)
     one = world.orchestrator()
     now(one.builder.restore())
     refs = [one.source.next([env]) for env in "baa"]
-    one.admission.in_flight |= {ref.group_id: InFlight(ref, 2, 0, time.monotonic(), NoTask()) for ref in refs}
+    one.admission.in_flight |= {
+        ref.group_id: InFlight(ref, 2, 0, time.monotonic(), NoTask()) for ref in refs
+    }
     groups = [world.group(ref, 0) for ref in refs[1:]]
     for group in groups:
         group.rollouts[0].reward, group.rollouts[1].reward = 0.0, 1.0
@@ -221,33 +286,45 @@ def test_a_batch_that_waited_for_a_lost_environment_is_made_without_it(tmp_path)
             await one.progress.notify()
             for _ in range(9):
                 await asyncio.sleep(0)
-            numbers.append((one.progress.newest, one.status.counts["batch_done"], one.status.detail))
+            numbers.append(
+                (one.progress.newest, one.status.counts["batch_done"], one.status.detail)
+            )
         taking.cancel()
 
     numbers: list[tuple[int, int, str]] = []
     asyncio.run(loop())
     # Groups count only once all that started earlier have finished.
-    assert numbers == [(0, 0, "enough later groups have finished; waiting for group 0 of b (task 0)"), (1, 0, "")]
+    assert numbers == [
+        (0, 0, "enough later groups have finished; waiting for group 0 of b (task 0)"),
+        (1, 0, ""),
+    ]
 
 
 def test_failures_of_an_earlier_process_do_not_end_the_next_one(tmp_path):
-    """Regression: a judge was down for a minute, and the run that ended because of it could never be resumed."""
+    """Regression: a judge was down for a minute, and the run that ended because of it could
+    never be resumed."""
     world = World(tmp_path, random.Random(0))
     for life in range(2):
         one = world.orchestrator()
         now(one.builder.restore())
         now(one.builder.commit_full_batches())
         assert len(one.builder.pending.groups) == 2 * MAX_FAILED * life
-        failed = [world.group(one.source.next(["a"]), 0) for _ in range(2 * MAX_FAILED)]  # a batch is two groups
+        # a batch is two groups
+        failed = [world.group(one.source.next(["a"]), 0) for _ in range(2 * MAX_FAILED)]
         for group in failed:
             group.rollouts[0].error, group.rollouts[0].cause = "the judge is down", "reward"
         now(one.builder.add(failed))
-        with pytest.raises(RunError, match=f"the last {2 * MAX_FAILED} groups all failed; the newest error:\nthe judge is down"):
+        with pytest.raises(
+            RunError,
+            match=f"the last {2 * MAX_FAILED} groups all failed; the newest error:\nthe judge is "
+            "down",
+        ):
             now(one.builder.commit_full_batches())
 
 
 def test_a_run_that_ended_without_any_signal_can_be_resumed_once_the_cause_is_fixed(tmp_path):
-    """Regression: it asked for the reward function to be mended, and ended again before it had played anything with the mended one."""
+    """Regression: it asked for the reward function to be mended, and ended again before it had
+    played anything with the mended one."""
     world = World(tmp_path, random.Random(0))
 
     def play(one: Orchestrator, *rewards: float) -> None:
@@ -264,7 +341,9 @@ def test_a_run_that_ended_without_any_signal_can_be_resumed_once_the_cause_is_fi
         for _ in range(num_groups - 1):
             play(one, 0.0, 0.0)
         with pytest.raises(
-            RunError, match=f"^{4 * MAX_WITHOUT_SIGNAL + (4 if num_groups == 2 else 0)} rollouts in a row without any signal"
+            RunError,
+            match=f"^{4 * MAX_WITHOUT_SIGNAL + (4 if num_groups == 2 else 0)} rollouts in a row "
+            "without any signal",
         ):
             play(one, 0.0, 0.0)
     one = world.orchestrator()
@@ -275,7 +354,8 @@ def test_a_run_that_ended_without_any_signal_can_be_resumed_once_the_cause_is_fi
 
 
 def test_the_batch_that_a_branch_begins_with_is_none_of_its_own_numbers(tmp_path):
-    """Regression: it counted as the branch's first rollouts, with a reward that another run had earned."""
+    """Regression: it counted as the branch's first rollouts, with a reward that another run had
+    earned."""
     world = World(tmp_path, random.Random(0))
     for life, step in enumerate((1, 0, 0)):
         one = world.orchestrator()
@@ -306,14 +386,25 @@ def waiting_lines(run_dir: RunDir) -> list[int]:
     """Returns the groups of pending.jsonl, which has two lines for each."""
     lines = [json.loads(line) for line in run_dir.pending_rollouts.read_bytes().splitlines()]
     assert not any(line["trained"] or line["step"] for line in lines)
-    assert {line["why"] for line in lines} <= {"pending", "no_signal", "error", "environment", "stale", "surplus"}
+    assert {line["why"] for line in lines} <= {
+        "pending",
+        "no_signal",
+        "error",
+        "environment",
+        "stale",
+        "surplus",
+    }
     return [line["group_id"] for line in lines if line["rollout_id"] == 0]
 
 
 def check(world: World) -> None:
     """Checks what is guaranteed whatever deaths there were."""
     run_dir = world.run_dir
-    assert list(numbered(run_dir.batches, ".batch")) == list(numbered(run_dir.rollouts_dir, ".jsonl")) == [1, 2, 3, 4]
+    assert (
+        list(numbered(run_dir.batches, ".batch"))
+        == list(numbered(run_dir.rollouts_dir, ".jsonl"))
+        == [1, 2, 3, 4]
+    )
     said, trained, taken = [], [], []
     for step in range(1, STEPS + 1):
         check_rollouts(run_dir.rollouts(step))
@@ -321,30 +412,48 @@ def check(world: World) -> None:
         lines = [json.loads(line) for line in run_dir.rollouts(step).read_bytes().splitlines()]
         said += [line["metrics"]["nonce"] for line in lines if line["rollout_id"] == 0]
         in_words = {(line["group_id"], line["rollout_id"]) for line in lines if line["trained"]}
-        assert content.batch.step == step and in_words == {(s.group_id, s.rollout_id) for s in content.batch.samples}
+        assert content.batch.step == step and in_words == {
+            (s.group_id, s.rollout_id) for s in content.batch.samples
+        }
         trained += in_words
         lags = [step - 1 - span.policy_version for s in content.batch.samples for span in s.spans]
         assert min(lags) >= 0 and max(lags) <= 2 * world.config.max_lag
         if not world.config.max_lag:
-            newest = [line for line in lines if line["versions"] == [step - 1] and line["rollout_id"] == 0]
-            last = max(group_id for group_id, _ in in_words) if len(in_words) == 4 else math.inf  # of a full batch
-            taken += sorted((line["group_id"], line["task"]) for line in newest if line["env"] == "b" and line["group_id"] <= last)
+            newest = [
+                line for line in lines if line["versions"] == [step - 1] and line["rollout_id"] == 0
+            ]
+            # of a full batch
+            last = max(group_id for group_id, _ in in_words) if len(in_words) == 4 else math.inf
+            taken += sorted(
+                (line["group_id"], line["task"])
+                for line in newest
+                if line["env"] == "b" and line["group_id"] <= last
+            )
             assert not any(line["why"] == "surplus" for line in newest if line["group_id"] <= last)
-            assert {line["why"] for line in lines if line["group_id"] in world.late} <= {"surplus", "environment"}
+            assert {line["why"] for line in lines if line["group_id"] in world.late} <= {
+                "surplus",
+                "environment",
+            }
             world.surplus += sum(line["why"] == "surplus" for line in newest)
-    # On-policy, each task of an environment has its turn once, in order, as if no surplus groups were ever started.
+    # On-policy, each task of an environment has its turn once, in order, as if no surplus groups
+    # were ever started.
     assert [task for _, task in taken] == list(range(len(taken)))
     waiting, remarks = read_groups(run_dir.pending)
     assert waiting_lines(run_dir) == [group.group_id for group in waiting]
     said += [nonce(group) for group in waiting]
-    assert not remarks and len(set(said)) == len(said) and len(set(trained)) == len(trained)  # nothing twice
+    # nothing twice
+    assert not remarks and len(set(said)) == len(said) and len(set(trained)) == len(trained)
     assert set(world.durable) <= set(said) <= set(world.asked)  # nothing lost, nothing made up
     metrics = read_metrics(run_dir.metrics)
     assert [metrics[step, "orchestrator"]["rollouts/trained"] for step in range(1, STEPS + 1)] == [
-        len(decode_batch(run_dir.batch(step).read_bytes(), "x").batch.samples) for step in range(1, STEPS + 1)
+        len(decode_batch(run_dir.batch(step).read_bytes(), "x").batch.samples)
+        for step in range(1, STEPS + 1)
     ]
     missing = [metrics[step, "orchestrator"]["rollouts/missing"] for step in range(1, STEPS + 1)]
-    assert missing == [4 - metrics[step, "orchestrator"]["rollouts/trained"] for step in range(1, STEPS + 1)]  # of batches of 4
+    # of batches of 4
+    assert missing == [
+        4 - metrics[step, "orchestrator"]["rollouts/trained"] for step in range(1, STEPS + 1)
+    ]
     world.missing += sum(missing)
     once, rates = RewardHistory(), dict[int, float]()
     for number in sorted(said):  # groups become durable in the order in which they were made
@@ -357,8 +466,13 @@ def check(world: World) -> None:
     now(last.builder.restore())
     last.source.update_solve_rates()
     history = last.builder.history
-    assert sorted(history.without_signal) == sorted(once.without_signal) and history.ranges == once.ranges
-    assert {task: rate for task, rate in enumerate(last.source.rates["a"]) if rate != UNPLAYED} == rates
+    assert (
+        sorted(history.without_signal) == sorted(once.without_signal)
+        and history.ranges == once.ranges
+    )
+    assert {
+        task: rate for task, rate in enumerate(last.source.rates["a"]) if rate != UNPLAYED
+    } == rates
 
 
 @settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -386,7 +500,13 @@ def test_groups_that_pending_log_has_lost_are_played_again(tmp_path):
         world = World(tmp_path / str(seed), random.Random(seed))
         world.live(45)
         newest = world.run_dir.newest_batch()
-        waiting = batches.decode_state(decode_batch(world.run_dir.batch(newest).read_bytes(), "x").state).pending if newest else []
+        waiting = (
+            batches.decode_state(
+                decode_batch(world.run_dir.batch(newest).read_bytes(), "x").state
+            ).pending
+            if newest
+            else []
+        )
         if waiting:
             break
     world.run_dir.pending.unlink()
@@ -394,7 +514,11 @@ def test_groups_that_pending_log_has_lost_are_played_again(tmp_path):
     now(one.builder.restore())
     assert waiting and set(waiting) <= set(one.source.retry)
     world.live(0)
-    lines = [json.loads(line) for step in range(1, STEPS + 1) for line in world.run_dir.rollouts(step).read_bytes().splitlines()]
+    lines = [
+        json.loads(line)
+        for step in range(1, STEPS + 1)
+        for line in world.run_dir.rollouts(step).read_bytes().splitlines()
+    ]
     waiting_still = {group.group_id for group in read_groups(world.run_dir.pending)[0]}
     assert {ref.group_id for ref in waiting} <= {line["group_id"] for line in lines} | waiting_still
 
@@ -415,12 +539,18 @@ def test_a_short_batch_says_what_it_lacks(tmp_path):
 
 
 def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
-    """Groups that finished at the same time are not lost either; waiting groups are judged by the function as it is after the resume."""
+    """Groups that finished at the same time are not lost either; waiting groups are judged by
+    the function as it is after the resume."""
     mine = tmp_path / "mine.py"
-    mine.write_text("def credit(group, config):\n    return [1 / (group.group_id - 1)] * len(group.rollouts)\n")
-    world = World(tmp_path / "run", random.Random(0), "--orchestrator.credit.function", f"{mine}:credit")
+    mine.write_text(
+        "def credit(group, config):\n    return [1 / (group.group_id - 1)] * len(group.rollouts)\n"
+    )
+    world = World(
+        tmp_path / "run", random.Random(0), "--orchestrator.credit.function", f"{mine}:credit"
+    )
     monkeypatch.setattr(
-        "rl.orchestrator.groups.group_credit.user_function", lambda key, name: UserFunction(key, name, "group, config")
+        "rl.orchestrator.groups.group_credit.user_function",
+        lambda key, name: UserFunction(key, name, "group, config"),
     )  # no cache
     one = world.orchestrator()
     now(one.builder.restore())
@@ -428,12 +558,18 @@ def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
     with pytest.raises(RunError, match=r"mine\.py:2"):
         now(one.builder.add(groups))
     assert waiting_lines(world.run_dir) == [0, 1, 2]  # which shows what it failed with
-    mine.write_text("def credit(group, config):\n    return [group.group_id] * len(group.rollouts)\n")
+    mine.write_text(
+        "def credit(group, config):\n    return [group.group_id] * len(group.rollouts)\n"
+    )
     for name in [name for name in sys.modules if name.startswith("functions_of_mine_")]:
         monkeypatch.delitem(sys.modules, name)
     again = world.orchestrator()
     now(again.builder.restore())
-    assert [group.advantages for group in again.builder.pending.groups] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+    assert [group.advantages for group in again.builder.pending.groups] == [
+        [0.0, 0.0],
+        [1.0, 1.0],
+        [2.0, 2.0],
+    ]
     assert not again.source.retry
 
 

@@ -49,7 +49,10 @@ def test_all_is_kept_by_default(tmp_path):
 
 def test_what_a_resume_needs_is_kept_in_any_case(tmp_path):
     settings = RetentionConfig(keep_last=2, keep_every=5)
-    assert kept(tmp_path, checkpoints=[8, 10], batches=settings, rollouts=settings) == ([5, 8, 9, 10, 11, 12], [5, 10, 11, 12])
+    assert kept(tmp_path, checkpoints=[8, 10], batches=settings, rollouts=settings) == (
+        [5, 8, 9, 10, 11, 12],
+        [5, 10, 11, 12],
+    )
 
 
 def test_without_a_checkpoint_every_batch_is_needed(tmp_path):
@@ -58,13 +61,21 @@ def test_without_a_checkpoint_every_batch_is_needed(tmp_path):
 
 
 @settings(max_examples=60)
-@given(st.sets(st.integers(1, 20), max_size=4), st.integers(1, 4), st.none() | st.integers(1, 6), st.integers(1, 3))
+@given(
+    st.sets(st.integers(1, 20), max_size=4),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 6),
+    st.integers(1, 3),
+)
 def test_nothing_that_a_resume_needs_is_deleted(checkpoints, keep_last, keep_every, interval):
-    """Over all commits of a run, with checkpoints that come and go: every batch after each checkpoint is kept, and its own."""
+    """Over all commits of a run, with checkpoints that come and go: every batch after each
+    checkpoint is kept, and its own."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = made(Path(folder), steps=0)
         run_dir.checkpoints.mkdir()
-        config = OrchestratorConfig(batches=RetentionConfig(keep_last=keep_last, keep_every=keep_every))
+        config = OrchestratorConfig(
+            batches=RetentionConfig(keep_last=keep_last, keep_every=keep_every)
+        )
         old = OldFiles(run_dir, config)
         for step in range(1, 21):
             run_dir.batch(step).touch()
@@ -81,10 +92,17 @@ def test_nothing_that_a_resume_needs_is_deleted(checkpoints, keep_last, keep_eve
 
 def test_a_commit_lists_nothing_that_grows(tmp_path, monkeypatch):
     run_dir = made(tmp_path, checkpoints=[8])
-    old = OldFiles(run_dir, OrchestratorConfig(batches=RetentionConfig(keep_last=2), rollouts=RetentionConfig(keep_last=2)))
+    old = OldFiles(
+        run_dir,
+        OrchestratorConfig(
+            batches=RetentionConfig(keep_last=2), rollouts=RetentionConfig(keep_last=2)
+        ),
+    )
     old.put_away(12)
     listed, list_directory = [], os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: listed.append(Path(path).name) or list_directory(path))
+    monkeypatch.setattr(
+        os, "scandir", lambda path: listed.append(Path(path).name) or list_directory(path)
+    )
     for step in range(13, 17):
         old.put_away(step)
     run_dir.checkpoint(15).mkdir()
@@ -93,12 +111,16 @@ def test_a_commit_lists_nothing_that_grows(tmp_path, monkeypatch):
     assert {*listed} == {"checkpoints"} and numbers(run_dir.batches, ".batch") == []
 
 
-LINE = b'{"group_id": %d, "reward": 1.0, "messages": [{"role": "user", "content": "x"}], "trained": true, "outcome": "finished"}\n'
+LINE = (
+    b'{"group_id": %d, "reward": 1.0, "messages": [{"role": "user", "content": "x"}], "trained": '
+    b'true, "outcome": "finished"}\n'
+)
 
 
 @pytest.fixture
 def compressed(tmp_path, monkeypatch) -> RunDir:
-    """Five steps, of which the oldest three are compressed, although the process died after the commit of step 4."""
+    """Five steps, of which the oldest three are compressed, although the process died after the
+    commit of step 4."""
     monkeypatch.setattr("rl.orchestrator.batches.old_files.PLAIN_STEPS", 2)
     run_dir = RunDir(tmp_path / "r", tmp_path / "r" / "weights")
     for step in range(1, 6):
@@ -110,13 +132,24 @@ def compressed(tmp_path, monkeypatch) -> RunDir:
 
 def test_old_rollouts_are_compressed_and_read_as_before(compressed):
     files, damaged = compressed.rollout_files(), []
-    assert [path.name for path in files.values()] == [f"{n:06d}.jsonl{'.gz' * (n < 4)}" for n in range(1, 6)]
-    assert files[1].stat().st_size < len(LINE) * 4 and gzip.decompress(files[1].read_bytes()) == LINE % 1 * 20
-    assert [row["group_id"] for row in read_all(rollout_files(compressed), damaged)] == [n for n in (5, 4, 3, 2, 1) for _ in range(20)]
+    assert [path.name for path in files.values()] == [
+        f"{n:06d}.jsonl{'.gz' * (n < 4)}" for n in range(1, 6)
+    ]
+    assert (
+        files[1].stat().st_size < len(LINE) * 4
+        and gzip.decompress(files[1].read_bytes()) == LINE % 1 * 20
+    )
+    assert [row["group_id"] for row in read_all(rollout_files(compressed), damaged)] == [
+        n for n in (5, 4, 3, 2, 1) for _ in range(20)
+    ]
     rows = list(json_rows(files_of(Source(str(compressed.root), "train", "sft.dataset"))))
     assert [row["group_id"] for _, row in rows] == [n for n in (1, 2, 3, 4, 5) for _ in range(20)]
     listed = [compressed.rollouts(1), compressed.rollouts(4)]  # before the first one was compressed
-    assert len(list(read_all(listed, damaged))) == 40 and len(list(json_rows(listed))) == 40 and damaged == []
+    assert (
+        len(list(read_all(listed, damaged))) == 40
+        and len(list(json_rows(listed))) == 40
+        and damaged == []
+    )
 
 
 def test_damage_of_a_compressed_file_is_found(compressed):
@@ -139,12 +172,17 @@ def test_damage_of_a_compressed_file_is_found(compressed):
 def test_compressed_rollouts_go_with_their_steps(compressed):
     checkpoint(compressed, 1)
     away = compressed.discard_after(2)
-    assert sorted(path.name for path in (away / "rollouts").glob("*.gz")) == ["000003.jsonl.gz"] and list(compressed.rollout_files()) == [
+    assert sorted(path.name for path in (away / "rollouts").glob("*.gz")) == [
+        "000003.jsonl.gz"
+    ] and list(compressed.rollout_files()) == [
         1,
         2,
     ]
     remove_rollouts(compressed, after=1)
-    assert sorted(path.name for path in compressed.rollouts_dir.iterdir()) == ["000001.jsonl.gz", "000001.sha256"]
+    assert sorted(path.name for path in compressed.rollouts_dir.iterdir()) == [
+        "000001.jsonl.gz",
+        "000001.sha256",
+    ]
 
 
 def test_a_file_that_is_not_what_was_written_is_not_compressed(tmp_path, monkeypatch, caplog):
@@ -153,4 +191,7 @@ def test_a_file_that_is_not_what_was_written_is_not_compressed(tmp_path, monkeyp
     write_rollouts(run_dir.rollouts(1), LINE % 1)
     run_dir.rollouts(1).write_bytes(LINE % 2)
     OldFiles(run_dir, OrchestratorConfig()).put_away(1)
-    assert "the rollouts of step 1 are not compressed: " in caplog.text and run_dir.rollouts(1).exists()
+    assert (
+        "the rollouts of step 1 are not compressed: " in caplog.text
+        and run_dir.rollouts(1).exists()
+    )

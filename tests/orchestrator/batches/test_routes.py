@@ -1,4 +1,5 @@
-"""The routes of turns: only those of new tokens are asked for, and a sample has those of all its tokens."""
+"""The routes of turns: only those of new tokens are asked for, and a sample has those of all its
+tokens."""
 
 import random
 from zlib import crc32
@@ -19,7 +20,9 @@ WIDTH = 3
 
 def routes(ids: list[int], since: int = 0, salt: int = 0) -> bytes:
     """Three bytes for each token but the last, which tell the token and its place."""
-    return b"".join(bytes([token, place, salt]) for place, token in enumerate(ids[:-1]) if place >= since)
+    return b"".join(
+        bytes([token, place, salt]) for place, token in enumerate(ids[:-1]) if place >= since
+    )
 
 
 def asked(turns: Turns, prompt: list[int], answer: list[int], salt: int = 0) -> Turn:
@@ -61,7 +64,9 @@ def test_a_turn_whose_chain_was_extended_meanwhile_keeps_its_routes():
 
 def experts(ids: list[int], since: int = 0) -> bytes:
     """Four bytes for each token but the last, which tell all tokens up to it."""
-    return b"".join(crc32(bytes(ids[: place + 1])).to_bytes(4) for place in range(since, len(ids) - 1))
+    return b"".join(
+        crc32(bytes(ids[: place + 1])).to_bytes(4) for place in range(since, len(ids) - 1)
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -78,12 +83,17 @@ def test_parallel_calls_of_one_conversation_keep_the_routes_of_their_own_tokens(
             known = draw.choice(kept).token_ids if kept and draw.random() < 0.8 else []
             prompt = known[: draw.randint(0, len(known))] if draw.random() < 0.3 else known
             prompt = prompt + [draw.randint(1, 2) for _ in range(draw.randint(not prompt, 3))]
-            answer, since = [draw.randint(1, 2) for _ in range(draw.randint(1, 3))], turns.routed(prompt)
+            answer, since = (
+                [draw.randint(1, 2) for _ in range(draw.randint(1, 3))],
+                turns.routed(prompt),
+            )
             given = experts(prompt + answer, since) if draw.random() < 0.9 else None
             under_way.append(turn(prompt, answer, routes=given, routes_from=since if given else 0))
         for given, stored in zip(kept, turns, strict=True):
             assert stored.token_ids == given.token_ids
-            assert stored.routes == experts(given.token_ids) or (stored.routes is None and given.routes is None)
+            assert stored.routes == experts(given.token_ids) or (
+                stored.routes is None and given.routes is None
+            )
 
 
 def test_a_turn_that_leaves_out_routes_that_nobody_has_has_none():
@@ -108,4 +118,6 @@ def test_their_size_is_reported_and_json_has_them():
     group = Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)], advantages=[1.0])
     assert batch_metrics(1, [group])["rollouts/route_bytes"] == WIDTH
     answer = Generation([3], [-1.0], [VersionSpan(0, 1)], "stop", bytes(range(256)))
-    assert msgspec.json.decode(msgspec.json.encode(answer), type=Generation).routes == bytes(range(256))
+    assert msgspec.json.decode(msgspec.json.encode(answer), type=Generation).routes == bytes(
+        range(256)
+    )

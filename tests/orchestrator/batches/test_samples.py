@@ -12,9 +12,14 @@ from tests.wire.samples import aligned
 
 def test_turns_that_continue_each_other_are_one_sample():
     rollout = Rollout(turns=[turn([1, 2], [3, 4], 5), turn([1, 2, 3, 4, 9, 9], [7], 6)], reward=1.0)
-    (sample,) = group_samples(Group(group_id=8, env="e", task=0, rollouts=[rollout], advantages=[0.5], temperature=0.7))
+    (sample,) = group_samples(
+        Group(group_id=8, env="e", task=0, rollouts=[rollout], advantages=[0.5], temperature=0.7)
+    )
     assert sample.token_ids.tolist() == [1, 2, 3, 4, 9, 9, 7]
-    assert sample.spans == [TrainedSpan(2, 4, 5, 0.5), TrainedSpan(6, 7, 6, 0.5)] and sample.trained.tolist() == [2, 3, 6]
+    assert sample.spans == [
+        TrainedSpan(2, 4, 5, 0.5),
+        TrainedSpan(6, 7, 6, 0.5),
+    ] and sample.trained.tolist() == [2, 3, 6]
     assert sample.logprobs.tolist() == [-1.0] * 3 and sample.versions.tolist() == [5, 5, 6]
     assert (sample.group_id, sample.rollout_id, sample.temperature) == (8, 0, 0.7)
 
@@ -56,21 +61,35 @@ def sample_of(chain, group, rollout_id, advantage):
 
 
 def random_turns(draw, with_teacher):
-    """A conversation whose prompts continue an earlier turn, a part of one, or nothing; few different ids, for many coincidences."""
+    """A conversation whose prompts continue an earlier turn, a part of one, or nothing; few
+    different ids, for many coincidences."""
     turns = []
     for _ in range(draw.randrange(1, 14)):
         before = draw.choice(turns).token_ids if turns and draw.random() < 0.85 else []
         kept = before[: draw.randrange(len(before) + 1)] if draw.random() < 0.3 else before
-        prompt = [*kept, *(draw.randrange(2) for _ in range(draw.randrange(4)))] or [draw.randrange(2)]
+        prompt = [*kept, *(draw.randrange(2) for _ in range(draw.randrange(4)))] or [
+            draw.randrange(2)
+        ]
         count = draw.randrange(4)
         spans, left = [], count
         while left:
             spans.append(VersionSpan(draw.randrange(3), draw.randrange(left + 1)))
             left -= spans[-1].num_tokens
         scores = [[draw.uniform(-9, 0) for _ in range(count)] for _ in range(2)]
-        answer = {"completion_ids": [draw.randrange(2) for _ in range(count)], "logprobs": scores[0], "policy_versions": spans}
+        answer = {
+            "completion_ids": [draw.randrange(2) for _ in range(count)],
+            "logprobs": scores[0],
+            "policy_versions": spans,
+        }
         teacher = {"teacher_logprobs": scores[1]} if with_teacher else {}
-        turns.append(Turn(prompt_ids=prompt, finish_reason=draw.choice(["stop", "length"]), **answer, **teacher))
+        turns.append(
+            Turn(
+                prompt_ids=prompt,
+                finish_reason=draw.choice(["stop", "length"]),
+                **answer,
+                **teacher,
+            )
+        )
     return turns
 
 
@@ -79,7 +98,14 @@ def test_samples_of_branching_conversations_are_those_of_their_whole_prompts(wit
     """Bit for bit, also after serialisation; and every turn is recovered unchanged."""
     for seed in range(400):
         turns = random_turns(random.Random(seed), with_teacher)
-        group = Group(group_id=seed, env="e", task=0, rollouts=[Rollout(turns=turns)], advantages=[0.25], temperature=0.7)
+        group = Group(
+            group_id=seed,
+            env="e",
+            task=0,
+            rollouts=[Rollout(turns=turns)],
+            advantages=[0.25],
+            temperature=0.7,
+        )
         group = msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=Group)
         expected = [sample_of(chain, group, 0, 0.25) for chain in merge_whole_prompts(turns)]
         expected = [sample for sample in expected if sample.spans]
@@ -107,12 +133,30 @@ def test_a_rollout_is_linear_in_its_tokens_whether_history_is_kept_or_rewritten(
         ({"chains": [[b"abc"]]}, "is cut short"),
         ({"chains": [[b"", 0, 0]]}, "does not continue an earlier one"),
         ({"chains": [[b"abcd"], [b"", 0, 2]]}, "more tokens than its base has"),
-        ({"chains": [[b"abcd" * 2]], "answers": [[1, 1, b"12345678", [[0, 1]], "stop"]]}, "is not in a chain"),
-        ({"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"1234567", [[0, 1]], "stop"]]}, "an answer is cut short"),
-        ({"chains": [[b"abcd" * 2]], "answers": [[0, 2, b"12345678", [[0, 1]], "stop"]]}, "outside of its chain"),
-        ({"chains": [[b"abcd" * 2]], "answers": [[0, 0, b"12345678", [[0, 1]], "stop"]]}, "has no prompt"),
-        ({"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"12345678", [[0, 2]], "stop"]]}, "differ in number"),
-        ({"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"12345678", [[0, 1]], "stop", b""]]}, "teacher logprobs differ in number"),
+        (
+            {"chains": [[b"abcd" * 2]], "answers": [[1, 1, b"12345678", [[0, 1]], "stop"]]},
+            "is not in a chain",
+        ),
+        (
+            {"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"1234567", [[0, 1]], "stop"]]},
+            "an answer is cut short",
+        ),
+        (
+            {"chains": [[b"abcd" * 2]], "answers": [[0, 2, b"12345678", [[0, 1]], "stop"]]},
+            "outside of its chain",
+        ),
+        (
+            {"chains": [[b"abcd" * 2]], "answers": [[0, 0, b"12345678", [[0, 1]], "stop"]]},
+            "has no prompt",
+        ),
+        (
+            {"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"12345678", [[0, 2]], "stop"]]},
+            "differ in number",
+        ),
+        (
+            {"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"12345678", [[0, 1]], "stop", b""]]},
+            "teacher logprobs differ in number",
+        ),
     ],
 )
 def test_turns_that_do_not_fit_together_are_no_message(turns, what):
@@ -122,5 +166,11 @@ def test_turns_that_do_not_fit_together_are_no_message(turns, what):
 
 
 def test_spans_are_joined():
-    spans = [VersionSpan(1, 2), VersionSpan(1, 3), VersionSpan(2, 0), VersionSpan(2, 1), VersionSpan(1, 1)]
+    spans = [
+        VersionSpan(1, 2),
+        VersionSpan(1, 3),
+        VersionSpan(2, 0),
+        VersionSpan(2, 1),
+        VersionSpan(1, 1),
+    ]
     assert join_spans(spans) == [VersionSpan(1, 5), VersionSpan(2, 1), VersionSpan(1, 1)]

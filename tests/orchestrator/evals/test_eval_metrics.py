@@ -17,7 +17,10 @@ from rl.wire.rollouts import Rollout
 
 
 def rollouts(*rewards, **fields):
-    return [Rollout(reward=reward, episode=i, completion_tokens=10, **fields) for i, reward in enumerate(rewards)]
+    return [
+        Rollout(reward=reward, episode=i, completion_tokens=10, **fields)
+        for i, reward in enumerate(rewards)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +46,14 @@ def test_a_perfect_sum_passes():
 
 
 def test_numbers_of_an_evaluation():
-    metrics = eval_metrics("e", [(0, rollouts(1.0, 0.0, 0.0, 0.0)), (1, rollouts(1.0, 1.0, 0.0, 0.5)), (7, rollouts(0, 0, 0, 0))])
+    metrics = eval_metrics(
+        "e",
+        [
+            (0, rollouts(1.0, 0.0, 0.0, 0.0)),
+            (1, rollouts(1.0, 1.0, 0.0, 0.5)),
+            (7, rollouts(0, 0, 0, 0)),
+        ],
+    )
     expected = {
         "eval/e/reward_mean": 0.875 / 3,  # of 0.25, 0.625 and 0
         "eval/e/reward_mean_stderr": math.sqrt(19) / 24,
@@ -63,22 +73,37 @@ def test_numbers_of_an_evaluation():
 
 
 def test_samples_of_one_example_are_not_independent():
-    # Two examples, one always and one never solved: the error is that of two coins, however often each was sampled.
+    # Two examples, one always and one never solved: the error is that of two coins, however often
+    # each was sampled.
     few, many = ([(0, rollouts(*[1.0] * n)), (1, rollouts(*[0.0] * n))] for n in (2, 64))
-    assert eval_metrics("e", few)["eval/e/reward_mean_stderr"] == eval_metrics("e", many)["eval/e/reward_mean_stderr"] == 0.5
+    assert (
+        eval_metrics("e", few)["eval/e/reward_mean_stderr"]
+        == eval_metrics("e", many)["eval/e/reward_mean_stderr"]
+        == 0.5
+    )
 
 
 def test_one_example_has_no_standard_error():
     metrics = eval_metrics("e", [(0, rollouts(0.5))])
-    assert metrics["eval/e/reward_mean"] == metrics["eval/e/avg@1"] == 0.5 and metrics["eval/e/pass@1"] == 0.0
+    assert (
+        metrics["eval/e/reward_mean"] == metrics["eval/e/avg@1"] == 0.5
+        and metrics["eval/e/pass@1"] == 0.0
+    )
     assert not any(name.endswith("_stderr") for name in metrics)
 
 
 def test_a_failed_rollout_is_a_reward_of_zero_and_is_counted():
     failed = Rollout(reward=1.0, episode=1, error="boom", cause="environment", metrics={"m": 9.0})
-    results = [(0, [*rollouts(1.0, metrics={"m": 1.0}), failed]), (1, rollouts(1.0, 0.0, truncated=True, metrics={"m": 2.0}))]
+    results = [
+        (0, [*rollouts(1.0, metrics={"m": 1.0}), failed]),
+        (1, rollouts(1.0, 0.0, truncated=True, metrics={"m": 2.0})),
+    ]
     metrics = eval_metrics("e", results)
-    assert metrics["eval/e/reward_mean"] == 0.5 and metrics["eval/e/pass@2"] == 1.0 and metrics["eval/e/pass@1"] == 0.5
+    assert (
+        metrics["eval/e/reward_mean"] == 0.5
+        and metrics["eval/e/pass@2"] == 1.0
+        and metrics["eval/e/pass@1"] == 0.5
+    )
     assert metrics["eval/e/errored"] == 0.25 and metrics["eval/e/truncated"] == 0.5
     assert metrics["eval/e/m"] == pytest.approx(5 / 3) and metrics["eval/e/length_mean"] == 7.5
 
@@ -99,7 +124,11 @@ def test_an_episode_of_several_agents_counts_once():
     ]
     assert [tuple(play) for play in episodes(group)] == [(0.75, False), (0.5, True), (0.25, False)]
     metrics = eval_metrics("e", [(0, group)])
-    assert metrics["eval/e/avg@3"] == 0.5 and metrics["eval/e/errored"] == pytest.approx(1 / 3) and metrics["eval/e/pass@1"] == 0.0
+    assert (
+        metrics["eval/e/avg@3"] == 0.5
+        and metrics["eval/e/errored"] == pytest.approx(1 / 3)
+        and metrics["eval/e/pass@1"] == 0.0
+    )
 
 
 def test_each_agent_has_its_own_mean():
@@ -108,8 +137,12 @@ def test_each_agent_has_its_own_mean():
     def game(won, **fields):
         return [Rollout(reward=won, agent="first"), Rollout(reward=-won, agent="second", **fields)]
 
-    metrics = eval_metrics("duel", [(0, game(1.0)), (1, game(1.0)), (2, game(-1.0)), (3, game(-1.0, error="boom"))])
-    assert metrics["eval/duel/agent_first"] == 0.0 and metrics["eval/duel/agent_first_stderr"] == pytest.approx(math.sqrt(1 / 3))
+    metrics = eval_metrics(
+        "duel", [(0, game(1.0)), (1, game(1.0)), (2, game(-1.0)), (3, game(-1.0, error="boom"))]
+    )
+    assert metrics["eval/duel/agent_first"] == 0.0 and metrics[
+        "eval/duel/agent_first_stderr"
+    ] == pytest.approx(math.sqrt(1 / 3))
     assert metrics["eval/duel/agent_second"] == -0.25  # of -1, -1, 1, and 0 for the one that failed
     assert not [name for name in eval_metrics("e", [(0, rollouts(1.0))]) if "agent" in name]
 
@@ -122,10 +155,15 @@ def test_difference_is_paired():
 
 
 def test_interval_of_a_difference_is_that_of_a_mean():
-    # 100 differences of +1 and 300 of 0: mean 0.25, standard error sqrt(0.25 * 0.75 / 400) = 0.02165, so about 0.25 -+ 0.0424.
+    # 100 differences of +1 and 300 of 0: mean 0.25, standard error sqrt(0.25 * 0.75 / 400) =
+    # 0.02165, so about 0.25 -+ 0.0424.
     ours = {task: float(task < 100) for task in range(400)}
     found = difference(ours, dict.fromkeys(range(400), 0.0), seed=3)
-    assert found.mean == 0.25 and found.low == pytest.approx(0.2076, abs=0.005) and found.high == pytest.approx(0.2924, abs=0.005)
+    assert (
+        found.mean == 0.25
+        and found.low == pytest.approx(0.2076, abs=0.005)
+        and found.high == pytest.approx(0.2924, abs=0.005)
+    )
     assert found == difference(ours, dict.fromkeys(range(400), 0.0), seed=3)
     assert found != difference(ours, dict.fromkeys(range(400), 0.0), seed=4)
 
@@ -133,7 +171,17 @@ def test_interval_of_a_difference_is_that_of_a_mean():
 def test_what_is_written(tmp_path):
     failed = Rollout(episode=1, error="boom", cause="timeout", stop="error")
     said = [{"role": "assistant", "content": "2"}]
-    results = [(4, [Rollout(reward=1.0, text=said, metrics={"m": 2.0}, stop="max_turns", completion_tokens=3), failed])]
+    results = [
+        (
+            4,
+            [
+                Rollout(
+                    reward=1.0, text=said, metrics={"m": 2.0}, stop="max_turns", completion_tokens=3
+                ),
+                failed,
+            ],
+        )
+    ]
     path = tmp_path / "evals" / "000007" / "e.jsonl"
     write_eval(path, 7, "e", results)
     first, second = map(json.loads, path.read_bytes().splitlines())
@@ -153,5 +201,10 @@ def test_what_is_written(tmp_path):
         "num_turns": 0,
         "versions": [],
     }
-    assert (second["rollout"], second["outcome"], second["error"], second["reward"]) == (1, "timeout", "boom", None)
+    assert (second["rollout"], second["outcome"], second["error"], second["reward"]) == (
+        1,
+        "timeout",
+        "boom",
+        None,
+    )
     assert example_rewards(results) == {4: 0.5}

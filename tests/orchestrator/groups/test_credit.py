@@ -1,12 +1,34 @@
-"""Every kind of credit: literal numbers, comparison with float64 NumPy, and properties that must hold for any rewards."""
+"""Every kind of credit: literal numbers, comparison with float64 NumPy, and properties that must
+hold for any rewards."""
 
 import numpy as np
 import pytest
 
-from rl.config.orchestrator import DrGrpoConfig, GrpoConfig, MaxRlConfig, NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
-from rl.orchestrator.groups.credit import dr_grpo, group_advantages, grpo, length_penalties, max_rl, reinforce_pp, rloo
+from rl.config.orchestrator import (
+    DrGrpoConfig,
+    GrpoConfig,
+    MaxRlConfig,
+    NoCreditConfig,
+    ReinforcePlusPlusConfig,
+    RlooConfig,
+)
+from rl.orchestrator.groups.credit import (
+    dr_grpo,
+    group_advantages,
+    grpo,
+    length_penalties,
+    max_rl,
+    reinforce_pp,
+    rloo,
+)
 
-KINDS = [DrGrpoConfig(), GrpoConfig(), RlooConfig(), MaxRlConfig(), ReinforcePlusPlusConfig(group_baseline=True)]
+KINDS = [
+    DrGrpoConfig(),
+    GrpoConfig(),
+    RlooConfig(),
+    MaxRlConfig(),
+    ReinforcePlusPlusConfig(group_baseline=True),
+]
 
 
 def random_groups(number=200):
@@ -20,8 +42,11 @@ def random_groups(number=200):
 def test_literal_numbers():
     assert dr_grpo([1.0, 0.0, 0.0, 1.0]) == [0.5, -0.5, -0.5, 0.5]
     assert dr_grpo([2.0, 0.5]) == [0.75, -0.75]
-    assert grpo([1.0, 0.0, 0.0, 0.0], epsilon=0.5) == [0.75, -0.25, -0.25, -0.25]  # std = sqrt((9 + 3) / 16 / 3) = 0.5
-    assert grpo([3.0, 1.0], epsilon=1e-4) == pytest.approx([1 / (2**0.5 + 1e-4), -1 / (2**0.5 + 1e-4)], rel=1e-15)
+    # std = sqrt((9 + 3) / 16 / 3) = 0.5
+    assert grpo([1.0, 0.0, 0.0, 0.0], epsilon=0.5) == [0.75, -0.25, -0.25, -0.25]
+    assert grpo([3.0, 1.0], epsilon=1e-4) == pytest.approx(
+        [1 / (2**0.5 + 1e-4), -1 / (2**0.5 + 1e-4)], rel=1e-15
+    )
     assert rloo([1.0, 0.0, 0.0, 1.0]) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3], rel=1e-15)
     assert max_rl([1.0, 0.0, 0.0, 0.0]) == [3.0, -1.0, -1.0, -1.0]
     assert max_rl([1.0, -2.0]) == [0.0, 0.0]  # no mean to divide by
@@ -29,19 +54,27 @@ def test_literal_numbers():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rewards", [[0.7 + 0.2 + 0.1, 1.0], [0.1 + 0.2, 0.3, 0.3], [0.1 + 0.2 - 0.3, 0.0]])
+@pytest.mark.parametrize(
+    "rewards", [[0.7 + 0.2 + 0.1, 1.0], [0.1 + 0.2, 0.3, 0.3], [0.1 + 0.2 - 0.3, 0.0]]
+)
 def test_the_rounding_of_sums_is_no_signal(kind, rewards):
     """0.7 + 0.2 + 0.1 is 0.9999999999999999: GRPO made advantages of it that passed for signal."""
     assert min(rewards) < max(rewards) and group_advantages(rewards, kind) == [0.0] * len(rewards)
 
 
 def test_reinforce_pp_literal_numbers():
-    """Rewards 1 0 0 0, 1 1: mean 0.5, squared differences 6/4, std sqrt(1.5 / 5). Without means: 3 -1 -1 -1, 0 0 quarters."""
+    """Rewards 1 0 0 0, 1 1: mean 0.5, squared differences 6/4, std sqrt(1.5 / 5). Without means:
+    3 -1 -1 -1, 0 0 quarters."""
     std = 0.3**0.5 + 1e-8
-    assert reinforce_pp([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0]], False) == [[0.5 / std, -0.5 / std, -0.5 / std, -0.5 / std], [0.5 / std] * 2]
+    assert reinforce_pp([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0]], False) == [
+        [0.5 / std, -0.5 / std, -0.5 / std, -0.5 / std],
+        [0.5 / std] * 2,
+    ]
     std = (12 / 16 / 5) ** 0.5 + 1e-8
     first, second = reinforce_pp([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0]], True)
-    assert first == pytest.approx([0.75 / std, -0.25 / std, -0.25 / std, -0.25 / std], rel=1e-12) and second == [0.0, 0.0]
+    assert first == pytest.approx(
+        [0.75 / std, -0.25 / std, -0.25 / std, -0.25 / std], rel=1e-12
+    ) and second == [0.0, 0.0]
     assert reinforce_pp([[0.1] * 3, [0.1] * 5], False) == [[0.0] * 3, [0.0] * 5]
 
 
@@ -63,24 +96,34 @@ def test_float64_numpy_agrees():
             "max_rl": (r - r.mean()) / r.mean() if r.mean() > 0 else 0 * r,
         }
         for config in KINDS[:4]:
-            np.testing.assert_allclose(group_advantages(rewards, config), 0 * r if equal else wanted[config.type], rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(
+                group_advantages(rewards, config),
+                0 * r if equal else wanted[config.type],
+                rtol=1e-9,
+                atol=1e-12,
+            )
     groups = list(random_groups(20))
     for group_baseline in (False, True):
         based = [np.array(group) - (np.mean(group) if group_baseline else 0.0) for group in groups]
         b = np.concatenate(based)
         wanted = (b - b.mean()) / (np.std(b, ddof=1) + 1e-8)
-        np.testing.assert_allclose(np.concatenate(reinforce_pp(groups, group_baseline)), wanted, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(
+            np.concatenate(reinforce_pp(groups, group_baseline)), wanted, rtol=1e-9, atol=1e-12
+        )
 
 
 def test_sums_and_scales():
-    """All sum to zero. Shifting the rewards changes only max_rl; scaling them scales the advantages, or cancels if credit divides."""
+    """All sum to zero. Shifting the rewards changes only max_rl; scaling them scales the
+    advantages, or cancels if credit divides."""
     for rewards in random_groups(100):
         for config in KINDS:
             advantages = np.array(group_advantages(rewards, config))
             assert abs(advantages.sum()) < 1e-9 * max(1.0, np.abs(advantages).max() * len(rewards))
             scaled = group_advantages([10 * reward for reward in rewards], config)
             factor = {"grpo": 1.0, "max_rl": 1.0}.get(config.type, 10.0)
-            np.testing.assert_allclose(scaled, factor * advantages, rtol=2e-2 if config.type == "grpo" else 1e-9, atol=1e-9)
+            np.testing.assert_allclose(
+                scaled, factor * advantages, rtol=2e-2 if config.type == "grpo" else 1e-9, atol=1e-9
+            )
             if config.type != "max_rl":
                 shifted = group_advantages([reward + 5 for reward in rewards], config)
                 np.testing.assert_allclose(shifted, advantages, rtol=1e-9, atol=1e-9)
@@ -89,7 +132,16 @@ def test_sums_and_scales():
 
 
 def test_length_penalty():
-    assert length_penalties([1.0, 1.0, 0.0, 0.0], [10, 40, 20, 0], 0.2) == [0.2 * 0.5 * 0.25, 0.2 * 0.5, 0.2 * 0.5 * 0.5, 0.0]
+    assert length_penalties([1.0, 1.0, 0.0, 0.0], [10, 40, 20, 0], 0.2) == [
+        0.2 * 0.5 * 0.25,
+        0.2 * 0.5,
+        0.2 * 0.5 * 0.5,
+        0.0,
+    ]
     assert length_penalties([3.0, 5.0], [1, 2], 0.1) == [0.05, 0.1]  # the pass rate is at most 1
     assert length_penalties([0.0, -1.0], [1, 2], 0.1) == [0.0, 0.0]  # short failures gain nothing
-    assert length_penalties([1.0, 0.0], [1, 2], 0.0) == [0.0, 0.0] == length_penalties([1.0, 0.0], [0, 0], 0.5)
+    assert (
+        length_penalties([1.0, 0.0], [1, 2], 0.0)
+        == [0.0, 0.0]
+        == length_penalties([1.0, 0.0], [0, 0], 0.5)
+    )

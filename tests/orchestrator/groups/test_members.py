@@ -1,4 +1,5 @@
-"""Members of a group that finish before the others: each is played once, whichever process dies meanwhile."""
+"""Members of a group that finish before the others: each is played once, whichever process dies
+meanwhile."""
 
 import asyncio
 import os
@@ -70,7 +71,9 @@ def test_a_worker_sends_episodes_as_they_finish_and_short_ones_together(monkeypa
 def test_a_worker_that_dies_leaves_its_finished_members(tmp_path, monkeypatch):
     async def work(pool):
         kept = []
-        playing = asyncio.create_task(pool.play("light", "train", 7, 4, {}, 0, [Rollout(episode=1, reward=9.0)], kept.append))
+        playing = asyncio.create_task(
+            pool.play("light", "train", 7, 4, {}, 0, [Rollout(episode=1, reward=9.0)], kept.append)
+        )
         while not kept:
             await asyncio.sleep(0.02)
         os.kill(pid := pool.workers["light-0"].child.pid, signal.SIGKILL)
@@ -82,19 +85,43 @@ def test_a_worker_that_dies_leaves_its_finished_members(tmp_path, monkeypatch):
     (hold := tmp_path / "hold").touch()
     args = {"held": 2, "hold": str(hold), "log": str(tmp_path / "log")}
     rollouts, kept, started = light_worker.run(tmp_path, monkeypatch, work, **args)
-    assert started == 2 and [(rollout.episode, rollout.reward) for rollout in rollouts] == [(0, 7.0), (1, 9.0), (2, 9.0), (3, 10.0)]
+    assert started == 2 and [(rollout.episode, rollout.reward) for rollout in rollouts] == [
+        (0, 7.0),
+        (1, 9.0),
+        (2, 9.0),
+        (3, 10.0),
+    ]
     assert sorted((tmp_path / "log").read_text().split("\n")[:-1]) == ["7 0", "7 2", "7 3"]
     assert [[rollout.episode for rollout in members] for members in kept] == [[0], [2]]
 
 
-def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(tmp_path, model, monkeypatch):
+def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(
+    tmp_path, model, monkeypatch
+):
     monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", light_worker.BOOTSTRAP)
     log, hold = tmp_path / "log", tmp_path / "hold"
     hold.touch()
-    env = f'{{id = "say-digit", python = "{sys.executable}", args = {{held = 2, hold = "{hold}", log = "{log}"}}}}'
-    flags = ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment", env, "--max_steps", "1", "--max_lag", "0"]
-    flags += ["--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8"]  # the stub server takes no more
-    config = build(parse_args([*flags, "--orchestrator.batch_size", "8", "--orchestrator.group_size", "4"]))
+    env = (
+        f'{{id = "say-digit", python = "{sys.executable}", args = {{held = 2, hold = "{hold}", '
+        f'log = "{log}"}}}}'
+    )
+    flags = [
+        "--name",
+        "r",
+        "--output_dir",
+        str(tmp_path),
+        "--orchestrator.environment",
+        env,
+        "--max_steps",
+        "1",
+        "--max_lag",
+        "0",
+    ]
+    # the stub server takes no more
+    flags += ["--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8"]
+    config = build(
+        parse_args([*flags, "--orchestrator.batch_size", "8", "--orchestrator.group_size", "4"])
+    )
 
     async def life(until):
         status = Status(config.run_dir.status("orchestrator"), "orchestrator")
@@ -112,9 +139,15 @@ def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(tmp_path,
 
     def members():
         found = PendingLog(tmp_path / "copy.log")
-        found.path.write_bytes(config.run_dir.pending.read_bytes() if config.run_dir.pending.exists() else b"")
+        found.path.write_bytes(
+            config.run_dir.pending.read_bytes() if config.run_dir.pending.exists() else b""
+        )
         found.load(set(), 9)
-        return {(group_id, rollout.episode) for group_id, record in found.members.items() for rollout in record.members}
+        return {
+            (group_id, rollout.episode)
+            for group_id, record in found.members.items()
+            for rollout in record.members
+        }
 
     asyncio.run(life(lambda: len(members()) == 4))
     before = log.read_text().split("\n")[:-1]
@@ -131,15 +164,22 @@ def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(tmp_path,
 
 
 def test_what_a_user_adds_to_a_finished_group_is_not_in_its_members(tmp_path, monkeypatch):
-    """They may be played to the end again: the same metric would then be added twice, and reported as the user's fault."""
+    """They may be played to the end again: the same metric would then be added twice, and
+    reported as the user's fault."""
 
     async def work(pool):
         old, kept = Rollout(episode=1, metrics={"own": 2.0}), []
-        pool.add_metrics = lambda rollouts: [rollout.metrics.update(added=1.0) for rollout in rollouts]
+        pool.add_metrics = lambda rollouts: [
+            rollout.metrics.update(added=1.0) for rollout in rollouts
+        ]
         return await pool.play("light", "train", 7, 3, {}, 0, [old], kept.append), [[old], *kept]
 
     rollouts, kept = light_worker.run(tmp_path, monkeypatch, work)
-    assert [rollout.metrics for rollout in rollouts] == [{"added": 1.0}, {"own": 2.0, "added": 1.0}, {"added": 1.0}]
+    assert [rollout.metrics for rollout in rollouts] == [
+        {"added": 1.0},
+        {"own": 2.0, "added": 1.0},
+        {"added": 1.0},
+    ]
     assert {key for members in kept for rollout in members for key in rollout.metrics} == {"own"}
 
 
@@ -164,14 +204,22 @@ def test_a_cancellation_of_the_environments_own_is_a_failed_rollout():
 
 
 def test_a_failed_member_is_played_again(tmp_path):
-    sound, failed = Rollout(episode=0), Rollout(episode=1, error="inference was away", cause="inference")
+    sound, failed = (
+        Rollout(episode=0),
+        Rollout(episode=1, error="inference was away", cause="inference"),
+    )
     made = builder(tmp_path, 1)
     made.pending.members[5] = Members(group_id=5, env="e", task=3, members=[sound, failed])
     assert made.members(5, oldest=0) == [sound] and made.members(6, oldest=0) == []
 
 
 def member(group_id, episode, version=0, reward=0.5):
-    return Members(group_id=group_id, env="e", task=3, members=[Rollout(turns=[turn(version=version)], episode=episode, reward=reward)])
+    return Members(
+        group_id=group_id,
+        env="e",
+        task=3,
+        members=[Rollout(turns=[turn(version=version)], episode=episode, reward=reward)],
+    )
 
 
 def test_members_are_durable_until_their_group_is(tmp_path):
@@ -182,7 +230,10 @@ def test_members_are_durable_until_their_group_is(tmp_path):
     log.append([member(4, 0, version=7), member(4, 1), member(5, 0)])
     again = PendingLog(tmp_path / "pending.log")
     assert again.load({5}, 6) == [] and [group.group_id for group in again.groups] == [2]
-    assert {key: [(one.episode, one.reward) for one in record.members] for key, record in again.members.items()} == {
+    assert {
+        key: [(one.episode, one.reward) for one in record.members]
+        for key, record in again.members.items()
+    } == {
         1: [(2, 0.5), (0, 0.75)],
         4: [(1, 0.5)],
     }
@@ -197,7 +248,9 @@ def test_a_group_with_members_goes_on_under_its_number_and_its_task_is_issued_on
     again.restore(state, done=[refs[0]], begun=[refs[2]])
     issued = [again.next(["e"]) for _ in range(8)]
     assert (
-        issued.count(refs[2]) == 1 and len({ref.group_id for ref in issued}) == 8 and refs[0].group_id not in {r.group_id for r in issued}
+        issued.count(refs[2]) == 1
+        and len({ref.group_id for ref in issued}) == 8
+        and refs[0].group_id not in {r.group_id for r in issued}
     )
     assert sorted([refs[0].task, *(ref.task for ref in issued)]) == list(range(9))
     assert TaskRef(refs[2].group_id, "e", refs[2].task) in issued

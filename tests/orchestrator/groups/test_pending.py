@@ -12,7 +12,18 @@ def make(path, ids):
     log = PendingLog(path)
     log.load(set(), 9)
     for group_id in ids:
-        log.append([Group(group_id=group_id, env="e", task=1, rollouts=[Rollout(reward=0.5)], advantages=[0.0], why=None)])
+        log.append(
+            [
+                Group(
+                    group_id=group_id,
+                    env="e",
+                    task=1,
+                    rollouts=[Rollout(reward=0.5)],
+                    advantages=[0.0],
+                    why=None,
+                )
+            ]
+        )
     return log
 
 
@@ -29,7 +40,16 @@ def test_groups_survive_and_settled_ones_do_not_come_back(tmp_path):
 def test_what_a_teacher_said_is_durable(tmp_path):
     log = PendingLog(tmp_path / "pending.log")
     log.append(
-        [Group(group_id=1, env="e", task=0, rollouts=[Rollout(turns=[turn(teacher_logprobs=[-0.25])])], penalties=[0.1], signal=True)]
+        [
+            Group(
+                group_id=1,
+                env="e",
+                task=0,
+                rollouts=[Rollout(turns=[turn(teacher_logprobs=[-0.25])])],
+                penalties=[0.1],
+                signal=True,
+            )
+        ]
     )
     again = PendingLog(tmp_path / "pending.log")
     assert again.load(set(), 9) == [] and again.groups == log.groups
@@ -42,11 +62,18 @@ def test_a_flipped_bit_or_a_cut_costs_only_its_record(tmp_path):
     make(path, [2, 3])
     data = path.read_bytes()
     for place in range(first + 1, first + (len(data) - first) // 2, 7):
-        for damaged, left in ((data[:place], [1]), (data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :], [1, 3])):
+        for damaged, left in (
+            (data[:place], [1]),
+            (data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :], [1, 3]),
+        ):
             path.write_bytes(damaged)
             log = PendingLog(path)
             (remark,) = log.load(set(), 9)
-            assert "pending.log" in remark and "sampled again" in remark and [group.group_id for group in log.groups] == left
+            assert (
+                "pending.log" in remark
+                and "sampled again" in remark
+                and [group.group_id for group in log.groups] == left
+            )
 
 
 def test_a_log_that_the_disk_cannot_give_back_does_not_end_the_run(tmp_path, monkeypatch):
@@ -61,12 +88,21 @@ def test_a_log_that_the_disk_cannot_give_back_does_not_end_the_run(tmp_path, mon
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     log = PendingLog(path)
-    assert log.load(set(), 9) == [f"{path}: cannot be read (Input/output error); rollouts there are sampled again"] and log.groups == []
+    assert (
+        log.load(set(), 9)
+        == [f"{path}: cannot be read (Input/output error); rollouts there are sampled again"]
+        and log.groups == []
+    )
 
 
 def test_what_waits_is_readable_with_what_will_become_of_it(tmp_path):
     def group(group_id, *rewards):
-        rollouts = [Rollout(turns=[turn(version=3)], reward=reward, text=[{"role": "assistant", "content": "2"}]) for reward in rewards]
+        rollouts = [
+            Rollout(
+                turns=[turn(version=3)], reward=reward, text=[{"role": "assistant", "content": "2"}]
+            )
+            for reward in rewards
+        ]
         return credit_group(Group(group_id=group_id, env="e", task=8, rollouts=rollouts), Rules())
 
     def lines():
@@ -75,10 +111,19 @@ def test_what_waits_is_readable_with_what_will_become_of_it(tmp_path):
     readable = PendingRollouts(tmp_path / "rollouts" / "pending.jsonl", False)
     readable.append([group(1, 0.0, 1.0), group(2, 0.0, 0.0)])
     assert [(line["group_id"], line["reward"], line["why"]) for line in lines()] == [
-        (1, 0.0, "pending"), (1, 1.0, "pending"), (2, 0.0, "no_signal"), (2, 0.0, "no_signal")
-    ]  # fmt: skip
+        (1, 0.0, "pending"),
+        (1, 1.0, "pending"),
+        (2, 0.0, "no_signal"),
+        (2, 0.0, "no_signal"),
+    ]
     first = lines()[0]
-    assert (first["step"], first["trained"], first["task"], first["advantage"], first["versions"]) == (None, False, 8, -0.5, [3])
+    assert (
+        first["step"],
+        first["trained"],
+        first["task"],
+        first["advantage"],
+        first["versions"],
+    ) == (None, False, 8, -0.5, [3])
     assert first["messages"] == [{"role": "assistant", "content": "2"}]
     with readable.path.open("ab") as file:
         file.write(b'{"step": nu')  # of a process that was killed

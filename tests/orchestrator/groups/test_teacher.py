@@ -20,7 +20,9 @@ def against(stub, act, **options):
 
     async def main():
         async with stub:
-            teacher = Teacher(TeacherConfig(base_url=stub.url + "/", **{"timeout_s": 20.0, **options}))
+            teacher = Teacher(
+                TeacherConfig(base_url=stub.url + "/", **{"timeout_s": 20.0, **options})
+            )
             try:
                 return await act(teacher, stub)
             finally:
@@ -44,11 +46,15 @@ def test_a_chain_of_turns_is_one_request_and_every_sampled_token_gets_its_own_nu
 
     async def act(teacher, stub):
         teacher.model = "big"
-        await teacher.score_group(Group(group_id=0, env="e", task=0, rollouts=rollouts), mask_truncated=True)
+        await teacher.score_group(
+            Group(group_id=0, env="e", task=0, rollouts=rollouts), mask_truncated=True
+        )
         return stub.requests
 
     assert sorted(against(StubTeacher(), act)) == [[1, 2, 3, 4, 9, 7], [5, 6]]
-    samples = group_samples(Group(group_id=0, env="e", task=0, rollouts=rollouts[:1], advantages=[0.0]))
+    samples = group_samples(
+        Group(group_id=0, env="e", task=0, rollouts=rollouts[:1], advantages=[0.0])
+    )
     for sample in samples:
         expected = [logprob(sample.token_ids.tolist(), place) for place in sample.trained.tolist()]
         assert sample.teacher_logprobs.tolist() == pytest.approx(expected)
@@ -68,14 +74,21 @@ def test_what_passes_is_repeated_and_what_does_not_fails_the_rollout():
         teacher.model, teacher.checked = "big", True
         stub.answers = trouble
         first = await teacher.score([1, 2])
-        stub.answers = [web.json_response({"error": {"message": "Token id 2 is out of vocabulary"}}, status=400)]
+        stub.answers = [
+            web.json_response({"error": {"message": "Token id 2 is out of vocabulary"}}, status=400)
+        ]
         await teacher._score_rollout(rollouts[0])
         await teacher._score_rollout(rollouts[1])
         return first
 
     assert against(StubTeacher(), act) == [0.0, logprob([1, 2], 1)]
     assert rollouts[0].cause == "teacher" and rollouts[1].error is None
-    for text in ("/v1/completions", "400", "Token id 2 is out of vocabulary", "must have the tokenizer of the trained model"):
+    for text in (
+        "/v1/completions",
+        "400",
+        "Token id 2 is out of vocabulary",
+        "must have the tokenizer of the trained model",
+    ):
         assert text in rollouts[0].error
 
 
@@ -86,7 +99,10 @@ def test_a_teacher_that_is_down_fails_at_its_deadline(answer):
         stub.answers = [None]
         if answer == "away":
             await stub.runner.cleanup()
-        with pytest.raises(RunError, match=r"waited 1 s for the teacher at http://127.*completions.*teacher\.timeout_s") as caught:
+        with pytest.raises(
+            RunError,
+            match=r"waited 1 s for the teacher at http://127.*completions.*teacher\.timeout_s",
+        ) as caught:
             await teacher.score([1, 2])
         assert ("Connect" if answer == "away" else "no answer yet") in str(caught.value)
 
@@ -115,7 +131,11 @@ def test_the_check_at_the_start(model, monkeypatch):
 
     class Shorter:
         def decode(self, ids, **_):
-            return "" if max(ids) == ours.get_vocab_size() - 1 else ours.decode(ids, skip_special_tokens=False)
+            return (
+                ""
+                if max(ids) == ours.get_vocab_size() - 1
+                else ours.decode(ids, skip_special_tokens=False)
+            )
 
     with pytest.raises(RunError, match="has another tokenizer"):
         check(StubTeacher(tokenizer=Shorter()))
@@ -145,6 +165,8 @@ def test_a_key_is_not_sent_where_others_can_read_it(monkeypatch, url, settings, 
 
 def test_environments_share_a_teacher_or_have_their_own():
     default, other = TeacherConfig(base_url="http://a/v1"), TeacherConfig(base_url="http://b/v1")
-    teachers = make_teachers(default, {"x": None, "y": other, "z": TeacherConfig(base_url="http://a/v1")})
+    teachers = make_teachers(
+        default, {"x": None, "y": other, "z": TeacherConfig(base_url="http://a/v1")}
+    )
     assert teachers["x"] is teachers["z"] and teachers["y"].url == "http://b/v1"
     assert list(make_teachers(None, {"x": None, "y": other})) == ["y"]

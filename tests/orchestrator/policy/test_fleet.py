@@ -1,4 +1,5 @@
-"""A run's policy on several servers: a slow, dead, late or wrong one delays no other, and gets no request that it may not answer."""
+"""A run's policy on several servers: a slow, dead, late or wrong one delays no other, and gets
+no request that it may not answer."""
 
 import asyncio
 import itertools
@@ -33,11 +34,25 @@ def fast(monkeypatch):
 
 
 class World:
-    """The policy of a run with versions 1 to 9, whose servers are found by their status files; `client` is a worker's."""
+    """The policy of a run with versions 1 to 9, whose servers are found by their status files;
+    `client` is a worker's."""
 
     def __init__(self, folder, stack):
-        flags = ["--name", "r", "--output_dir", str(folder), "--orchestrator.environment.id", "e", "--model.name", "m"]
-        self.config = build(parse_args([*flags, "--model.max_model_len", "100", "--orchestrator.sampling.max_tokens", "9"]))
+        flags = [
+            "--name",
+            "r",
+            "--output_dir",
+            str(folder),
+            "--orchestrator.environment.id",
+            "e",
+            "--model.name",
+            "m",
+        ]
+        self.config = build(
+            parse_args(
+                [*flags, "--model.max_model_len", "100", "--orchestrator.sampling.max_tokens", "9"]
+            )
+        )
         self.run_dir, self.stack = self.config.run_dir, stack
         for number in range(1, 10):
             self.run_dir.weights(number).mkdir(parents=True)
@@ -50,10 +65,18 @@ class World:
             told.append(server_set)
             self.client.follow(server_set)
 
-        self.policy = ServedPolicy(self.servers, self.run_dir, str(folder), Evaluator(self.config, None, {}, StepClock()), tell)
+        self.policy = ServedPolicy(
+            self.servers,
+            self.run_dir,
+            str(folder),
+            Evaluator(self.config, None, {}, StepClock()),
+            tell,
+        )
 
     async def add(self, name: str, version: int = 0, **options) -> StubServer:
-        return await self.stack.enter_async_context(StubServer(version, status=self.run_dir.status(name), **options))
+        return await self.stack.enter_async_context(
+            StubServer(version, status=self.run_dir.status(name), **options)
+        )
 
     async def load(self, number: int) -> float:
         """Returns the seconds that it took."""
@@ -75,7 +98,10 @@ def in_world(folder, work):
 
 def test_a_slow_or_dead_server_delays_no_load_and_joins_when_it_has_caught_up(tmp_path):
     async def work(world):
-        quick, slow = await world.add("inference", load_s=0.05), await world.add("inference-a-1", load_s=1.0)
+        quick, slow = (
+            await world.add("inference", load_s=0.05),
+            await world.add("inference-a-1", load_s=1.0),
+        )
         hangs = await world.add("inference-a-2")
         dead = await world.add("inference-a-3")
         await world.policy.start()
@@ -84,8 +110,12 @@ def test_a_slow_or_dead_server_delays_no_load_and_joins_when_it_has_caught_up(tm
         await dead.die()
         seconds = await world.load(5)
         assert seconds < 0.9 and world.policy.loaded == 5
-        assert world.told[-1] == ServerSet([quick.url], [slow.url], 5, 9) or world.told[-1].urls == [quick.url]
-        answers = await asyncio.gather(*(world.client.generate(session, [session], {}) for session in range(20)))
+        assert world.told[-1] == ServerSet([quick.url], [slow.url], 5, 9) or world.told[
+            -1
+        ].urls == [quick.url]
+        answers = await asyncio.gather(
+            *(world.client.generate(session, [session], {}) for session in range(20))
+        )
         assert {span.policy_version for answer in answers for span in answer.policy_versions} == {5}
         assert len(quick.answered) == 20
         await world.load(6)  # the slow one still loads version 5
@@ -93,7 +123,11 @@ def test_a_slow_or_dead_server_delays_no_load_and_joins_when_it_has_caught_up(tm
             await world.policy.reconcile()
             await asyncio.sleep(0.05)
         await world.policy.reconcile()
-        assert {*world.told[-1].urls} == {quick.url, slow.url} and slow.loads == [5, 6] and quick.loads == [5, 6]
+        assert (
+            {*world.told[-1].urls} == {quick.url, slow.url}
+            and slow.loads == [5, 6]
+            and quick.loads == [5, 6]
+        )
 
     in_world(tmp_path, work)
 
@@ -167,7 +201,10 @@ def test_a_run_outlives_the_moment_without_any_server(tmp_path):
 
 def test_an_evaluation_is_answered_by_servers_of_its_version_alone(tmp_path):
     async def work(world):
-        exact, newer = await world.add("inference", 3), await world.add("inference-b-1", 5, load_s=0.5)
+        exact, newer = (
+            await world.add("inference", 3),
+            await world.add("inference-b-1", 5, load_s=0.5),
+        )
         await world.policy.start()
         await world.load(3)
         newer.version = 6  # it died and came back
@@ -199,7 +236,10 @@ def test_what_all_refuse_is_refused_and_one_that_refuses_is_left_out(tmp_path, c
         world.servers.load = refuse
         await world.load(5)
         assert (sound.version, world.policy.loaded, world.told[-1].urls) == (5, 5, [sound.url])
-        assert any("is excluded because it refused version 5: tensor w is missing" in line for line in caplog.messages)
+        assert any(
+            "is excluded because it refused version 5: tensor w is missing" in line
+            for line in caplog.messages
+        )
         world.run_dir.weights(7).joinpath("x").touch()
         with pytest.raises(Exception, match=r"000007: .*refused version 7: tensor w is missing"):
             await world.load(7)
@@ -214,10 +254,16 @@ def test_the_version_that_a_server_reads_is_kept_for_it(tmp_path):
         await world.add("inference")
         slow = await world.add("inference-b-1", load_s=1.0)
         await world.policy.start()
-        write_status(world.run_dir.status("inference-c-1"), RoleStatus(phase=Phase.LOADING_MODEL, policy_version=2))
+        write_status(
+            world.run_dir.status("inference-c-1"),
+            RoleStatus(phase=Phase.LOADING_MODEL, policy_version=2),
+        )
         await world.load(5)
         assert world.policy.loaded == 5 and world.policy.in_use() == {2, 5} and slow.version == 0
-        write_status(world.run_dir.status("inference-c-1"), RoleStatus(phase=Phase.SERVING, policy_version=2, address="http://127.0.0.1:9"))
+        write_status(
+            world.run_dir.status("inference-c-1"),
+            RoleStatus(phase=Phase.SERVING, policy_version=2, address="http://127.0.0.1:9"),
+        )
         while slow.version != 5:
             await asyncio.sleep(0.05)
         await world.policy.reconcile()
@@ -226,7 +272,9 @@ def test_the_version_that_a_server_reads_is_kept_for_it(tmp_path):
     in_world(tmp_path, work)
 
 
-def test_the_version_that_a_killed_server_was_reading_is_kept_for_a_minute_by_our_own_clock(tmp_path, monkeypatch):
+def test_the_version_that_a_killed_server_was_reading_is_kept_for_a_minute_by_our_own_clock(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(served_policy, "CLAIM_S", 0.2)
 
     async def work(world):
@@ -249,8 +297,11 @@ def test_the_version_that_a_killed_server_was_reading_is_kept_for_a_minute_by_ou
     in_world(tmp_path, work)
 
 
-def test_a_late_load_of_an_older_version_that_fails_is_no_refusal_of_the_newer_one(tmp_path, caplog):
-    """The version's folder is deleted meanwhile: the server gets the newest version as soon as it has reported this."""
+def test_a_late_load_of_an_older_version_that_fails_is_no_refusal_of_the_newer_one(
+    tmp_path, caplog
+):
+    """The version's folder is deleted meanwhile: the server gets the newest version as soon as
+    it has reported this."""
 
     async def work(world):
         quick, slow = await world.add("inference"), await world.add("inference-b-1")
@@ -277,7 +328,9 @@ def test_a_late_load_of_an_older_version_that_fails_is_no_refusal_of_the_newer_o
     in_world(tmp_path, work)
 
 
-def test_a_server_that_does_not_see_the_folder_yet_is_asked_again_until_the_deadline(tmp_path, monkeypatch):
+def test_a_server_that_does_not_see_the_folder_yet_is_asked_again_until_the_deadline(
+    tmp_path, monkeypatch
+):
     """A stale listing of a network file system: the folder exists here."""
 
     async def work(world):
@@ -295,7 +348,10 @@ def test_a_server_that_does_not_see_the_folder_yet_is_asked_again_until_the_dead
         await world.load(4)
         assert world.policy.loaded == 4 and next(refusals, None) is None
         refusals, world.servers.timeout_s = itertools.repeat(0), 0.2
-        with pytest.raises(InferenceLostError, match=r"no such directory; .*000005 exists on this host: share output_dir"):
+        with pytest.raises(
+            InferenceLostError,
+            match=r"no such directory; .*000005 exists on this host: share output_dir",
+        ):
             await world.load(5)
 
     in_world(tmp_path, work)
@@ -314,11 +370,14 @@ def test_without_any_server_in_time_the_load_says_so(tmp_path):
 
 
 def test_no_token_is_older_than_the_version_that_was_loaded_when_its_group_began(tmp_path):
-    """Servers die, come back with any version, and load at any speed, while versions are published and groups of three turns are played."""
+    """Servers die, come back with any version, and load at any speed, while versions are
+    published and groups of three turns are played."""
 
     async def work(world):
         chance = random.Random(7)
-        stubs = [await world.add(f"inference-h-{i}", load_s=0.02 * i, delay_s=0.01) for i in range(4)]
+        stubs = [
+            await world.add(f"inference-h-{i}", load_s=0.02 * i, delay_s=0.01) for i in range(4)
+        ]
         await world.policy.start()
         lost, begun = [], 0
 
@@ -352,7 +411,8 @@ def test_no_token_is_older_than_the_version_that_was_loaded_when_its_group_began
 
 
 def test_a_version_that_is_trained_again_and_comes_out_otherwise_is_loaded_again(tmp_path):
-    """Regression: the trainer was killed after its checkpoint, and is not bit-exact. The server kept the old version 3 forever."""
+    """Regression: the trainer was killed after its checkpoint, and is not bit-exact. The server
+    kept the old version 3 forever."""
 
     def train(world, digest):
         record = world.run_dir.digests(3)
@@ -363,7 +423,8 @@ def test_a_version_that_is_trained_again_and_comes_out_otherwise_is_loaded_again
     async def work(world):
         first, second = await world.add("inference", 3), await world.add("inference-a-1", 3)
         await world.policy.start()
-        assert (world.policy.loaded, first.loads) == (3, [])  # they started from disk, with unknown content
+        # they started from disk, with unknown content
+        assert (world.policy.loaded, first.loads) == (3, [])
         train(world, "a" * 64)
         await world.load(4)
         assert [server.version for server in (first, second)] == [4, 4]
@@ -371,7 +432,11 @@ def test_a_version_that_is_trained_again_and_comes_out_otherwise_is_loaded_again
         await world.load(3)
         train(world, "a" * 64)
         await world.policy.reconcile()
-        assert (first.loads, second.loads, world.told[-1].urls) == ([4, 3], [4, 3], [first.url, second.url])
+        assert (first.loads, second.loads, world.told[-1].urls) == (
+            [4, 3],
+            [4, 3],
+            [first.url, second.url],
+        )
         train(world, "b" * 64)
         await world.policy.reconcile()
         assert world.told[-1].urls == [first.url, second.url] and world.policy.loaded == 3

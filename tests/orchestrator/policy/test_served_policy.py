@@ -1,4 +1,5 @@
-"""How the orchestrator handles inference servers that die and come back with another version at any moment."""
+"""How the orchestrator handles inference servers that die and come back with another version at
+any moment."""
 
 import asyncio
 import json
@@ -24,7 +25,8 @@ from tests.orchestrator.made import turn
 
 
 class Servers:
-    """The version each server holds; None if it is away. `loads` are the versions requested; `slow` servers never finish a load."""
+    """The version each server holds; None if it is away. `loads` are the versions requested;
+    `slow` servers never finish a load."""
 
     timeout_s = 5.0
 
@@ -34,7 +36,9 @@ class Servers:
         self.contents = {}
 
     async def poll_versions(self):
-        self.known = {str(i): version for i, version in enumerate(self.versions) if version is not None}
+        self.known = {
+            str(i): version for i, version in enumerate(self.versions) if version is not None
+        }
         return self.known
 
     async def wait_for_any(self):
@@ -55,7 +59,8 @@ class Servers:
 
 
 class Pool:
-    """Plays every task with the first server's version; `after` maps a number of plays to what happens after it."""
+    """Plays every task with the first server's version; `after` maps a number of plays to what
+    happens after it."""
 
     def __init__(self, servers, after=None):
         self.servers, self.after, self.played, self.lost = servers, after or {}, [], {}
@@ -68,21 +73,38 @@ class Pool:
         if (held := self.after.get(len(self.played))) is not None:
             self.servers.versions = [held]
         await asyncio.sleep(0)
-        return [Rollout(turns=[turn(version=version)], reward=float(version), episode=i) for i in range(num_episodes)]
+        return [
+            Rollout(turns=[turn(version=version)], reward=float(version), episode=i)
+            for i in range(num_episodes)
+        ]
 
 
 @pytest.fixture
 def world(tmp_path):
-    """Returns (config, evaluator, policy) of a run with versions 1 to 5 on disk and an eval of four tasks at even versions."""
+    """Returns (config, evaluator, policy) of a run with versions 1 to 5 on disk and an eval of
+    four tasks at even versions."""
 
     def make(servers, pool=None):
-        flags = ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment.id", "e", "--orchestrator.eval.interval", "2"]
+        flags = [
+            "--name",
+            "r",
+            "--output_dir",
+            str(tmp_path),
+            "--orchestrator.environment.id",
+            "e",
+            "--orchestrator.eval.interval",
+            "2",
+        ]
         config = build(parse_args(flags))
         for number in range(1, 6):
             config.run_dir.weights(number).mkdir(parents=True, exist_ok=True)
         evaluator = Evaluator(config, pool or Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
         evaluator.clock.start()
-        return config, evaluator, ServedPolicy(servers, config.run_dir, str(tmp_path), evaluator, AsyncMock())
+        return (
+            config,
+            evaluator,
+            ServedPolicy(servers, config.run_dir, str(tmp_path), evaluator, AsyncMock()),
+        )
 
     return make
 
@@ -130,7 +152,8 @@ def test_no_version_that_waits_for_its_eval_is_skipped(world):
 
 
 def test_what_a_version_costs_does_not_grow_with_those_before(world, monkeypatch):
-    """The loop asks for the next version after every finished group, and does not wait for the disk."""
+    """The loop asks for the next version after every finished group, and does not wait for the
+    disk."""
     servers = Servers(3)
     _, evaluator, policy = world(servers)
     evaluated(evaluator, *range(0, 4, 2))
@@ -161,8 +184,14 @@ def test_at_the_start_all_servers_get_one_version(world):
         await policy.reconcile()
         return first
 
-    assert asyncio.run(start()) == ServerSet(["0"], ["1"], 4, 5)  # the run continues with the server that is ready
-    assert (servers.versions, servers.loads, policy.loaded, servers.server_set) == ([4, 4], [4], 4, ServerSet(["0", "1"], [], 4, 5))
+    # the run continues with the server that is ready
+    assert asyncio.run(start()) == ServerSet(["0"], ["1"], 4, 5)
+    assert (servers.versions, servers.loads, policy.loaded, servers.server_set) == (
+        [4, 4],
+        [4],
+        4,
+        ServerSet(["0", "1"], [], 4, 5),
+    )
     servers.versions = [12, 12]
     asyncio.run(policy.start())
     assert (servers.versions, policy.loaded) == ([5, 5], 5)
@@ -173,10 +202,15 @@ def test_what_inference_refuses(world, monkeypatch):
     servers = Servers(3)
     config, _, policy = world(servers)
     policy.loaded, servers.refusal = 3, RefusedError(422, "tensor w is damaged")
-    with pytest.raises(CorruptFileError, match=r"000004: inference refused version 4: tensor w is damaged"):
+    with pytest.raises(
+        CorruptFileError, match=r"000004: inference refused version 4: tensor w is damaged"
+    ):
         asyncio.run(policy.load(policy.versions[4]))
-    write_version(config.run_dir, 5)  # intact: of another model, or for another kind of server, which no repair would fix
-    with pytest.raises(RefusedError, match="000005: inference refused version 5: tensor w is damaged"):
+    # intact: of another model, or for another kind of server, which no repair would fix
+    write_version(config.run_dir, 5)
+    with pytest.raises(
+        RefusedError, match="000005: inference refused version 5: tensor w is damaged"
+    ):
         asyncio.run(policy.load(policy.versions[5]))
     servers.refusal = RefusedError(401, "no token")
     with pytest.raises(RefusedError, match="no token"):
@@ -190,7 +224,9 @@ def test_damage_is_told_from_a_refusal_also_where_a_server_comes_back(world):
     servers = Servers(1)
     _, _, policy = world(servers)
     policy.loaded, policy.num_pins, servers.refusal = 4, 1, RefusedError(422, "tensor w is damaged")
-    with pytest.raises(CorruptFileError, match=r"000004: inference refused version 4: tensor w is damaged"):
+    with pytest.raises(
+        CorruptFileError, match=r"000004: inference refused version 4: tensor w is damaged"
+    ):
         asyncio.run(policy.reconcile())
 
 
@@ -208,13 +244,17 @@ def test_an_eval_is_wholly_of_its_version(world, after):
 
     asyncio.run(evaluate())
     rows = [json.loads(line) for line in config.run_dir.eval(4, "e").read_bytes().splitlines()]
-    assert [row["task"] for row in rows] == [0, 1, 2, 3] and all(row["versions"] == [4] for row in rows)
+    assert [row["task"] for row in rows] == [0, 1, 2, 3] and all(
+        row["versions"] == [4] for row in rows
+    )
     assert read_metrics(config.run_dir.metrics)[4, "eval"]["eval/e/reward_mean"] == 4.0
     wrong = [task for task, version in pool.played if version != 4]
     assert len(pool.played) == 4 + len(wrong)  # only what was wrong was played again
 
 
-def test_every_task_of_an_eval_has_a_seed_which_is_that_of_other_versions_and_of_other_runs_of_the_seed(world):
+def test_every_task_of_an_eval_has_a_seed_which_is_that_of_other_versions_and_of_other_runs_of_the_seed(
+    world,
+):
     def seeds(version, **changes):
         pool = Pool(Servers(version))
         config, evaluator, policy = world(pool.servers, pool)
@@ -236,7 +276,9 @@ def test_a_server_that_never_keeps_the_version_ends_the_eval(world):
         return 0.0
 
     servers.load = in_vain
-    with pytest.raises(InferenceLostError, match="did not hold version 4 for long enough in 20 attempts"):
+    with pytest.raises(
+        InferenceLostError, match="did not hold version 4 for long enough in 20 attempts"
+    ):
         asyncio.run(evaluator.evaluate(config.orchestrator.eval[0], 4, policy.reconcile))
     assert not config.run_dir.eval(4, "e").exists()
 
@@ -248,11 +290,17 @@ def test_an_eval_that_died_before_its_file_is_played_again_and_its_target_is_rem
     assert [entry.label for entry in evaluator.due(2, 9)] == ["e"]
     config.orchestrator.eval[0].target = 0.7
     again = Evaluator(config, Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
-    assert again.reached_target() == "eval e reached 0.750 at version 2; its target is 0.7" and again.best["e"] == (True, 0.75, 2)
+    assert (
+        again.reached_target() == "eval e reached 0.750 at version 2; its target is 0.7"
+        and again.best["e"] == (True, 0.75, 2)
+    )
 
 
-def test_an_eval_of_which_many_rollouts_failed_is_neither_the_best_nor_reaches_a_target(world, caplog):
-    """Regression: with negative rewards a failure, which counts as 0, was the best reward, and ended the run as a success."""
+def test_an_eval_of_which_many_rollouts_failed_is_neither_the_best_nor_reaches_a_target(
+    world, caplog
+):
+    """Regression: with negative rewards a failure, which counts as 0, was the best reward, and
+    ended the run as a success."""
     servers = Servers(2)
     config, evaluator, _ = world(servers, pool := Pool(servers))
     config.orchestrator.eval[0].target = -1.0
@@ -270,7 +318,10 @@ def test_an_eval_of_which_many_rollouts_failed_is_neither_the_best_nor_reaches_a
     again = Evaluator(config, pool, evaluator.envs, StepClock())
     assert evaluator.best["e"] == (True, -4.5, 2) and again.best["e"] == (True, -4.0, 6)
     assert evaluator.reached_target() is again.reached_target() is None
-    assert "eval e at version 4: 100% of its rollouts failed" in caplog.text and "at version 6" not in caplog.text
+    assert (
+        "eval e at version 4: 100% of its rollouts failed" in caplog.text
+        and "at version 6" not in caplog.text
+    )
 
 
 def test_an_eval_whose_workers_are_lost_is_left_out(world):
@@ -284,8 +335,18 @@ def test_an_eval_whose_workers_are_lost_is_left_out(world):
 
 
 def test_a_branch_is_evaluated_from_its_first_version_on(tmp_path):
-    """Regression: a branch at step 40 first loaded and evaluated the base model, and at step 37 not the version that it begins with."""
-    flags = ["--name", "b", "--output_dir", str(tmp_path), "--orchestrator.environment.id", "e", "--orchestrator.eval.interval", "20"]
+    """Regression: a branch at step 40 first loaded and evaluated the base model, and at step 37
+    not the version that it begins with."""
+    flags = [
+        "--name",
+        "b",
+        "--output_dir",
+        str(tmp_path),
+        "--orchestrator.environment.id",
+        "e",
+        "--orchestrator.eval.interval",
+        "20",
+    ]
     config = build(parse_args([*flags, "--max_steps", "80"]))
     config.run_dir.weights(37).mkdir(parents=True)
     write_file(config.run_dir.origin, msgspec.json.encode(Origin("r", 37, 0.0, [])))

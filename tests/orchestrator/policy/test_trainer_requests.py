@@ -26,7 +26,9 @@ from tests.waiting import until
 
 def test_a_trainer_that_is_ahead_of_a_lowered_max_steps_has_ended(tmp_path):
     run_dir = RunDir(tmp_path, tmp_path / "weights")
-    requests = TrainerRequests(run_dir, SimpleNamespace(final=5), SimpleNamespace(), SimpleNamespace(), 0)
+    requests = TrainerRequests(
+        run_dir, SimpleNamespace(final=5), SimpleNamespace(), SimpleNamespace(), 0
+    )
     run_dir.checkpoint(4).mkdir(parents=True)
     assert not requests.trainer_has_ended()  # it died before its last checkpoint, and comes again
     run_dir.checkpoint(10).mkdir()
@@ -34,11 +36,15 @@ def test_a_trainer_that_is_ahead_of_a_lowered_max_steps_has_ended(tmp_path):
 
 
 @pytest.mark.parametrize("clock", [1e9, 9e9], ids=["behind", "ahead"])
-def test_a_trainer_on_a_host_with_another_clock_lives_as_long_as_its_heart_beats(tmp_path, monkeypatch, clock):
+def test_a_trainer_on_a_host_with_another_clock_lives_as_long_as_its_heart_beats(
+    tmp_path, monkeypatch, clock
+):
     monkeypatch.setattr(trainer_requests, "DEAD_S", 0.2)
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     run_dir.checkpoint(5).mkdir(parents=True)
-    requests = TrainerRequests(run_dir, SimpleNamespace(final=5), SimpleNamespace(), SimpleNamespace(), 0)
+    requests = TrainerRequests(
+        run_dir, SimpleNamespace(final=5), SimpleNamespace(), SimpleNamespace(), 0
+    )
     for beat in range(8):
         write_status(run_dir.status("trainer"), RoleStatus(heartbeat=clock + beat))
         assert not requests.trainer_has_ended()
@@ -47,9 +53,12 @@ def test_a_trainer_on_a_host_with_another_clock_lives_as_long_as_its_heart_beats
 
 
 def test_a_batch_that_is_played_for_long_is_not_the_trainers_fault(tmp_path):
-    """Regression: a healthy run whose batch took longer than trainer_timeout_s was ended, however many of its groups had finished."""
+    """Regression: a healthy run whose batch took longer than trainer_timeout_s was ended,
+    however many of its groups had finished."""
     progress, status = Progress(9), SimpleNamespace(progress=0)
-    requests = TrainerRequests(RunDir(tmp_path, tmp_path / "weights"), progress, SimpleNamespace(), status, 0)
+    requests = TrainerRequests(
+        RunDir(tmp_path, tmp_path / "weights"), progress, SimpleNamespace(), status, 0
+    )
 
     async def play(num_groups: int) -> None:
         for _ in range(num_groups):
@@ -67,11 +76,16 @@ def test_a_batch_that_is_played_for_long_is_not_the_trainers_fault(tmp_path):
 
 
 def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeypatch):
-    """A batch of millions of tokens is not decoded whole: that would block the event loop from any thread."""
+    """A batch of millions of tokens is not decoded whole: that would block the event loop from
+    any thread."""
     progress, asked = Progress(9), []
     run_dir = RunDir(tmp_path, tmp_path / "weights")
-    samples = [Raw(encode(make_sample([group, group], [9], group=group))) for group in (7, 7, 3, 8, 5)]
-    write_batch(run_dir.batch(1), EncodedBatch(step=1, samples=[*samples, Raw(encode("never decoded"))]), {})
+    samples = [
+        Raw(encode(make_sample([group, group], [9], group=group))) for group in (7, 7, 3, 8, 5)
+    ]
+    write_batch(
+        run_dir.batch(1), EncodedBatch(step=1, samples=[*samples, Raw(encode("never decoded"))]), {}
+    )
     progress.newest = 1
 
     async def generate(session, token_ids, sampling):
@@ -85,7 +99,9 @@ def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeyp
     requests = TrainerRequests(run_dir, progress, policy, SimpleNamespace(), max_model_len=33)
     asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
     assert asked == [([group], {"max_tokens": 32, "temperature": 1.0}) for group in (7, 3, 8, 5)]
-    assert [sample.token_ids.tolist() for sample in answers[0].samples] == [[group, 6] for group in (7, 3, 8, 5)]
+    assert [sample.token_ids.tolist() for sample in answers[0].samples] == [
+        [group, 6] for group in (7, 3, 8, 5)
+    ]
 
     async def hang(*_):
         await asyncio.Event().wait()
@@ -94,8 +110,13 @@ def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeyp
     policy.servers.generate = hang
     asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
     assert answers[1].samples == []
-    for refusal in (InferenceLostError("no server answered"), PromptTooLongError("64 tokens"), ValueError("inference answered 400")):
-        policy.servers.generate = AsyncMock(side_effect=refusal)  # Regression: it ended the orchestrator
+    for refusal in (
+        InferenceLostError("no server answered"),
+        PromptTooLongError("64 tokens"),
+        ValueError("inference answered 400"),
+    ):
+        # Regression: it ended the orchestrator
+        policy.servers.generate = AsyncMock(side_effect=refusal)
         asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
         assert answers.pop().samples == [] and len(answers) == 2
     run_dir.batch(1).unlink()

@@ -1,4 +1,5 @@
-"""Lines of recorded rollouts for tests, in which only what a test is about is given, and the settings of a run that trains on them."""
+"""Lines of recorded rollouts for tests, in which only what a test is about is given, and the
+settings of a run that trains on them."""
 
 import json
 from pathlib import Path
@@ -8,9 +9,15 @@ from rl.config.command_line import build, parse_args
 from rl.config.run import RLConfig
 
 
-def turn(prompt: Any = (5, 6), completion: Any = (7, 8), version: int = 0, **changes: Any) -> dict[str, Any]:
+def turn(
+    prompt: Any = (5, 6), completion: Any = (7, 8), version: int = 0, **changes: Any
+) -> dict[str, Any]:
     """Returns a turn of a line, sampled by one version."""
-    known = {"logprobs": [-0.5] * len(completion), "policy_versions": [[version, len(completion)]], "finish_reason": "stop"}
+    known = {
+        "logprobs": [-0.5] * len(completion),
+        "policy_versions": [[version, len(completion)]],
+        "finish_reason": "stop",
+    }
     return {"prompt_ids": [*prompt], "completion_ids": [*completion], **known | changes}
 
 
@@ -25,6 +32,15 @@ def write(path: Path, *lines: dict[str, Any]) -> Path:
 
 def config(path: Path, model: Path, **settings: Any) -> RLConfig:
     """Returns the configuration of a run in the directory of `path`, without a file."""
-    settings = {"recorded__rollouts": path, "model__name": model, "output_dir": path.parent, "name": "r"} | settings
-    words = [word for key, value in settings.items() for word in (f"--{key.replace('__', '.')}", str(value))]
+    settings = {
+        "recorded__rollouts": path,
+        "model__name": model,
+        "output_dir": path.parent,
+        "name": "r",
+    } | settings
+    words = [
+        word
+        for key, value in settings.items()
+        for word in (f"--{key.replace('__', '.')}", str(value))
+    ]
     return build(parse_args(words)).with_absolute_paths()

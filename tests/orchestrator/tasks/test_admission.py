@@ -26,7 +26,10 @@ def test_as_much_as_the_batches_ahead_lack():
 
 def test_dropped_groups_are_replaced_until_the_refills_are_used_up():
     assert room(Places(usable=Counter(a=1), dropped=Counter(a=7))) == ["a"]
-    assert room(Places(usable=Counter(a=1), playing=Counter(a=7 * 1), dropped=Counter(a=3 * 8 - 8))) == []
+    assert (
+        room(Places(usable=Counter(a=1), playing=Counter(a=7 * 1), dropped=Counter(a=3 * 8 - 8)))
+        == []
+    )
     assert room(Places(usable=Counter(a=1), dropped=Counter(a=3 * 8 - 1))) == []
     assert room(Places(dropped=Counter(a=3 * 8 + 50))) == ["a"]  # nothing to train on yet
     assert room(Places(playing=Counter(a=7), dropped=Counter(a=3 * 8)), kept=0.1) == ["a"]
@@ -37,19 +40,28 @@ def test_dropped_groups_are_replaced_until_the_refills_are_used_up():
 
 
 def test_while_some_are_playing_the_refills_are_not_exceeded():
-    """Regression: when all quick surplus groups were solved, 272 rollouts were played for a batch instead of 192."""
+    """Regression: when all quick surplus groups were solved, 272 rollouts were played for a
+    batch instead of 192."""
     assert room(Places(playing=Counter(a=2), dropped=Counter(a=3 * 8 - 2))) == []
 
 
 def test_as_many_are_started_as_will_be_needed():
-    assert room(Places(playing=Counter(a=15)), kept=0.5) == ["a"] and room(Places(playing=Counter(a=16)), kept=0.5) == []
+    assert (
+        room(Places(playing=Counter(a=15)), kept=0.5) == ["a"]
+        and room(Places(playing=Counter(a=16)), kept=0.5) == []
+    )
     assert room(Places(usable=Counter(a=6), playing=Counter(a=3)), kept=0.5) == ["a"]
     assert room(Places(usable=Counter(a=6), playing=Counter(a=4)), kept=0.5) == []
-    assert room(Places(playing=Counter(a=23)), kept=0.01) == ["a"] and room(Places(playing=Counter(a=24)), kept=0.01) == []
+    assert (
+        room(Places(playing=Counter(a=23)), kept=0.01) == ["a"]
+        and room(Places(playing=Counter(a=24)), kept=0.01) == []
+    )
     assert room(Places(playing=Counter(a=9)), kept=0.5, max_refill=1) == []
-    assert room(Places(playing=Counter(a=5, b=3)), TWO, kept=0.5) == ["a", "b"]  # of 12, half of each
+    # of 12, half of each
+    assert room(Places(playing=Counter(a=5, b=3)), TWO, kept=0.5) == ["a", "b"]
     assert room(Places(playing=Counter(a=6, b=2)), TWO, kept=0.5) == ["b"]
-    assert room(Places(playing=Counter(a=4, b=5)), TWO, kept={"a": 0.5}) == ["a"]  # 7 are likely to be trained
+    # 7 are likely to be trained
+    assert room(Places(playing=Counter(a=4, b=5)), TWO, kept={"a": 0.5}) == ["a"]
     assert room(Places(playing=Counter(a=4, b=6)), TWO, kept={"a": 0.5}) == []
 
 
@@ -70,14 +82,18 @@ def test_an_environment_has_its_share_of_the_places():
 
 
 def test_an_environment_without_signal_does_not_take_all_replacements():
-    solved = Places(usable=Counter(b=4), dropped=Counter(a=4))  # a has played its share, and all of it was dropped
+    # a has played its share, and all of it was dropped
+    solved = Places(usable=Counter(b=4), dropped=Counter(a=4))
     assert room(solved, TWO) == ["a", "b"]
-    assert room(Places(usable=Counter(b=4), playing=Counter(a=2), dropped=Counter(a=4)), TWO) == ["b"]
+    assert room(Places(usable=Counter(b=4), playing=Counter(a=2), dropped=Counter(a=4)), TWO) == [
+        "b"
+    ]
 
 
 def test_a_slow_environment_plays_as_much_as_it_needs_and_does_not_hold_up_the_other():
     assert room(Places(slow=Counter(b=30), usable=Counter(a=3)), TWO) == ["a", "b"]
-    assert room(Places(slow=Counter(b=50), usable=Counter(a=4)), TWO, cap=100) == ["a"]  # its share of max_in_flight is used up
+    # its share of max_in_flight is used up
+    assert room(Places(slow=Counter(b=50), usable=Counter(a=4)), TWO, cap=100) == ["a"]
 
 
 def test_the_pace_is_that_of_the_environments_with_half_of_the_weight():
@@ -95,19 +111,26 @@ def test_the_pace_is_that_of_the_environments_with_half_of_the_weight():
 
 
 def test_an_outage_frees_no_places(monkeypatch):
-    """Regression: while nothing finished, all groups in flight gave up their places, and those started instead made lag reach 8."""
+    """Regression: while nothing finished, all groups in flight gave up their places, and those
+    started instead made lag reach 8."""
     clock = [20.0]
     monkeypatch.setattr(admission_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     settings = SimpleNamespace(batch_size=64, max_in_flight=576, max_refill=3)
-    admission = Admission(SimpleNamespace(max_lag=1, orchestrator=settings), SimpleNamespace(shares=ONE, retry=[]))
+    admission = Admission(
+        SimpleNamespace(max_lag=1, orchestrator=settings), SimpleNamespace(shares=ONE, retry=[])
+    )
     admission.pace.add("a", 20.0)  # started at 0, as all of these
-    admission.in_flight = {number: InFlight(TaskRef(number, "a", 0), 8, 0, 0.0, None) for number in range(16)}
+    admission.in_flight = {
+        number: InFlight(TaskRef(number, "a", 0), 8, 0, 0.0, None) for number in range(16)
+    }
     clock[0] = 100.0
     assert admission.eligible(admission.places([]), 2) == []
     admission.in_flight[16] = InFlight(TaskRef(16, "a", 0), 8, 0, 40.0, None)
     admission.pace.add("a", 70.0)  # started at 30
     places = admission.places([])
-    assert (places.slow["a"], places.playing["a"]) == (128, 8) and admission.eligible(places, 2) == ["a"]
+    assert (places.slow["a"], places.playing["a"]) == (128, 8) and admission.eligible(
+        places, 2
+    ) == ["a"]
 
 
 def test_a_lost_environment_leaves_the_groups_that_are_played_to_their_batch():

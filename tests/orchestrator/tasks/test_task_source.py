@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.config.orchestrator import DifficultyConfig
-from rl.orchestrator.tasks.task_source import UNPLAYED, EnvTasks, TaskRef, TaskSource, TaskState, pool, unpacked
+from rl.orchestrator.tasks.task_source import (
+    UNPLAYED,
+    EnvTasks,
+    TaskRef,
+    TaskSource,
+    TaskState,
+    pool,
+    unpacked,
+)
 from rl.system.errors import RunError
 
 
@@ -33,7 +41,8 @@ def test_shares_of_rollouts_hold_at_any_time_whatever_the_group_sizes():
         rollouts[env] += envs[env].group_size
         if n > 20:
             for name, share in {"a": 3 / 8, "b": 1 / 8, "c": 4 / 8}.items():
-                assert abs(rollouts[name] - share * rollouts.total()) <= 16  # never off by more than a group
+                # never off by more than a group
+                assert abs(rollouts[name] - share * rollouts.total()) <= 16
 
 
 def test_an_environment_that_could_not_be_played_catches_up():
@@ -47,25 +56,38 @@ def test_restored_source_plays_what_is_missing_and_then_what_would_have_come():
     source = TaskSource(envs, seed=1)
     first = [source.next(list(envs)) for _ in range(4)]
     state = source.state([first[1], first[3]])
-    later = [source.next(list(envs)) for _ in range(4)]  # issued after the state was written; two of them finished
+    # issued after the state was written; two of them finished
+    later = [source.next(list(envs)) for _ in range(4)]
     restored = TaskSource(envs, seed=1)
     restored.restore(state, done=[first[3], later[1], later[2]])
     missing = [restored.next(list(envs)) for _ in range(2)]
     assert missing[0] == first[1]
     assert missing[1] == later[0]  # with its old id, so that the starting order is kept
     rest = TaskSource(envs, seed=1)
-    expected = Counter((ref.env, ref.task) for ref in [rest.next(list(envs)) for _ in range(18)][7:])
-    assert Counter((ref.env, ref.task) for ref in [restored.next(list(envs)) for _ in range(11)]) == expected
+    expected = Counter(
+        (ref.env, ref.task) for ref in [rest.next(list(envs)) for _ in range(18)][7:]
+    )
+    assert (
+        Counter((ref.env, ref.task) for ref in [restored.next(list(envs)) for _ in range(11)])
+        == expected
+    )
 
 
 @given(st.integers(0, 2**20))
 @settings(max_examples=60)
 def test_lost_groups_keep_their_order(seed):
-    """Ids of one environment are drawn in order, so the missing ids are those of the lost groups; with several, each keeps its order."""
+    """Ids of one environment are drawn in order, so the missing ids are those of the lost
+    groups; with several, each keeps its order."""
     dice = random.Random(seed)
-    for envs in ({"a": EnvTasks(40)}, {"a": EnvTasks(40), "b": EnvTasks(None, 2.0), "c": EnvTasks(30)}):
+    for envs in (
+        {"a": EnvTasks(40)},
+        {"a": EnvTasks(40), "b": EnvTasks(None, 2.0), "c": EnvTasks(30)},
+    ):
         source = TaskSource(envs, seed)
-        drawn = [source.next(dice.sample(list(envs), dice.randint(1, len(envs)))) for _ in range(dice.randint(1, 25))]
+        drawn = [
+            source.next(dice.sample(list(envs), dice.randint(1, len(envs))))
+            for _ in range(dice.randint(1, 25))
+        ]
         done = dice.sample(drawn, dice.randint(0, len(drawn)))
         restored = TaskSource(envs, seed)
         restored.restore(None, done)
@@ -73,8 +95,12 @@ def test_lost_groups_keep_their_order(seed):
         numbers = [ref.group_id for ref in [*lost, *done]]
         assert len(set(numbers)) == len(numbers) and max(numbers, default=-1) < restored.next_group
         for env in envs:
-            mine = sorted((ref for ref in [*lost, *done] if ref.env == env), key=lambda ref: ref.group_id)
-            assert [ref.task for ref in mine] == [ref.task for ref in drawn if ref.env == env][: len(mine)]
+            mine = sorted(
+                (ref for ref in [*lost, *done] if ref.env == env), key=lambda ref: ref.group_id
+            )
+            assert [ref.task for ref in mine] == [ref.task for ref in drawn if ref.env == env][
+                : len(mine)
+            ]
         assert len(envs) > 1 or mine == drawn[: len(numbers)]
 
 
@@ -86,8 +112,11 @@ def test_tasks_of_an_environment_that_changed_do_not_hang_a_resume():
 
 @pytest.mark.parametrize("size", [4999, 5001, 6000, None])
 @pytest.mark.parametrize("num_done", [1, 6])
-def test_with_another_number_of_tasks_only_groups_that_were_in_flight_are_issued_again(size, num_done, caplog):
-    """Regression: with one task more, 3,047 groups counted as lost and were started at once; endless tasks were drawn 2**30 times."""
+def test_with_another_number_of_tasks_only_groups_that_were_in_flight_are_issued_again(
+    size, num_done, caplog
+):
+    """Regression: with one task more, 3,047 groups counted as lost and were started at once;
+    endless tasks were drawn 2**30 times."""
     source = TaskSource({"a": EnvTasks(5000), "b": EnvTasks(9)}, seed=0)
     first = [source.next(["a"]) for _ in range(100)]
     state = source.state(first[90:])
@@ -96,12 +125,18 @@ def test_with_another_number_of_tasks_only_groups_that_were_in_flight_are_issued
     restored = TaskSource({"a": EnvTasks(size), "b": EnvTasks(9)}, seed=0)
     restored.restore(state, done)
     again, lost = list(restored.retry)[:10], list(restored.retry)[10:]
-    assert again == first[90:] and {ref.group_id for ref in lost} <= {ref.group_id for ref in later if ref not in done}
-    assert [ref.task for ref in lost if ref.env == "b"] == [ref.task for ref in later if ref.env == "b" and ref not in done]
+    assert again == first[90:] and {ref.group_id for ref in lost} <= {
+        ref.group_id for ref in later if ref not in done
+    }
+    assert [ref.task for ref in lost if ref.env == "b"] == [
+        ref.task for ref in later if ref.env == "b" and ref not in done
+    ]
     lost_a = [ref for ref in lost if ref.env == "a"]
     assert restored.issued == {"a": 100 + sum(ref.env == "a" for ref in done) + len(lost_a), "b": 3}
     assert len(lost_a) == (size == 5001)  # whose order has much in common with that of 5000
-    assert ("environment a: its tasks, or their order" in caplog.text) == (size != 5001) and "environment b" not in caplog.text
+    assert ("environment a: its tasks, or their order" in caplog.text) == (
+        size != 5001
+    ) and "environment b" not in caplog.text
 
 
 def pooled(size, **weights):
@@ -110,15 +145,33 @@ def pooled(size, **weights):
 
 def test_pools_and_running_rates():
     difficulty = DifficultyConfig()
-    assert [pool(rate, difficulty) for rate in (-1.0, 0.25, 0.26, 0.75, 0.76, 9.0)] == ["hard", "hard", "normal", "normal", "easy", "easy"]
+    assert [pool(rate, difficulty) for rate in (-1.0, 0.25, 0.26, 0.75, 0.76, 9.0)] == [
+        "hard",
+        "hard",
+        "normal",
+        "normal",
+        "easy",
+        "easy",
+    ]
     source = pooled(5)
     source.note("a", 0, [1.0, 0.0])
     source.note("a", 1, [])
-    assert source.update_solve_rates() == {"tasks/a/easy": 0, "tasks/a/normal": 1, "tasks/a/hard": 0, "tasks/a/skipped": 0}
+    assert source.update_solve_rates() == {
+        "tasks/a/easy": 0,
+        "tasks/a/normal": 1,
+        "tasks/a/hard": 0,
+        "tasks/a/skipped": 0,
+    }
     source.note("a", 0, [0.0, 0.0])
     source.note("a", 2, [1.0])
-    assert list(unpacked(source.packed_rates()["a"], 5)) == [0.5, *[UNPLAYED] * 4]  # as of the last batch
-    assert source.update_solve_rates() == {"tasks/a/easy": 1, "tasks/a/normal": 0, "tasks/a/hard": 1, "tasks/a/skipped": 0}
+    # as of the last batch
+    assert list(unpacked(source.packed_rates()["a"], 5)) == [0.5, *[UNPLAYED] * 4]
+    assert source.update_solve_rates() == {
+        "tasks/a/easy": 1,
+        "tasks/a/normal": 0,
+        "tasks/a/hard": 1,
+        "tasks/a/skipped": 0,
+    }
     assert list(source.rates["a"]) == [0.25, UNPLAYED, 1.0, UNPLAYED, UNPLAYED]
 
 
@@ -128,27 +181,42 @@ def test_rates_go_on_with_more_and_with_fewer_tasks(size):
     for task, reward in ((0, 0.0), (2, 0.5), (4, 1.0)):
         source.note("a", task, [reward])
     source.update_solve_rates()
-    other.restore(TaskState(next_group=3, issued={"a": 3}, in_flight=[], rates=source.packed_rates()), [])
+    other.restore(
+        TaskState(next_group=3, issued={"a": 3}, in_flight=[], rates=source.packed_rates()), []
+    )
     assert list(other.rates["a"]) == ([0.0, UNPLAYED, 0.5, UNPLAYED, 1.0] + [UNPLAYED] * 3)[:size]
     other.note("a", 4, [1.0])
     easy = int(size > 4)
-    assert other.update_solve_rates() == {"tasks/a/easy": easy, "tasks/a/normal": 1, "tasks/a/hard": 1, "tasks/a/skipped": 0}
+    assert other.update_solve_rates() == {
+        "tasks/a/easy": easy,
+        "tasks/a/normal": 1,
+        "tasks/a/hard": 1,
+        "tasks/a/skipped": 0,
+    }
     with pytest.raises(RunError, match="solve rates in the newest batch cannot be read"):
         other.restore(TaskState(next_group=3, issued={}, in_flight=[], rates={"a": b"no zlib"}), [])
 
 
 def test_easy_and_hard_tasks_come_less_often_and_nothing_of_it_moves_the_others():
-    source, plain = pooled(1000, easy_weight=0.2, hard_weight=0.5), TaskSource({"a": EnvTasks(1000)}, seed=0)
+    source, plain = (
+        pooled(1000, easy_weight=0.2, hard_weight=0.5),
+        TaskSource({"a": EnvTasks(1000)}, seed=0),
+    )
     for task in range(1000):
         source.note("a", task, [(task % 3) / 2])  # 0: hard, 1: normal, 2: easy
     source.update_solve_rates()
     drawn = Counter()
     while source.issued["a"] + source.skipped["a"] < 2000:
         drawn[source.next(["a"]).task % 3] += 1
-    assert drawn[1] == pytest.approx(2 * 333, abs=1) and drawn[2] / 666 == pytest.approx(0.2, abs=0.05)
+    assert drawn[1] == pytest.approx(2 * 333, abs=1) and drawn[2] / 666 == pytest.approx(
+        0.2, abs=0.05
+    )
     assert drawn[0] / 668 == pytest.approx(0.5, abs=0.06)
     skipped = source.skipped["a"]
-    assert source.update_solve_rates()["tasks/a/skipped"] == skipped > 700 and source.update_solve_rates()["tasks/a/skipped"] == 0
+    assert (
+        source.update_solve_rates()["tasks/a/skipped"] == skipped > 700
+        and source.update_solve_rates()["tasks/a/skipped"] == 0
+    )
     fresh, order = pooled(1000), [plain.next(["a"]).task for _ in range(1000)]
     assert [fresh.next(["a"]).task for _ in range(1000)] == order  # nothing known: nothing skipped
 
@@ -158,19 +226,30 @@ def test_tasks_that_are_all_easy_are_played_nevertheless():
     for task in range(4):
         source.note("a", task, [1.0])
     source.update_solve_rates()
-    assert [source.next(["a"]).task in range(4) for _ in range(3)] == [True] * 3 and source.skipped["a"] == 12
+    assert [source.next(["a"]).task in range(4) for _ in range(3)] == [True] * 3 and source.skipped[
+        "a"
+    ] == 12
 
 
 def test_endless_tasks_have_no_pools():
     source = pooled(None, easy_weight=0.0)
     source.note("a", 0, [1.0])
-    assert source.update_solve_rates() == {} and source.packed_rates() == {} and [source.next(["a"]).task for _ in range(3)] == [0, 1, 2]
+    assert (
+        source.update_solve_rates() == {}
+        and source.packed_rates() == {}
+        and [source.next(["a"]).task for _ in range(3)] == [0, 1, 2]
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_killed_run_with_pools_goes_on_exactly_as_if_it_had_not_been_killed(seed):
-    """Groups finish in any order between batches; after the kill, the missing and the following groups are the same as without it."""
-    envs = {"a": EnvTasks(7, 2.0, 1, DifficultyConfig()), "b": EnvTasks(3), "c": EnvTasks(5, 1.0, 1, DifficultyConfig(easy_weight=0.0))}
+    """Groups finish in any order between batches; after the kill, the missing and the following
+    groups are the same as without it."""
+    envs = {
+        "a": EnvTasks(7, 2.0, 1, DifficultyConfig()),
+        "b": EnvTasks(3),
+        "c": EnvTasks(5, 1.0, 1, DifficultyConfig(easy_weight=0.0)),
+    }
     dice = random.Random(seed)
     source, later, state, playing = TaskSource(envs, seed), [], None, []
     for _ in range(dice.randrange(20, 60)):
@@ -182,7 +261,10 @@ def test_a_killed_run_with_pools_goes_on_exactly_as_if_it_had_not_been_killed(se
         elif dice.random() < 0.1:
             source.update_solve_rates()
             written = msgspec.structs.replace(source.state(playing), rates=source.packed_rates())
-            state, later = msgspec.msgpack.decode(msgspec.msgpack.encode(written), type=TaskState), []
+            state, later = (
+                msgspec.msgpack.decode(msgspec.msgpack.encode(written), type=TaskState),
+                [],
+            )
         else:
             playing.append(source.next(list(envs)))
     restored = TaskSource(envs, seed)
@@ -193,8 +275,15 @@ def test_a_killed_run_with_pools_goes_on_exactly_as_if_it_had_not_been_killed(se
     for env in envs:  # draws after the last finished group are repeated
         while restored.issued[env] < source.issued[env]:
             again.append(restored._draw(env))
-    waiting = [Counter((ref.env, ref.task) for ref in refs) for refs in ([*source.retry, *playing], again)]
+    waiting = [
+        Counter((ref.env, ref.task) for ref in refs) for refs in ([*source.retry, *playing], again)
+    ]
     assert waiting[0] == waiting[1]
     assert (restored.issued, restored.skipped) == (source.issued, source.skipped)
-    assert restored.update_solve_rates() == source.update_solve_rates() and restored.rates == source.rates
-    assert [restored._draw("a").task for _ in range(20)] == [source._draw("a").task for _ in range(20)]
+    assert (
+        restored.update_solve_rates() == source.update_solve_rates()
+        and restored.rates == source.rates
+    )
+    assert [restored._draw("a").task for _ in range(20)] == [
+        source._draw("a").task for _ in range(20)
+    ]

@@ -31,16 +31,32 @@ SAMPLING = {"max_tokens": 4, "temperature": 1.0}
 
 
 def run(tmp_path, model, work, *setups, env_id="trouble", **limits):
-    """Runs `work(pool)` with a stub server and a worker for each (name, args of the environment, python)."""
+    """Runs `work(pool)` with a stub server and a worker for each (name, args of the environment,
+    python)."""
 
     async def main():
         async with StubInference(model, tmp_path / "inference.json"):
             pool = WorkerPool(tmp_path / "logs", **limits)
-            status, renderer = str(tmp_path / "inference.json"), {"name": "chatml"}  # which shows tools
-            policy = PolicySpec(model_path=str(model), max_model_len=1024, inference_status=status, renderer=renderer)
+            # which shows tools
+            status, renderer = str(tmp_path / "inference.json"), {"name": "chatml"}
+            policy = PolicySpec(
+                model_path=str(model),
+                max_model_len=1024,
+                inference_status=status,
+                renderer=renderer,
+            )
             try:
-                place = {"policy": policy, "orchestrator": pool.address, "spans": str(tmp_path / "spans"), "id": env_id, "timeout_s": 60.0}
-                workers = [worker_setup(name, args=args, python=python or worker_python(), **place) for name, args, python in setups]
+                place = {
+                    "policy": policy,
+                    "orchestrator": pool.address,
+                    "spans": str(tmp_path / "spans"),
+                    "id": env_id,
+                    "timeout_s": 60.0,
+                }
+                workers = [
+                    worker_setup(name, args=args, python=python or worker_python(), **place)
+                    for name, args, python in setups
+                ]
                 async with asyncio.timeout(280):
                     await pool.start_all(workers)
                     await pool.sizes(120.0)
@@ -65,26 +81,40 @@ def test_only_the_guilty_task_is_lost(tmp_path, model, monkeypatch):
         began = time.monotonic()
 
         async def play(kind):
-            rollouts = await asyncio.gather(*(pool.play(kind or "good", "train", task, 2, SAMPLING, 0) for task in range(6)))
+            rollouts = await asyncio.gather(
+                *(pool.play(kind or "good", "train", task, 2, SAMPLING, 0) for task in range(6))
+            )
             return kind, rollouts, time.monotonic() - began
 
         results = await asyncio.gather(*(play(kind) for kind in kinds))
-        return {kind: (rollouts, seconds) for kind, rollouts, seconds in results}, pool.num_started - len(pool.workers)
+        return {
+            kind: (rollouts, seconds) for kind, rollouts, seconds in results
+        }, pool.num_started - len(pool.workers)
 
     setups = [(kind or "good", {"how": kind}, "") for kind in kinds]
     results, deaths = run(tmp_path, model, work, *setups, memory_gib=1.5, silence_s=8.0)
     for kind, (groups, seconds) in results.items():
         deadly = kind in ("crash", "sleep", "memory")
-        print(f"{kind or 'good':8} {seconds:6.1f} s  lost: {[task for task in range(6) if groups[task][0].error]}")
+        print(
+            f"{kind or 'good':8} {seconds:6.1f} s  lost: "
+            f"{[task for task in range(6) if groups[task][0].error]}"
+        )
         for task, group in enumerate(groups):
             assert len(group) == 2
             if kind == "exit" and task == 1:
-                assert {rollout.cause for rollout in group} == {"reward"} and "SystemExit" in group[0].error
+                assert {rollout.cause for rollout in group} == {"reward"} and "SystemExit" in group[
+                    0
+                ].error
             elif deadly and task == 1:
-                assert {rollout.cause for rollout in group} == {"worker"} and "died 2 times" in group[0].error
+                assert {rollout.cause for rollout in group} == {
+                    "worker"
+                } and "died 2 times" in group[0].error
             else:
-                assert [(rollout.error, rollout.reward) for rollout in group] == [(None, float(task))] * 2
-        assert deadly or seconds < results["sleep"][1]  # the others did not wait for those that died, here of two silences of 8 s
+                assert [(rollout.error, rollout.reward) for rollout in group] == [
+                    (None, float(task))
+                ] * 2
+        # the others did not wait for those that died, here of two silences of 8 s
+        assert deadly or seconds < results["sleep"][1]
     assert "blocked the event loop" in results["sleep"][0][1][0].error
     assert "GiB (orchestrator.worker_memory_gib = 1.5)" in results["memory"][0][1][0].error
     assert deaths == 3 * 2
@@ -96,23 +126,38 @@ def test_a_poison_environment_is_lost_alone(tmp_path, model, monkeypatch):
 
     async def work(pool):
         pool.on_lost = lambda env, why: told.append((env, why))
-        good = asyncio.gather(*(pool.play("good", "train", task, 1, SAMPLING, 0) for task in range(6)))
-        with pytest.raises(EnvLostError, match="its workers died 2 times and finished nothing in between"):
+        good = asyncio.gather(
+            *(pool.play("good", "train", task, 1, SAMPLING, 0) for task in range(6))
+        )
+        with pytest.raises(
+            EnvLostError, match="its workers died 2 times and finished nothing in between"
+        ):
             await pool.play("poison", "train", 0, 1, SAMPLING, 0)
         with pytest.raises(EnvLostError):
             await pool.play("poison", "train", 1, 1, SAMPLING, 0)
         return [rollout.reward for (rollout,) in await good], dict(pool.lost), pool.failed.done()
 
-    rewards, lost, failed = run(tmp_path, model, work, ("good", {}, ""), ("poison", {"how": "poison"}, ""))
-    assert rewards == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] and told == list(lost.items()) and list(lost) == ["poison"] and not failed
+    rewards, lost, failed = run(
+        tmp_path, model, work, ("good", {}, ""), ("poison", {"how": "poison"}, "")
+    )
+    assert (
+        rewards == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+        and told == list(lost.items())
+        and list(lost) == ["poison"]
+        and not failed
+    )
     lines = (tmp_path / "spans" / "worker-good-0.jsonl").read_bytes().splitlines()
     spans = [line for line in map(DECODER.decode, lines) if isinstance(line, Span)]
-    assert {name: sum(span.name == name for span in spans) for name in ("play", "score")} == {"play": 6, "score": 6}
+    assert {name: sum(span.name == name for span in spans) for name in ("play", "score")} == {
+        "play": 6,
+        "score": 6,
+    }
     assert {span.about.get("task") for span in spans if span.name == "play"} == {*range(6)}
 
 
 def test_a_tool_server_that_died_comes_back_with_a_new_worker(tmp_path, model):
-    """verifiers starts the server that all tasks share only once; without it every later rollout of this environment would fail."""
+    """verifiers starts the server that all tasks share only once; without it every later rollout
+    of this environment would fail."""
 
     async def until(condition):
         async with asyncio.timeout(60):
@@ -127,14 +172,20 @@ def test_a_tool_server_that_died_comes_back_with_a_new_worker(tmp_path, model):
                 return None
             with contextlib.suppress(psutil.NoSuchProcess):
                 below = psutil.Process(worker.child.pid).children(recursive=True)
-                return next((process for process in below if "v1_calc" in " ".join(process.cmdline())), None)
+                return next(
+                    (process for process in below if "v1_calc" in " ".join(process.cmdline())), None
+                )
 
         first = await until(tool_server)
         first.kill()
         await until(lambda: pool.num_started > 1)
         second = await until(tool_server)
         about = await pool.describe("calc", "train", 1, 30.0)
-        return first.pid != second.pid, pool.num_started, [tool["function"]["name"] for tool in about.tasks[0]["tools"]]
+        return (
+            first.pid != second.pid,
+            pool.num_started,
+            [tool["function"]["name"] for tool in about.tasks[0]["tools"]],
+        )
 
     assert run(tmp_path, model, work, ("calc", {}, ""), env_id="v1-calc") == (True, 2, ["calc_add"])
     assert "its tool server (pid" in (tmp_path / "logs" / "worker-calc-0.log").read_text()
@@ -142,13 +193,19 @@ def test_a_tool_server_that_died_comes_back_with_a_new_worker(tmp_path, model):
 
 def test_groups_go_to_the_worker_that_has_the_fewest(tmp_path, monkeypatch):
     async def work(pool):
-        plays = [asyncio.create_task(pool.play("light", "train", task, 1, {"seconds": 0.3}, 0)) for task in range(9)]
+        plays = [
+            asyncio.create_task(pool.play("light", "train", task, 1, {"seconds": 0.3}, 0))
+            for task in range(9)
+        ]
         while sum(worker.num_plays for worker in pool.workers.values()) < len(plays):
             await asyncio.sleep(0)
         spread = [worker.num_plays for worker in pool.workers.values()]
         return spread, [(await play)[0].reward for play in plays]
 
-    assert light_worker.run(tmp_path, monkeypatch, work, workers=3) == ([3, 3, 3], [float(task) for task in range(9)])
+    assert light_worker.run(tmp_path, monkeypatch, work, workers=3) == (
+        [3, 3, 3],
+        [float(task) for task in range(9)],
+    )
 
 
 def test_a_stopped_worker_is_noticed_and_what_it_started_ends_with_it(tmp_path, model, monkeypatch):
@@ -158,9 +215,15 @@ def test_a_stopped_worker_is_noticed_and_what_it_started_ends_with_it(tmp_path, 
         (worker,) = pool.workers.values()
         os.kill(worker.child.pid, signal.SIGSTOP)
         env = os.environ | {process_table.MARKER: worker.child.marker}
-        server = subprocess.Popen(["sleep", "1000"], env=env, start_new_session=True)  # as a tool server is started
+        # as a tool server is started
+        server = subprocess.Popen(["sleep", "1000"], env=env, start_new_session=True)
         (rollout,) = await pool.play("good", "train", 3, 1, SAMPLING, 0)
-        return rollout.reward, pool.num_started, server.wait(20), (tmp_path / "logs" / "worker-good-0.log").exists()
+        return (
+            rollout.reward,
+            pool.num_started,
+            server.wait(20),
+            (tmp_path / "logs" / "worker-good-0.log").exists(),
+        )
 
     assert run(tmp_path, model, work, ("good", {}, "")) == (3.0, 2, -signal.SIGKILL, True)
 
@@ -190,7 +253,8 @@ def test_no_signal_goes_to_a_worker_that_was_reaped(tmp_path, monkeypatch):
 
 
 def test_a_virtual_environment_of_its_own(tmp_path, model):
-    """It sees the package `rl` and its own packages, which here come from a home through a .pth file."""
+    """It sees the package `rl` and its own packages, which here come from a home through a .pth
+    file."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (venv / "of-the-test").touch()
@@ -206,12 +270,16 @@ def test_a_virtual_environment_of_its_own(tmp_path, model):
     assert len(description.tasks) == 2 and "SingleTurnEnv" in description.about["kind"]
 
 
-def test_a_refused_start_of_a_worker_is_tried_again_and_does_not_blame_its_interpreter(tmp_path, monkeypatch):
+def test_a_refused_start_of_a_worker_is_tried_again_and_does_not_blame_its_interpreter(
+    tmp_path, monkeypatch
+):
     def refuse(*_, **__):
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.start", refuse)
-    with pytest.raises(RunError, match="cannot be started now: Resource temporarily unavailable; make room") as caught:
+    with pytest.raises(
+        RunError, match="cannot be started now: Resource temporarily unavailable; make room"
+    ) as caught:
         WorkerLauncher().start(worker_setup(), tmp_path / "setup", tmp_path / "log", "", warm=False)
     assert caught.value.exit_code == RESTART
 
@@ -223,14 +291,16 @@ def test_an_interpreter_that_is_not_there_or_lacks_packages(tmp_path, model):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
     with pytest.raises(
         RunError,
-        match=r"ended with code 1.*; its interpreter lacks .*: `uv pip install --python \S+/bare/bin/python (.|\n)*No module named",
+        match=r"ended with code 1.*; its interpreter lacks .*: `uv pip install --python "
+        r"\S+/bare/bin/python (.|\n)*No module named",
     ):
         run(tmp_path, model, None, ("own", {}, str(bare / "bin" / "python")))
     assert os.listdir(tmp_path / "logs") == ["worker-own-0.log"]
 
 
 def test_a_long_temporary_folder_has_no_sockets(tmp_path, monkeypatch):
-    """The longest path that is used has room for the longest name; one more byte, also of a letter of two, leads to /tmp."""
+    """The longest path that is used has room for the longest name; one more byte, also of a
+    letter of two, leads to /tmp."""
     room = 107 - len("/rl-workers-12345678/inference")
     for text in ("x", "\u00e9"):
         for length in (room, room + 1):
@@ -248,4 +318,7 @@ def test_a_long_temporary_folder_has_no_sockets(tmp_path, monkeypatch):
                 finally:
                     await pool.close()
 
-            assert asyncio.run(address()) == (folder if length == room else Path("/tmp")), (text, length)
+            assert asyncio.run(address()) == (folder if length == room else Path("/tmp")), (
+                text,
+                length,
+            )

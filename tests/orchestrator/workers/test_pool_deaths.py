@@ -14,7 +14,8 @@ IN_FLIGHT = 20
 
 
 def test_after_a_death_all_groups_are_played_at_once_again(tmp_path, monkeypatch):
-    """Groups arrive steadily, so the worker's queue is never empty. Regression: after a death they were played one by one."""
+    """Groups arrive steadily, so the worker's queue is never empty. Regression: after a death
+    they were played one by one."""
 
     async def feed(pool, seconds):
         while True:
@@ -36,7 +37,9 @@ def test_after_a_death_all_groups_are_played_at_once_again(tmp_path, monkeypatch
     run(tmp_path, monkeypatch, work)
 
 
-def test_a_group_that_kills_workers_is_given_up_alone_and_once_under_a_steady_feed(tmp_path, monkeypatch):
+def test_a_group_that_kills_workers_is_given_up_alone_and_once_under_a_steady_feed(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("rl.orchestrator.workers.pool.RESTART_S", 0.05)
     outcomes = []
 
@@ -56,13 +59,17 @@ def test_a_group_that_kills_workers_is_given_up_alone_and_once_under_a_steady_fe
         return poison, pool.num_started
 
     poison, started = run(tmp_path, monkeypatch, work)
-    assert [(rollout.cause, rollout.episode) for rollout in poison] == [("worker", 0), ("worker", 1)] and "died 3 times" in poison[0].error
+    assert [(rollout.cause, rollout.episode) for rollout in poison] == [
+        ("worker", 0),
+        ("worker", 1),
+    ] and "died 3 times" in poison[0].error
     assert started == 4 and not any(rollout.error for rollout in outcomes)
 
 
 @pytest.mark.parametrize("kind", ["idle", "busy", "suspect"])
 def test_groups_of_a_worker_that_does_not_come_back_go_to_another(tmp_path, monkeypatch, kind):
-    """Regression: they waited for it without end, or until its failed starts made the environment lost and killed the healthy worker."""
+    """Regression: they waited for it without end, or until its failed starts made the
+    environment lost and killed the healthy worker."""
     monkeypatch.setattr("rl.orchestrator.workers.pool.RESTART_S", 0.02)
     monkeypatch.setattr("rl.orchestrator.workers.pool.RESTART_LIMIT_S", 0.05)
     monkeypatch.setattr("rl.orchestrator.workers.pool.BARREN_DEATHS", 1)
@@ -83,10 +90,13 @@ def test_groups_of_a_worker_that_does_not_come_back_go_to_another(tmp_path, monk
         play, _ = dying.sent.values()
         play.order.sampling["seconds"], play.kills = 0.0, int(kind == "suspect")
         feeding = asyncio.create_task(feed(pool)) if kind == "busy" else None
-        monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", "raise SystemExit(1)")
+        monkeypatch.setattr(
+            "rl.orchestrator.workers.worker_launcher.BOOTSTRAP", "raise SystemExit(1)"
+        )
         os.kill(dying.child.pid, signal.SIGKILL)
         assert [rollout.reward for rollout in await held] == [7.0]
-        while pool.num_started < 6:  # it goes on being started, and is no reason to lose the environment
+        # it goes on being started, and is no reason to lose the environment
+        while pool.num_started < 6:
             await asyncio.sleep(0.05)
         assert pool.lost == {} and 9 in [play.order.task for play in healthy.sent.values()]
         long.cancel()
@@ -111,7 +121,11 @@ def test_a_worker_that_dies_of_a_description_or_gives_none(tmp_path, monkeypatch
         return run(tmp_path, monkeypatch, work, **args)
 
     log = tmp_path / "logs" / "worker-light-0.log"
-    assert told(20.0) == f"environment light: its worker died while describing it: it ended with code 3; see {log}"
+    assert (
+        told(20.0)
+        == "environment light: its worker died while describing it: it ended with code 3; see "
+        f"{log}"
+    )
     limit = "orchestrator.worker_timeout_s = 0.5"
     assert told(0.5, deaf=True) == f"environment light was not described within {limit}; see {log}"
 

@@ -1,4 +1,5 @@
-"""Invalid messages to the pool of workers: garbage kills the worker that sends it, and nothing else."""
+"""Invalid messages to the pool of workers: garbage kills the worker that sends it, and nothing
+else."""
 
 import asyncio
 import contextlib
@@ -24,7 +25,14 @@ GARBAGE = [b"garbage", b"", b"\x91" * 5000, b"\x82\xa4type\xaaLone\x85", b"\xdd\
 
 def sleeping_worker(pool: WorkerPool, name: str, marker: str = "") -> Worker:
     """Adds a worker to the pool whose process only sleeps."""
-    child = start(name, ["sleep", "60"], dict(os.environ), pool.log_dir / "log", new_session=False, marker=marker)
+    child = start(
+        name,
+        ["sleep", "60"],
+        dict(os.environ),
+        pool.log_dir / "log",
+        new_session=False,
+        marker=marker,
+    )
     pool.workers[f"{name}-0"] = Worker(worker_setup(name), child)
     return pool.workers[f"{name}-0"]
 
@@ -58,19 +66,30 @@ def test_a_worker_that_sends_garbage_is_ended_and_the_others_are_heard(tmp_path,
                 code = await pool.workers["a-0"].child.wait_async()
                 await streams["b-0"].send(msgspec.msgpack.encode(Ready(3, None)))
                 ready = await pool.workers["b-0"].ready
-            return code, pool.workers["a-0"].kill_reason, pool.rejected.count, ready == Ready(3, None)
+            return (
+                code,
+                pool.workers["a-0"].kill_reason,
+                pool.rejected.count,
+                ready == Ready(3, None),
+            )
         finally:
             for stream in streams.values():
                 stream.writer.close()
             await pool.close()
 
     code, kill_reason, count, others_are_heard = asyncio.run(main())
-    assert code == -9 and kill_reason.startswith("it sent an invalid message (") and count == 3 and others_are_heard
+    assert (
+        code == -9
+        and kill_reason.startswith("it sent an invalid message (")
+        and count == 3
+        and others_are_heard
+    )
 
 
 @pytest.mark.parametrize("announced", [MAX_MESSAGE_BYTES + 1, 1 << 31])
 def test_no_worker_has_the_pool_keep_more_than_one_message(tmp_path, announced):
-    """A worker that sends endlessly is killed before the pool has read any of it. Before, the pool took 617 MiB."""
+    """A worker that sends endlessly is killed before the pool has read any of it. Before, the
+    pool took 617 MiB."""
 
     async def main() -> tuple[str, int, int]:
         pool, grown = WorkerPool(tmp_path), 0
@@ -94,12 +113,17 @@ def test_no_worker_has_the_pool_keep_more_than_one_message(tmp_path, announced):
             await pool.close()
 
     kill_reason, sent, grown = asyncio.run(main())
-    assert kill_reason == f"it sent an invalid message (a message of {announced} bytes, {MAX_MESSAGE_BYTES} are allowed)"
+    assert (
+        kill_reason
+        == f"it sent an invalid message (a message of {announced} bytes, {MAX_MESSAGE_BYTES} "
+        "are allowed)"
+    )
     assert sent < 32 << 20 and grown < 32 << 20
 
 
 def test_nobody_has_the_pool_keep_messages_by_connecting_often(tmp_path):
-    """Regression: 20 connections with half a message each took 160 MiB, whether a worker's name was given or another."""
+    """Regression: 20 connections with half a message each took 160 MiB, whether a worker's name
+    was given or another."""
 
     async def main() -> int:
         pool, streams = WorkerPool(tmp_path), []
@@ -136,20 +160,29 @@ def test_nobody_has_the_pool_keep_messages_by_connecting_often(tmp_path):
 )
 def test_answers_of_the_policy_that_do_not_fit_together_are_no_message(changes, what):
     """They would crash the orchestrator when the batch is formed."""
-    turn = {"prompt_ids": [1], "completion_ids": [2, 3], "logprobs": [-1.0, -2.0], "policy_versions": [[0, 2]], "finish_reason": "stop"}
+    turn = {
+        "prompt_ids": [1],
+        "completion_ids": [2, 3],
+        "logprobs": [-1.0, -2.0],
+        "policy_versions": [[0, 2]],
+        "finish_reason": "stop",
+    }
     with pytest.raises(msgspec.ValidationError, match=what):
         msgspec.msgpack.decode(msgspec.msgpack.encode(turn | changes), type=Turn)
     assert msgspec.convert(turn, Turn) and Rollout(turns=[])
 
 
 def test_what_a_worker_has_started_ends_with_the_pool(tmp_path):
-    """Also processes in their own session, such as tool servers, that the worker itself did not end."""
+    """Also processes in their own session, such as tool servers, that the worker itself did not
+    end."""
 
     async def main() -> int:
         pool = WorkerPool(tmp_path)
         marker = f"{os.getpid()}:pool:a-0:1"
         sleeping_worker(pool, "a", marker)
-        server = subprocess.Popen(["sleep", "30"], env=os.environ | {process_table.MARKER: marker}, start_new_session=True)
+        server = subprocess.Popen(
+            ["sleep", "30"], env=os.environ | {process_table.MARKER: marker}, start_new_session=True
+        )
         await pool.close()
         return server.wait(40)
 
@@ -158,4 +191,6 @@ def test_what_a_worker_has_started_ends_with_the_pool(tmp_path):
 
 def test_what_an_interpreter_of_ones_own_needs():
     text = lacking_remedy("/opt/python")
-    assert text.startswith("`uv pip install --python /opt/python 'aiohttp") and text.endswith("package, and verifiers (classic: <0.4)")
+    assert text.startswith("`uv pip install --python /opt/python 'aiohttp") and text.endswith(
+        "package, and verifiers (classic: <0.4)"
+    )

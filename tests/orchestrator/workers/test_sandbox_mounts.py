@@ -1,4 +1,5 @@
-"""Which of this machine's files a worker's sandbox shows, depending on settings. Each sandbox is inspected with a shell in it."""
+"""Which of this machine's files a worker's sandbox shows, depending on settings. Each sandbox is
+inspected with a shell in it."""
 
 import shutil
 import subprocess
@@ -18,15 +19,21 @@ needs_bwrap = pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
 
 def setup_of(python: str = "", model: str = "", read: tuple[str, ...] = (), **env) -> WorkerSetup:
     place = {"read": [*read], "orchestrator": "/nowhere/pool"}
-    return worker_setup("env", policy=PolicySpec(model_path=model), python=python, sandbox=True, **place, **env)
+    return worker_setup(
+        "env", policy=PolicySpec(model_path=model), python=python, sandbox=True, **place, **env
+    )
 
 
 def box_of(run_dir: Path, *arguments: str, **given) -> sandbox.Sandbox:
-    return sandbox_of(setup_of(*arguments, **given), write(Path.home().parent / "setup.json"), run_dir)
+    return sandbox_of(
+        setup_of(*arguments, **given), write(Path.home().parent / "setup.json"), run_dir
+    )
 
 
 def inside(box: sandbox.Sandbox, script: str) -> str:
-    return subprocess.run(box.wrap(["/bin/sh", "-c", script]), capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(
+        box.wrap(["/bin/sh", "-c", script]), capture_output=True, text=True, timeout=30
+    ).stdout
 
 
 def write(path: Path, text: str = "text") -> Path:
@@ -37,10 +44,16 @@ def write(path: Path, text: str = "text") -> Path:
 
 @pytest.fixture
 def work(tmp_path, monkeypatch) -> Path:
-    """The working directory, in a home directory with a secret and a sibling; `run` is the run directory."""
+    """The working directory, in a home directory with a secret and a sibling; `run` is the run
+    directory."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    for name in ("home/secret", "home/work/secret", "home/data/rows", "home/work/outputs/run/status/token"):
+    for name in (
+        "home/secret",
+        "home/work/secret",
+        "home/data/rows",
+        "home/work/outputs/run/status/token",
+    ):
         write(tmp_path / name)
     monkeypatch.chdir(tmp_path / "home/work")
     return tmp_path / "home/work"
@@ -53,17 +66,48 @@ def run(work) -> Path:
 
 @needs_bwrap
 def test_what_read_names_is_seen_and_nothing_else_that_a_setting_says(work, run):
-    """A string in the arguments may look like a path but mean something else, so none of them makes a path visible."""
+    """A string in the arguments may look like a path but mean something else, so none of them
+    makes a path visible."""
     write(work / "corpus/one")
     write(work / "rows.jsonl")
     (work / "way").symlink_to(work.parent / "data")
-    texts = ["//", "/", "../", "~/", "/tmp", "/etc", "/proc/1/environ", f"{work.parent}", f"{run}/status", "corpus/one"]
+    texts = [
+        "//",
+        "/",
+        "../",
+        "~/",
+        "/tmp",
+        "/etc",
+        "/proc/1/environ",
+        f"{work.parent}",
+        f"{run}/status",
+        "corpus/one",
+    ]
     before = box_of(run, args={"texts": [*texts, "x/" * 3000, "a\0/b"]})
     assert before.read == box_of(run).read
-    box = box_of(run, read=("corpus/one", "./way", "../data/rows", f"/{work}/corpus//one"), dataset="rows.jsonl", eval_dataset="owner/rows")
-    assert box.read - before.read == {work / "corpus/one", work / "way", work.parent / "data/rows", work / "rows.jsonl"}
-    found = inside(box, f"cat corpus/one way/rows ../data/rows; ls {work} {work.parent} //etc/shadow; echo x > /tmp/mine && echo written")
-    assert "text" * 3 in found and "secret" not in found and "shadow" not in found and found.endswith("written\n")
+    box = box_of(
+        run,
+        read=("corpus/one", "./way", "../data/rows", f"/{work}/corpus//one"),
+        dataset="rows.jsonl",
+        eval_dataset="owner/rows",
+    )
+    assert box.read - before.read == {
+        work / "corpus/one",
+        work / "way",
+        work.parent / "data/rows",
+        work / "rows.jsonl",
+    }
+    found = inside(
+        box,
+        f"cat corpus/one way/rows ../data/rows; ls {work} {work.parent} //etc/shadow; echo x "
+        "> /tmp/mine && echo written",
+    )
+    assert (
+        "text" * 3 in found
+        and "secret" not in found
+        and "shadow" not in found
+        and found.endswith("written\n")
+    )
     told = view(setup_of(read=("corpus/one",)), run)
     assert f"{work}/corpus/one" in told and str(Path(sys.prefix)) in told
 
@@ -116,7 +160,9 @@ def test_of_an_interpreter_that_is_a_link_the_link_is_seen_and_not_what_lies_bes
     (home / "copied/pyvenv.cfg").write_text(f"home = {real.parent}\n")
     for python in ("bin/python3", "bin/other", "made/bin/python", "copied/bin/python"):
         box = box_of(run, str(home / python))
-        found = inside(box, f"{home / python} -c 'import json, sys; print(sys.prefix)'; ls {home}").split()
+        found = inside(
+            box, f"{home / python} -c 'import json, sys; print(sys.prefix)'; ls {home}"
+        ).split()
         top = python.split("/")[0]
         assert found[1:] == sorted({"work", top} | ({"bin"} if top == "made" else set())), found
         assert found[0] == str(real.parents[1] if top == "bin" else home / top)
@@ -128,23 +174,35 @@ def test_of_an_interpreter_that_is_a_link_the_link_is_seen_and_not_what_lies_bes
 
 @needs_bwrap
 def test_a_run_directory_is_hidden_by_whatever_way_it_would_be_seen(work, run, monkeypatch):
-    """When reached through a link; when inside a visible directory, itself or through a link; and sibling runs, too."""
+    """When reached through a link; when inside a visible directory, itself or through a link;
+    and sibling runs, too."""
     disk = work.parent / "disk"
     write(disk / "runs/one/status/token")
     write(disk / "runs/two/status/token")
     write(disk / "runs/none/rows")
     (work / "linked").symlink_to(disk / "runs")
     (work / "other").symlink_to(disk)
-    for run_dir, seen in ((work / "linked/one", disk), (work / "linked/one", work / "other"), (disk / "runs/one", work / "other")):
+    for run_dir, seen in (
+        (work / "linked/one", disk),
+        (work / "linked/one", work / "other"),
+        (disk / "runs/one", work / "other"),
+    ):
         monkeypatch.setenv("PYTHONPATH", f"{seen}")
-        kept = f"cat {run_dir}/status/token {disk}/runs/one/status/token; echo x > {run_dir}/x; ls {run_dir}"
+        kept = (
+            f"cat {run_dir}/status/token {disk}/runs/one/status/token; echo x > {run_dir}/x; ls "
+            f"{run_dir}"
+        )
         found = inside(box_of(run_dir), f"find -L {seen} -type f; {kept}")
         assert found.split() == [], (run_dir, seen)
     monkeypatch.delenv("PYTHONPATH")
-    assert inside(box_of(run, id="."), "ls outputs/run; cat secret") == "text", "its own folder is seen"
+    assert inside(box_of(run, id="."), "ls outputs/run; cat secret") == "text", (
+        "its own folder is seen"
+    )
     assert inside(box_of(work / "linked/one", id="./"), "ls linked/one; cat secret") == "text"
     rows = f"{disk}/runs/none/rows"
-    assert inside(box_of(disk / "runs/one", read=(f"{disk}", rows)), f"find {disk} -type f").split() == [rows]
+    assert inside(
+        box_of(disk / "runs/one", read=(f"{disk}", rows)), f"find {disk} -type f"
+    ).split() == [rows]
 
 
 @needs_bwrap
@@ -159,7 +217,10 @@ def test_the_folder_of_all_runs_is_hidden_whole(work, run):
     """By any way it would be seen: runs that start later are below it."""
     (work.parent / "link").symlink_to(work)
     outer = box_of(run, read=(f"{work.parent}/link", str(work)))
-    assert outer.hidden >= {work / "outputs", work.parent / "link/outputs"} and not outer.hidden & outer.read
+    assert (
+        outer.hidden >= {work / "outputs", work.parent / "link/outputs"}
+        and not outer.hidden & outer.read
+    )
     assert box_of(run, id="./folder").hidden == {run}, "what is not seen needs no mount"
 
 
@@ -180,4 +241,6 @@ def test_links_in_what_is_seen_show_what_they_lead_to_and_nothing_beside_it(work
     (work / "model/again.json").symlink_to("part/config.json")
     read = "cat model/config.json model/part/config.json model/again.json; ls ../blobs"
     assert inside(box_of(run, model=f"{work}/model"), read) == "text" * 3 + "1\n"
-    assert inside(box_of(run, read=("model/", "model/part/config.json")), read) == "text" * 3 + "1\n"
+    assert (
+        inside(box_of(run, read=("model/", "model/part/config.json")), read) == "text" * 3 + "1\n"
+    )

@@ -9,31 +9,62 @@ from rl.wire.worker_messages import PolicySpec, Ready
 
 
 def test_every_worker_is_started_once_whatever_the_labels():
-    """A training environment with the name of an evaluation's own workers gets its workers only once."""
+    """A training environment with the name of an evaluation's own workers gets its workers only
+    once."""
     environments = '[{id = "a", name = "eval-a", workers = 2, max_generating = 5}, {id = "b"}]'
-    config = build(parse_args(["--orchestrator.environment", environments, "--orchestrator.eval", '[{id = "a", name = "a"}, {id = "c"}]']))
-    setups = {setup.worker_id: setup.env.max_generating for setup in worker_setups(config, PolicySpec(), "")}
+    config = build(
+        parse_args(
+            [
+                "--orchestrator.environment",
+                environments,
+                "--orchestrator.eval",
+                '[{id = "a", name = "a"}, {id = "c"}]',
+            ]
+        )
+    )
+    setups = {
+        setup.worker_id: setup.env.max_generating
+        for setup in worker_setups(config, PolicySpec(), "")
+    }
     assert setups == {"eval-a-0": 3, "eval-a-1": 2, "b-0": -1, "eval-c-0": -1}
 
 
-@pytest.mark.parametrize(("limit", "workers", "parts"), [(10, 4, [3, 3, 2, 2]), (1, 3, [1, 1, 1]), (5, 1, [5]), (-1, 2, [-1, -1])])
+@pytest.mark.parametrize(
+    ("limit", "workers", "parts"),
+    [(10, 4, [3, 3, 2, 2]), (1, 3, [1, 1, 1]), (5, 1, [5]), (-1, 2, [-1, -1])],
+)
 def test_workers_together_score_as_many_rollouts_as_the_limit_says(limit, workers, parts):
-    """Regression: four workers scored eight rollouts at once with a limit of 10. Each scores at least one."""
+    """Regression: four workers scored eight rollouts at once with a limit of 10. Each scores at
+    least one."""
     environment = f'{{id = "a", workers = {workers}, max_scoring = {limit}}}'
     config = build(parse_args(["--orchestrator.environment", environment]))
     assert [setup.env.max_scoring for setup in worker_setups(config, PolicySpec(), "")] == parts
 
 
 def test_an_evaluation_has_no_workers_of_another_environment():
-    labels = ["--orchestrator.environment", '[{id = "a", name = "eval-x"}]', "--orchestrator.eval", '[{id = "b", name = "x"}]']
-    with pytest.raises(ConfigError, match=r"orchestrator.eval.0.name = 'x'\s+names its workers eval-x, like those of a training"):
+    labels = [
+        "--orchestrator.environment",
+        '[{id = "a", name = "eval-x"}]',
+        "--orchestrator.eval",
+        '[{id = "b", name = "x"}]',
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"orchestrator.eval.0.name = 'x'\s+names its workers eval-x, like those of a "
+        r"training",
+    ):
         build(parse_args(labels))
 
 
 def test_what_a_run_refuses_about_its_tasks():
-    evals = '[{id = "a", name = "held"}, {id = "b"}, {id = "c"}, {id = "d", num_examples = 0}, {id = "e"}]'
+    evals = (
+        '[{id = "a", name = "held"}, {id = "b"}, {id = "c"}, {id = "d", num_examples = 0}, {id = '
+        '"e"}]'
+    )
     environments = '[{id = "a"}, {id = "f", max_samples = 0}]'
-    config = build(parse_args(["--orchestrator.environment", environments, "--orchestrator.eval", evals]))
+    config = build(
+        parse_args(["--orchestrator.environment", environments, "--orchestrator.eval", evals])
+    )
     ready = {
         "a": Ready(4, 0),
         "f": Ready(9, 0),

@@ -19,14 +19,23 @@ def turn(prompt=(1, 2), completion=(9, 3), **changes) -> Turn:
 
 
 def rollouts(count: int = 3, **changes: object) -> list[Rollout]:
-    return [Rollout(turns=[turn()], episode=i, reward=0.5, metrics={"a": 1.0}) for i in range(count - 1)] + [
-        msgspec.structs.replace(Rollout(turns=[turn()], episode=count - 1), **changes)
-    ]
+    return [
+        Rollout(turns=[turn()], episode=i, reward=0.5, metrics={"a": 1.0}) for i in range(count - 1)
+    ] + [msgspec.structs.replace(Rollout(turns=[turn()], episode=count - 1), **changes)]
 
 
-def judged(played: list[Rollout], unfinished: int = 0, finished: set[int] = frozenset(), newest: int = 4, split: Split = "train") -> str:
+def judged(
+    played: list[Rollout],
+    unfinished: int = 0,
+    finished: set[int] = frozenset(),
+    newest: int = 4,
+    split: Split = "train",
+) -> str:
     """Returns why the message is rejected."""
-    order, server_set = PlayGroup(7, split, 0, 3, {}, 0, sorted(finished)), ServerSet([], [], 0, newest)
+    order, server_set = (
+        PlayGroup(7, split, 0, 3, {}, 0, sorted(finished)),
+        ServerSet([], [], 0, newest),
+    )
     try:
         validate_played(Played(7, played, unfinished), order, POLICY, server_set)
     except msgspec.ValidationError as error:
@@ -36,9 +45,23 @@ def judged(played: list[Rollout], unfinished: int = 0, finished: set[int] = froz
 
 def test_what_workers_send_is_taken():
     assert judged(rollouts()) == ""
-    assert judged(rollouts()[:1], unfinished=2) == judged(rollouts()[1:], finished={0}) == judged([], finished={0, 1, 2}) == ""
-    two_agents = [msgspec.structs.replace(rollout, agent=agent) for rollout in rollouts() for agent in ("a", "b")]
-    assert judged(two_agents) == judged(rollouts(turns=[])) == judged(rollouts(error="x", turns=[turn(logprobs=[math.nan, 0.0])])) == ""
+    assert (
+        judged(rollouts()[:1], unfinished=2)
+        == judged(rollouts()[1:], finished={0})
+        == judged([], finished={0, 1, 2})
+        == ""
+    )
+    two_agents = [
+        msgspec.structs.replace(rollout, agent=agent)
+        for rollout in rollouts()
+        for agent in ("a", "b")
+    ]
+    assert (
+        judged(two_agents)
+        == judged(rollouts(turns=[]))
+        == judged(rollouts(error="x", turns=[turn(logprobs=[math.nan, 0.0])]))
+        == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +91,10 @@ def test_episodes_are_those_that_were_ordered_and_each_once(played, unfinished, 
 )
 def test_text_that_would_be_another_line_of_a_file_is_refused(text, why):
     """It is copied into rollouts/*.jsonl as it came."""
-    assert why in judged(rollouts(text=text)) and judged(rollouts(text=b'[{"content": "a\\nb", "x": [{}]}]')) == ""
+    assert (
+        why in judged(rollouts(text=text))
+        and judged(rollouts(text=b'[{"content": "a\\nb", "x": [{}]}]')) == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +113,10 @@ def test_text_that_would_be_another_line_of_a_file_is_refused(text, why):
         ({"turns": [turn(logprobs=[-1.0, math.nan])]}, "the log-probability nan"),
         ({"turns": [turn(logprobs=[-1.0, -math.inf])]}, "the log-probability -inf"),
         ({"turns": [turn(logprobs=[-1.0, 0.01])]}, "the log-probability 0.01"),
-        ({"turns": [turn(policy_versions=[VersionSpan(3, 1), VersionSpan(5, 1)])]}, "tokens of version 5; the newest is 4"),
+        (
+            {"turns": [turn(policy_versions=[VersionSpan(3, 1), VersionSpan(5, 1)])]},
+            "tokens of version 5; the newest is 4",
+        ),
     ],
 )
 def test_nothing_gets_in_that_the_served_model_cannot_have_made(changes, why):
@@ -96,10 +125,13 @@ def test_nothing_gets_in_that_the_served_model_cannot_have_made(changes, why):
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 0.01])
 def test_an_evaluation_trains_no_log_probability_and_does_not_mind_one(value):
-    """Regression: a worker lets one through there, and the pool ended it for that again and again."""
+    """Regression: a worker lets one through there, and the pool ended it for that again and
+    again."""
     played = rollouts(turns=[turn(logprobs=[-1.0, value])])
     assert judged(played, split="eval") == "" and "the log-probability" in judged(played)
-    assert "tokens of version 5" in judged(rollouts(turns=[turn(policy_versions=[VersionSpan(5, 2)])]), split="eval")
+    assert "tokens of version 5" in judged(
+        rollouts(turns=[turn(policy_versions=[VersionSpan(5, 2)])]), split="eval"
+    )
 
 
 def test_an_unknown_vocabulary_and_unknown_versions_are_no_limit():
@@ -111,16 +143,24 @@ def test_an_unknown_vocabulary_and_unknown_versions_are_no_limit():
 def test_a_worker_of_ours_fails_such_a_rollout_itself():
     from rl.envs.worker import refuse_unfit
 
-    huge, odd = Rollout(reward=1e200, metrics={"a": 1.0}), Rollout(reward=1.0, agent="a\n", error="before", cause="timeout")
+    huge, odd = (
+        Rollout(reward=1e200, metrics={"a": 1.0}),
+        Rollout(reward=1.0, agent="a\n", error="before", cause="timeout"),
+    )
     refuse_unfit(huge)
     refuse_unfit(odd)
-    assert (huge.cause, huge.error, huge.reward) == ("reward", "the reward is 1e+200, not a number of at most 1e+18", 0.0)
+    assert (huge.cause, huge.error, huge.reward) == (
+        "reward",
+        "the reward is 1e+200, not a number of at most 1e+18",
+        0.0,
+    )
     assert (odd.cause, odd.error, odd.agent) == ("timeout", "before", "agent")
     assert unfit(huge) == unfit(odd) == ""
 
 
 def test_a_worker_that_lies_is_ended_and_its_group_given_up_after_three(tmp_path, monkeypatch):
-    """Regression: when any number was believed, the run waited forever for the rest of the group."""
+    """Regression: when any number was believed, the run waited forever for the rest of the
+    group."""
     monkeypatch.setattr("rl.orchestrator.workers.pool.RESTART_S", 0.05)
 
     async def work(pool):

@@ -1,4 +1,5 @@
-"""Workers that are forked from a copy of the first one in their home, in homes with two versions of verifiers, in one run."""
+"""Workers that are forked from a copy of the first one in their home, in homes with two versions
+of verifiers, in one run."""
 
 import asyncio
 import os
@@ -50,25 +51,38 @@ def cpu_s(pid: int) -> float:
 
 
 def test_versions_of_packages_and_of_verifiers_beside_each_other(tmp_path, model, monkeypatch):
-    """One package prints a megabyte and starts a thread when it is imported. This happens after the copy is made, from which the other
-    package's worker, of the same name and in the same home, is forked."""
+    """One package prints a megabyte and starts a thread when it is imported. This happens after
+    the copy is made, from which the other package's worker, of the same name and in the same
+    home, is forked."""
     monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
     old, new = str(interpreter("0.3.1")), str(interpreter("0.4.0"))
     one, two = package(tmp_path / "one" / "pkg", 1.0, NOISE), package(tmp_path / "two" / "pkg", 2.0)
     sources = {"new": ("v1-echo", new, 2), "one": (one, old, 1), "two": (two, old, 1)}
 
     async def play(pool, env, num_groups=1):
-        groups = await asyncio.gather(*(pool.play(env, "train", task % 3, 2, SAMPLING, 0) for task in range(num_groups)))
+        groups = await asyncio.gather(
+            *(pool.play(env, "train", task % 3, 2, SAMPLING, 0) for task in range(num_groups))
+        )
         assert not any(rollout.error for group in groups for rollout in group), groups
         return groups[0][0]
 
     async def main():
         async with StubInference(model, tmp_path / "inference.json"):
             pool = WorkerPool(tmp_path / "logs")
-            policy = PolicySpec(model_path=str(model), max_model_len=1024, inference_status=str(tmp_path / "inference.json"))
+            policy = PolicySpec(
+                model_path=str(model),
+                max_model_len=1024,
+                inference_status=str(tmp_path / "inference.json"),
+            )
             setups = [
                 worker_setup(
-                    name, id=env_id, timeout_s=60.0, policy=policy, orchestrator=pool.address, worker_id=f"{name}-{i}", python=python
+                    name,
+                    id=env_id,
+                    timeout_s=60.0,
+                    policy=policy,
+                    orchestrator=pool.address,
+                    worker_id=f"{name}-{i}",
+                    python=python,
                 )
                 for name, (env_id, python, count) in sources.items()
                 for i in range(count)
@@ -80,7 +94,9 @@ def test_versions_of_packages_and_of_verifiers_beside_each_other(tmp_path, model
                     spent = [cpu_s(pool.workers[f"new-{i}"].child.pid) for i in range(2)]
                     other = [cpu_s(pool.workers[f"{name}-0"].child.pid) for name in ("one", "two")]
                     assert spent[1] < spent[0] / 3 and other[1] < other[0] / 2, (spent, other)
-                    assert {psutil.Process(worker.child.pid).ppid() for worker in pool.workers.values()} == {os.getpid()}
+                    assert {
+                        psutil.Process(worker.child.pid).ppid() for worker in pool.workers.values()
+                    } == {os.getpid()}
                     await play(pool, "new", 6)
                     first, second = await play(pool, "one"), await play(pool, "two")
                     assert (first.reward, second.reward) == (1.0, 2.0)
@@ -95,7 +111,9 @@ def test_versions_of_packages_and_of_verifiers_beside_each_other(tmp_path, model
                     back_s = time.monotonic() - began
                     assert (await play(pool, "one")).reward == 1.0
                     await play(pool, "new", 6)
-                    assert pool.workers["new-1"].child.pid == survivor, "those that came of a dead worker's copy live on"
+                    assert pool.workers["new-1"].child.pid == survivor, (
+                        "those that came of a dead worker's copy live on"
+                    )
                     spent += [cpu_s(pool.workers[name].child.pid) for name in ("new-0", "one-0")]
                     copies = pool.launcher.waiting()
                     assert len(copies) == 2
@@ -107,15 +125,20 @@ def test_versions_of_packages_and_of_verifiers_beside_each_other(tmp_path, model
     print(f"CPU seconds until ready: {spent}; two dead ones back after {back_s:.2f} s")
     assert max(spent[2:]) < spent[0] / 2 and not any(map(psutil.pid_exists, copies))
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
-    assert logs["worker-one-0.log"].count("noise") == 2 * 200_000 and not any("no copy" in text for text in logs.values())
+    assert logs["worker-one-0.log"].count("noise") == 2 * 200_000 and not any(
+        "no copy" in text for text in logs.values()
+    )
 
 
 def test_the_current_directory_is_not_searched_before_what_is_installed(tmp_path, monkeypatch):
-    """A folder of a package's name in the working directory would shadow it, and a queue.py the standard library."""
+    """A folder of a package's name in the working directory would shadow it, and a queue.py the
+    standard library."""
     program = "import os, sys; print('' in sys.path, __debug__, os.environ.get('PYTHONWARNINGS'))"
     monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", program)
     monkeypatch.setenv("PYTHONOPTIMIZE", "1")  # which would take the asserts out of rewards
     monkeypatch.setenv("PYTHONWARNINGS", "error")
-    child = WorkerLauncher().start(worker_setup(python=sys.executable), tmp_path / "setup.json", tmp_path / "x.log", "", False)
+    child = WorkerLauncher().start(
+        worker_setup(python=sys.executable), tmp_path / "setup.json", tmp_path / "x.log", "", False
+    )
     assert child.wait(30) == 0 and child.log.read_text() == "False True None\n"
     child.reap()

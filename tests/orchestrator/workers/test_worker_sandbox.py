@@ -1,4 +1,5 @@
-"""A worker in a sandbox: what it sees, what it reaches, what it may do; and that it plays, dies and comes back like any other."""
+"""A worker in a sandbox: what it sees, what it reaches, what it may do; and that it plays, dies
+and comes back like any other."""
 
 import asyncio
 import json
@@ -82,13 +83,18 @@ def inside(worker):
 
 
 def setup_of(pool: WorkerPool, model: Path, status: Path, python: str = "", **env) -> WorkerSetup:
-    policy = PolicySpec(model_path=str(model), max_model_len=1024, inference_status=str(status.absolute()))
+    policy = PolicySpec(
+        model_path=str(model), max_model_len=1024, inference_status=str(status.absolute())
+    )
     place = {"orchestrator": pool.address, "python": python, "policy": policy, "timeout_s": 60.0}
-    return worker_setup("env", sandbox=True, keys=["NAMED_TOKEN"], read=["neighbour.py"], **place, **env)
+    return worker_setup(
+        "env", sandbox=True, keys=["NAMED_TOKEN"], read=["neighbour.py"], **place, **env
+    )
 
 
 def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatch):
-    """It plays through the relay, which has the token that the worker lacks; when killed, it comes back and leaves nothing behind."""
+    """It plays through the relay, which has the token that the worker lacks; when killed, it
+    comes back and leaves nothing behind."""
     python = str(interpreter("0.3.1"))  # while HOME is the user's, who has that home
     folder, run_dir, home = tmp_path / "spy", tmp_path / "run", tmp_path / "home"
     for path in (folder, run_dir / "status", home / ".ssh"):
@@ -117,16 +123,32 @@ def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatc
             }
             try:
                 async with asyncio.timeout(100):
-                    await pool.start_all([setup_of(pool, model, run_dir / "status" / "inference.json", python, id="spy", args=args)])
+                    await pool.start_all(
+                        [
+                            setup_of(
+                                pool,
+                                model,
+                                run_dir / "status" / "inference.json",
+                                python,
+                                id="spy",
+                                args=args,
+                            )
+                        ]
+                    )
                     await pool.sizes(60.0)
                     about = await pool.describe("env", "train", 1, 10.0)
                     worker = pool.workers["env-0"]
                     inner = inside(worker)
-                    assert "it used" in kill_reason(worker, inner.pid, 0.001, 60.0) and not kill_reason(worker, inner.pid, 8.0, 60.0)
+                    assert "it used" in kill_reason(
+                        worker, inner.pid, 0.001, 60.0
+                    ) and not kill_reason(worker, inner.pid, 8.0, 60.0)
                     first = (await pool.play("env", "train", 0, 2, SAMPLING, 0))[0]
                     os.kill(inner.pid, signal.SIGKILL)
                     second = (await pool.play("env", "train", 1, 2, SAMPLING, 0))[0]
-                    assert pool.workers["env-0"].child.pid != worker.child.pid and not pool.launcher.waiting()
+                    assert (
+                        pool.workers["env-0"].child.pid != worker.child.pid
+                        and not pool.launcher.waiting()
+                    )
                     last = inside(pool.workers["env-0"])
             finally:
                 await pool.close()
@@ -137,8 +159,13 @@ def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatc
 
     found, rollouts, asked = asyncio.run(main())
     found = json.loads(found) if isinstance(found, str) else found
-    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0] and {route for route, _ in asked} == {"generate"}
-    assert {name: found[name] for name in ("its own", "variables", "named", "load weights", "status", "another host")} == {
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0] and {
+        route for route, _ in asked
+    } == {"generate"}
+    assert {
+        name: found[name]
+        for name in ("its own", "variables", "named", "load weights", "status", "another host")
+    } == {
         "its own": "",
         "variables": ["NAMED_TOKEN", "REFERRED_KEY", "TOKENIZERS_PARALLELISM"],
         "named": "[$REFERRED_KEY]",
@@ -148,14 +175,24 @@ def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatc
     }
     for name in ("root", "its package", "its interpreter", "run, writing"):
         assert "Read-only file system" in found[name], name
-    for name, problem in {"home": "No such file", "shadow": "No such file", "tcp": "refused", "parent": "No such process"}.items():
+    for name, problem in {
+        "home": "No such file",
+        "shadow": "No such file",
+        "tcp": "refused",
+        "parent": "No such process",
+    }.items():
         assert problem in found[name], (name, found[name])
-    assert found["run"] == [] and found["setups"] == ["env-0.json", "inference", "pool"] and found["processes"] == 2
+    assert (
+        found["run"] == []
+        and found["setups"] == ["env-0.json", "inference", "pool"]
+        and found["processes"] == 2
+    )
     assert found["root user"] and (folder / "spy.py").read_text() == ENVIRONMENT
 
 
 def test_the_network_and_the_keys_that_its_settings_name(tmp_path, monkeypatch):
-    """A server on this machine is reachable only with `network = true`, and a variable is visible only if `keys` names it."""
+    """A server on this machine is reachable only with `network = true`, and a variable is
+    visible only if `keys` names it."""
     monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", light_worker.BOOTSTRAP)
     monkeypatch.setenv("PYTHONPATH", str(light_worker.ROOT))
     for name in ("JUDGE_KEY", "OTHER_KEY"):
@@ -170,12 +207,34 @@ def test_the_network_and_the_keys_that_its_settings_name(tmp_path, monkeypatch):
         try:
             async with asyncio.timeout(60):
                 for name, network in (("open", True), ("closed", False)):
-                    place = {"orchestrator": pool.address, "python": sys.executable, "keys": ["JUDGE_KEY"] if network else []}
-                    pool.start(worker_setup(name, args={"address": address}, policy=policy, sandbox=True, network=network, **place))
+                    place = {
+                        "orchestrator": pool.address,
+                        "python": sys.executable,
+                        "keys": ["JUDGE_KEY"] if network else [],
+                    }
+                    pool.start(
+                        worker_setup(
+                            name,
+                            args={"address": address},
+                            policy=policy,
+                            sandbox=True,
+                            network=network,
+                            **place,
+                        )
+                    )
                 await pool.sizes(30.0)
                 for name in ("open", "closed"):
                     (rollout,) = await pool.play(name, "train", 0, 1, {}, 0)
-                    played.append((rollout.reward, [name for name in rollout.messages[0]["content"].split() if name.endswith("_KEY")]))
+                    played.append(
+                        (
+                            rollout.reward,
+                            [
+                                name
+                                for name in rollout.messages[0]["content"].split()
+                                if name.endswith("_KEY")
+                            ],
+                        )
+                    )
         finally:
             await pool.close()
         return played

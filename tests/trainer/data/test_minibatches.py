@@ -1,4 +1,5 @@
-"""Several optimizer steps a batch: against plain steps on its parts, and the clipped losses against float64 in an unpacked model."""
+"""Several optimizer steps a batch: against plain steps on its parts, and the clipped losses
+against float64 in an unpacked model."""
 
 import math
 from functools import partial
@@ -44,16 +45,26 @@ def part_of(batch, places, step=1) -> TrainBatch:
 
 def learner_of(folder, world, loss=None, parity=None, **settings) -> tuple[TrainContext, RLConfig]:
     config = RLConfig.model_validate(
-        {"model": {"name": str(folder), "dtype": "float32"}, "orchestrator": {"environment": [{"id": "test"}]}, "seed": 5}
+        {
+            "model": {"name": str(folder), "dtype": "float32"},
+            "orchestrator": {"environment": [{"id": "test"}]},
+            "seed": 5,
+        }
     )
     optim = {"max_grad_norm": 1e9}  # what is compared are gradients, not clipped ones
-    config.trainer = TrainerConfig.model_validate({"optim": optim, "loss": loss or {}, "micro_batch_tokens": 200} | settings)
+    config.trainer = TrainerConfig.model_validate(
+        {"optim": optim, "loss": loss or {}, "micro_batch_tokens": 200} | settings
+    )
     model = load_policy(str(folder), config.model, config.trainer, world)
-    return TrainContext(model, make_optimizer(model, config.trainer.optim), config.trainer, world, parity=parity), config
+    return TrainContext(
+        model, make_optimizer(model, config.trainer.optim), config.trainer, world, parity=parity
+    ), config
 
 
 def train(context, config, batch) -> dict[str, float]:
-    return train_step(context, prepare(batch, config, context.world, 64, config.trainer.minibatches), LR, Timer())
+    return train_step(
+        context, prepare(batch, config, context.world, 64, config.trainer.minibatches), LR, Timer()
+    )
 
 
 def weights_of(context) -> dict[str, torch.Tensor]:
@@ -61,10 +72,13 @@ def weights_of(context) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(ours, theirs):
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
+    assert (
+        all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        and ours.keys() == theirs.keys()
+    )
 
 
-# Cutting --------------------------------------------------------------------------------------------------------------------
+# Cutting ------------------------------------------------------------------------------------------
 
 
 def test_minibatches_are_whole_groups_in_an_order_that_seed_and_step_determine():
@@ -72,9 +86,13 @@ def test_minibatches_are_whole_groups_in_an_order_that_seed_and_step_determine()
     batch.samples.append(make_sample([1, 2], [], group=9))  # nothing to train
     parts = cut(batch, 2, 7)
     groups = [{batch.samples[place].group_id for place in part} for part in parts]
-    assert [len(part) for part in parts] == [9, 6] and sorted([*parts[0], *parts[1]]) == list(range(15))
+    assert [len(part) for part in parts] == [9, 6] and sorted([*parts[0], *parts[1]]) == list(
+        range(15)
+    )
     assert [len(group) for group in groups] == [3, 2] and not groups[0] & groups[1]
-    assert cut(batch, 2, 7) == parts and cut(make_batch(4, groups=5, group_size=3), 2, 7) != parts != cut(batch, 2, 8)
+    assert cut(batch, 2, 7) == parts and cut(
+        make_batch(4, groups=5, group_size=3), 2, 7
+    ) != parts != cut(batch, 2, 8)
     assert cut(batch, 1, 7) == [list(range(16))]
     assert [len(part) for part in cut(batch, 9, 7)] == [3] * 5  # no more than groups
 
@@ -83,13 +101,16 @@ def test_tokens_are_weighed_within_their_minibatch():
     samples = [make_sample([1], [2] * n, group=i) for i, n in enumerate((1, 3, 2))]
     batch = TrainBatch(step=1, samples=samples)
     weights = partial(minibatch_weights, batch, [[0, 2], [1]], constant_length=8)
-    configs = {kind: TypeAdapter(LossConfig).validate_python({"aggregation": kind}) for kind in ("token", "sequence", "constant")}
+    configs = {
+        kind: TypeAdapter(LossConfig).validate_python({"aggregation": kind})
+        for kind in ("token", "sequence", "constant")
+    }
     assert weights(configs["token"]) == [1 / 3, 1 / 3, 1 / 3]
     assert weights(configs["sequence"]) == [1 / 2, 1 / 3, 1 / 4]
     assert weights(configs["constant"]) == [1 / 16, 1 / 8, 1 / 16]
 
 
-# Against plain steps --------------------------------------------------------------------------------------------------------
+# Against plain steps ------------------------------------------------------------------------------
 
 
 def test_two_minibatches_twice_are_four_plain_steps_on_the_halves(tied_folder, world):
@@ -98,72 +119,104 @@ def test_two_minibatches_twice_are_four_plain_steps_on_the_halves(tied_folder, w
     several, config = learner_of(tied_folder, world, minibatches=2, epochs=2)
     metrics = train(several, config, batch)
     plain, config = learner_of(tied_folder, world)
-    steps = [train(plain, config, part_of(batch, places)) for places in cut(batch, 2, config.seed) * 2]
+    steps = [
+        train(plain, config, part_of(batch, places)) for places in cut(batch, 2, config.seed) * 2
+    ]
     assert_equal(weights_of(several), weights_of(plain))
-    assert {int(state["step"]) for state in several.optimizer.state.values()} == {4} and metrics["optim/steps"] == 4
+    assert {int(state["step"]) for state in several.optimizer.state.values()} == {4} and metrics[
+        "optim/steps"
+    ] == 4
     for name in ("loss/mean", "optim/grad_norm"):
         assert metrics[name] == pytest.approx(sum(step[name] for step in steps) / 4, rel=1e-12)
-    tokens = [sum(batch.samples[place].num_trained for place in places) for places in cut(batch, 2, config.seed)] * 2
+    tokens = [
+        sum(batch.samples[place].num_trained for place in places)
+        for places in cut(batch, 2, config.seed)
+    ] * 2
     for name in ("entropy/mean", "ratio/mean", "masked_fraction"):
-        assert metrics[name] == pytest.approx(np.average([step[name] for step in steps], weights=tokens), rel=1e-9)
-    assert metrics["mismatch_kl/mean"] == steps[0]["mismatch_kl/mean"]  # later the policy is another than the one that sampled
+        assert metrics[name] == pytest.approx(
+            np.average([step[name] for step in steps], weights=tokens), rel=1e-9
+        )
+    # later the policy is another than the one that sampled
+    assert metrics["mismatch_kl/mean"] == steps[0]["mismatch_kl/mean"]
     assert metrics["optim/lr"] == LR and "update_kl/mean" not in metrics
 
 
 def test_only_several_steps_tell_the_sampler_from_the_policy_before(tied_folder, world):
-    """A batch of one group, which no clip or truncation reaches: w p / o = p / q, so both have the same gradient."""
-    unclipped = {"type": "clip", "truncate": math.inf, "clip_high": math.inf, "clip_low": 1, "delta": math.inf}
+    """A batch of one group, which no clip or truncation reaches: w p / o = p / q, so both have
+    the same gradient."""
+    unclipped = {
+        "type": "clip",
+        "truncate": math.inf,
+        "clip_high": math.inf,
+        "clip_low": 1,
+        "delta": math.inf,
+    }
     found = []
     for settings in ({}, {"minibatches": 9}):
         context, config = learner_of(tied_folder, world, unclipped, **settings)
         found.append(train(context, config, part_of(the_batch(), range(4))))
         assert found[-1]["optim/steps"] == 1 and ("update_kl/mean" in found[-1]) == bool(settings)
-    assert found[1]["update_kl/mean"] == 0 and found[1]["optim/grad_norm"] == pytest.approx(found[0]["optim/grad_norm"], rel=1e-5)
+    assert found[1]["update_kl/mean"] == 0 and found[1]["optim/grad_norm"] == pytest.approx(
+        found[0]["optim/grad_norm"], rel=1e-5
+    )
     assert found[1]["loss/mean"] == pytest.approx(found[0]["loss/mean"], rel=1e-5)
 
 
-# The clipped losses ---------------------------------------------------------------------------------------------------------
+# The clipped losses -------------------------------------------------------------------------------
 
 
 def float64_gradient(model, old, samples, loss) -> dict[str, torch.Tensor]:
-    """The gradient of a minibatch's loss, mean over its tokens, by the formulas and an unpacked float64 model."""
+    """The gradient of a minibatch's loss, mean over its tokens, by the formulas and an unpacked
+    float64 model."""
     model.zero_grad()
     count = sum(sample.num_trained for sample in samples)
     for sample, first in zip(samples, old, strict=True):
         now, _ = plain_scores(model, sample)
         sampler, advantages = sample.logprobs.astype(float), sample.advantages.astype(float)
         nothing = np.zeros(len(sampler))
-        sequence = formulas.Sequence(now.detach().numpy(), sampler, advantages, nothing, nothing, nothing, first.numpy())
+        sequence = formulas.Sequence(
+            now.detach().numpy(), sampler, advantages, nothing, nothing, nothing, first.numpy()
+        )
         (now * torch.tensor(loss(sequence)[1])).sum().div(count).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 LOSSES = {
-    "clip": ({"type": "clip"}, lambda s: formulas.decoupled(s, lambda s: formulas.clip(s, 0.2, 0.28, 3.0), 2.0)),
+    "clip": (
+        {"type": "clip"},
+        lambda s: formulas.decoupled(s, lambda s: formulas.clip(s, 0.2, 0.28, 3.0), 2.0),
+    ),
     "cispo": (
         {"type": "cispo", "clip_low": 0.2, "clip_high": 0.2},
         lambda s: formulas.decoupled(s, lambda s: formulas.cispo(s, 0.2, 0.2), 2.0),
     ),
     "gspo": (
         {"type": "gspo", "clip_low": 0.05, "clip_high": 0.05, "aggregation": "token"},
-        lambda s: formulas.decoupled(s, lambda s: formulas.gspo(s, 0.05, 0.05, 3.0), 2.0, geometric=True),
+        lambda s: formulas.decoupled(
+            s, lambda s: formulas.gspo(s, 0.05, 0.05, 3.0), 2.0, geometric=True
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_clipped_losses_compare_with_the_policy_that_the_batch_began_with(tied_folder, world, name):
-    """Every optimizer step's gradient of two minibatches, twice: the reference has the weights before that step, and the first ones."""
+    """Every optimizer step's gradient of two minibatches, twice: the reference has the weights
+    before that step, and the first ones."""
     settings, loss = LOSSES[name]
     batch = the_batch()
     context, config = learner_of(tied_folder, world, settings, minibatches=2, epochs=2)
-    reference = AutoModelForCausalLM.from_pretrained(tied_folder, dtype=torch.float64, attn_implementation="eager")
+    reference = AutoModelForCausalLM.from_pretrained(
+        tied_folder, dtype=torch.float64, attn_implementation="eager"
+    )
     with torch.no_grad():
         old = [plain_scores(reference, sample)[0] for sample in batch.samples]
     steps, apply = [], context.optimizer.step
 
     def step():
-        gradients = {name: whole(parameter.grad) for name, parameter in context.model.named_parameters()}
+        gradients = {
+            name: whole(parameter.grad) for name, parameter in context.model.named_parameters()
+        }
         steps.append((weights_of(context), gradients))
         apply()
 
@@ -173,12 +226,17 @@ def test_clipped_losses_compare_with_the_policy_that_the_batch_began_with(tied_f
         reference.load_state_dict(weights, strict=False)
         reference.tie_weights()
         samples = [batch.samples[place] for place in places]
-        for key, expected in float64_gradient(reference, [old[place] for place in places], samples, loss).items():
+        for key, expected in float64_gradient(
+            reference, [old[place] for place in places], samples, loss
+        ).items():
             assert (gradients[key] - expected).norm() <= 1e-4 * expected.norm() + 1e-7, key
     sampled = [sample.logprobs for sample in batch.samples]
     apart = np.concatenate([first.numpy() for first in old]) - np.concatenate(sampled)
-    assert metrics["mismatch_kl/mean"] == pytest.approx(np.mean(np.expm1(apart) - apart), rel=1e-4)  # of all tokens, at the beginning
-    assert metrics["update_kl/mean"] > 1e-3 and (metrics["masked_fraction"] > 0.05) == (name != "cispo")
+    # of all tokens, at the beginning
+    assert metrics["mismatch_kl/mean"] == pytest.approx(np.mean(np.expm1(apart) - apart), rel=1e-4)
+    assert metrics["update_kl/mean"] > 1e-3 and (metrics["masked_fraction"] > 0.05) == (
+        name != "cispo"
+    )
 
 
 def test_parity_is_judged_on_what_the_version_itself_would_score(tied_folder, world):
@@ -189,7 +247,13 @@ def test_parity_is_judged_on_what_the_version_itself_would_score(tied_folder, wo
     first = part_of(batch, cut(batch, 3, config.seed)[0])
     before = weights_of(context)
     assert train(context, config, batch)["parity/tokens"] == first.num_loss_tokens
-    context, config = learner_of(tied_folder, world, {"type": "clip"}, ParityWatch(LIMITS["float32"], True, None), minibatches=3)
+    context, config = learner_of(
+        tied_folder,
+        world,
+        {"type": "clip"},
+        ParityWatch(LIMITS["float32"], True, None),
+        minibatches=3,
+    )
     with pytest.raises(RunError, match=f"disagree on {first.num_loss_tokens} tokens"):
         train(context, config, batch)
     assert_equal(weights_of(context), before)

@@ -1,4 +1,5 @@
-"""The threads beside the training: one batch ahead, one version behind, and whose errors are whose."""
+"""The threads beside the training: one batch ahead, one version behind, and whose errors are
+whose."""
 
 import os
 import threading
@@ -127,11 +128,19 @@ def test_versions_are_written_and_announced_one_after_another(tmp_path):
     for version in (3, 4):
         publisher.start(version, Empty(), checkpoints={1})
     publisher.finish()
-    assert client.versions == [1, 2, 3, 4] and list(numbered(run_dir.weights_dir)) == [1, 3, 4]  # 1 is the checkpoint's
+    # 1 is the checkpoint's
+    assert client.versions == [1, 2, 3, 4] and list(numbered(run_dir.weights_dir)) == [1, 3, 4]
 
 
-def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_for_that(tmp_path, monkeypatch):
-    client, run_dir, happened, slow = Client(), RunDir(tmp_path, tmp_path / "weights"), [], threading.Event()
+def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_for_that(
+    tmp_path, monkeypatch
+):
+    client, run_dir, happened, slow = (
+        Client(),
+        RunDir(tmp_path, tmp_path / "weights"),
+        [],
+        threading.Event(),
+    )
     client.release.set()
     monkeypatch.setattr(client, "versions", happened)
 
@@ -143,9 +152,12 @@ def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_
     publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, nothing))
     for version in (1, 2):
         publisher.start(version, Empty(), checkpoints={})
-    while happened != [1, 2]:  # a disk that is slow for the first holds the second up no longer than for its own writing
+    # a disk that is slow for the first holds the second up no longer than for its own writing
+    while happened != [1, 2]:
         time.sleep(0.01)
-    with pytest.raises(RunError, match=r"waited 0 s for a version to be written to .*: does that disk answer\?"):
+    with pytest.raises(
+        RunError, match=r"waited 0 s for a version to be written to .*: does that disk answer\?"
+    ):
         publisher.deadline_s = 0.2
         publisher.free()
     monkeypatch.undo()
@@ -155,8 +167,11 @@ def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_
     assert list(numbered(run_dir.weights_dir)) == [2, 3]
 
 
-def test_the_disk_that_versions_take_at_most_is_what_the_estimate_says(tmp_path, tied_folder, monkeypatch):
-    """Two are written while an older one cannot be deleted yet, as the disk is slow to make the newer durable: it was short by two."""
+def test_the_disk_that_versions_take_at_most_is_what_the_estimate_says(
+    tmp_path, tied_folder, monkeypatch
+):
+    """Two are written while an older one cannot be deleted yet, as the disk is slow to make the
+    newer durable: it was short by two."""
     run_dir, slow = RunDir(tmp_path, tmp_path / "weights"), threading.Event()
     slow.set()
     monkeypatch.setattr("rl.trainer.store.publisher.make_durable", lambda path: slow.wait(60))
@@ -172,7 +187,14 @@ def test_the_disk_that_versions_take_at_most_is_what_the_estimate_says(tmp_path,
     assert list(numbered(run_dir.weights_dir)) == [1, 2, 4, 5, 6, 7]
     slow.set()
     publisher.finish()
-    flags = ["--orchestrator.environment.id", "e", "--output_dir", str(tmp_path), "--trainer.weights.keep_last", "2"]
+    flags = [
+        "--orchestrator.environment.id",
+        "e",
+        "--output_dir",
+        str(tmp_path),
+        "--trainer.weights.keep_last",
+        "2",
+    ]
     (need,) = disk.needs(build(parse_args(flags)), tied_folder)
     assert "6 policy versions" in need.parts
 
@@ -191,12 +213,20 @@ def test_an_older_version_is_deleted_once_the_newer_is_durable(tmp_path, monkeyp
         publisher.start(version, Empty(), checkpoints={})
     publisher.finish()
     oldest = {1: 1, 2: 1, 3: 1, 4: 2}
-    made = [[(f"digests/{version:06d}.json", oldest[version]), (f"weights/{version:06d}", oldest[version])] for version in (1, 2, 3, 4)]
+    made = [
+        [
+            (f"digests/{version:06d}.json", oldest[version]),
+            (f"weights/{version:06d}", oldest[version]),
+        ]
+        for version in (1, 2, 3, 4)
+    ]
     assert happened == [step for steps in made for step in steps]
     assert list(numbered(run_dir.weights_dir)) == [3, 4]
 
 
-def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there(tmp_path, monkeypatch):
+def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there(
+    tmp_path, monkeypatch
+):
     client, run_dir, seen, told = Client(), RunDir(tmp_path, tmp_path / "weights"), [], {}
     client.release.set()
     answer = client.published
@@ -208,7 +238,9 @@ def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there
     monkeypatch.setattr(client, "published", published)
     publisher = Publisher(run_dir, WeightsConfig(), client, Wait(60, nothing))
     file = make(100)
-    publisher.start(1, Empty(file, lambda: told.update(publisher.metrics()) or told), checkpoints={})
+    publisher.start(
+        1, Empty(file, lambda: told.update(publisher.metrics()) or told), checkpoints={}
+    )
     publisher.finish()
     os.close(file.fd)
     assert seen == [(file, True, False), (None, True, True)]
@@ -225,7 +257,9 @@ def test_with_the_transport_files_a_version_is_announced_when_its_folder_is_ther
     assert client.versions == [1]
 
 
-def test_a_version_that_is_not_acknowledged_before_the_trainer_leaves_deletes_none(tmp_path, monkeypatch):
+def test_a_version_that_is_not_acknowledged_before_the_trainer_leaves_deletes_none(
+    tmp_path, monkeypatch
+):
     client, run_dir = Client(), RunDir(tmp_path, tmp_path / "weights")
     client.release.set()
     publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, nothing))
@@ -259,7 +293,10 @@ def test_a_short_timeout_for_batches_is_none_for_disks(tmp_path, world, timeout_
     """A version of 16 GB on a slow NFS takes minutes, and took them again after each restart."""
     settings, run_dir = TrainerConfig(batch_timeout_s=timeout_s), RunDir(tmp_path, tmp_path)
     publisher = Publisher(run_dir, settings.weights, None, Wait(settings.batch_timeout_s, nothing))
-    assert publisher.deadline_s == deadline_s and Saver(run_dir, settings, world, 0).deadline_s == settings.patience_s == deadline_s + 540
+    assert (
+        publisher.deadline_s == deadline_s
+        and Saver(run_dir, settings, world, 0).deadline_s == settings.patience_s == deadline_s + 540
+    )
 
 
 def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path):
@@ -272,6 +309,8 @@ def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path):
     publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(0.1, nothing))
     publisher.deadline_s = 0.2
     publisher.start(1, Hangs(), {0})
-    with pytest.raises(RunError, match=r"waited 0 s for a version to be written to .*: does that disk answer?"):
+    with pytest.raises(
+        RunError, match=r"waited 0 s for a version to be written to .*: does that disk answer?"
+    ):
         publisher.finish()
     hangs.set()

@@ -1,4 +1,5 @@
-"""Each loss against the papers' formulas in float64 NumPy (loss_formulas.py), gradients included, and some against literal numbers."""
+"""Each loss against the papers' formulas in float64 NumPy (loss_formulas.py), gradients
+included, and some against literal numbers."""
 
 import math
 import re
@@ -33,7 +34,8 @@ def replace_config(config, **settings):
 
 
 def inputs_of(trainer, sampler, advantages, lengths=None, dtype=torch.float32, **more):
-    """LossInputs of sequences of the given lengths, one behind the other (default: one sequence)."""
+    """LossInputs of sequences of the given lengths, one behind the other (default: one
+    sequence)."""
     lengths = lengths or [len(trainer)]
     sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
@@ -67,57 +69,78 @@ def literals(config, trainer, sampler, advantages):
     return terms.loss.tolist(), gradient.tolist(), terms.without_gradient.tolist()
 
 
-# Literal numbers. The sampler's log-probability is -2 throughout, so that -2 + x is a ratio of e^x. ---------------------------
+# Literal numbers. The sampler's log-probability is -2 throughout, so that -2 + x is a ratio of e^x.
 
 
 def test_policy_gradient_literals():
-    # r = 1, e^0.5 = 1.6487, e = 2.7183 (truncated to 2), e^3 = 20.09 (above 8: masked), e^-3 = 0.0498 (below 1/8: masked)
+    # r = 1, e^0.5 = 1.6487, e = 2.7183 (truncated to 2), e^3 = 20.09 (above 8: masked), e^-3 =
+    # 0.0498 (below 1/8: masked)
     trainer, sampler, advantages = [-2, -1.5, -1, 1, -5], [-2.0] * 5, [0.5, 1, -1, 1, 1]
     terms, gradient = run(inputs_of(trainer, sampler, advantages), loss_config())
     assert terms.loss.tolist() == pytest.approx([1.0, 1.6487213 * 1.5, -2.0, 0, 0])
     assert gradient.tolist() == pytest.approx([-0.5, -1.6487213, 2.0, 0, 0])
     assert terms.without_gradient.tolist() == [False, False, False, True, True]
     assert terms.ratio.tolist() == pytest.approx([1, E**0.5, E, E**3, E**-3])
-    assert terms.kl.tolist() == pytest.approx([0, E**0.5 - 1.5, E - 2, E**3 - 4, E**-3 + 2], rel=1e-6)  # r - 1 - log r
+    # r - 1 - log r
+    assert terms.kl.tolist() == pytest.approx(
+        [0, E**0.5 - 1.5, E - 2, E**3 - 4, E**-3 + 2], rel=1e-6
+    )
 
 
 def test_gspo_has_no_gradient_beyond_the_clamp():
-    """log r = 299, A = -1: the value of e^10, and no gradient; of two tokens only the one within the clamp has one."""
+    """log r = 299, A = -1: the value of e^10, and no gradient; of two tokens only the one within
+    the clamp has one."""
     loss, gradient, _ = literals(loss_config("gspo", delta=math.inf), [-1.0], [-300.0], [-1])
     assert loss == pytest.approx([E**10], rel=1e-5) and gradient == [0.0]
-    loss, gradient, _ = literals(loss_config("gspo", delta=math.inf), [-1.0, -1.0], [-300.0, -1.0], [-1, -1])
-    assert loss == pytest.approx([E**5] * 2, rel=1e-5) and gradient == pytest.approx([0.0, E**5], rel=1e-5)
+    loss, gradient, _ = literals(
+        loss_config("gspo", delta=math.inf), [-1.0, -1.0], [-300.0, -1.0], [-1, -1]
+    )
+    assert loss == pytest.approx([E**5] * 2, rel=1e-5) and gradient == pytest.approx(
+        [0.0, E**5], rel=1e-5
+    )
 
 
 def test_decoupled_literals():
-    """Sampler e^-2; o / q = e^0.5, e^-1, e (truncated to 2); p / o = e^0.1, e (clipped up), e (A < 0: not clipped)."""
+    """Sampler e^-2; o / q = e^0.5, e^-1, e (truncated to 2); p / o = e^0.1, e (clipped up), e (A
+    < 0: not clipped)."""
     old, trainer = [-1.5, -3.0, -1.0], [-1.4, -2.0, 0.0]
     weights = [E**0.5, E**-1, 2.0]
     inputs = inputs_of(trainer, [-2.0] * 3, [1, 1, -1], old_logprobs=old)
     terms, gradient = run(inputs, loss_config("clip"))
     assert terms.loss.tolist() == pytest.approx([-weights[0] * E**0.1, -weights[1] * 1.28, 2 * E])
-    assert gradient.tolist() == pytest.approx([-weights[0] * E**0.1, 0, 2 * E]) and terms.without_gradient.tolist() == [False, True, False]
-    assert terms.ratio.tolist() == pytest.approx([E**0.6, 1, E**2]) and terms.kl.tolist() == pytest.approx(
-        [E**0.5 - 1.5, 1 / E, E - 2], rel=1e-5
-    )
+    assert gradient.tolist() == pytest.approx(
+        [-weights[0] * E**0.1, 0, 2 * E]
+    ) and terms.without_gradient.tolist() == [False, True, False]
+    assert terms.ratio.tolist() == pytest.approx(
+        [E**0.6, 1, E**2]
+    ) and terms.kl.tolist() == pytest.approx([E**0.5 - 1.5, 1 / E, E - 2], rel=1e-5)
     assert terms.update_kl.tolist() == pytest.approx([E**0.1 - 1.1, E - 2, E - 2], rel=1e-4)
     # masks act on o / q: here on the second token alone, whose r is 1
-    terms, gradient = run(inputs_of(trainer, [-2.0] * 3, [1, 1, -1], old_logprobs=old), loss_config("clip", token_mask=[0.5, 5]))
+    terms, gradient = run(
+        inputs_of(trainer, [-2.0] * 3, [1, 1, -1], old_logprobs=old),
+        loss_config("clip", token_mask=[0.5, 5]),
+    )
     assert terms.without_gradient.tolist() == [False, True, False] and terms.loss.tolist()[1] == 0
 
 
 def test_dppo_literals():
-    # p - q: 0.5 - 0.2 = 0.3, -0.3, 0.3, -0.3 and 0; masked beyond 0.2 in the direction of the advantage
+    # p - q: 0.5 - 0.2 = 0.3, -0.3, 0.3, -0.3 and 0; masked beyond 0.2 in the direction of the
+    # advantage
     p, q, advantages = [0.5, 0.2, 0.5, 0.2, 0.5], [0.2, 0.5, 0.2, 0.5, 0.5], [1, 1, -1, -1, 1]
-    loss, gradient, clipped = literals(loss_config("dppo", kl_tau=0.5), np.log(p), np.log(q), advantages)
+    loss, gradient, clipped = literals(
+        loss_config("dppo", kl_tau=0.5), np.log(p), np.log(q), advantages
+    )
     square, slope = 0.5 * math.log(2.5) ** 2, math.log(2.5)
-    assert loss == pytest.approx([square, square - 0.4, square + 2.5, square, -1], rel=1e-6, abs=1e-6)
+    assert loss == pytest.approx(
+        [square, square - 0.4, square + 2.5, square, -1], rel=1e-6, abs=1e-6
+    )
     assert gradient == pytest.approx([slope, -slope - 0.4, slope + 2.5, -slope, -1], rel=1e-6)
     assert clipped == [True, False, False, True, False]
 
 
 def test_measured_kl_literals():
-    """log teacher - log p = 0.5, none at the second token; k3 = e^x - 1 - x and k2 = x^2 / 2 at x = 1 and -1."""
+    """log teacher - log p = 0.5, none at the second token; k3 = e^x - 1 - x and k2 = x^2 / 2 at
+    x = 1 and -1."""
     more = {"reference_logprobs": [-1.0, -3.0], "teacher_logprobs": [-1.5, math.nan]}
     for estimator, expected in (("k3", [E - 2, 1 / E]), ("k2", [0.5, 0.5])):
         config = loss_config(kl_coefficient=0.1, kl_estimator=estimator, teacher_coefficient=2.0)
@@ -134,29 +157,45 @@ def test_a_teacher_adds_to_the_advantage_where_it_has_scored():
 def test_masked_tokens_have_no_term_and_clipped_ones_keep_kl_and_entropy():
     more = {"reference_logprobs": [-1.0], "entropies": [0.5]}
     extra = {"kl_coefficient": 1.0, "entropy_coefficient": 1.0}
-    terms, gradient = run(inputs_of([-1.0], [-2.0], [1.0], **more), loss_config(**extra, token_mask=[0.5, 2.0]))
+    terms, gradient = run(
+        inputs_of([-1.0], [-2.0], [1.0], **more), loss_config(**extra, token_mask=[0.5, 2.0])
+    )
     assert terms.loss.tolist() == [0] == gradient.tolist() and terms.without_gradient.all()
     terms, gradient = run(inputs_of([-1.5], [-2.0], [1.0], **more), loss_config("clip", **extra))
-    assert terms.loss.tolist() == pytest.approx([-1.28 + E**0.5 - 1.5 - 0.5]) and gradient.tolist() == pytest.approx([1 - E**0.5])
+    assert terms.loss.tolist() == pytest.approx(
+        [-1.28 + E**0.5 - 1.5 - 0.5]
+    ) and gradient.tolist() == pytest.approx([1 - E**0.5])
     assert terms.without_gradient.all()
 
 
-# The papers' formulas -------------------------------------------------------------------------------------------------------
+# The papers' formulas -----------------------------------------------------------------------------
 
 LENGTHS = [1, 7, 30, 3, 12, 2]
 
 
 def random_sequences(seed, spread):
-    """Sequences with one advantage each, ratios about e^(+-spread), one exactly on-policy, one with zero advantage."""
+    """Sequences with one advantage each, ratios about e^(+-spread), one exactly on-policy, one
+    with zero advantage."""
     rng = np.random.default_rng(seed)
     sequences = []
     for i, n in enumerate(LENGTHS):
         trainer = -rng.exponential(1.5, n) - 0.01
-        sampler = trainer.copy() if i == 1 else np.minimum(trainer - rng.normal(0, spread, n).clip(-8, 8), -1e-3)
+        sampler = (
+            trainer.copy()
+            if i == 1
+            else np.minimum(trainer - rng.normal(0, spread, n).clip(-8, 8), -1e-3)
+        )
         advantage = 0.0 if i == 5 else rng.normal()
-        values = {"reference": trainer + rng.normal(0, 1, n), "teacher": trainer + rng.normal(0, 1, n)}
+        values = {
+            "reference": trainer + rng.normal(0, 1, n),
+            "teacher": trainer + rng.normal(0, 1, n),
+        }
         values["old"] = trainer + np.random.default_rng([seed, i]).normal(0, spread, n).clip(-4, 4)
-        sequences.append(formulas.Sequence(trainer, sampler, np.full(n, advantage), rng.uniform(0, 3, n), **values))
+        sequences.append(
+            formulas.Sequence(
+                trainer, sampler, np.full(n, advantage), rng.uniform(0, 3, n), **values
+            )
+        )
     return sequences
 
 
@@ -165,14 +204,35 @@ def joined(sequences, name):
 
 
 OWN = {
-    "token": (loss_config(truncate=2.0, **OFF), lambda s: formulas.policy_gradient(s, "token", 2.0)),
-    "untruncated": (loss_config(truncate=math.inf, **OFF), lambda s: formulas.policy_gradient(s, "token", math.inf)),
-    "sequence": (loss_config(importance="sequence", **OFF), lambda s: formulas.policy_gradient(s, "sequence", 2.0)),
-    "none": (loss_config(importance="none", **OFF), lambda s: formulas.policy_gradient(s, "none", 0.0)),
+    "token": (
+        loss_config(truncate=2.0, **OFF),
+        lambda s: formulas.policy_gradient(s, "token", 2.0),
+    ),
+    "untruncated": (
+        loss_config(truncate=math.inf, **OFF),
+        lambda s: formulas.policy_gradient(s, "token", math.inf),
+    ),
+    "sequence": (
+        loss_config(importance="sequence", **OFF),
+        lambda s: formulas.policy_gradient(s, "sequence", 2.0),
+    ),
+    "none": (
+        loss_config(importance="none", **OFF),
+        lambda s: formulas.policy_gradient(s, "none", 0.0),
+    ),
     "clip": (loss_config("clip"), lambda s: formulas.clip(s, 0.2, 0.28, 3.0)),
-    "cispo": (loss_config("cispo", clip_low=0.9, clip_high=1.5), lambda s: formulas.cispo(s, 0.9, 1.5)),
-    "gspo": (loss_config("gspo", clip_low=0.1, clip_high=0.2), lambda s: formulas.gspo(s, 0.1, 0.2, 3.0)),
-    "dppo": (loss_config("dppo", mask_high=0.1, kl_tau=1e-3), lambda s: formulas.dppo(s, 0.2, 0.1, 20.0, 1e-3)),
+    "cispo": (
+        loss_config("cispo", clip_low=0.9, clip_high=1.5),
+        lambda s: formulas.cispo(s, 0.9, 1.5),
+    ),
+    "gspo": (
+        loss_config("gspo", clip_low=0.1, clip_high=0.2),
+        lambda s: formulas.gspo(s, 0.1, 0.2, 3.0),
+    ),
+    "dppo": (
+        loss_config("dppo", mask_high=0.1, kl_tau=1e-3),
+        lambda s: formulas.dppo(s, 0.2, 0.1, 20.0, 1e-3),
+    ),
     "dro": (loss_config("dro", beta=0.3), lambda s: formulas.dro(s, 0.3)),
     "cross_entropy": (loss_config("cross_entropy"), lambda s: formulas.cross_entropy(s)),
 }
@@ -185,26 +245,47 @@ def test_losses_equal_the_papers(name, spread):
     for seed in range(5):
         sequences = random_sequences(seed, spread)
         advantages = joined(sequences, "advantages")
-        inputs = inputs_of(*(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS, torch.float64)
+        inputs = inputs_of(
+            *(joined(sequences, key) for key in ("trainer", "sampler", "advantages")),
+            LENGTHS,
+            torch.float64,
+        )
         terms, gradient = run(inputs, config)
         values, slopes = zip(*map(formula, sequences), strict=True)
-        np.testing.assert_allclose(terms.loss.detach().numpy(), np.concatenate(values), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(
+            terms.loss.detach().numpy(), np.concatenate(values), rtol=1e-9, atol=1e-12
+        )
         np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-9, atol=1e-12)
-        if name not in ("dppo", "dro"):  # whose squared log ratio has a gradient where the rest has none
-            assert np.array_equal(terms.without_gradient.numpy(), (np.concatenate(slopes) == 0) & (advantages != 0))
-        single = inputs_of(*(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS)
-        assert torch.allclose(compute_loss(single, config, loss_function(config)).loss.double(), terms.loss, rtol=3e-5, atol=1e-5)
+        # whose squared log ratio has a gradient where the rest has none
+        if name not in ("dppo", "dro"):
+            assert np.array_equal(
+                terms.without_gradient.numpy(), (np.concatenate(slopes) == 0) & (advantages != 0)
+            )
+        single = inputs_of(
+            *(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS
+        )
+        assert torch.allclose(
+            compute_loss(single, config, loss_function(config)).loss.double(),
+            terms.loss,
+            rtol=3e-5,
+            atol=1e-5,
+        )
 
 
 DECOUPLED = {
-    "clip": (loss_config("clip", truncate=1.5), lambda s: formulas.decoupled(s, lambda s: formulas.clip(s, 0.2, 0.28, 3.0), 1.5)),
+    "clip": (
+        loss_config("clip", truncate=1.5),
+        lambda s: formulas.decoupled(s, lambda s: formulas.clip(s, 0.2, 0.28, 3.0), 1.5),
+    ),
     "cispo": (
         loss_config("cispo", clip_low=0.9, clip_high=1.5),
         lambda s: formulas.decoupled(s, lambda s: formulas.cispo(s, 0.9, 1.5), 2.0),
     ),
     "gspo": (
         loss_config("gspo", clip_low=0.1, clip_high=0.2, truncate=1.1),
-        lambda s: formulas.decoupled(s, lambda s: formulas.gspo(s, 0.1, 0.2, 3.0), 1.1, geometric=True),
+        lambda s: formulas.decoupled(
+            s, lambda s: formulas.gspo(s, 0.1, 0.2, 3.0), 1.1, geometric=True
+        ),
     ),
 }
 
@@ -215,9 +296,13 @@ def test_decoupled_losses_equal_the_papers(name):
     for seed, spread in ((0, 0.05), (1, 0.5), (2, 3.0)):
         sequences = random_sequences(seed, spread)
         given = [joined(sequences, key) for key in ("trainer", "sampler", "advantages")]
-        terms, gradient = run(inputs_of(*given, LENGTHS, torch.float64, old_logprobs=joined(sequences, "old")), config)
+        terms, gradient = run(
+            inputs_of(*given, LENGTHS, torch.float64, old_logprobs=joined(sequences, "old")), config
+        )
         values, slopes = zip(*map(formula, sequences), strict=True)
-        np.testing.assert_allclose(terms.loss.detach().numpy(), np.concatenate(values), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(
+            terms.loss.detach().numpy(), np.concatenate(values), rtol=1e-9, atol=1e-12
+        )
         np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-9, atol=1e-12)
 
 
@@ -233,32 +318,52 @@ MASKS = {
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("masks", MASKS)
 def test_the_whole_loss_equals_the_papers(masks, aggregation, estimator):
-    """Masks, KL, entropy, teacher and aggregation together: the number that is minimised, and its gradient."""
+    """Masks, KL, entropy, teacher and aggregation together: the number that is minimised, and
+    its gradient."""
     names = ("token_mask", "sequence_mask", "geometric_mask")
-    extra = {"kl_coefficient": 0.05, "entropy_coefficient": 0.02, "teacher_coefficient": 0.5, "kl_estimator": estimator}
-    config = loss_config(aggregation=aggregation, **dict(zip(names, MASKS[masks], strict=True)), **extra)
+    extra = {
+        "kl_coefficient": 0.05,
+        "entropy_coefficient": 0.02,
+        "teacher_coefficient": 0.5,
+        "kl_estimator": estimator,
+    }
+    config = loss_config(
+        aggregation=aggregation, **dict(zip(names, MASKS[masks], strict=True)), **extra
+    )
     for seed in range(3):
         sequences = random_sequences(seed, 0.4)
         more = {f"{key}_logprobs": joined(sequences, key) for key in ("reference", "teacher")}
         more["entropies"] = joined(sequences, "entropies")
-        inputs = inputs_of(*(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS, torch.float64, **more)
+        inputs = inputs_of(
+            *(joined(sequences, key) for key in ("trainer", "sampler", "advantages")),
+            LENGTHS,
+            torch.float64,
+            **more,
+        )
         samples = [make_sample([1, 2], list(range(3, 3 + n))) for n in LENGTHS]
         counts = np.repeat(sample_weights(samples, config, 100), LENGTHS)
         terms, gradient = run(replace(inputs, weights=torch.tensor(counts)), config)
         total, slopes, entropy_slopes = 0.0, [], []
         for s, weight in zip(sequences, formulas.weights(LENGTHS, aggregation, 100), strict=True):
             taught = replace(s, advantages=s.advantages + 0.5 * (s.teacher - s.trainer))
-            (value, slope), (kl, kl_slope) = formulas.policy_gradient(taught, "token", 2.0), getattr(formulas, estimator)(s)
+            (value, slope), (kl, kl_slope) = (
+                formulas.policy_gradient(taught, "token", 2.0),
+                getattr(formulas, estimator)(s),
+            )
             keep = formulas.kept(s, *MASKS[masks])
             total += weight * np.sum(keep * (value + 0.05 * kl - 0.02 * s.entropies))
             slopes.append(weight * keep * (slope + 0.05 * kl_slope))
             entropy_slopes.append(-0.02 * weight * keep)
-        assert float((terms.loss.detach() * torch.tensor(counts)).sum()) == pytest.approx(total, rel=1e-9)
+        assert float((terms.loss.detach() * torch.tensor(counts)).sum()) == pytest.approx(
+            total, rel=1e-9
+        )
         np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-9, atol=1e-14)
-        np.testing.assert_allclose(inputs.entropies.grad.numpy(), np.concatenate(entropy_slopes), rtol=1e-9, atol=1e-14)
+        np.testing.assert_allclose(
+            inputs.entropies.grad.numpy(), np.concatenate(entropy_slopes), rtol=1e-9, atol=1e-14
+        )
 
 
-# What every loss keeps ------------------------------------------------------------------------------------------------------
+# What every loss keeps ----------------------------------------------------------------------------
 
 EVERY = {name: config for name, (config, _) in OWN.items()} | {
     "masks": loss_config(token_mask=[0.5, 2], sequence_mask=[0.2, 5], geometric_mask=[0.9, 1.1]),
@@ -268,15 +373,24 @@ EVERY = {name: config for name, (config, _) in OWN.items()} | {
 
 @pytest.mark.parametrize("name", EVERY)
 def test_extreme_values_stay_finite(name):
-    """Log ratios of +-1000, an impossible token for the sampler, long sequences whose products overflow; gradients, too."""
+    """Log ratios of +-1000, an impossible token for the sampler, long sequences whose products
+    overflow; gradients, too."""
     config = replace_config(EVERY[name], kl_coefficient=0.1, entropy_coefficient=0.1)
-    trainer, sampler = [-1.0, -1000.0, -1.0, 0.0] + [-1.0] * 500, [-1000.0, -1.0, -math.inf, -1000.0] + [-20.0] * 500
-    reference, teacher = [-1000.0, -1.0, 0.0, -1000.0] + [-1.0] * 500, [-1000.0, 0, -math.inf, -1] + [-1.0] * 500
+    trainer, sampler = (
+        [-1.0, -1000.0, -1.0, 0.0] + [-1.0] * 500,
+        [-1000.0, -1.0, -math.inf, -1000.0] + [-20.0] * 500,
+    )
+    reference, teacher = (
+        [-1000.0, -1.0, 0.0, -1000.0] + [-1.0] * 500,
+        [-1000.0, 0, -math.inf, -1] + [-1.0] * 500,
+    )
     more = {"reference_logprobs": reference, "teacher_logprobs": teacher}
     for sign in (1.0, -1.0, 0.0):
         inputs = inputs_of(trainer, sampler, [sign] * 504, [1, 1, 2, 500], **more)
         terms, gradient = run(inputs, config)
-        assert terms.loss.isfinite().all() and gradient.isfinite().all() and terms.kl.isfinite().all()
+        assert (
+            terms.loss.isfinite().all() and gradient.isfinite().all() and terms.kl.isfinite().all()
+        )
         assert terms.reference_kl.isfinite().all()
         assert not gradient[outside_masks(inputs, config, log_ratio(inputs).detach())].any()
 
@@ -287,18 +401,28 @@ def test_no_tokens_give_zero(name):
     assert terms.loss.sum().item() == 0 and gradient.shape == (0,)
 
 
-@pytest.mark.parametrize("name", ["token", "none", "clip", "gspo", "dppo", "sequence", "masks", "gspo-masks"])
+@pytest.mark.parametrize(
+    "name", ["token", "none", "clip", "gspo", "dppo", "sequence", "masks", "gspo-masks"]
+)
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(name):
     advantages = [0.5, 0.5, -2.0]
-    terms, gradient = run(inputs_of([-1.0, -2.0, -0.5], [-1.0, -2.0, -0.5], advantages, [2, 1]), replace_config(EVERY[name], kl_tau=0.0))
-    assert gradient.tolist() == pytest.approx([-a for a in advantages]) and terms.ratio.tolist() == [1.0] * 3
+    terms, gradient = run(
+        inputs_of([-1.0, -2.0, -0.5], [-1.0, -2.0, -0.5], advantages, [2, 1]),
+        replace_config(EVERY[name], kl_tau=0.0),
+    )
+    assert (
+        gradient.tolist() == pytest.approx([-a for a in advantages])
+        and terms.ratio.tolist() == [1.0] * 3
+    )
     assert not terms.without_gradient.any() and terms.kl.tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_bounds_belong_to_what_is_kept(name):
     """A ratio of exactly 1 under a mask that keeps 1 alone."""
-    config = replace_config(EVERY[name], token_mask=(1.0, 1.0), sequence_mask=(1.0, 1.0), geometric_mask=(1.0, 1.0))
+    config = replace_config(
+        EVERY[name], token_mask=(1.0, 1.0), sequence_mask=(1.0, 1.0), geometric_mask=(1.0, 1.0)
+    )
     terms, gradient = run(inputs_of([-1.0, -2.0], [-1.0, -2.0], [1.0, 1.0]), config)
     assert not terms.without_gradient.any() and gradient.tolist() == [-1.0, -1.0]
 
@@ -309,29 +433,47 @@ def test_a_ratio_on_the_bound_of_a_clip_has_its_gradient(kind):
     for trainer, sampler, advantage, ratio in ((half, 0.0, -1.0, 0.5), (0.0, half, 1.0, 2.0)):
         inputs = inputs_of([trainer], [sampler], [advantage], dtype=torch.float64)
         terms, gradient = run(inputs, loss_config(kind, clip_low=0.5, clip_high=1.0))
-        assert terms.ratio.item() == ratio and gradient.item() == -advantage * ratio and not terms.without_gradient.any()
+        assert (
+            terms.ratio.item() == ratio
+            and gradient.item() == -advantage * ratio
+            and not terms.without_gradient.any()
+        )
 
 
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("name", ["sequence", "gspo", "masks", "gspo-masks"])
 def test_tokens_of_a_sequence_on_two_ranks(name, several):
-    """Each rank has every other token, and sums over sequences come from both: values and gradients are those of one rank with all."""
+    """Each rank has every other token, and sums over sequences come from both: values and
+    gradients are those of one rank with all."""
     sequences = random_sequences(4, 0.3)
     more = {"old_logprobs": joined(sequences, "old")} if several else {}
-    whole = inputs_of(*(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS, torch.float64, **more)
+    whole = inputs_of(
+        *(joined(sequences, key) for key in ("trainer", "sampler", "advantages")),
+        LENGTHS,
+        torch.float64,
+        **more,
+    )
     terms, gradient = run(whole, EVERY[name])
     parts = []
     for rank in range(2):
         tokens = slice(rank, None, 2)
-        own = {key: value[tokens].detach() for key, value in vars(whole).items() if isinstance(value, torch.Tensor)}
+        own = {
+            key: value[tokens].detach()
+            for key, value in vars(whole).items()
+            if isinstance(value, torch.Tensor)
+        }
         own["trainer_logprobs"].requires_grad_()
         parts.append(LossInputs(**own, sequence_sum=whole.sequence_sum))
     sent = [sums_of(part, EVERY[name]) for part in parts]
     assert sent[0] and len(sent[0]) == len(sent[1])
     for rank, part in enumerate(parts):
         totals = iter([a + b for a, b in zip(*sent, strict=True)])
-        mine, slope = run(replace(part, sequence_sum=lambda _, totals=totals: next(totals)), EVERY[name])
-        assert torch.allclose(mine.loss, terms.loss[rank::2], rtol=1e-12) and torch.allclose(slope, gradient[rank::2], rtol=1e-12)
+        mine, slope = run(
+            replace(part, sequence_sum=lambda _, totals=totals: next(totals)), EVERY[name]
+        )
+        assert torch.allclose(mine.loss, terms.loss[rank::2], rtol=1e-12) and torch.allclose(
+            slope, gradient[rank::2], rtol=1e-12
+        )
         assert torch.equal(mine.without_gradient, terms.without_gradient[rank::2])
 
 
@@ -348,11 +490,12 @@ def sums_of(part, config):
     return sent
 
 
-# Custom losses --------------------------------------------------------------------------------------------------------------
+# Custom losses ------------------------------------------------------------------------------------
 
 
 def test_the_custom_loss_of_the_documentation(tmp_path, monkeypatch):
-    """docs/functions.md: TOPR. Positive advantages as they are, negative ones weighted by a ratio cut at `args.high`."""
+    """docs/functions.md: TOPR. Positive advantages as they are, negative ones weighted by a
+    ratio cut at `args.high`."""
     blocks = re.findall(r"```python\n(.*?)```", Path("docs/functions.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if "def topr" in block]
     (tmp_path / "my_loss.py").write_text(code)
@@ -360,7 +503,11 @@ def test_the_custom_loss_of_the_documentation(tmp_path, monkeypatch):
     config = loss_config("custom", function="my_loss.py:topr", args={"high": 1.0})
     assert not list(check_loss(config))
     loss, gradient, clipped = literals(config, [-1, -1, -3], [-2.0] * 3, [2.0, -2.0, -2.0])
-    assert gradient == pytest.approx([-2, 2, 2 / E]) and loss == pytest.approx([2, -2, -6 / E]) and clipped == [False] * 3
+    assert (
+        gradient == pytest.approx([-2, 2, 2 / E])
+        and loss == pytest.approx([2, -2, -6 / E])
+        and clipped == [False] * 3
+    )
 
 
 NONE = "torch.zeros(2, dtype=torch.bool)"
@@ -368,47 +515,85 @@ BROKEN_LOSSES = [
     ("-inputs.trainer_logprobs.sum()", "returned one tensor of shape []"),
     ("None", "returned None"),
     ("(1.0, 2)", "returned (1.0, 2)"),
-    (f"(-inputs.trainer_logprobs.sum(), {NONE})", "returned a loss of shape [] on cpu, not [2] on cpu"),
-    (f"(-inputs.trainer_logprobs, {NONE}[:1])", "returned a clipped of shape [1] on cpu, not [2] on cpu"),
-    ("(-inputs.trainer_logprobs, inputs.advantages)", "returned a loss of torch.float32 and a clipped of torch.float32"),
-    (f"(inputs.trainer_logprobs.long(), {NONE})", "returned a loss of torch.int64 and a clipped of torch.bool"),
+    (
+        f"(-inputs.trainer_logprobs.sum(), {NONE})",
+        "returned a loss of shape [] on cpu, not [2] on cpu",
+    ),
+    (
+        f"(-inputs.trainer_logprobs, {NONE}[:1])",
+        "returned a clipped of shape [1] on cpu, not [2] on cpu",
+    ),
+    (
+        "(-inputs.trainer_logprobs, inputs.advantages)",
+        "returned a loss of torch.float32 and a clipped of torch.float32",
+    ),
+    (
+        f"(inputs.trainer_logprobs.long(), {NONE})",
+        "returned a loss of torch.int64 and a clipped of torch.bool",
+    ),
     ("inputs.advantage", "raised AttributeError: 'LossInputs' object has no attribute 'advantage'"),
     ("exit()", "raised SystemExit: None"),
     (
         f"((inputs.trainer_logprobs + 2).log(), {NONE})",
-        "returned a loss that is nan at 1 of 2 tokens, the first with trainer_logprobs -3, logprobs -1, advantages 2",
+        "returned a loss that is nan at 1 of 2 tokens, the first with trainer_logprobs -3, "
+        "logprobs -1, advantages 2",
     ),
-    (f"(-inputs.trainer_logprobs.detach(), {NONE})", "returned a loss with no gradient for inputs.trainer_logprobs: was it detached?"),
-    (f"(inputs.advantages.clone().requires_grad_(), {NONE})", "returned a loss with no gradient for inputs.trainer_logprobs"),
     (
-        f"(torch.where(inputs.advantages > 1, 0.0, (inputs.trainer_logprobs + 2).sqrt()), {NONE})",  # the gradient of both branches
-        "returned a loss whose gradient is nan at 1 of 2 tokens, the first with trainer_logprobs -3, logprobs -1, advantages 2",
+        f"(-inputs.trainer_logprobs.detach(), {NONE})",
+        "returned a loss with no gradient for inputs.trainer_logprobs: was it detached?",
+    ),
+    (
+        f"(inputs.advantages.clone().requires_grad_(), {NONE})",
+        "returned a loss with no gradient for inputs.trainer_logprobs",
+    ),
+    (
+        # the gradient of both branches
+        f"(torch.where(inputs.advantages > 1, 0.0, (inputs.trainer_logprobs + 2).sqrt()), {NONE})",
+        "returned a loss whose gradient is nan at 1 of 2 tokens, the first with "
+        "trainer_logprobs -3, logprobs -1, advantages 2",
     ),
 ]
 
 
 @pytest.mark.parametrize(("result", "said"), BROKEN_LOSSES)
-def test_a_broken_custom_loss_is_named_with_file_and_line_and_not_tried_again(tmp_path, result, said):
+def test_a_broken_custom_loss_is_named_with_file_and_line_and_not_tried_again(
+    tmp_path, result, said
+):
     path = tmp_path / "broken.py"
     path.write_text(f"import torch\n\n\ndef f(inputs, config):\n    return {result}\n")
     with pytest.raises(RunError) as error:
-        run(inputs_of([-1.0, -3.0], [-1.0, -1.0], [1.0, 2.0]), loss_config("custom", function=f"{path}:f"))
-    assert str(error.value).startswith(f"trainer.loss.function {path}:f {said}") and error.value.exit_code == GIVE_UP
+        run(
+            inputs_of([-1.0, -3.0], [-1.0, -1.0], [1.0, 2.0]),
+            loss_config("custom", function=f"{path}:f"),
+        )
+    assert (
+        str(error.value).startswith(f"trainer.loss.function {path}:f {said}")
+        and error.value.exit_code == GIVE_UP
+    )
     assert f"(at {path}:{5 if 'raised' in said else 4}); " in str(error.value)
 
 
 def test_what_only_passes_through_a_custom_loss_is_not_its_fault(tmp_path):
-    """Memory that ran out, another rank that died, a model that gave nan: a restart may help, or a batch may be to blame."""
+    """Memory that ran out, another rank that died, a model that gave nan: a restart may help, or
+    a batch may be to blame."""
     path = tmp_path / "sound.py"
     path.write_text(
-        "def f(inputs, config):\n    return inputs.sequence_sum(inputs.trainer_logprobs)[inputs.sequences], inputs.advantages > 9\n"
+        "def f(inputs, config):\n    return "
+        "inputs.sequence_sum(inputs.trainer_logprobs)[inputs.sequences], inputs.advantages > "
+        "9\n"
     )
-    config, inputs = loss_config("custom", function=f"{path}:f"), inputs_of([-1.0, -3.0], [-1.0, -1.0], [1.0, 1.0])
+    config, inputs = (
+        loss_config("custom", function=f"{path}:f"),
+        inputs_of([-1.0, -3.0], [-1.0, -1.0], [1.0, 1.0]),
+    )
     for place, fails in (
         ("x.py", torch.OutOfMemoryError("no memory")),
         ("/x/torch/distributed/c10d.py", RuntimeError("closed")),
     ):
-        exec(compile("def sequence_sum(values): raise fails", place, "exec"), names := {"fails": fails})
+        exec(
+            compile("def sequence_sum(values): raise fails", place, "exec"),
+            names := {"fails": fails},
+        )
         with pytest.raises(RuntimeError, match=str(fails)):
             run(replace(inputs, sequence_sum=names["sequence_sum"]), config)
     terms, gradient = run(inputs_of([-1.0, math.nan], [-1.0, -1.0], [1.0, 1.0]), config)
@@ -419,45 +604,86 @@ def test_a_custom_loss_that_does_not_load(tmp_path):
     (tmp_path / "broken_loss.py").write_text("def f(inputs, config): ...\n1 / 0\n")
     (tmp_path / "sound_loss.py").write_text("def my_loss(inputs, config): ...\n")
     for name, message in (
-        ("broken_loss.py:f", r"trainer\.loss\.function .*importing the file raised ZeroDivisionError: .*broken_loss\.py:2\); correct it"),
+        (
+            "broken_loss.py:f",
+            r"trainer\.loss\.function .*importing the file raised ZeroDivisionError: "
+            r".*broken_loss\.py:2\); correct it",
+        ),
         ("sound_loss.py:my_los", r"sound_loss\.py has no function my_los; did you mean my_loss\?"),
     ):
         with pytest.raises(RunError, match=message):
             custom_function(f"{tmp_path}/{name}")
 
 
-# Combinations that make no sense --------------------------------------------------------------------------------------------
+# Combinations that make no sense ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "key", "message"),
     [
-        ({"token_mask": [2, 8]}, "token_mask", "excludes r = 1, where trainer and sampler agree; give a lowest and a highest value"),
+        (
+            {"token_mask": [2, 8]},
+            "token_mask",
+            "excludes r = 1, where trainer and sampler agree; give a lowest and a highest value",
+        ),
         ({"sequence_mask": [3, 0.5]}, "sequence_mask", "excludes r = 1"),
         ({"geometric_mask": [0, 0.9]}, "geometric_mask", "excludes r = 1"),
-        ({"constant_length": 9}, "constant_length", 'has an effect only with trainer.loss.aggregation = "constant" (it is "token")'),
-        ({"kl_reference": "x"}, "kl_reference", "has no effect while trainer.loss.kl_coefficient is 0: set that"),
-        ({"importance": "none", "truncate": 3}, "truncate", 'has no weight to truncate with trainer.loss.importance = "none"'),
-        ({"type": "clip", "clip_low": 0, "clip_high": 0}, "clip_high", "leave no ratio unclipped; raise one, or use type"),
-        ({"type": "clip", "token_mask": [0.8, 1.28]}, "token_mask", "masks every ratio that would be clipped to [0.8, 1.28]"),
-        ({"type": "cispo", "token_mask": [0.5, 5]}, "token_mask", "masks every ratio that would be clipped to [0, 5]"),
+        (
+            {"constant_length": 9},
+            "constant_length",
+            'has an effect only with trainer.loss.aggregation = "constant" (it is "token")',
+        ),
+        (
+            {"kl_reference": "x"},
+            "kl_reference",
+            "has no effect while trainer.loss.kl_coefficient is 0: set that",
+        ),
+        (
+            {"importance": "none", "truncate": 3},
+            "truncate",
+            'has no weight to truncate with trainer.loss.importance = "none"',
+        ),
+        (
+            {"type": "clip", "clip_low": 0, "clip_high": 0},
+            "clip_high",
+            "leave no ratio unclipped; raise one, or use type",
+        ),
+        (
+            {"type": "clip", "token_mask": [0.8, 1.28]},
+            "token_mask",
+            "masks every ratio that would be clipped to [0.8, 1.28]",
+        ),
+        (
+            {"type": "cispo", "token_mask": [0.5, 5]},
+            "token_mask",
+            "masks every ratio that would be clipped to [0, 5]",
+        ),
         (
             {"type": "gspo", "geometric_mask": [0.9999, 1.0001]},
             "geometric_mask",
             "masks every ratio that would be clipped to [0.9997, 1.0004]",
         ),
-        ({"type": "clip", "truncate": 3}, "truncate", "has an effect only with several optimizer steps per batch: set trainer.minibatches"),
+        (
+            {"type": "clip", "truncate": 3},
+            "truncate",
+            "has an effect only with several optimizer steps per batch: set trainer.minibatches",
+        ),
     ],
 )
 def test_combinations_that_make_no_sense(settings, key, message):
-    ((found, _, remedy),) = check_loss(loss_config(settings.pop("type", "policy_gradient"), **settings))
+    ((found, _, remedy),) = check_loss(
+        loss_config(settings.pop("type", "policy_gradient"), **settings)
+    )
     assert found == f"trainer.loss.{key}" and message in remedy
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"type": kind} for kind in ("policy_gradient", "clip", "cispo", "gspo", "dppo", "cross_entropy")),
+        *(
+            {"type": kind}
+            for kind in ("policy_gradient", "clip", "cispo", "gspo", "dppo", "cross_entropy")
+        ),
         {"token_mask": [0.5, 2.0]},
         {"importance": "none"},
         {"aggregation": "constant", "constant_length": 9},
@@ -466,9 +692,12 @@ def test_combinations_that_make_no_sense(settings, key, message):
         {"type": "cispo", "clip_high": math.inf},
         {"type": "gspo", "sequence_mask": [0.5, 3.0], "token_mask": [0.01, 100]},
         {"type": "custom", "function": "math:exp"},
-        {"type": "clip", "token_mask": [0.8, 1.28], "truncate": 3, "several_steps": True},  # masks are then on another ratio
+        # masks are then on another ratio
+        {"type": "clip", "token_mask": [0.8, 1.28], "truncate": 3, "several_steps": True},
     ],
 )
 def test_combinations_that_make_sense(settings):
     several_steps = settings.pop("several_steps", False)
-    assert not list(check_loss(loss_config(settings.pop("type", "policy_gradient"), **settings), several_steps))
+    assert not list(
+        check_loss(loss_config(settings.pop("type", "policy_gradient"), **settings), several_steps)
+    )

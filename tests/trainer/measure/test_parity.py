@@ -1,4 +1,5 @@
-"""Trainer against vLLM: every supported family of models on the same tokens, and the check that each run makes."""
+"""Trainer against vLLM: every supported family of models on the same tokens, and the check that
+each run makes."""
 
 from pathlib import Path
 
@@ -26,9 +27,15 @@ FAMILIES = PACKED + LENGTH_DEPENDENT + STATES
 def sampled(tmp_path_factory):
     """(dtype, family) -> folder with a model and what vLLM sampled from it, all in one process."""
     root = tmp_path_factory.mktemp("families")
-    folders = {(dtype, name): make_tiny_model(root / dtype / name, CONFIGS[name]) for dtype in LIMITS for name in FAMILIES}
+    folders = {
+        (dtype, name): make_tiny_model(root / dtype / name, CONFIGS[name])
+        for dtype in LIMITS
+        for name in FAMILIES
+    }
 
-    process = inference_zygote().fork("scripts.sample_families", "512", *map(str, folders.values()), log=root / "log")
+    process = inference_zygote().fork(
+        "scripts.sample_families", "512", *map(str, folders.values()), log=root / "log"
+    )
     try:
         assert process.wait(280) == 0, process.log.read_text()[-3000:]
     finally:
@@ -41,7 +48,9 @@ def sampled(tmp_path_factory):
 def test_trainer_equals_vllm(sampled, world, family, dtype):
     folder = sampled[dtype, family]
     settings = TrainerConfig(micro_batch_tokens=64)  # short samples apart from long ones
-    config = RLConfig(model=ModelConfig(name=str(folder), dtype=dtype, max_model_len=512), trainer=settings)
+    config = RLConfig(
+        model=ModelConfig(name=str(folder), dtype=dtype, max_model_len=512), trainer=settings
+    )
     batch = decode_batch((Path(folder) / "parity.batch").read_bytes(), family).batch
     model = load_policy(str(folder), config.model, config.trainer, world)
     tokens = compare(model, config, batch, world)
@@ -71,18 +80,26 @@ def probe_samples(model, config, world, error):
     samples = [with_version(sample, 3 if i == 0 else 4) for i, sample in enumerate(samples)]
     by_place = {}
     (row,) = pack_alone(TrainBatch(step=1, samples=samples)).micro_batches
-    for (_, _, difference), sample, target in zip(own, row.sequences.tolist(), row.targets.tolist(), strict=True):
+    for (_, _, difference), sample, target in zip(
+        own, row.sequences.tolist(), row.targets.tolist(), strict=True
+    ):
         by_place[sample, target] = difference - 2.0  # make_sample says -2 for every token
     for i, sample in enumerate(samples):
         off = 5.0 if i == 0 else error
-        samples[i] = changed(sample, logprobs=[0.0] * 3 + [by_place[i, token] + off for token in (9, 10, 11)])
+        samples[i] = changed(
+            sample, logprobs=[0.0] * 3 + [by_place[i, token] + off for token in (9, 10, 11)]
+        )
     return samples
 
 
 def watch_of(error, tied_folder, world, strict):
-    config = RLConfig(model=ModelConfig(name=str(tied_folder), dtype="float32"), trainer=TrainerConfig())
+    config = RLConfig(
+        model=ModelConfig(name=str(tied_folder), dtype="float32"), trainer=TrainerConfig()
+    )
     model = load_policy(str(tied_folder), config.model, config.trainer, world)
-    watch = ParityWatch(LIMITS["float32"], strict, FakeClient(probe_samples(model, config, world, error)))
+    watch = ParityWatch(
+        LIMITS["float32"], strict, FakeClient(probe_samples(model, config, world, error))
+    )
     return watch, lambda *asks: watch.at_checkpoint(4, model, pack_alone, world, *asks)
 
 
@@ -95,11 +112,19 @@ def test_a_probe_is_asked_only_where_no_batch_had_fresh_tokens(tied_folder, worl
     assert found["parity/tokens"] == 6, "those of version 3 are not compared"
     assert found["parity/max"] < 1e-5
     samples, watch.client.samples = watch.client.samples, []
-    assert [at_checkpoint() for _ in range(2)] == [{"parity/unjudged": 1.0}, {"parity/unjudged": 2.0}]  # nothing said so
-    assert at_checkpoint(False) == {"parity/unjudged": 3.0} and len(watch.client.asked) == 3, "of the last version nothing is asked"
+    # nothing said so
+    assert [at_checkpoint() for _ in range(2)] == [
+        {"parity/unjudged": 1.0},
+        {"parity/unjudged": 2.0},
+    ]
+    assert at_checkpoint(False) == {"parity/unjudged": 3.0} and len(watch.client.asked) == 3, (
+        "of the last version nothing is asked"
+    )
     watch.client.samples = samples
     assert at_checkpoint()["parity/agrees"] == 1.0 and "parity/unjudged" not in at_checkpoint()
-    assert watch.client.waits == [15, 15, 30, 60, 60], "models that take longer to load are compared at a later checkpoint"
+    assert watch.client.waits == [15, 15, 30, 60, 60], (
+        "models that take longer to load are compared at a later checkpoint"
+    )
 
 
 def test_a_disagreement_is_told_or_ends_the_run(tied_folder, world):
@@ -108,21 +133,33 @@ def test_a_disagreement_is_told_or_ends_the_run(tied_folder, world):
     assert found["parity/agrees"] == 0.0 and found["parity/max"] == pytest.approx(0.5, abs=1e-4)
     assert found["parity/kl"] == pytest.approx(torch.tensor(-0.5).exp().item() - 1 + 0.5, rel=1e-3)
     watch.strict = True
-    with pytest.raises(RunError, match=r"disagree on 6 tokens of the same policy version: kl 0.11, largest difference 0.5 nats"):
+    with pytest.raises(
+        RunError,
+        match=r"disagree on 6 tokens of the same policy version: kl 0.11, largest difference 0.5 "
+        r"nats",
+    ):
         at_checkpoint()
     assert ParityWatch(LIMITS["float32"], True, None).judge(None, 0) == {}
 
 
 def test_a_gross_difference_ends_a_run_before_its_first_step_unless_that_is_wanted():
-    limit, rounding, gross = LIMITS["float32"], parity_of([0.1, -0.1] * 50), parity_of([2.0, -2.0] * 50)
-    with pytest.raises(RunError, match=r"kl 2.8, .* two compute different models.* trainer.strict_parity = false"):
+    limit, rounding, gross = (
+        LIMITS["float32"],
+        parity_of([0.1, -0.1] * 50),
+        parity_of([2.0, -2.0] * 50),
+    )
+    with pytest.raises(
+        RunError, match=r"kl 2.8, .* two compute different models.* trainer.strict_parity = false"
+    ):
         ParityWatch(limit, None, None).judge(gross, 0)
     watch = ParityWatch(limit, None, None)
     assert watch.judge(None, 0) == {} and watch.judge(rounding, 0)["parity/agrees"] == 0.0
     assert watch.judge(gross, 1)["parity/agrees"] == 0.0, "later it is told alone"
     assert ParityWatch(limit, False, None).judge(gross, 0)["parity/kl"] == pytest.approx(gross.kl)
     few = parity_of([0.0] * 19 + [3.0])
-    assert few.kl > 0.1 and ParityWatch(limit, None, None).judge(few, 0)["parity/agrees"] == 0.0, "one token of twenty tells too little"
+    assert few.kl > 0.1 and ParityWatch(limit, None, None).judge(few, 0)["parity/agrees"] == 0.0, (
+        "one token of twenty tells too little"
+    )
 
 
 def test_adapters_are_compared_first_when_they_add_something():

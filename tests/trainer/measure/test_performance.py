@@ -1,11 +1,20 @@
-"""Operations by hand, and by torch's own counter, which sees every matrix product of a real forward and backward pass."""
+"""Operations by hand, and by torch's own counter, which sees every matrix product of a real
+forward and backward pass."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lfm2Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3MoeConfig,
+)
 
 from rl.config.loss import PolicyGradientConfig
 from rl.config.trainer import LoraConfig
@@ -24,21 +33,33 @@ LLAMA = {
     "head_dim": 32,
     "tie_word_embeddings": True,
 }
-MOE = LLAMA | {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False}
-GEMMA = LLAMA | {"sliding_window": 4, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+MOE = LLAMA | {
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+GEMMA = LLAMA | {
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
 TOKENS = 24
 
 
 def model_of(config):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
 
 
 def chain(tokens):
     """One sequence of `tokens` inputs, each with a loss."""
     sample = make_sample([5], [6] * tokens)
     batch = SimpleNamespace(samples=[sample], step=1, envs=["test"])
-    return batch, pack_alone(batch, sample_weights([sample], PolicyGradientConfig(), 1)).micro_batches[0]
+    return batch, pack_alone(
+        batch, sample_weights([sample], PolicyGradientConfig(), 1)
+    ).micro_batches[0]
 
 
 def test_llama_by_hand():
@@ -62,32 +83,49 @@ def test_windows_bound_what_a_token_sees():
 
 
 @pytest.mark.parametrize(
-    "config", [LlamaConfig(**LLAMA), Qwen3MoeConfig(**MOE), GPT2Config(vocab_size=100, n_embd=64, n_layer=2, n_head=2)]
+    "config",
+    [
+        LlamaConfig(**LLAMA),
+        Qwen3MoeConfig(**MOE),
+        GPT2Config(vocab_size=100, n_embd=64, n_layer=2, n_head=2),
+    ],
 )
 def test_the_counter_of_torch_agrees(config):
-    """It counts attention to all keys, masked or not, and the rotary embedding's angles: less than 0.1 % here."""
+    """It counts attention to all keys, masked or not, and the rotary embedding's angles: less
+    than 0.1 % here."""
     model, predictors = model_of(config).train(), torch.arange(3, 20)
     ids = torch.arange(TOKENS)[None]
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, logits_to_keep=predictors, use_cache=False).logits.sum().backward()
     work = work_of(model)
     layers = sum(work.windows.values())
-    ours = TOKENS * work.per_token + len(predictors) * work.per_predictor + layers * work.per_key * TOKENS**2
+    ours = (
+        TOKENS * work.per_token
+        + len(predictors) * work.per_predictor
+        + layers * work.per_key * TOKENS**2
+    )
     assert counter.get_total_flops() == pytest.approx(ours, rel=1e-3)
 
 
 def test_a_window_without_a_list_of_layer_types_is_that_of_every_layer():
     """As Mistral's config has it."""
-    assert work_of(model_of(MistralConfig(**LLAMA, sliding_window=4))).windows == {4: LLAMA["num_hidden_layers"]}
+    assert work_of(model_of(MistralConfig(**LLAMA, sliding_window=4))).windows == {
+        4: LLAMA["num_hidden_layers"]
+    }
 
 
 def test_a_convolution_sees_no_keys():
     """LFM2 has them between its layers with attention; they were counted as attention."""
-    model = model_of(Lfm2Config(**LLAMA, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False))
+    model = model_of(
+        Lfm2Config(
+            **LLAMA, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False
+        )
+    )
     work, ids = work_of(model), torch.arange(TOKENS)[None]
     assert work.windows == {None: 1}
     with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, use_cache=False)  # it counts the backward pass of a convolution by channel as one of all channels
+        # it counts the backward pass of a convolution by channel as one of all channels
+        model(input_ids=ids, use_cache=False)
     ours = TOKENS * (work.per_token + work.per_predictor) + work.per_key * TOKENS**2
     assert 3 * counter.get_total_flops() == pytest.approx(ours, rel=0.005)
 
@@ -96,7 +134,10 @@ def test_frozen_weights_have_no_gradient_of_their_own():
     model = model_of(LlamaConfig(**LLAMA))
     whole = work_of(model)
     model.requires_grad_(False)
-    assert work_of(model).per_token == whole.per_token * 4 // 6 and work_of(model).per_key == whole.per_key
+    assert (
+        work_of(model).per_token == whole.per_token * 4 // 6
+        and work_of(model).per_key == whole.per_key
+    )
 
 
 def test_adapters_of_experts_count_for_the_experts_of_a_token():
@@ -106,21 +147,30 @@ def test_adapters_of_experts_count_for_the_experts_of_a_token():
     experts = 3 * 64 * 48  # the weights of one: gate, up and down
     factors = 4 * (64 + 2 * 48 + 48 + 64)
     attention, router = 64 * 32 * (4 + 2 + 2 + 4), 64 * 8
-    assert work_of(model).per_token == 3 * (4 * (attention + router + 2 * experts) + 6 * 2 * factors)
+    assert work_of(model).per_token == 3 * (
+        4 * (attention + router + 2 * experts) + 6 * 2 * factors
+    )
 
 
 def test_utilisation_is_of_the_whole_step_and_of_known_devices(world, monkeypatch):
     batch, micro_batch = chain(TOKENS)
-    packed = SimpleNamespace(batch=batch, micro_batches=[micro_batch, micro_batch], shared_token_fraction=0.25)
+    packed = SimpleNamespace(
+        batch=batch, micro_batches=[micro_batch, micro_batch], shared_token_fraction=0.25
+    )
     work = work_of(model_of(LlamaConfig(**LLAMA)))
     metrics = performance(packed, SimpleNamespace(step_s=2.0), work, "bfloat16", world)
     assert metrics["perf/tokens_per_s"] == 25 / 2 and metrics["perf/shared_token_fraction"] == 0.25
     assert 0.1 < metrics["perf/peak_memory_gib"] < 50 and "perf/mfu" not in metrics
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda _: 3 << 29)
-    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), size=1, reduce=lambda values, _: values)
+    gpu = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"), size=1, reduce=lambda values, _: values
+    )
     metrics = performance(packed, SimpleNamespace(step_s=2.0), work, "bfloat16", gpu)
-    assert metrics["perf/mfu"] == pytest.approx(2 * work.of(micro_batch) / 2.0 / 989e12) and metrics["perf/peak_memory_gib"] == 1.5
+    assert (
+        metrics["perf/mfu"] == pytest.approx(2 * work.of(micro_batch) / 2.0 / 989e12)
+        and metrics["perf/peak_memory_gib"] == 1.5
+    )
     assert "perf/mfu" not in performance(packed, SimpleNamespace(step_s=2.0), work, "float32", gpu)
 
 
@@ -131,9 +181,14 @@ def test_a_part_has_the_seconds_that_the_gpu_computes_in_it(monkeypatch):
     def synchronize(device):
         clock[0], queued[0] = clock[0] + queued[0], 0.0
 
-    monkeypatch.setattr("rl.trainer.measure.performance.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(
+        "rl.trainer.measure.performance.time", SimpleNamespace(monotonic=lambda: clock[0])
+    )
     monkeypatch.setattr("torch.cuda.synchronize", synchronize)
-    for device, seconds in (("cuda", {"passes": 3.0, "optimizer": 0.5}), ("cpu", {"passes": 0.0, "optimizer": 0.0})):
+    for device, seconds in (
+        ("cuda", {"passes": 3.0, "optimizer": 0.5}),
+        ("cpu", {"passes": 0.0, "optimizer": 0.0}),
+    ):
         timer = Timer(device=torch.device(device))
         for part, work in (("passes", 3.0), ("optimizer", 0.5)):
             queued[0] += work

@@ -12,7 +12,15 @@ from rl.trainer.model.policy import Scores
 
 def terms(log_ratios, masked, reference=None):
     ratio = log_ratios.exp()
-    return LossTerms(torch.zeros_like(ratio), masked, torch.zeros_like(masked), ratio, ratio - 1 - log_ratios, reference, None)
+    return LossTerms(
+        torch.zeros_like(ratio),
+        masked,
+        torch.zeros_like(masked),
+        ratio,
+        ratio - 1 - log_ratios,
+        reference,
+        None,
+    )
 
 
 def test_two_environments_in_two_micro_batches(world):
@@ -28,7 +36,9 @@ def test_two_environments_in_two_micro_batches(world):
             SimpleNamespace(envs=envs[part], fresh=fresh[part], logprobs=torch.zeros(6)[part]),
             Scores(torch.zeros(0), entropies[part]),
         )
-        statistics.add(batch, torch.tensor(0.5), scores, terms(log_ratios[part], masked[part], reference[part]))
+        statistics.add(
+            batch, torch.tensor(0.5), scores, terms(log_ratios[part], masked[part], reference[part])
+        )
     metrics = statistics.metrics(world)
     kl = (log_ratios.exp() - 1 - log_ratios).tolist()
     expected = {
@@ -52,16 +62,31 @@ def test_two_environments_in_two_micro_batches(world):
     for name, value in vars(expected_agreement).items():
         assert getattr(agreement, name) == pytest.approx(value, rel=1e-6), name
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)
-    assert metrics["ratio/add/p01"] == 1.0 and metrics["ratio/add/p99"] == pytest.approx(math.exp(2.0), rel=0.05)
+    assert metrics["ratio/add/p01"] == 1.0 and metrics["ratio/add/p99"] == pytest.approx(
+        math.exp(2.0), rel=0.05
+    )
     assert metrics["ratio/sort/p50"] == pytest.approx(math.exp(-0.2), rel=0.005)
 
 
 def test_tokens_whose_sampler_gave_no_log_probability_are_not_compared(world):
-    """Recorded rollouts may have versions without log-probabilities: their NaN made the two seem to compute different models."""
-    statistics, log_ratios = Statistics(SimpleNamespace(envs=["add"]), torch.device("cpu")), torch.tensor([math.nan, 0.1])
+    """Recorded rollouts may have versions without log-probabilities: their NaN made the two seem
+    to compute different models."""
+    statistics, log_ratios = (
+        Statistics(SimpleNamespace(envs=["add"]), torch.device("cpu")),
+        torch.tensor([math.nan, 0.1]),
+    )
     known = torch.tensor([math.nan, -1.0])
-    batch = SimpleNamespace(envs=torch.zeros(2, dtype=torch.int64), fresh=torch.ones(2, dtype=torch.bool), logprobs=known)
-    statistics.add(batch, torch.tensor(0.0), Scores(torch.zeros(0), torch.zeros(2)), terms(log_ratios, torch.zeros(2, dtype=torch.bool)))
+    batch = SimpleNamespace(
+        envs=torch.zeros(2, dtype=torch.int64),
+        fresh=torch.ones(2, dtype=torch.bool),
+        logprobs=known,
+    )
+    statistics.add(
+        batch,
+        torch.tensor(0.0),
+        Scores(torch.zeros(0), torch.zeros(2)),
+        terms(log_ratios, torch.zeros(2, dtype=torch.bool)),
+    )
     agreement = statistics.parity.total(world)
     assert (agreement.tokens, agreement.largest) == (1, pytest.approx(0.1))
 

@@ -32,13 +32,19 @@ def test_tokens_are_in_the_order_of_the_samples_whatever_the_packing(tied_folder
     batch.samples.insert(3, make_sample([1, 2], [], group=0))  # nothing to train
     plain = AutoModelForCausalLM.from_pretrained(tied_folder, dtype=torch.float32)
     with torch.no_grad():
-        expected = np.concatenate([plain_scores(plain, sample)[0].double().numpy() for sample in batch.samples])
+        expected = np.concatenate(
+            [plain_scores(plain, sample)[0].double().numpy() for sample in batch.samples]
+        )
     ratio = np.exp(expected - np.concatenate([sample.logprobs for sample in batch.samples]))
     low, high = np.quantile(ratio, [0.2, 0.8])
-    context, config = learner_of(tied_folder, world, loss={"token_mask": [float(low), float(high)], "type": "cispo"})
+    context, config = learner_of(
+        tied_folder, world, loss={"token_mask": [float(low), float(high)], "type": "cispo"}
+    )
     context.token_files = kept = Columns()
     train(context, config, batch)
-    assert kept.columns["trainer_logprobs"] == pytest.approx(expected, abs=rounding(OPERATIONS, np.abs(expected).max()))
+    assert kept.columns["trainer_logprobs"] == pytest.approx(
+        expected, abs=rounding(OPERATIONS, np.abs(expected).max())
+    )
     assert kept.columns["entropies"].dtype == np.float16
     outside = (ratio < low * (1 - 1e-5)) | (ratio > high * (1 + 1e-5))
     assert np.array_equal(kept.columns["flags"] == MASKED, outside) and 0 < outside.mean() < 0.5
@@ -46,7 +52,8 @@ def test_tokens_are_in_the_order_of_the_samples_whatever_the_packing(tied_folder
 
 
 def test_later_epochs_add_only_that_a_token_was_stopped(tied_folder, world):
-    """At this learning rate the second epoch's ratios are far from 1, those of the first minibatch's first pass exactly there."""
+    """At this learning rate the second epoch's ratios are far from 1, those of the first
+    minibatch's first pass exactly there."""
     batch, loss = the_batch(), {"type": "clip", "clip_low": 1e-3, "clip_high": 1e-3}
     once, config = learner_of(tied_folder, world, loss=loss)
     once.token_files = first = Columns()
@@ -57,7 +64,8 @@ def test_later_epochs_add_only_that_a_token_was_stopped(tied_folder, world):
     for name in ("trainer_logprobs", "entropies"):
         assert np.array_equal(first.columns[name], second.columns[name])
     later = second.columns["flags"] & LATER > 0
-    assert later.mean() > 0.2 and not (second.columns["flags"] & CLIPPED).any()  # of the first pass: it is the policy itself
+    # of the first pass: it is the policy itself
+    assert later.mean() > 0.2 and not (second.columns["flags"] & CLIPPED).any()
     assert (first.columns["flags"] & LATER == 0).all()
 
 
@@ -73,10 +81,17 @@ def test_the_oldest_files_go_first_and_a_step_that_is_trained_again_counts_once(
     for step in (2, 2, 2, 3):
         files.start(step, columns(1000))
     files.finish()
-    assert numbers(run_dir.tokens_dir, ".safetensors") == [1, 2, 3] and sum(files.sizes.values()) < 16_000
+    assert (
+        numbers(run_dir.tokens_dir, ".safetensors") == [1, 2, 3]
+        and sum(files.sizes.values()) < 16_000
+    )
     files.start(4, columns(1000))
     files.finish()
-    assert numbers(run_dir.tokens_dir, ".safetensors") == [2, 3, 4] and list(files.sizes) == [2, 3, 4]
+    assert numbers(run_dir.tokens_dir, ".safetensors") == [2, 3, 4] and list(files.sizes) == [
+        2,
+        3,
+        4,
+    ]
     files.start(5, columns(100_000))  # one alone is larger than the limit
     files.start(6, None)  # a rank that is not the first
     assert numbers(run_dir.tokens_dir, ".safetensors") == [5]

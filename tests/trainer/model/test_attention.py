@@ -16,7 +16,8 @@ from tests.trainer.device import DEVICE
 
 
 def random_row(seed: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ends and positions of random trees, by definition: a token's descendants are those whose path holds it."""
+    """Ends and positions of random trees, by definition: a token's descendants are those whose
+    path holds it."""
     rng = random.Random(seed)
     paths, path = [], []
     for token in range(length):
@@ -24,8 +25,12 @@ def random_row(seed: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
             path = path[: rng.randint(0, len(path))]
         path = [*path, token]
         paths.append(path)
-    subtree_ends = [1 + max(i for i, path in enumerate(paths) if token in path) for token in range(length)]
-    return torch.tensor(subtree_ends, device=DEVICE), torch.tensor([len(path) - 1 for path in paths], device=DEVICE)
+    subtree_ends = [
+        1 + max(i for i, path in enumerate(paths) if token in path) for token in range(length)
+    ]
+    return torch.tensor(subtree_ends, device=DEVICE), torch.tensor(
+        [len(path) - 1 for path in paths], device=DEVICE
+    )
 
 
 def qkv(queries: int, length: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -50,11 +55,14 @@ def test_blocks_and_flex_equal_the_dense_mask(monkeypatch, limits, window, local
     for name, value in LIMITS[limits].items():
         monkeypatch.setattr(blocks, name, value)
     subtree_ends, positions = random_row(1, 300)
-    mine = torch.cat([torch.arange(20, 90), torch.arange(200, 290)]).to(DEVICE) if local else None  # as with context parallelism
+    # as with context parallelism
+    mine = torch.cat([torch.arange(20, 90), torch.arange(200, 290)]).to(DEVICE) if local else None
     tree = TreeMask(subtree_ends, positions, mine)
     query, key, value = qkv(300 if mine is None else 160, 300)
     repeated = [x.repeat_interleave(3, dim=1) for x in (key, value)]
-    expected = scaled_dot_product_attention(query, *repeated, attn_mask=tree.dense(window), scale=0.2).transpose(1, 2)
+    expected = scaled_dot_product_attention(
+        query, *repeated, attn_mask=tree.dense(window), scale=0.2
+    ).transpose(1, 2)
     out = attend_blocks(query, key, value, tree, window, 0.2)
     assert (out - expected).abs().max() < 1e-12
     plan = tree.plan(window, query.dtype, 2, 3)
@@ -69,7 +77,8 @@ def test_blocks_and_flex_equal_the_dense_mask(monkeypatch, limits, window, local
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("cap", "sunk"), [(3.0, False), (None, True), (3.0, True)])
 def test_caps_and_sinks_equal_the_dense_formula(monkeypatch, window, cap, sunk):
-    """Gemma 2 bounds its scores, gpt-oss has one more column in each softmax, whose value is zero."""
+    """Gemma 2 bounds its scores, gpt-oss has one more column in each softmax, whose value is
+    zero."""
     for name, value in LIMITS["bundles"].items():
         monkeypatch.setattr(blocks, name, value)
     tree = TreeMask(*random_row(1, 150))
@@ -87,18 +96,32 @@ def test_caps_and_sinks_equal_the_dense_formula(monkeypatch, window, cap, sunk):
     grads = [torch.autograd.grad(o, inputs, grad) for o in (out, expected)]
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(*grads, strict=True))
     floats = [x.detach().float() for x in inputs]
-    assert (attend_flex(*floats[:3], tree, window, 0.7, cap, *floats[3:]) - expected).abs().max() < 1e-5
+    assert (
+        attend_flex(*floats[:3], tree, window, 0.7, cap, *floats[3:]) - expected
+    ).abs().max() < 1e-5
 
 
 def test_every_query_is_in_one_block_and_the_cost_is_what_is_visible():
     # one chain of 4096, and 8 answers of 128 behind a prompt of 256
     positions = torch.cat([torch.arange(4096), torch.arange(256), torch.arange(256, 384).repeat(8)])
     starts = 4096 + 256 + 128 * torch.arange(9)
-    subtree_ends = torch.cat([torch.full((4096,), 4096), torch.full((256,), int(starts[-1])), starts[1:].repeat_interleave(128)])
+    subtree_ends = torch.cat(
+        [
+            torch.full((4096,), 4096),
+            torch.full((256,), int(starts[-1])),
+            starts[1:].repeat_interleave(128),
+        ]
+    )
     found = TreeMask(subtree_ends, positions).blocks(None, torch.float32)
-    assert [b.queries.start for b in found] == [0, *(b.queries.stop for b in found[:-1])] and found[-1].queries.stop == len(subtree_ends)
-    assert sum(mask.numel() for mask in make_plan(bundle(found), 1, 1).masks) < 1.15 * int((positions + 1).sum())
-    storages = {b.mask.untyped_storage().data_ptr(): b.mask.untyped_storage().nbytes() for b in found}
+    assert [b.queries.start for b in found] == [0, *(b.queries.stop for b in found[:-1])] and found[
+        -1
+    ].queries.stop == len(subtree_ends)
+    assert sum(mask.numel() for mask in make_plan(bundle(found), 1, 1).masks) < 1.15 * int(
+        (positions + 1).sum()
+    )
+    storages = {
+        b.mask.untyped_storage().data_ptr(): b.mask.untyped_storage().nbytes() for b in found
+    }
     assert sum(storages.values()) < 4 * 300 * 4096  # unbranched blocks share one triangle
 
 
@@ -108,8 +131,15 @@ def test_flex_mask_knows_full_and_partial_blocks():
         torch.cat([torch.arange(256), torch.arange(256, 384).repeat(2)]),
     )
     mask = TreeMask(subtree_ends, positions).flex(None)
-    assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2, 2] and mask.kv_num_blocks[0, 0].tolist() == [1, 1, 1, 1]
-    assert mask.to_dense()[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
+    assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2, 2] and mask.kv_num_blocks[
+        0, 0
+    ].tolist() == [1, 1, 1, 1]
+    assert mask.to_dense()[0, 0].int().tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 1, 0],
+        [1, 1, 0, 1],
+    ]
 
 
 def test_bfloat16_is_as_near_as_torch():
@@ -119,8 +149,11 @@ def test_bfloat16_is_as_near_as_torch():
     rounded = [x.detach().bfloat16() for x in exact]
     expected = attend_blocks(*exact, tree, None, 0.25)
     repeated = [x.repeat_interleave(3, 1) for x in rounded[1:]]
-    with sdpa_kernel(SDPBackend.MATH):  # its fused kernel asks the CPU itself, and fails where torch is told to use fewer instructions
-        theirs = scaled_dot_product_attention(rounded[0], *repeated, attn_mask=tree.dense(), scale=0.25)
+    # its fused kernel asks the CPU itself, and fails where torch is told to use fewer instructions
+    with sdpa_kernel(SDPBackend.MATH):
+        theirs = scaled_dot_product_attention(
+            rounded[0], *repeated, attn_mask=tree.dense(), scale=0.25
+        )
     ours = attend_blocks(*rounded, tree, None, 0.25)
     # Both round scores, probabilities and the result to bfloat16.
     assert (ours - expected).norm() < 2 * (theirs.transpose(1, 2) - expected).norm()

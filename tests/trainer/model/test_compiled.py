@@ -14,13 +14,18 @@ def test_what_is_compiled_too_often_is_refused(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     call = compiled(lambda x, flag: x + len(flag), "set trainer.compile = false")
-    with pytest.raises(RunError, match=r"compiled .*<lambda> 16 times, each time for other inputs; set trainer.compile = false"):
+    with pytest.raises(
+        RunError,
+        match=r"compiled .*<lambda> 16 times, each time for other inputs; set trainer.compile = "
+        r"false",
+    ):
         for number in range(18):
             call(torch.ones(3), "x" * number)
 
 
 def test_rows_of_all_kinds_fit_the_limit(monkeypatch):
-    """Each size 0 or 1, rows and targets of equal number, with and without gradients: the ninth graph ended the run."""
+    """Each size 0 or 1, rows and targets of equal number, with and without gradients: the ninth
+    graph ended the run."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     call = compiled(score_rows, "please report this")
     for gradient in (True, False):
@@ -28,7 +33,11 @@ def test_rows_of_all_kinds_fit_the_limit(monkeypatch):
             logits = torch.randn(rows, 11, requires_grad=gradient)
             with torch.set_grad_enabled(gradient):
                 logprobs, entropies = call(
-                    False, logits, torch.ones(rows), torch.zeros(targets, dtype=torch.int64), torch.arange(targets) % 11
+                    False,
+                    logits,
+                    torch.ones(rows),
+                    torch.zeros(targets, dtype=torch.int64),
+                    torch.arange(targets) % 11,
                 )
             assert len(logprobs) == targets and len(entropies) == rows
 
@@ -41,5 +50,9 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fails))
     call = compiled(lambda x: x.sin() * x, "set trainer.compile = false")
-    with pytest.raises(RunError, match=r"torch cannot compile .*<lambda> \(TypeError: .* 1 < s50\); set trainer.compile = false$"):
+    with pytest.raises(
+        RunError,
+        match=r"torch cannot compile .*<lambda> \(TypeError: .* 1 < s50\); set trainer.compile = "
+        r"false$",
+    ):
         call(torch.ones(3))

@@ -17,7 +17,9 @@ FIRST = [-15557, -23742, -17398, -15441]
 def bfloat16_weights(shape=SHAPE):
     """A module with normal weights, rounded to bfloat16, and its rounded weight."""
     layer = nn.Linear(*reversed(shape), bias=False)
-    layer.weight.data = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(0.05).bfloat16().float()
+    layer.weight.data = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(0.05).bfloat16().float()
+    )
     return layer, layer.weight.detach().bfloat16()
 
 
@@ -31,10 +33,14 @@ def test_the_rounded_weights_are_the_same_and_masters_lie_anywhere_around_them()
     dither(layer, 1)
     assert torch.equal(layer.weight.bfloat16(), rounded)
     noise = units(layer.weight, rounded).double()
-    error = 4 / math.sqrt(noise.numel())  # four standard errors of the mean of numbers with standard deviation 1
-    assert abs(noise.mean()) / 65535 * math.sqrt(12) < error and noise.std() == pytest.approx(65535 / math.sqrt(12), rel=error)
+    # four standard errors of the mean of numbers with standard deviation 1
+    error = 4 / math.sqrt(noise.numel())
+    assert abs(noise.mean()) / 65535 * math.sqrt(12) < error and noise.std() == pytest.approx(
+        65535 / math.sqrt(12), rel=error
+    )
     shares = torch.histc(noise, bins=16, min=-32768, max=32768) / noise.numel()
-    assert (shares - 1 / 16).abs().max() < error / 4  # a bin's count has a standard error of sqrt(1/16 * 15/16)
+    # a bin's count has a standard error of sqrt(1/16 * 15/16)
+    assert (shares - 1 / 16).abs().max() < error / 4
     for shift in (1, 2, 4, 8, 64):  # neighbours of any distance have independent noise
         for shifted in (noise.roll(shift, 0), noise.roll(shift, 1)):
             assert abs((noise * shifted).mean() / noise.var()) < error, shift
@@ -64,9 +70,17 @@ def test_the_mean_of_the_rounded_weights_moves_as_far_as_the_masters(update):
 
 
 def test_numbers_at_the_edges_round_as_before():
-    """Powers of two, whose smaller neighbour is nearer; the least and the largest numbers; zeros, infinities, other float32 numbers."""
+    """Powers of two, whose smaller neighbour is nearer; the least and the largest numbers;
+    zeros, infinities, other float32 numbers."""
     powers = [sign * 2.0**exponent for sign in (1, -1) for exponent in range(-126, 128)]
-    edges = [0.0, -0.0, 2.0**-133, 2.0**-127, torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).min]
+    edges = [
+        0.0,
+        -0.0,
+        2.0**-133,
+        2.0**-127,
+        torch.finfo(torch.bfloat16).max,
+        torch.finfo(torch.bfloat16).min,
+    ]
     others = [0.1, -1e-40, 1 + 2.0**-23, math.inf, -math.inf]
     layer = nn.Linear(1, 1, bias=False)
     before = torch.tensor([*powers, *edges, *others]).expand(200, -1).contiguous()
@@ -83,9 +97,13 @@ def test_noise_depends_neither_on_the_rows_that_a_rank_holds_nor_on_the_size_of_
     whole = hashes(7, torch.empty(6, 5, 4), (0, 0, 0))
     assert torch.equal(hashes(7, torch.empty(2, 5, 4), (3, 0, 0)), whole[3:5])
     assert torch.equal(hashes(7, torch.empty(6, 2, 4), (0, 3, 0)), whole[:, 3:])
-    assert len(whole.unique()) == whole.numel() and not torch.equal(hashes(8, torch.empty(6, 5, 4), (0, 0, 0)), whole)
+    assert len(whole.unique()) == whole.numel() and not torch.equal(
+        hashes(8, torch.empty(6, 5, 4), (0, 0, 0)), whole
+    )
     monkeypatch.setitem(module.CHUNK, "cpu", 40)
     rows = torch.empty(6, 5, 4)
     assert [(len(part), first) for part, first in parts(rows, 10)] == [(2, 10), (2, 12), (2, 14)]
-    assert torch.equal(torch.cat([hashes(7, part, (first, 0, 0)) for part, first in parts(rows, 0)]), whole)
+    assert torch.equal(
+        torch.cat([hashes(7, part, (first, 0, 0)) for part, first in parts(rows, 0)]), whole
+    )
     assert not list(parts(torch.empty(0, 4), 3))

@@ -1,4 +1,5 @@
-"""FlexAttention: how often it is compiled, and that padding changes nothing. Its numbers are in test_attention.py."""
+"""FlexAttention: how often it is compiled, and that padding changes nothing. Its numbers are in
+test_attention.py."""
 
 import pytest
 import torch
@@ -22,13 +23,22 @@ def counted(monkeypatch):
 
     def backend(graph, inputs):
         graphs.append(graph)
-        query = next(i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.ndim == 4 and x.is_floating_point())
+        query = next(
+            i
+            for i, x in enumerate(inputs)
+            if isinstance(x, torch.Tensor) and x.ndim == 4 and x.is_floating_point()
+        )
         return lambda *inputs: (inputs[query].clone(),)
 
     compile_by_torch = torch.compile
     monkeypatch.setattr(flex, "COMPILED_ON", ("cpu",))
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compile_by_torch(function, dynamic=dynamic, backend=backend))
-    monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)  # which refuses gradients on CPUs
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, dynamic: compile_by_torch(function, dynamic=dynamic, backend=backend),
+    )
+    # which refuses gradients on CPUs
+    monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
     flex.compiled_kernel.cache_clear()
     yield graphs
     flex.compiled_kernel.cache_clear()
@@ -36,19 +46,31 @@ def counted(monkeypatch):
 
 @on_cpu
 def test_one_compilation_for_each_window_and_grad_mode_whatever_the_lengths(counted):
-    """The first row has as many blocks as there are heads of keys: sizes that are equal once are no symbol for each other."""
+    """The first row has as many blocks as there are heads of keys: sizes that are equal once are
+    no symbol for each other."""
     for gradient in (True, False):
         for length in (1, 200, 300, 640, 130):
             subtree_ends, positions = random_row(length, length)
-            _, positions, subtree_ends = padded(positions, positions, subtree_ends, whole_blocks(length))
-            tensors = [torch.randn(1, heads, len(subtree_ends), 16, requires_grad=True) for heads in (6, 2, 2)]
+            _, positions, subtree_ends = padded(
+                positions, positions, subtree_ends, whole_blocks(length)
+            )
+            tensors = [
+                torch.randn(1, heads, len(subtree_ends), 16, requires_grad=True)
+                for heads in (6, 2, 2)
+            ]
             for window in (None, 64, 200):
                 with torch.set_grad_enabled(gradient):
                     out = attend_flex(*tensors, TreeMask(subtree_ends, positions), window, 0.25)
                 assert out.shape == (1, len(subtree_ends), 6, 16) and out.requires_grad == gradient
     assert len(counted) == flex.compiled_kernel.cache_info().currsize == 6
-    calls = [node for graph in counted for node in graph.graph.nodes if node.target is torch.ops.higher_order.flex_attention]
-    assert [call.args[6]["IS_DIVISIBLE"] for call in calls] == [True] * 6  # rows are whole blocks: no bound is checked
+    calls = [
+        node
+        for graph in counted
+        for node in graph.graph.nodes
+        if node.target is torch.ops.higher_order.flex_attention
+    ]
+    # rows are whole blocks: no bound is checked
+    assert [call.args[6]["IS_DIVISIBLE"] for call in calls] == [True] * 6
 
 
 def test_rows_have_whole_blocks_on_every_rank():
@@ -63,9 +85,13 @@ def test_padding_changes_no_number(tied_folder, world):
     for each in (row, fill_blocks(row, 1)):
         scores = score(model, each, world)
         (each.advantages * scores.logprobs).sum().backward()
-        found.append((scores.logprobs.detach(), [p.grad.full_tensor().clone() for p in model.parameters()]))
+        found.append(
+            (scores.logprobs.detach(), [p.grad.full_tensor().clone() for p in model.parameters()])
+        )
         model.zero_grad()
     (logprobs, gradients), (same, as_before) = found
-    assert each.padding > 0 and len(each.input_ids) == len(row.input_ids) + each.padding == whole_blocks(len(row.input_ids))
+    assert each.padding > 0 and len(each.input_ids) == len(
+        row.input_ids
+    ) + each.padding == whole_blocks(len(row.input_ids))
     assert (logprobs - same).abs().max() < 2e-6
     assert all((a - b).norm() < 1e-5 * a.norm() for a, b in zip(gradients, as_before, strict=True))

@@ -17,7 +17,8 @@ def dense(logits, temperatures, rows, targets):
 
 
 def near(ours, theirs):
-    """Whether they differ by no more than the roundings of the longest sums: of 101 logits, each of 17 products."""
+    """Whether they differ by no more than the roundings of the longest sums: of 101 logits, each
+    of 17 products."""
     return (ours - theirs).abs().max() <= rounding(101 + 17, float(theirs.abs().max()))
 
 
@@ -25,7 +26,8 @@ def case(dtype=torch.float32):
     torch.manual_seed(0)
     logits = (torch.randn(13, 101) * 4).to(dtype)
     temperatures = torch.tensor([1.0, 0.7, 1.3] * 4 + [2.0])
-    rows = torch.tensor([0, 0, 0, 1, 2, 3, 3, 5, 8, 12, 12])  # several targets of one row; rows without any
+    # several targets of one row; rows without any
+    rows = torch.tensor([0, 0, 0, 1, 2, 3, 3, 5, 8, 12, 12])
     targets = torch.tensor([4, 4, 9, 100, 0, 7, 8, 50, 99, 1, 2])
     return [tensor.to(DEVICE) for tensor in (logits, temperatures, rows, targets, torch.randn(11))]
 
@@ -54,10 +56,18 @@ def test_head_equals_logits_of_the_same_weight(monkeypatch, at_once, bias):
     monkeypatch.setattr(logprobs, "SLICE_BYTES", at_once * 101 * 4)
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 250)
     _, temperatures, rows, targets, grad = case()
-    tensors = [torch.randn(13, 17, device=DEVICE), torch.randn(101, 17, device=DEVICE), torch.randn(101, device=DEVICE)]
-    ours, theirs = ([tensor.clone().requires_grad_() for tensor in tensors[: 2 + bias]] for _ in range(2))
+    tensors = [
+        torch.randn(13, 17, device=DEVICE),
+        torch.randn(101, 17, device=DEVICE),
+        torch.randn(101, device=DEVICE),
+    ]
+    ours, theirs = (
+        [tensor.clone().requires_grad_() for tensor in tensors[: 2 + bias]] for _ in range(2)
+    )
     results = head_logprobs(*ours, *[None] * (not bias), temperatures, rows, targets, True)
-    expected = token_logprobs(torch.nn.functional.linear(*theirs), temperatures, rows, targets, True)
+    expected = token_logprobs(
+        torch.nn.functional.linear(*theirs), temperatures, rows, targets, True
+    )
     bonus = torch.randn(13, device=DEVICE)
     for logprob, entropy in (results, expected):
         ((logprob * grad).sum() + (entropy * bonus).sum()).backward()
@@ -67,13 +77,17 @@ def test_head_equals_logits_of_the_same_weight(monkeypatch, at_once, bias):
 
 def test_a_frozen_head_gets_no_gradient():
     _, temperatures, rows, targets, grad = case()
-    hidden, weight = torch.randn(13, 17, device=DEVICE, requires_grad=True), torch.randn(101, 17, device=DEVICE)
+    hidden, weight = (
+        torch.randn(13, 17, device=DEVICE, requires_grad=True),
+        torch.randn(101, 17, device=DEVICE),
+    )
     head_logprobs(hidden, weight, None, temperatures, rows, targets)[0].backward(grad)
     assert hidden.grad.norm() > 0 and weight.grad is None
 
 
 def test_no_more_logits_exist_than_asked_for(monkeypatch):
-    """40 rows of 1000 logits, 10 rows at once: the largest result of an operation, but for those of the weight's size."""
+    """40 rows of 1000 logits, 10 rows at once: the largest result of an operation, but for those
+    of the weight's size."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -86,9 +100,14 @@ def test_no_more_logits_exist_than_asked_for(monkeypatch):
             return result
 
     monkeypatch.setattr(logprobs, "SLICE_BYTES", 10 * 1000 * 4)
-    hidden, weight = torch.randn(40, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
+    hidden, weight = (
+        torch.randn(40, 8, requires_grad=True),
+        torch.randn(1000, 8, requires_grad=True),
+    )
     with Largest() as largest:
-        values, _ = head_logprobs(hidden, weight, None, torch.ones(40), torch.arange(40), torch.arange(40))
+        values, _ = head_logprobs(
+            hidden, weight, None, torch.ones(40), torch.arange(40), torch.arange(40)
+        )
         values.sum().backward()
     assert largest.elements == 10 * 1000
 
@@ -120,8 +139,12 @@ def test_impossible_tokens_leave_the_entropy_finite(monkeypatch):
     ours, theirs, plain = (hidden.clone().requires_grad_() for _ in range(3))
     found = [
         head_logprobs(ours, weight, bias, temperatures, rows, targets, True),
-        token_logprobs(torch.nn.functional.linear(plain, weight, bias), temperatures, rows, targets, True),
-        dense(torch.nn.functional.linear(theirs, weight[left]), temperatures, rows, places[targets]),
+        token_logprobs(
+            torch.nn.functional.linear(plain, weight, bias), temperatures, rows, targets, True
+        ),
+        dense(
+            torch.nn.functional.linear(theirs, weight[left]), temperatures, rows, places[targets]
+        ),
     ]
     assert left[targets].all()
     for values, entropies in found:
@@ -130,7 +153,9 @@ def test_impossible_tokens_leave_the_entropy_finite(monkeypatch):
     assert all(near(x.grad, theirs.grad) for x in (ours, plain))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.proof)]
+)
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_what_is_compiled_on_gpus_computes_the_same(monkeypatch, backend, entropy_gradient):
     _, temperatures, rows, targets, grad = case()
@@ -138,7 +163,9 @@ def test_what_is_compiled_on_gpus_computes_the_same(monkeypatch, backend, entrop
 
     def run():
         tensors = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
-        values, entropies = head_logprobs(*tensors, None, temperatures, rows, targets, entropy_gradient)
+        values, entropies = head_logprobs(
+            *tensors, None, temperatures, rows, targets, entropy_gradient
+        )
         (values * grad).sum().backward()
         return [values.detach(), entropies.detach(), *(tensor.grad for tensor in tensors)]
 
@@ -146,10 +173,15 @@ def test_what_is_compiled_on_gpus_computes_the_same(monkeypatch, backend, entrop
     monkeypatch.setattr(logprobs, "FUSED_ON", ())
     expected = run()
     compile_by_torch, counter = torch.compile, CompileCounterWithBackend(backend)
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compile_by_torch(function, dynamic=dynamic, backend=counter))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, dynamic: compile_by_torch(function, dynamic=dynamic, backend=counter),
+    )
     monkeypatch.setattr(logprobs, "FUSED_ON", (DEVICE.type,))
     logprobs.fused.cache_clear()
     found = run()
     logprobs.fused.cache_clear()
     assert all(near(a, b) for a, b in zip(found, expected, strict=True))
-    assert sum(len(graph.graph.nodes) > 0 for graph in counter.graphs) <= 2  # another one where temperatures do not begin at 0
+    # another one where temperatures do not begin at 0
+    assert sum(len(graph.graph.nodes) > 0 for graph in counter.graphs) <= 2

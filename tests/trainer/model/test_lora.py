@@ -1,4 +1,5 @@
-"""Adapters against peft and against the base model: values, what is trained, what is stored, and on how many ranks."""
+"""Adapters against peft and against the base model: values, what is trained, what is stored, and
+on how many ranks."""
 
 import json
 
@@ -7,7 +8,13 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rl.config.command_line import build, load_config_or_exit, parse_args, to_toml
 from rl.config.run import ModelConfig, RLConfig
@@ -29,12 +36,15 @@ from tests.trainer.samples import save_checkpoint, toy_step
 RANK = 4
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
 ADAPTERS = 2 * RANK * (4 * (64 + 64) + 3 * (64 + 128))
-"""Numbers in the adapters of the tiny model: 2 layers, each with 4 layers of 64 x 64 and 3 of 64 x 128."""
+"""Numbers in the adapters of the tiny model: 2 layers, each with 4 layers of 64 x 64 and 3 of 64
+x 128."""
 
 
 def adapted(folder, world, dtype="float32", **settings):
     torch.manual_seed(0)
-    settings = TrainerConfig(lora=LoraConfig(rank=RANK, **settings), optim=OptimConfig(lr=1e-2), attention="eager")
+    settings = TrainerConfig(
+        lora=LoraConfig(rank=RANK, **settings), optim=OptimConfig(lr=1e-2), attention="eager"
+    )
     model = load_policy(str(folder), ModelConfig(dtype=dtype), settings, world)
     return model, make_optimizer(model, settings.optim)
 
@@ -60,15 +70,21 @@ def publish(model, path, base, world, dtype="float32"):
 
 
 def plain(folder, dtype="float32"):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPES[dtype], attn_implementation="eager"
+    )
 
 
 def test_settings(capsys):
     lr = ["--orchestrator.environment.id", "e", "--learning_rate", "2e-5"]
     assert build(parse_args(lr)).trainer.lora is None
     assert build(parse_args([*lr, "--trainer.lora"])).trainer.lora == LoraConfig()
-    assert build(parse_args([*lr, "--trainer.lora.targets", "q_proj,v_proj"])).trainer.lora.targets == ["q_proj", "v_proj"]
-    with pytest.raises(ConfigError, match=r"trainer\.lora\.targets = \[\]\s+names no layer; give some"):
+    assert build(
+        parse_args([*lr, "--trainer.lora.targets", "q_proj,v_proj"])
+    ).trainer.lora.targets == ["q_proj", "v_proj"]
+    with pytest.raises(
+        ConfigError, match=r"trainer\.lora\.targets = \[\]\s+names no layer; give some"
+    ):
         build(parse_args([*lr, "--trainer.lora.targets", "[]"]))
     load_config_or_exit([*lr[:2], "--trainer.lora"])
     said = capsys.readouterr().err
@@ -83,11 +99,25 @@ def test_version_0_is_the_base_model(tied_folder, world):
 
 def test_peft_computes_what_the_trainer_computes(trained, tied_folder, world, tmp_path):
     folder = publish(trained[0], tmp_path / "000003", tied_folder, world)
-    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors", "digests.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "digests.json",
+    ]
     config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(tied_folder) and config["r"] == RANK and config["lora_alpha"] == 32.0
-    assert sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values()) == ADAPTERS
-    ours, theirs = logits_of(trained[0]), logits_of(PeftModel.from_pretrained(plain(tied_folder), folder))
+    assert (
+        config["base_model_name_or_path"] == str(tied_folder)
+        and config["r"] == RANK
+        and config["lora_alpha"] == 32.0
+    )
+    assert (
+        sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values())
+        == ADAPTERS
+    )
+    ours, theirs = (
+        logits_of(trained[0]),
+        logits_of(PeftModel.from_pretrained(plain(tied_folder), folder)),
+    )
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
     assert (ours - logits_of(plain(tied_folder))).abs().max() > 0.1
 
@@ -99,7 +129,9 @@ def test_in_bfloat16_adapters_compute_as_bfloat16_weights_do(tied_folder, world,
     dtypes = {("lora_" in name, parameter.dtype) for name, parameter in model.named_parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
     folder = publish(model, tmp_path / "000003", tied_folder, world, "bfloat16")
-    theirs = PeftModel.from_pretrained(plain(tied_folder, "bfloat16"), folder, autocast_adapter_dtype=False)
+    theirs = PeftModel.from_pretrained(
+        plain(tied_folder, "bfloat16"), folder, autocast_adapter_dtype=False
+    )
     assert torch.equal(logits_of(model), logits_of(theirs))
 
 
@@ -111,7 +143,9 @@ def test_only_adapters_are_trained_and_have_optimizer_state(trained, tied_folder
         if not parameter.requires_grad:
             assert torch.equal(whole(parameter), base.pop(name.replace(".base_layer", ""))), name
     assert not base
-    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
+    ]
     assert sum(moment.numel() * moment.element_size() for moment in moments) == 2 * 4 * ADAPTERS
 
 
@@ -125,89 +159,158 @@ def test_without_adapters_it_is_the_base_model(trained, tied_folder, world):
         assert torch.equal(logits_of(model), logits_of(plain(tied_folder)))
     toy_step(model, optimizer)
     toy_step(twin, twins_optimizer)
-    assert all(torch.equal(whole(a), whole(b)) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.equal(whole(a), whole(b))
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_targets(tied_folder, world):
     model, _ = adapted(tied_folder, world, targets=["q_proj", "layers.1.mlp.up_proj"])
     found = {name.partition(".lora_")[0] for name in lora.trainable(model)}
-    assert found == {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
+    assert found == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    }
     for target in ("q_prj", "lm_head", "embed_tokens", "proj"):
         expected = (
-            f"targets: {target} is not a linear layer of LlamaForCausalLM .* choose from down_proj, gate_proj, k_proj, o_proj, q_proj"
+            f"targets: {target} is not a linear layer of LlamaForCausalLM .* choose from "
+            "down_proj, gate_proj, k_proj, o_proj, q_proj"
         )
         with pytest.raises(RunError, match=expected):
             adapted(tied_folder, world, targets=["q_proj", target])
 
 
 def test_fused_experts_are_refused_or_left_out_loudly(capsys):
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1, "num_experts": 4}
-    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 50, "num_experts_per_tok": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_experts": 4,
+    }
+    sizes |= {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "vocab_size": 50,
+        "num_experts_per_tok": 2,
+    }
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
     wanted = (
-        r'nor what holds all experts of a layer\); choose from k_proj, o_proj, q_proj, v_proj, or all-linear; "experts" in .* trains them'
+        r"nor what holds all experts of a layer\); choose from k_proj, o_proj, q_proj, v_proj, "
+        r'or all-linear; "experts" in .* trains them'
     )
     with pytest.raises(RunError, match=f"gate_up_proj is not a linear layer of .*{wanted}"):
         lora.add_adapters(model, LoraConfig(targets=["gate_up_proj"]))
     lora.add_adapters(model, LoraConfig())
     said = capsys.readouterr().err
-    assert "down_proj, gate_up_proj hold all experts of a layer in one parameter and stay frozen" in said
+    assert (
+        "down_proj, gate_up_proj hold all experts of a layer in one parameter and stay frozen"
+        in said
+    )
     assert said.endswith('; "experts" in trainer.lora.targets trains them\n')
-    assert {name.split(".")[4] for name in lora.trainable(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.split(".")[4] for name in lora.trainable(model)} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts_with_adapters_are_peft_s(family, tmp_path, world):
-    """Matrices that are stored either way round, with biases and without: values, gradients, what is merged and what is served."""
-    base = make_tiny_model(tmp_path / "base", CONFIGS[family] | {"initializer_range": 0.05, "output_router_logits": False})
+    """Matrices that are stored either way round, with biases and without: values, gradients,
+    what is merged and what is served."""
+    base = make_tiny_model(
+        tmp_path / "base",
+        CONFIGS[family] | {"initializer_range": 0.05, "output_router_logits": False},
+    )
     model, optimizer = adapted(base, world, targets=["experts"])
     for _ in range(3):
         toy_step(model, optimizer)
-    assert {name.rpartition(".lora_")[0].partition(".mlp.")[2] for name in lora.trainable(model)} == {"experts", "experts.base_layer"}
+    assert {
+        name.rpartition(".lora_")[0].partition(".mlp.")[2] for name in lora.trainable(model)
+    } == {"experts", "experts.base_layer"}
     folder = publish(model, tmp_path / "000003", base, world)
     theirs = PeftModel.from_pretrained(plain(base), folder, is_trainable=True)
     ours, logits = logits_of(model), logits_of(theirs)
-    assert torch.allclose(ours, logits, rtol=0, atol=1e-5) and (ours - logits_of(plain(base))).abs().max() > 0.1
+    assert (
+        torch.allclose(ours, logits, rtol=0, atol=1e-5)
+        and (ours - logits_of(plain(base))).abs().max() > 0.1
+    )
     for each in (model, theirs):
         each(input_ids=IDS).logits.square().mean().backward()
-    expected = {lora.name_in_file(name): p.grad for name, p in theirs.base_model.model.named_parameters() if p.grad is not None}
+    expected = {
+        lora.name_in_file(name): p.grad
+        for name, p in theirs.base_model.model.named_parameters()
+        if p.grad is not None
+    }
     for name, parameter in lora.trainable(model).items():
         wanted = expected.pop(lora.name_in_file(name))
         assert (whole(parameter.grad) - wanted).norm() <= 1e-5 * wanted.norm(), name
     assert not expected
     with lora.without_adapters(model):
         assert torch.equal(logits_of(model), logits_of(plain(base)))
-    exported = load(Origin(base, LoraConfig(rank=RANK, targets=["experts"]), version=folder), torch.float32)
+    exported = load(
+        Origin(base, LoraConfig(rank=RANK, targets=["experts"]), version=folder), torch.float32
+    )
     lora.merge_adapters(exported)
     assert torch.allclose(logits_of(exported), logits, rtol=0, atol=1e-5)
     assert exported.state_dict().keys() == plain(base).state_dict().keys()
 
 
 def test_routers_that_do_more_than_their_product_have_no_adapter(tmp_path, world):
-    """A router's module may choose the experts as well: peft cannot add anything to what it returns."""
+    """A router's module may choose the experts as well: peft cannot add anything to what it
+    returns."""
     folder = make_tiny_model(tmp_path / "moe", CONFIGS["phimoe"] | {"tie_word_embeddings": False})
     model, _ = adapted(folder, world)
-    assert {name.split(".")[-4] for name in lora.trainable(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.split(".")[-4] for name in lora.trainable(model)} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
     assert torch.equal(logits_of(model), plain(folder)(IDS).logits)
 
 
-STATES = {"model_type": "jamba", **SIZES, "mamba_dt_rank": 4, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1}
+STATES = {
+    "model_type": "jamba",
+    **SIZES,
+    "mamba_dt_rank": 4,
+    "num_experts": 1,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+}
 LAYERS = {
-    "falcon_h1": "down_proj gate_proj in_proj k_proj o_proj q_proj up_proj v_proj",  # without out_proj, which peft refuses
-    "jamba": "down_proj gate_proj in_proj k_proj o_proj q_proj up_proj v_proj x_proj",  # without dt_proj, whose weight alone is used
-    "deepseek_v3": "down_proj gate_proj kv_a_proj_with_mqa kv_b_proj o_proj q_proj up_proj",  # of the shared experts, not of the others
+    # without out_proj, which peft refuses
+    "falcon_h1": "down_proj gate_proj in_proj k_proj o_proj q_proj up_proj v_proj",
+    # without dt_proj, whose weight alone is used
+    "jamba": "down_proj gate_proj in_proj k_proj o_proj q_proj up_proj v_proj x_proj",
+    # of the shared experts, not of the others
+    "deepseek_v3": "down_proj gate_proj kv_a_proj_with_mqa kv_b_proj o_proj q_proj up_proj",
 }
 
 
 @pytest.mark.parametrize("family", LAYERS)
 def test_every_adapter_of_all_linear_is_of_a_linear_layer_and_learns(family, tmp_path, capsys):
-    """peft moved the adapters of shared experts to the routed ones, refused those of Mamba's, and made some that had no gradient."""
-    config = CONFIGS[family] if family in CONFIGS else STATES if family == "jamba" else WITH_EXPERTS[family]
+    """peft moved the adapters of shared experts to the routed ones, refused those of Mamba's,
+    and made some that had no gradient."""
+    config = (
+        CONFIGS[family]
+        if family in CONFIGS
+        else STATES
+        if family == "jamba"
+        else WITH_EXPERTS[family]
+    )
     model = plain(make_tiny_model(tmp_path / "base", config))
     lora.add_adapters(model, LoraConfig(rank=RANK))
     assert {type(layer).__name__ for layer in lora.layers(model).values()} == {"Linear"}
     assert {name.rpartition(".")[2] for name in lora.layers(model)} == set(LAYERS[family].split())
-    assert ("out_proj get no adapter, which would never learn" in capsys.readouterr().err) == (family != "deepseek_v3")
+    assert ("out_proj get no adapter, which would never learn" in capsys.readouterr().err) == (
+        family != "deepseek_v3"
+    )
     model(input_ids=IDS).logits.square().mean().backward()
     assert all(p.grad.norm() > 0 for name, p in lora.trainable(model).items() if ".lora_B." in name)
 
@@ -215,7 +318,12 @@ def test_every_adapter_of_all_linear_is_of_a_linear_layer_and_learns(family, tmp
 def test_adapters_of_shared_experts_are_loaded_as_they_were_trained(tmp_path):
     """peft alone takes them for those of the routed experts: 2 nats off."""
     base = make_tiny_model(tmp_path / "base", WITH_EXPERTS["deepseek_v3"])
-    values = {"name": "run", "output_dir": str(tmp_path / "run"), "model": {"name": str(base)}, "trainer": {"lora": True}}
+    values = {
+        "name": "run",
+        "output_dir": str(tmp_path / "run"),
+        "model": {"name": str(base)},
+        "trainer": {"lora": True},
+    }
     config = RLConfig.model_validate(values | {"orchestrator": {"environment": [{"id": "test"}]}})
     write_file(config.run_dir.config, to_toml(config).encode())
     model = plain(base)
@@ -223,8 +331,13 @@ def test_adapters_of_shared_experts_are_loaded_as_they_were_trained(tmp_path):
     for parameter in lora.trainable(model).values():
         torch.nn.init.normal_(parameter, std=0.2)
     versions.snapshot(model, base, torch.float32, {}).write(config.run_dir.weights(1))
-    loaded = Run(config.run_dir.root).load_model(1, dtype=torch.float32, attn_implementation="eager")
-    assert loaded.config.model_type == "deepseek_v3" and (logits_of(model) - logits_of(plain(base))).abs().max() > 0.1
+    loaded = Run(config.run_dir.root).load_model(
+        1, dtype=torch.float32, attn_implementation="eager"
+    )
+    assert (
+        loaded.config.model_type == "deepseek_v3"
+        and (logits_of(model) - logits_of(plain(base))).abs().max() > 0.1
+    )
     assert torch.allclose(logits_of(loaded), logits_of(model), rtol=0, atol=1e-5)
 
 
@@ -243,7 +356,9 @@ def test_merged_equals_adapters_also_with_transposed_weights():
     assert [name for name, _ in model.named_parameters()] == names and not lora.has_adapters(model)
 
 
-def test_checkpoints_hold_adapters_alone_and_resume_bit_for_bit(trained, tied_folder, world, tmp_path):
+def test_checkpoints_hold_adapters_alone_and_resume_bit_for_bit(
+    trained, tied_folder, world, tmp_path
+):
     save_checkpoint(tmp_path / "000003", 3, *trained, world)
     stored = FileSystemReader(tmp_path / "000003").read_metadata().state_dict_metadata
     assert len(stored) == 4 * len(lora.trainable(trained[0])) + 1  # weight, two moments, step; RNG
@@ -252,7 +367,10 @@ def test_checkpoints_hold_adapters_alone_and_resume_bit_for_bit(trained, tied_fo
     other = adapted(tied_folder, world)
     assert checkpoint.load(*checkpoint.newest(tmp_path, world), *other, world) == 3
     toy_step(*other)
-    assert all(torch.equal(whole(a), whole(b)) for a, b in zip(trained[0].parameters(), other[0].parameters(), strict=True))
+    assert all(
+        torch.equal(whole(a), whole(b))
+        for a, b in zip(trained[0].parameters(), other[0].parameters(), strict=True)
+    )
     fewer = adapted(tied_folder, world, targets=["q_proj"])
     with pytest.raises(RunError, match="another model"):
         checkpoint.load(*checkpoint.newest(tmp_path, world), *fewer, world)

@@ -1,4 +1,5 @@
-"""The packed model against the plain one, and against itself: values, gradients, and what it does not depend on."""
+"""The packed model against the plain one, and against itself: values, gradients, and what it
+does not depend on."""
 
 import weakref
 
@@ -60,18 +61,23 @@ def backward(model, world, batch, max_tokens=4096):
 
 def reference(folder, batch):
     """The same one sample at a time, in plain transformers and torch."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     scored = {}
     for place, sample in enumerate(batch.samples):
         logprobs, entropies = plain_scores(model, sample)
         (torch.tensor(sample.advantages) * logprobs + ENTROPY * entropies).sum().backward()
-        for t, *values in zip(sample.trained.tolist(), logprobs.tolist(), entropies.tolist(), strict=True):
+        for t, *values in zip(
+            sample.trained.tolist(), logprobs.tolist(), entropies.tolist(), strict=True
+        ):
             scored[place, t] = tuple(values)
     return {name: p.grad for name, p in model.named_parameters()}, scored
 
 
 def assert_same(found, expected, operations=OPERATIONS):
-    """`operations`: roundings by which two computations may differ, of the largest log-probability and of a gradient's norm."""
+    """`operations`: roundings by which two computations may differ, of the largest
+    log-probability and of a gradient's norm."""
     gradients, scored = found
     tolerance = rounding(operations)
     largest = max(abs(value) for values in expected[1].values() for value in values)
@@ -79,7 +85,9 @@ def assert_same(found, expected, operations=OPERATIONS):
     for key, values in scored.items():
         assert values == pytest.approx(expected[1][key], abs=tolerance * largest), key
     for name, gradient in gradients.items():
-        assert (gradient - expected[0][name]).norm() <= tolerance * expected[0][name].norm().clamp(min=1e-3), name
+        assert (gradient - expected[0][name]).norm() <= tolerance * expected[0][name].norm().clamp(
+            min=1e-3
+        ), name
 
 
 VARIANTS = [
@@ -93,15 +101,19 @@ VARIANTS = [
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_variants_compute_the_same(tied_folder, world, variant):
     batch = branching_batch()
-    operations = 8 if variant.keys() == {"activation_checkpointing"} else OPERATIONS  # the same operations again, or in another order
+    # the same operations again, or in another order
+    operations = 8 if variant.keys() == {"activation_checkpointing"} else OPERATIONS
     assert_same(
-        backward(policy(tied_folder, world, **variant), world, batch), backward(policy(tied_folder, world), world, batch), operations
+        backward(policy(tied_folder, world, **variant), world, batch),
+        backward(policy(tied_folder, world), world, batch),
+        operations,
     )
 
 
 @pytest.mark.proof
 def test_experts_stay_out_of_the_graph_of_their_compiled_layer(world, tmp_path, caplog):
-    """In float32 torch could not compile the loop that transformers puts in a graph, and went on uncompiled with pages of warnings."""
+    """In float32 torch could not compile the loop that transformers puts in a graph, and went on
+    uncompiled with pages of warnings."""
     folder = make_tiny_model(tmp_path / "experts", CONFIGS["qwen3_moe"])
     compiled = backward(policy(folder, world, compile=True), world, branching_batch())
     assert "Backend compiler exception" not in caplog.text
@@ -110,27 +122,48 @@ def test_experts_stay_out_of_the_graph_of_their_compiled_layer(world, tmp_path, 
 
 def test_eager_attention_has_the_windows_too(world, tmp_path):
     folder = make_tiny_model(tmp_path / "gemma3", CONFIGS["gemma3"])
-    assert_same(backward(policy(folder, world, attention="eager"), world, branching_batch()), reference(folder, branching_batch()))
+    assert_same(
+        backward(policy(folder, world, attention="eager"), world, branching_batch()),
+        reference(folder, branching_batch()),
+    )
 
 
 def test_command_models_have_the_windows_that_inference_has(world, tmp_path):
-    """One token more than transformers': 2e-2 nats off vLLM at the tokens behind the first window before."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    """One token more than transformers': 2e-2 nats off vLLM at the tokens behind the first
+    window before."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-    model = policy(make_tiny_model(tmp_path / "cohere2", {"model_type": "cohere2", **sizes, **kinds}), world)
-    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [5, None] and layer_windows(model) == [5, None]
+    model = policy(
+        make_tiny_model(tmp_path / "cohere2", {"model_type": "cohere2", **sizes, **kinds}), world
+    )
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [
+        5,
+        None,
+    ] and layer_windows(model) == [5, None]
 
 
 def test_models_that_change_their_logits_are_scored_from_logits(world, tmp_path):
-    folder = make_tiny_model(tmp_path / "gemma3", CONFIGS["gemma3"] | {"final_logit_softcapping": 3.0})
+    folder = make_tiny_model(
+        tmp_path / "gemma3", CONFIGS["gemma3"] | {"final_logit_softcapping": 3.0}
+    )
     model = policy(folder, world)
     assert_same(backward(model, world, branching_batch()), reference(folder, branching_batch()))
     assert not model.get_output_embeddings().forward.fused
 
 
-def test_the_pass_that_finds_changed_logits_is_forgotten_before_the_next(world, tmp_path, monkeypatch):
+def test_the_pass_that_finds_changed_logits_is_forgotten_before_the_next(
+    world, tmp_path, monkeypatch
+):
     """The activations of both were in memory at once, which a GPU may lack."""
-    folder = make_tiny_model(tmp_path / "gemma3", CONFIGS["gemma3"] | {"final_logit_softcapping": 3.0})
+    folder = make_tiny_model(
+        tmp_path / "gemma3", CONFIGS["gemma3"] | {"final_logit_softcapping": 3.0}
+    )
     outputs, alive, call = [], [], head.call
 
     def noted(*args):
@@ -170,12 +203,14 @@ def products_and_attentions(folder, world, kind):
 def test_only_recomputed_layers_compute_a_product_again(tied_folder, world):
     none, full = (products_and_attentions(tied_folder, world, kind) for kind in ("none", "full"))
     assert none[1] == 2
-    assert full[1] == 4 and full[0] >= none[0] + 2 * 6  # the last product of a layer is needed by nothing in it
+    # the last product of a layer is needed by nothing in it
+    assert full[1] == 4 and full[0] >= none[0] + 2 * 6
 
 
 def test_own_logprobs_give_ratio_one(model_folder, world):
     model = policy(model_folder, world)
-    optimizer = make_optimizer(model, TrainerConfig().optim)  # of sharded parameters, which a forward pass would gather
+    # of sharded parameters, which a forward pass would gather
+    optimizer = make_optimizer(model, TrainerConfig().optim)
     batch = TrainBatch(step=1, samples=[s for s in make_batch(3).samples if s.group_id == 0])
     (row,) = rows_of(batch)
     own = score(model, row, world)
@@ -189,10 +224,18 @@ def test_published_weights_load_in_transformers(model_folder, world, tmp_path):
     model = policy(model_folder, world)
     version = versions.snapshot(model, model_folder, torch.float32, {})
     version.write(tmp_path / "000001")
-    with opened(version.in_memory) as image:  # what servers of this host read before the folder is there
-        assert tensor_digests(image) == tensor_digests(tmp_path / "000001" / "model.safetensors") == version.digests
+    # what servers of this host read before the folder is there
+    with opened(version.in_memory) as image:
+        assert (
+            tensor_digests(image)
+            == tensor_digests(tmp_path / "000001" / "model.safetensors")
+            == version.digests
+        )
     ids = torch.tensor([[5, 6, 7, 8, 9]])
-    published, base = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (tmp_path / "000001", model_folder))
+    published, base = (
+        AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32)
+        for f in (tmp_path / "000001", model_folder)
+    )
     assert torch.equal(published(ids).logits, base(ids).logits)
     assert published.config.tie_word_embeddings == base.config.tie_word_embeddings
 
@@ -212,38 +255,63 @@ def test_a_loss_that_is_not_finite_changes_nothing(tied_folder, world):
     optimizer = make_optimizer(model, TrainerConfig().optim)
     before = [p.full_tensor().clone() for p in model.parameters()]
     with pytest.raises(RunError, match="nan") as caught:
-        step(model, optimizer, ready(make_sample([5, 6], [7], advantage=float("nan"), logprobs=[0, 0, -5.5])), world)
+        step(
+            model,
+            optimizer,
+            ready(make_sample([5, 6], [7], advantage=float("nan"), logprobs=[0, 0, -5.5])),
+            world,
+        )
     assert caught.value.exit_code == RESTART
-    assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True)
+    )
 
 
 def test_a_head_stays_tied_to_an_embedding_in_a_block(world, tmp_path):
-    """BERT's embeddings are a module that transformers would not split; sharded alone, they left the head without values."""
+    """BERT's embeddings are a module that transformers would not split; sharded alone, they left
+    the head without values."""
     model = policy(make_tiny_model(tmp_path / "bert", CONFIGS["bert"]), world)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 @on_cpu
-def test_windows_and_implementations_that_the_attention_does_not_see_are_refused(tied_folder, world):
+def test_windows_and_implementations_that_the_attention_does_not_see_are_refused(
+    tied_folder, world
+):
     model = policy(tied_folder, world)
     (row,) = rows_of(make_batch(1))
     model.config.layer_types = ["full_attention", "sliding_attention"]
     model.config.sliding_window = 4
-    with pytest.raises(RunError, match=r"window of 4 tokens to its attention function; set trainer.attention = auto"):
+    with pytest.raises(
+        RunError,
+        match=r"window of 4 tokens to its attention function; set trainer.attention = auto",
+    ):
         score(model, row, world)
     model.config._attn_implementation = "sdpa"
-    with pytest.raises(RunError, match=r"does not call its attention function; set trainer.attention = auto"):
+    with pytest.raises(
+        RunError, match=r"does not call its attention function; set trainer.attention = auto"
+    ):
         score(model, row, world)
 
 
-@pytest.mark.parametrize(("mode", "setting", "expected"), [("flex", None, 2), ("blocks", None, 0), ("flex", False, 0), ("blocks", True, 2)])
-def test_layers_are_compiled_by_default_where_attention_is_flex(tied_folder, world, monkeypatch, capsys, mode, setting, expected):
+@pytest.mark.parametrize(
+    ("mode", "setting", "expected"),
+    [("flex", None, 2), ("blocks", None, 0), ("flex", False, 0), ("blocks", True, 2)],
+)
+def test_layers_are_compiled_by_default_where_attention_is_flex(
+    tied_folder, world, monkeypatch, capsys, mode, setting, expected
+):
     compiled_layers = []
-    monkeypatch.setattr("rl.trainer.model.policy.compiled", lambda forward, remedy: compiled_layers.append(forward) or forward)
+    monkeypatch.setattr(
+        "rl.trainer.model.policy.compiled",
+        lambda forward, remedy: compiled_layers.append(forward) or forward,
+    )
     model = AutoModelForCausalLM.from_pretrained(tied_folder)
     change_layers(model, TrainerConfig(compile=setting), mode, world)
     assert len(compiled_layers) == expected
-    assert ("trainer.compile: true, the default" in capsys.readouterr().out) == (mode == "flex" and setting is None)
+    assert ("trainer.compile: true, the default" in capsys.readouterr().out) == (
+        mode == "flex" and setting is None
+    )
 
 
 @on_cpu
@@ -255,4 +323,6 @@ def test_flex_attention_needs_a_gpu(tied_folder, world):
 def test_experts_are_chosen_without_noise(world, tmp_path):
     model = policy(make_tiny_model(tmp_path / "moe", CONFIGS["qwen3_moe"]), world)
     (row,) = rows_of(make_batch(1))
-    assert model.training and torch.equal(score(model, row, world).logprobs, score(model, row, world).logprobs)
+    assert model.training and torch.equal(
+        score(model, row, world).logprobs, score(model, row, world).logprobs
+    )

@@ -1,4 +1,5 @@
-"""The frozen reference: it scores as the model that it was loaded from, whatever the policy has become; and the terms beside the loss."""
+"""The frozen reference: it scores as the model that it was loaded from, whatever the policy has
+become; and the terms beside the loss."""
 
 import json
 
@@ -22,7 +23,9 @@ from tests.trainer.samples import make_batch, pack_alone
 
 def make_config(dtype="float32", lora=False, **loss):
     trainer = {"loss": loss, "lora": lora}
-    return RLConfig.model_validate({"model": {"dtype": dtype, "max_model_len": 512}, "trainer": trainer})
+    return RLConfig.model_validate(
+        {"model": {"dtype": dtype, "max_model_len": 512}, "trainer": trainer}
+    )
 
 
 def packed_batch():
@@ -41,7 +44,12 @@ def test_it_stays_what_the_policy_was(tied_folder, world, dtype, lora):
     (batch,) = packed.micro_batches
     first = reference_logprobs(reference, batch, world)
     assert not first.requires_grad and torch.equal(first, score(policy, batch, world).logprobs)
-    steps = [train_step(TrainContext(policy, optimizer, config.trainer, world, reference), packed, 1e-2, Timer()) for _ in range(3)]
+    steps = [
+        train_step(
+            TrainContext(policy, optimizer, config.trainer, world, reference), packed, 1e-2, Timer()
+        )
+        for _ in range(3)
+    ]
     assert torch.equal(reference_logprobs(reference, batch, world), first)
     assert (score(policy, batch, world).logprobs - first).abs().max() > 0.01
     assert all(step["optim/grad_norm"] > 0 for step in steps)
@@ -53,8 +61,14 @@ def test_it_holds_the_weights_once_in_the_dtype_that_is_computed_in(tied_folder,
     reference = load_reference(config, str(tied_folder), policy, world)
     reference_logprobs(reference, packed_batch().micro_batches[0], world)
     parameters = list(reference.parameters())
-    assert {p.dtype for p in parameters} == {torch.bfloat16} and not any(p.requires_grad for p in parameters)
-    groups = [module._get_fsdp_state()._fsdp_param_group for module in reference.modules() if isinstance(module, FSDPModule)]
+    assert {p.dtype for p in parameters} == {torch.bfloat16} and not any(
+        p.requires_grad for p in parameters
+    )
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group
+        for module in reference.modules()
+        if isinstance(module, FSDPModule)
+    ]
     assert len(groups) == 3 and all(group.is_sharded for group in groups if group)
 
 
@@ -65,16 +79,23 @@ def test_another_model_as_reference(tied_folder, world, tmp_path):
     reference = load_reference(config, str(tied_folder), policy, world)
     (batch,) = packed_batch().micro_batches
     alone = load_policy(str(other), config.model, TrainerConfig(), world)
-    assert torch.equal(reference_logprobs(reference, batch, world), score(alone, batch, world).logprobs)
-    assert not torch.equal(reference_logprobs(reference, batch, world), score(policy, batch, world).logprobs)
+    assert torch.equal(
+        reference_logprobs(reference, batch, world), score(alone, batch, world).logprobs
+    )
+    assert not torch.equal(
+        reference_logprobs(reference, batch, world), score(policy, batch, world).logprobs
+    )
 
 
 def test_a_reference_needs_no_chat_template(tied_folder, world, tmp_path):
-    """It scores tokens. The remedy that was given, model.chat_template, would have replaced the policy's."""
+    """It scores tokens. The remedy that was given, model.chat_template, would have replaced the
+    policy's."""
     other = make_tiny_model(tmp_path / "base-model", seed=1)
     (other / "chat_template.jinja").unlink(missing_ok=True)
     settings = json.loads((other / "tokenizer_config.json").read_text())
-    (other / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in settings.items() if key != "chat_template"}))
+    (other / "tokenizer_config.json").write_text(
+        json.dumps({key: value for key, value in settings.items() if key != "chat_template"})
+    )
     with pytest.raises(RunError, match="has no chat template"):
         resolve_model(ModelConfig(name=str(other)))
     config = make_config(lora=True, kl_coefficient=0.1, kl_reference=str(other))
@@ -84,8 +105,18 @@ def test_a_reference_needs_no_chat_template(tied_folder, world, tmp_path):
 
 def test_what_cannot_be_a_reference(tied_folder, world):
     policy = load_policy(str(tied_folder), make_config().model, TrainerConfig(), world)
-    with pytest.raises(RunError, match=r"trainer\.loss\.kl_reference: .*no such folder; give an existing one"):
-        load_reference(make_config(kl_coefficient=0.1, kl_reference="/nowhere"), str(tied_folder), policy, world)
+    with pytest.raises(
+        RunError, match=r"trainer\.loss\.kl_reference: .*no such folder; give an existing one"
+    ):
+        load_reference(
+            make_config(kl_coefficient=0.1, kl_reference="/nowhere"),
+            str(tied_folder),
+            policy,
+            world,
+        )
     policy.config.vocab_size += 1
-    with pytest.raises(RunError, match=r"trainer\.loss\.kl_reference: .* has another vocabulary than .*same token ids"):
+    with pytest.raises(
+        RunError,
+        match=r"trainer\.loss\.kl_reference: .* has another vocabulary than .*same token ids",
+    ):
         load_reference(make_config(kl_coefficient=0.1), str(tied_folder), policy, world)

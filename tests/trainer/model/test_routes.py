@@ -1,4 +1,5 @@
-"""Router replay against plain transformers, whose routers are replaced by the formula of each family."""
+"""Router replay against plain transformers, whose routers are replaced by the formula of each
+family."""
 
 from dataclasses import replace
 
@@ -26,7 +27,8 @@ from tests.trainer.samples import branching_batch, make_batch, pack_alone, plain
 from tests.trainer.test_replay import STEPS, make_config, record, replay
 
 CHECKED = MODELS | {
-    "qwen3_moe": MODELS["qwen3_moe"] | {"output_router_logits": False},  # their loss wants plain masks
+    # their loss wants plain masks
+    "qwen3_moe": MODELS["qwen3_moe"] | {"output_router_logits": False},
     "gemma4": GEMMA4 | {"initializer_range": 0.05},
 }
 
@@ -47,12 +49,17 @@ def scored(model, batch, world):
     model.zero_grad()
     logprobs = score(model, batch, world).logprobs
     (logprobs * batch.advantages).sum().backward()
-    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: whole(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     return logprobs.detach(), gradients, routers_of(model).taken()
 
 
 def route_plain(model, routes: torch.Tensor, kind: str) -> None:
-    """Replaces the routers of plain transformers: each layer's experts are `routes` [T, layers, 2], weighted by the family's formula."""
+    """Replaces the routers of plain transformers: each layer's experts are `routes` [T, layers,
+    2], weighted by the family's formula."""
 
     def qwen3_moe(gate, hidden, route):
         weights = linear(hidden, gate.weight).softmax(-1).gather(1, route)
@@ -74,12 +81,15 @@ def route_plain(model, routes: torch.Tensor, kind: str) -> None:
     for number, layer in enumerate(model.model.layers):
         block = getattr(layer, "mlp", layer) if kind != "gemma4" else layer
         if gate := getattr(block, "gate", None) or getattr(block, "router", None):
-            gate.forward = lambda hidden, gate=gate, number=number: formula(gate, hidden, routes[:, number].long())
+            gate.forward = lambda hidden, gate=gate, number=number: formula(
+                gate, hidden, routes[:, number].long()
+            )
 
 
 @torch.no_grad()
 def chosen_by_plain(folder: str, ids: list[int]) -> torch.Tensor:
-    """The experts that plain transformers sends each token to, ascending: [T, layers with experts, 2]."""
+    """The experts that plain transformers sends each token to, ascending: [T, layers with
+    experts, 2]."""
     model, chosen = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), []
     for experts in experts_of(model).values():
         experts.register_forward_pre_hook(lambda _, inputs: chosen.append(inputs[1]))
@@ -87,7 +97,9 @@ def chosen_by_plain(folder: str, ids: list[int]) -> torch.Tensor:
     return torch.stack(chosen, 1).sort().values.to(torch.uint8)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3", pytest.param("gemma4", marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe", "gpt_oss", "deepseek_v3", pytest.param("gemma4", marks=pytest.mark.proof)]
+)
 def test_routes_of_another_model_give_what_plain_transformers_gives_with_them(folder, world, kind):
     sample = make_batch(1, groups=1, group_size=1).samples[0]
     (batch,) = pack_alone(TrainBatch(step=1, samples=[sample])).micro_batches
@@ -98,12 +110,18 @@ def test_routes_of_another_model_give_what_plain_transformers_gives_with_them(fo
     )
     free, found = scored(model, batch, world), scored(model, replace(batch, routes=routes), world)
     assert found[2].equal(routes) and not free[2].equal(routes)
-    plain = AutoModelForCausalLM.from_pretrained(folder(kind), attn_implementation="eager", experts_implementation="eager")
+    plain = AutoModelForCausalLM.from_pretrained(
+        folder(kind), attn_implementation="eager", experts_implementation="eager"
+    )
     logprobs = []
     for given in (free, found):
         plain.zero_grad()
-        width = sample.num_tokens, *given[2].view(len(given[2]), routers_of(model).layers, -1).shape[1:]
-        padded = torch.arange(2, dtype=torch.uint8).expand(width).clone()  # the last token is no input of ours
+        width = (
+            sample.num_tokens,
+            *given[2].view(len(given[2]), routers_of(model).layers, -1).shape[1:],
+        )
+        # the last token is no input of ours
+        padded = torch.arange(2, dtype=torch.uint8).expand(width).clone()
         padded[: len(given[2])] = given[2].view(len(given[2]), *width[1:])
         route_plain(plain, padded, kind)
         logprobs.append(plain_scores(plain, sample)[0])
@@ -118,7 +136,8 @@ def test_routes_of_another_model_give_what_plain_transformers_gives_with_them(fo
 
 @pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": "full"}])
 def test_own_routes_give_the_same_bits(folder, world, settings):
-    """As the routers choose freely, with and without replay; and routes that are given are also those of recomputed layers."""
+    """As the routers choose freely, with and without replay; and routes that are given are also
+    those of recomputed layers."""
     (batch,) = pack_alone(branching_batch()).micro_batches
     model = load(folder("qwen3_moe"), world, router_replay="trainer", **settings)
     off = load(folder("qwen3_moe"), world, **settings)
@@ -129,40 +148,77 @@ def test_own_routes_give_the_same_bits(folder, world, settings):
     off.zero_grad()
     logprobs = score(off, batch, world).logprobs
     (logprobs * batch.advantages).sum().backward()
-    assert free[0].equal(again[0]) and free[0].equal(logprobs.detach()) and batch.routes.equal(again[2])
+    assert (
+        free[0].equal(again[0])
+        and free[0].equal(logprobs.detach())
+        and batch.routes.equal(again[2])
+    )
     gradients = {name: whole(parameter.grad) for name, parameter in off.named_parameters()}
-    assert all(free[1][name].equal(again[1][name]) and free[1][name].equal(gradient) for name, gradient in gradients.items())
+    assert all(
+        free[1][name].equal(again[1][name]) and free[1][name].equal(gradient)
+        for name, gradient in gradients.items()
+    )
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.proof
 def test_compiled_layers_take_the_routes(folder, world):
     """Their experts and routers stay out of the graph; recomputation takes the routes, too."""
-    plain, ours = (load(folder("qwen3_moe"), world, router_replay="engine", **more)
-                   for more in ({}, {"compile": True, "activation_checkpointing": "full"}))  # fmt: skip
+    plain, ours = (
+        load(folder("qwen3_moe"), world, router_replay="engine", **more)
+        for more in ({}, {"compile": True, "activation_checkpointing": "full"})
+    )
     batch = branching_batch()
     give_routes(batch, layers=2, experts=8)
     for samples in (batch.samples, batch.samples[:9]):
-        for rows in (pack_alone(TrainBatch(step=5, samples=samples)), pack_alone(TrainBatch(step=5, samples=make_batch(2).samples))):
-            found, expected = (scored(model, rows.micro_batches[0], world) for model in (ours, plain))
+        for rows in (
+            pack_alone(TrainBatch(step=5, samples=samples)),
+            pack_alone(TrainBatch(step=5, samples=make_batch(2).samples)),
+        ):
+            found, expected = (
+                scored(model, rows.micro_batches[0], world) for model in (ours, plain)
+            )
             torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
             assert found[2].equal(expected[2])
             for name, gradient in expected[1].items():
-                assert (found[1][name] - gradient).norm() <= 1e-5 * gradient.norm().clamp(min=1e-4), name
+                assert (found[1][name] - gradient).norm() <= 1e-5 * gradient.norm().clamp(
+                    min=1e-4
+                ), name
 
 
 def test_rounding_changes_no_route_of_replay(folder, world):
-    """float32 is the sampler, bfloat16 the trainer: what is left of their mismatch KL is the rounding of the same experts."""
+    """float32 is the sampler, bfloat16 the trainer: what is left of their mismatch KL is the
+    rounding of the same experts."""
     (batch,) = pack_alone(
-        TrainBatch(step=1, samples=[*branching_batch().samples, *make_batch(2, groups=16, answer=24).samples])
+        TrainBatch(
+            step=1,
+            samples=[*branching_batch().samples, *make_batch(2, groups=16, answer=24).samples],
+        )
     ).micro_batches
-    sampler, trainer = (load(folder("qwen3_moe"), world, dtype, router_replay="engine") for dtype in ("float32", "bfloat16"))
+    sampler, trainer = (
+        load(folder("qwen3_moe"), world, dtype, router_replay="engine")
+        for dtype in ("float32", "bfloat16")
+    )
     with torch.no_grad():
         sampled = score(sampler, batch, world).logprobs
         routes = routers_of(sampler).taken()
-        kls = [parity_of((score(trainer, replace(batch, routes=given), world).logprobs - sampled).tolist()).kl for given in (None, routes)]
-        flipped = (score(trainer, batch, world), routers_of(trainer).taken())[1].ne(routes).any(1).float().mean()
-    print(f"routes changed at {flipped:.1%} of the tokens; mismatch KL {kls[0]:.2e} without replay, {kls[1]:.2e} with it")
+        kls = [
+            parity_of(
+                (score(trainer, replace(batch, routes=given), world).logprobs - sampled).tolist()
+            ).kl
+            for given in (None, routes)
+        ]
+        flipped = (
+            (score(trainer, batch, world), routers_of(trainer).taken())[1]
+            .ne(routes)
+            .any(1)
+            .float()
+            .mean()
+        )
+    print(
+        f"routes changed at {flipped:.1%} of the tokens; mismatch KL {kls[0]:.2e} without "
+        f"replay, {kls[1]:.2e} with it"
+    )
     assert flipped > 0 and kls[1] < kls[0]
 
 
@@ -170,34 +226,54 @@ def test_samples_share_a_prefix_only_where_they_share_its_routes(folder, world):
     model = load(folder("qwen3_moe"), world, router_replay="engine")
     batch = branching_batch()
     give_routes(batch, layers=2, experts=8)
-    plain, shared = (pack_alone(TrainBatch(step=5, samples=samples)) for samples in (branching_batch().samples, batch.samples))
+    plain, shared = (
+        pack_alone(TrainBatch(step=5, samples=samples))
+        for samples in (branching_batch().samples, batch.samples)
+    )
     assert len(shared.micro_batches[0].input_ids) == len(plain.micro_batches[0].input_ids)
     changed = msgspec.convert(msgspec.to_builtins(batch), TrainBatch)
     sample = next(sample for sample in changed.samples if sample.group_id == 11)
-    sample.routes = bytes([*((expert + 1) % 8 for expert in sample.routes[:4]), *sample.routes[4:]])  # of its first token
+    # of its first token
+    sample.routes = bytes([*((expert + 1) % 8 for expert in sample.routes[:4]), *sample.routes[4:]])
     apart = pack_alone(changed)
     assert len(apart.micro_batches[0].input_ids) == len(shared.micro_batches[0].input_ids) + 41
     rows = [*apart.micro_batches, *shared.micro_batches]
-    found = [scores.new_zeros(changed.num_loss_tokens).index_copy(0, row.token_index, scores)
-             for row in rows for scores in [score(model, row, world).logprobs.detach()]]  # fmt: skip
-    alone = torch.cat([score(model, row, world).logprobs.detach() for one in changed.samples
-                       for row in pack_alone(TrainBatch(step=5, samples=[one])).micro_batches])  # fmt: skip
+    found = [
+        scores.new_zeros(changed.num_loss_tokens).index_copy(0, row.token_index, scores)
+        for row in rows
+        for scores in [score(model, row, world).logprobs.detach()]
+    ]
+    alone = torch.cat(
+        [
+            score(model, row, world).logprobs.detach()
+            for one in changed.samples
+            for row in pack_alone(TrainBatch(step=5, samples=[one])).micro_batches
+        ]
+    )
     torch.testing.assert_close(found[0], alone, rtol=1e-5, atol=1e-5)
     assert (found[0] - found[1]).abs().max() > 1e-3
     padded = fill_blocks(shared.micro_batches[0], 1)
-    assert len(padded.routes) == len(padded.input_ids) and padded.routes[: -padded.padding].equal(shared.micro_batches[0].routes)
+    assert len(padded.routes) == len(padded.input_ids) and padded.routes[: -padded.padding].equal(
+        shared.micro_batches[0].routes
+    )
 
 
 def test_a_token_costs_a_byte_for_each_layer_and_chosen_expert(folder, world):
-    """Two with more than 256 experts; in the batch file there is nothing else, and a wrong number of bytes is refused."""
+    """Two with more than 256 experts; in the batch file there is nothing else, and a wrong
+    number of bytes is refused."""
     model = load(folder("qwen3_moe"), world, router_replay="engine")
     assert routers_of(model).width == 2 * 2
     batch, without = make_batch(1), make_batch(1)
     give_routes(batch, layers=2, experts=8)
     tokens = sum(len(sample.token_ids) - 1 for sample in batch.samples)
     size = len(msgspec.msgpack.encode(batch)) - len(msgspec.msgpack.encode(without))
-    assert 4 * tokens <= size <= 4 * tokens + 2 * len(batch.samples)  # a length of up to three bytes in place of None
-    wide = Routers(AutoModelForCausalLM.from_config(model.config.__class__(**CONFIGS["qwen3_moe"] | {"num_experts": 300})))
+    # a length of up to three bytes in place of None
+    assert 4 * tokens <= size <= 4 * tokens + 2 * len(batch.samples)
+    wide = Routers(
+        AutoModelForCausalLM.from_config(
+            model.config.__class__(**CONFIGS["qwen3_moe"] | {"num_experts": 300})
+        )
+    )
     assert wide.width == 2 * 2 * 2
     with pytest.raises(ValueError, match="routes do not cover"):
         msgspec.structs.replace(batch.samples[0], routes=batch.samples[0].routes[:-1])
@@ -206,7 +282,11 @@ def test_a_token_costs_a_byte_for_each_layer_and_chosen_expert(folder, world):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda routes: routes[:, :2], "gave routes of 2 bytes a token, but .* has 2 layers and 2 of 8 experts a token, 4 bytes"),
+        (
+            lambda routes: routes[:, :2],
+            "gave routes of 2 bytes a token, but .* has 2 layers and 2 of 8 experts a token, "
+            "4 bytes",
+        ),
         (lambda routes: routes.clone().fill_(3), "not 2 different ones of 8 experts"),
         (lambda routes: routes + 8, "not 2 different ones of 8 experts"),
     ],
@@ -224,14 +304,24 @@ def test_routes_of_another_model_are_refused(folder, world, change, said):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (CONFIGS["llama"], "LlamaForCausalLM has no experts whose choice could be replayed; set it to off"),
-        (CONFIGS["phimoe"], "PhimoeForCausalLM chooses experts in a way of its own, which cannot be replayed"),
+        (
+            CONFIGS["llama"],
+            "LlamaForCausalLM has no experts whose choice could be replayed; set it to off",
+        ),
+        (
+            CONFIGS["phimoe"],
+            "PhimoeForCausalLM chooses experts in a way of its own, which cannot be replayed",
+        ),
     ],
 )
 def test_models_whose_choice_cannot_be_replayed_are_refused(tmp_path, world, config, said):
     (batch,) = pack_alone(make_batch(1)).micro_batches
     with pytest.raises(RunError, match=said):
-        score(load(str(make_tiny_model(tmp_path, config)), world, router_replay="trainer"), batch, world)
+        score(
+            load(str(make_tiny_model(tmp_path, config)), world, router_replay="trainer"),
+            batch,
+            world,
+        )
 
 
 @pytest.mark.parametrize(
@@ -244,8 +334,12 @@ def test_models_whose_choice_cannot_be_replayed_are_refused(tmp_path, world, con
     ],
 )
 def test_settings_without_effect_are_refused(trainer, more, said):
-    config = RLConfig.model_validate({"trainer": trainer, "orchestrator": {"environment": [{"id": "test"}]}} | more)
-    assert said in "".join(remedy for _, _, remedy in check_router_replay(config)) and bool(said) == any(check_router_replay(config))
+    config = RLConfig.model_validate(
+        {"trainer": trainer, "orchestrator": {"environment": [{"id": "test"}]}} | more
+    )
+    assert said in "".join(remedy for _, _, remedy in check_router_replay(config)) and bool(
+        said
+    ) == any(check_router_replay(config))
 
 
 @pytest.mark.parametrize("given", ["engine", "trainer"])
@@ -253,7 +347,9 @@ def test_a_run_with_routes_is_replayed_bit_for_bit(folder, world, tmp_path, give
     batches = [make_batch(step) for step in range(1, STEPS + 1)]
     for batch in batches:
         give_routes(batch, layers=2, experts=8)
-    config = make_config(tmp_path / "run", folder("qwen3_moe"), router_replay=given, epochs=2, loss={"type": "clip"})
+    config = make_config(
+        tmp_path / "run", folder("qwen3_moe"), router_replay=given, epochs=2, loss={"type": "clip"}
+    )
     record(config, world, batches)
     _, versions, checkpoints = replay(config.run_dir, config, tmp_path / "again", world)
     assert [line["version"] for line in versions] == [*range(1, STEPS + 1)] and checkpoints
@@ -265,8 +361,13 @@ def test_padding_goes_where_the_last_token_goes():
     row = pack_alone(make_batch(1)).micro_batches[0]
     routes = torch.arange(4 * len(row.input_ids), dtype=torch.uint8).view(-1, 4)
     filled = fill_blocks(replace(row, routes=routes), 1)
-    assert len(filled.routes) == len(filled.input_ids) == 256 and filled.padding == 256 - len(routes)
-    assert torch.equal(filled.routes[: len(routes)], routes) and (filled.routes[len(routes) :] == routes[-1]).all()
+    assert len(filled.routes) == len(filled.input_ids) == 256 and filled.padding == 256 - len(
+        routes
+    )
+    assert (
+        torch.equal(filled.routes[: len(routes)], routes)
+        and (filled.routes[len(routes) :] == routes[-1]).all()
+    )
 
 
 def test_a_batch_without_routes_ends_a_run_that_replays_them(folder, world, tmp_path):

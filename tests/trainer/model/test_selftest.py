@@ -1,4 +1,5 @@
-"""The test at the start: what it chooses for models of every kind, what it refuses, and that what it chooses is exact."""
+"""The test at the start: what it chooses for models of every kind, what it refuses, and that
+what it chooses is exact."""
 
 import functools
 import gc
@@ -59,33 +60,56 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "mode", "because"),
     [
-        *((family, "blocks", "") for family in ("llama", "untied", "qwen3", "qwen3_moe", "gpt2", "gemma3", "gemma2", "gpt_oss")),
+        *(
+            (family, "blocks", "")
+            for family in (
+                "llama",
+                "untied",
+                "qwen3",
+                "qwen3_moe",
+                "gpt2",
+                "gemma3",
+                "gemma2",
+                "gpt_oss",
+            )
+        ),
         ("phimoe", "eager", "does not pass its window of 8 tokens to its attention function"),
         ("gptj", "eager", "cannot be replaced"),
         ("lfm2", "unpacked", "nats off"),
         ("xlstm", "unpacked", "nats off"),
     ],
 )
-def test_each_kind_of_model_is_trained_with_the_numbers_that_it_has_alone(family, mode, because, folder, world, capfd):
-    """Log-probabilities, entropies and gradients, packed if possible, are those of plain transformers: with tied and untied heads, grouped
-    keys, experts, windows shorter than the samples, absolute positions, caps and sinks."""
+def test_each_kind_of_model_is_trained_with_the_numbers_that_it_has_alone(
+    family, mode, because, folder, world, capfd
+):
+    """Log-probabilities, entropies and gradients, packed if possible, are those of plain
+    transformers: with tied and untied heads, grouped keys, experts, windows shorter than the
+    samples, absolute positions, caps and sinks."""
     model = policy(folder(family), world)
     said = "".join(capfd.readouterr())
-    assert f"trainer.attention: {mode} for " in said and because in said and ("WARNING" in said) == (mode != "blocks")
+    assert (
+        f"trainer.attention: {mode} for " in said
+        and because in said
+        and ("WARNING" in said) == (mode != "blocks")
+    )
     assert mode_of(model) == mode and work_of(model).per_token > 0
     found = backward(model, world, branching_batch(), max_tokens=4096 * (mode != "unpacked"))
     assert len(found[1]) > 100
     assert_same(found, reference(folder(family), branching_batch()))
 
 
-REFUSED = r"cannot be trained: no mode matches each sample computed alone \(.*unpacked: [\d.]+ nats off"
+REFUSED = (
+    r"cannot be trained: no mode matches each sample computed alone \(.*unpacked: [\d.]+ nats off"
+)
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
 def test_the_head_that_training_puts_in_is_tested(family, folder, world, monkeypatch):
     """The test was of the model's own head, and passed whatever ours computed."""
     right = head.head_logprobs
-    monkeypatch.setattr(head, "head_logprobs", lambda *args: tuple(1.01 * found for found in right(*args)))
+    monkeypatch.setattr(
+        head, "head_logprobs", lambda *args: tuple(1.01 * found for found in right(*args))
+    )
     with pytest.raises(RunError, match=REFUSED):
         choose_mode(candidate(folder(family), world))
 
@@ -125,18 +149,23 @@ def other_weights(model):
     ],
 )
 def test_what_is_put_in_for_training_is_tested(name, planted, settings, folder, world, monkeypatch):
-    """Layers were compiled, norms, frequencies and shards put in after the test, which passed whatever these computed."""
+    """Layers were compiled, norms, frequencies and shards put in after the test, which passed
+    whatever these computed."""
     right = getattr(policy_module, name)
     if name == "compiled":
         monkeypatch.setattr(policy_module, name, planted)
     else:
-        monkeypatch.setattr(policy_module, name, lambda model, *args: (planted(model), right(model, *args)))
+        monkeypatch.setattr(
+            policy_module, name, lambda model, *args: (planted(model), right(model, *args))
+        )
     with pytest.raises(RunError, match=REFUSED) as refused:
         policy(folder("llama"), world, **settings)
     assert ("set trainer.compile = false, or choose" in str(refused.value)) == (name == "compiled")
 
 
-def test_frozen_frequencies_are_tested_against_those_that_transformers_has_for_the_longest_sequence(folder, world, monkeypatch):
+def test_frozen_frequencies_are_tested_against_those_that_transformers_has_for_the_longest_sequence(
+    folder, world, monkeypatch
+):
     """Both sides had the frozen ones, so any were right."""
     config, right = ModelConfig(name="it", dtype="float32", max_model_len=512), rope.longrope
     assert choose_mode(candidate(folder("phi3"), world, config)).mode == "blocks"
@@ -147,7 +176,8 @@ def test_frozen_frequencies_are_tested_against_those_that_transformers_has_for_t
 
 
 def test_no_rank_holds_two_models(folder, world, monkeypatch):
-    """What computes the samples alone is gone when the policy is made, and one mode's policy when the next one's is."""
+    """What computes the samples alone is gone when the policy is made, and one mode's policy
+    when the next one's is."""
     made, plain = [], alone.load_plain
 
     def kept(make, *args):
@@ -167,7 +197,9 @@ def test_a_mode_that_is_set_is_tested_too(folder, world):
     """With eager set, xLSTM was 2.2 nats off without a word."""
     for attention, family in (("blocks", "gptj"), ("eager", "lfm2"), ("eager", "xlstm")):
         with pytest.raises(
-            RunError, match=r"cannot be trained: no mode matches each sample computed alone .* set trainer.attention = auto"
+            RunError,
+            match=r"cannot be trained: no mode matches each sample computed alone .* set "
+            r"trainer.attention = auto",
         ):
             policy(folder(family), world, attention=attention)
     assert mode_of(policy(folder("llama"), world, attention="unpacked")) == "unpacked"
@@ -207,12 +239,15 @@ def test_state_that_stays_from_call_to_call_is_refused(folder, world, monkeypatc
         return out
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", remembers)
-    with pytest.raises(RunError, match="cannot be trained.*" + ".*".join(f"{mode}: " for mode in MODES)):
+    with pytest.raises(
+        RunError, match="cannot be trained.*" + ".*".join(f"{mode}: " for mode in MODES)
+    ):
         choose_mode(candidate(folder("llama"), world))
 
 
 def test_windows_longer_than_the_probes_are_seen(tmp_path, world):
-    """A window of 300 tokens that the attention function is not told of makes no difference to samples of 30."""
+    """A window of 300 tokens that the attention function is not told of makes no difference to
+    samples of 30."""
     folder = make_tiny_model(tmp_path / "mistral", CONFIGS["llama"])
     config = ModelConfig(name="it", max_model_len=512)
     assert Test(candidate(folder, world, config)).why_not("blocks") == ""
@@ -232,32 +267,63 @@ def test_the_result_is_cached_by_model_and_settings(folder, world, cache, monkey
     choose_mode(candidate(folder("llama"), world, config, attention="eager"))
     assert choose_mode(candidate(folder("llama"), world, config)) == first and len(tried) == 3
     choose_mode(candidate(folder("gemma3"), world, config))
-    assert choose_mode(candidate(folder("llama"), world, config, activation_checkpointing="full")) == first and len(tried) == 5
+    assert (
+        choose_mode(candidate(folder("llama"), world, config, activation_checkpointing="full"))
+        == first
+        and len(tried) == 5
+    )
     divided = replace(world, experts=SimpleNamespace(shape=(1, 1)))
-    assert selftest.digest(candidate(folder("llama"), world), []) != selftest.digest(candidate(folder("llama"), divided), [])
+    assert selftest.digest(candidate(folder("llama"), world), []) != selftest.digest(
+        candidate(folder("llama"), divided), []
+    )
     names = iter(["NVIDIA H200", "NVIDIA L40S", "NVIDIA H200"])
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: next(names))
     on_gpu = replace(world, device=torch.device("cuda", 0))
-    first, second, third = (selftest.digest(candidate(folder("llama"), on_gpu), []) for _ in range(3))
+    first, second, third = (
+        selftest.digest(candidate(folder("llama"), on_gpu), []) for _ in range(3)
+    )
     assert first == third != second
 
 
-@pytest.mark.parametrize("place", [(alone, "load_plain"), (alone, "measure"), (policy_module, "load_rows"), (policy_module, "LossHead")])
+@pytest.mark.parametrize(
+    "place",
+    [
+        (alone, "load_plain"),
+        (alone, "measure"),
+        (policy_module, "load_rows"),
+        (policy_module, "LossHead"),
+    ],
+)
 def test_out_of_memory_is_no_fault_of_the_model(folder, world, cache, monkeypatch, place):
-    """A mode for which there was no memory was "not exact", a slower one was taken and cached, or another model recommended."""
+    """A mode for which there was no memory was "not exact", a slower one was taken and cached,
+    or another model recommended."""
 
     def raising(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
     monkeypatch.setattr(*place, raising)
-    with pytest.raises(RunError, match=r"too little memory to test how to train it.*\(CUDA out of memory. Tried .*\); free memory"):
+    with pytest.raises(
+        RunError,
+        match=r"too little memory to test how to train it.*\(CUDA out of memory. Tried .*\); free "
+        r"memory",
+    ):
         choose_mode(candidate(folder("llama"), world))
     assert not list(cache.glob("*"))
 
 
 @pytest.mark.parametrize("kind", [torch.distributed.DistBackendError, torch.AcceleratorError])
-@pytest.mark.parametrize("place", [(alone, "load_plain"), (alone, "measure"), (policy_module, "load_rows"), (policy_module, "LossHead")])
-def test_a_lost_rank_or_a_broken_gpu_is_no_fault_of_the_model(folder, world, cache, monkeypatch, place, kind):
+@pytest.mark.parametrize(
+    "place",
+    [
+        (alone, "load_plain"),
+        (alone, "measure"),
+        (policy_module, "load_rows"),
+        (policy_module, "LossHead"),
+    ],
+)
+def test_a_lost_rank_or_a_broken_gpu_is_no_fault_of_the_model(
+    folder, world, cache, monkeypatch, place, kind
+):
     """Another model was recommended, or a slower mode taken and cached."""
 
     def raising(*_, **__):
@@ -269,7 +335,9 @@ def test_a_lost_rank_or_a_broken_gpu_is_no_fault_of_the_model(folder, world, cac
     assert not list(cache.glob("*"))
 
 
-def test_a_mode_whose_compiler_failed_is_tried_again_at_the_next_start(folder, world, cache, monkeypatch, capsys):
+def test_a_mode_whose_compiler_failed_is_tried_again_at_the_next_start(
+    folder, world, cache, monkeypatch, capsys
+):
     """A full disk at one start made all later ones slow."""
 
     def head(inner, mode, routers):
@@ -281,8 +349,14 @@ def test_a_mode_whose_compiler_failed_is_tried_again_at_the_next_start(folder, w
     with monkeypatch.context() as broken:
         broken.setattr(policy_module, "LossHead", head)
         assert choose_mode(candidate(folder("llama"), world)).mode == "eager"
-    assert "after rejecting blocks: torch cannot compile it" in capsys.readouterr().err and not list(cache.glob("*"))
-    assert choose_mode(candidate(folder("llama"), world)).mode == "blocks" and len(list(cache.glob("*"))) == 1
+    assert (
+        "after rejecting blocks: torch cannot compile it" in capsys.readouterr().err
+        and not list(cache.glob("*"))
+    )
+    assert (
+        choose_mode(candidate(folder("llama"), world)).mode == "blocks"
+        and len(list(cache.glob("*"))) == 1
+    )
 
 
 def test_as_many_layers_are_tested_as_a_gpu_has_memory_for(monkeypatch):
@@ -293,18 +367,25 @@ def test_as_many_layers_are_tested_as_a_gpu_has_memory_for(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("deepseek_v3", 2), ("qwen3_moe", 1), ("llama", 0)])
-def test_a_large_mixture_is_tested_up_to_its_first_layer_with_experts(tmp_path, world, monkeypatch, kind, expected):
-    """Of one with dense layers before, experts were not tested, and with router replay the run was refused."""
+def test_a_large_mixture_is_tested_up_to_its_first_layer_with_experts(
+    tmp_path, world, monkeypatch, kind, expected
+):
+    """Of one with dense layers before, experts were not tested, and with router replay the run
+    was refused."""
     folder = make_tiny_model(tmp_path / kind, MODELS[kind] if kind in MODELS else CONFIGS[kind])
     assert alone.first_with_experts(AutoConfig.from_pretrained(folder), False) == expected
     monkeypatch.setattr(alone, "WHOLE_BYTES", 0)
     monkeypatch.setattr(alone, "fitting_layers", lambda *_: 1)
-    assert alone.part_of(str(folder), ModelConfig(name="it"), world).num_hidden_layers == max(1, expected)
+    assert alone.part_of(str(folder), ModelConfig(name="it"), world).num_hidden_layers == max(
+        1, expected
+    )
 
 
 def test_a_large_model_is_tested_on_its_first_layers_of_every_kind():
     kinds = ["sliding_attention"] * 11 + ["full_attention"] + ["sliding_attention"] * 28
-    config = AutoConfig.for_model(**CONFIGS["gemma3"] | {"num_hidden_layers": 40, "layer_types": kinds})
+    config = AutoConfig.for_model(
+        **CONFIGS["gemma3"] | {"num_hidden_layers": 40, "layer_types": kinds}
+    )
     keep_layers(config)
     assert config.num_hidden_layers == len(config.layer_types) == 12
     config = AutoConfig.for_model(**CONFIGS["llama"] | {"num_hidden_layers": 40})

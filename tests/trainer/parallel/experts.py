@@ -1,7 +1,8 @@
-"""One rank of four whose experts are divided in every way of `DIVISIONS`. test_experts.py forks them with the arguments RANK and FOLDER.
+"""One rank of four whose experts are divided in every way of `DIVISIONS`. test_experts.py forks
+them with the arguments RANK and FOLDER.
 
-FOLDER holds `plan.json` with model folders, free ports, and the names of divisions to train and to pass a checkpoint through; the results
-are written there, one file a division.
+FOLDER holds `plan.json` with model folders, free ports, and the names of divisions to train and to
+pass a checkpoint through; the results are written there, one file a division.
 """
 
 import json
@@ -39,7 +40,8 @@ DIVISIONS = {
 }
 """Each against the first of its model."""
 DIVISIONS["six one"] = Layout(model="six")
-DIVISIONS["six 2 of 4"] = Layout(4, expert_parallel=2, model="six")  # two ranks share three experts: FSDP divides the rows of each
+# two ranks share three experts: FSDP divides the rows of each
+DIVISIONS["six 2 of 4"] = Layout(4, expert_parallel=2, model="six")
 adapters = {
     "adapters one": Layout(lora=EXPERTS),
     "adapters 1 of 2": Layout(2, lora=EXPERTS),
@@ -54,25 +56,51 @@ more = {
 }
 DIVISIONS |= {name: replace(layout, model="qwen3_moe") for name, layout in more.items()}
 replayed = {"loss": "clip", "epochs": 2, "minibatches": 2, "model": "qwen3_moe"}
-for given in ("engine", "trainer"):  # routes that inference gave, which the routers would not choose, or those of the first epoch
+# routes that inference gave, which the routers would not choose, or those of the first epoch
+for given in ("engine", "trainer"):
     DIVISIONS[f"{given} one"] = Layout(replay=given, **replayed)
     DIVISIONS[f"{given} context"] = Layout(
-        4, context_parallel=2, expert_parallel=4, micro_batch_tokens=64, checkpointing="full", replay=given, **replayed
+        4,
+        context_parallel=2,
+        expert_parallel=4,
+        micro_batch_tokens=64,
+        checkpointing="full",
+        replay=given,
+        **replayed,
     )
-PASSED = ("qwen3_moe copies", "qwen3_moe one", "qwen3_moe 2 of 4", "qwen3_moe 4 of 4", "qwen3_moe 1 of 4", "qwen3_moe 2 of 2")
+PASSED = (
+    "qwen3_moe copies",
+    "qwen3_moe one",
+    "qwen3_moe 2 of 4",
+    "qwen3_moe 4 of 4",
+    "qwen3_moe 1 of 4",
+    "qwen3_moe 2 of 2",
+)
 """The divisions that one checkpoint passes through, one after the other."""
-FEW = ("qwen3_moe one", "qwen3_moe 2 of 4", "qwen3_moe copies", "adapters one", "adapters 2 of 4", "engine one", "engine context")
+FEW = (
+    "qwen3_moe one",
+    "qwen3_moe 2 of 4",
+    "qwen3_moe copies",
+    "adapters one",
+    "adapters 2 of 4",
+    "engine one",
+    "engine context",
+)
 """The divisions outside the proofs."""
 
 
 def rows_of(rank: int) -> Tensor:
     """The token ids of one rank, [2, T]."""
-    return torch.randint(3, 259, (2, 24 + 3 * rank), generator=torch.Generator().manual_seed(100 + rank))
+    return torch.randint(
+        3, 259, (2, 24 + 3 * rank), generator=torch.Generator().manual_seed(100 + rank)
+    )
 
 
 def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
     """The mean cross entropy of each next token."""
-    return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten()
+    )
 
 
 def gradients(folder: str, world: World) -> dict[str, Tensor]:
@@ -83,7 +111,10 @@ def gradients(folder: str, world: World) -> dict[str, Tensor]:
     loss.backward()
     norm = gradient_norm(model.parameters())
     found = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-    return found | {"loss": world.reduce(loss.detach(), dist.ReduceOp.SUM), "norm": torch.tensor(norm)}
+    return found | {
+        "loss": world.reduce(loss.detach(), dist.ReduceOp.SUM),
+        "norm": torch.tensor(norm),
+    }
 
 
 def main() -> None:
@@ -109,7 +140,9 @@ def main() -> None:
         layout, target = DIVISIONS[name], folder / "checkpoints" / name
         with world_of(layout) as world:
             if world:
-                tensors = pass_on(make_config(layout, plan["models"][layout.model]), world, source, target)
+                tensors = pass_on(
+                    make_config(layout, plan["models"][layout.model]), world, source, target
+                )
                 if world.is_main:
                     save_file(tensors, folder / f"passed {name}.safetensors")
         source = target

@@ -1,5 +1,6 @@
-"""One rank of three that load models: each finds what transformers loads, and holds no more than its rows. test_loading.py forks them with
-the arguments RANK and FOLDER; FOLDER holds `plan.json`, and gets what each rank has found.
+"""One rank of three that load models: each finds what transformers loads, and holds no more than
+its rows. test_loading.py forks them with the arguments RANK and FOLDER; FOLDER holds `plan.json`,
+and gets what each rank has found.
 """
 
 import json
@@ -27,10 +28,14 @@ RANKS = 3
 MAX_LEN = 128
 
 
-def load(folder: str, world: World, dtype: str = "float32", frozen: bool = False, **settings: object) -> PreTrainedModel:
+def load(
+    folder: str, world: World, dtype: str = "float32", frozen: bool = False, **settings: object
+) -> PreTrainedModel:
     """The policy, without the test of its attention."""
     with patch("rl.trainer.model.policy.choose_mode", lambda *_: ModeChoice("eager", "eager")):
-        config = ModelConfig(name=folder, dtype=dtype, max_model_len=MAX_LEN, trust_remote_code=True)
+        config = ModelConfig(
+            name=folder, dtype=dtype, max_model_len=MAX_LEN, trust_remote_code=True
+        )
         return load_policy(folder, config, TrainerConfig(**settings), world, frozen)
 
 
@@ -52,18 +57,34 @@ def places(model: PreTrainedModel) -> list[list[str]]:
 
 def differences(ours: PreTrainedModel, theirs: PreTrainedModel) -> list[str]:
     """What is not the same in a sharded model and a plain one."""
-    found = [] if places(ours) == places(theirs) else [f"tied: {places(ours)}, not {places(theirs)}"]
-    for mine, yours in ((ours.named_parameters(), theirs.named_parameters()), (ours.named_buffers(), theirs.named_buffers())):
-        whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in mine}
+    found = (
+        [] if places(ours) == places(theirs) else [f"tied: {places(ours)}, not {places(theirs)}"]
+    )
+    for mine, yours in (
+        (ours.named_parameters(), theirs.named_parameters()),
+        (ours.named_buffers(), theirs.named_buffers()),
+    ):
+        whole = {
+            name: value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in mine
+        }
         expected = dict(yours)
         found += sorted(whole.keys() ^ expected.keys())
-        found += [name for name, value in whole.items() if value.dtype != expected[name].dtype or not value.equal(expected[name])]
-    trained, wanted = ({name for name, p in model.named_parameters() if p.requires_grad} for model in (ours, theirs))
+        found += [
+            name
+            for name, value in whole.items()
+            if value.dtype != expected[name].dtype or not value.equal(expected[name])
+        ]
+    trained, wanted = (
+        {name for name, p in model.named_parameters() if p.requires_grad}
+        for model in (ours, theirs)
+    )
     return found + sorted(trained ^ wanted)
 
 
 def dithered_differences(*models: PreTrainedModel) -> list[str]:
-    """Rounds the weights of a sharded and of a plain model to bfloat16, and gives them the same noise."""
+    """Rounds the weights of a sharded and of a plain model to bfloat16, and gives them the same
+    noise."""
     for model in models:
         for parameter in model.parameters():
             local(parameter.detach()).copy_(local(parameter.detach()).bfloat16())
@@ -96,19 +117,31 @@ def memory(folder: str, world: World) -> dict[str, int]:
     parameters = list(load(folder, world).parameters())
     taken = resident("VmHWM") - before
     shard = sum(parameter.to_local().nbytes for parameter in parameters)
-    return {"taken": taken, "shard": shard, "largest": max(parameter.nbytes for parameter in parameters)}
+    return {
+        "taken": taken,
+        "shard": shard,
+        "largest": max(parameter.nbytes for parameter in parameters),
+    }
 
 
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     plan = json.loads((folder / "plan.json").read_text())
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(plan["port"])}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(plan["port"]),
+    }
     world = start_world(False, 60.0, start_timeout_s=60.0)
     found: dict[str, object] = {}
     for name in plan["same"]:
         for dtype, frozen in (("float32", False), ("bfloat16", True)):
-            ours, theirs = load(str(folder / name), world, dtype, frozen), plain(str(folder / name), dtype, frozen)
+            ours, theirs = (
+                load(str(folder / name), world, dtype, frozen),
+                plain(str(folder / name), dtype, frozen),
+            )
             found[f"{name}, {dtype}"] = differences(ours, theirs)
             if not frozen:
                 found[f"{name}, dither"] = dithered_differences(ours, theirs)

@@ -1,4 +1,5 @@
-"""The same numbers however experts are divided, and those of plain transformers: one start of four processes for all divisions."""
+"""The same numbers however experts are divided, and those of plain transformers: one start of
+four processes for all divisions."""
 
 import json
 from dataclasses import replace
@@ -26,15 +27,32 @@ MODELS = {
     "qwen3_moe": CONFIGS["qwen3_moe"] | USUAL | {"num_experts": 8},
     "six": CONFIGS["qwen3_moe"] | USUAL | {"num_experts": 6},
     "gpt_oss": CONFIGS["gpt_oss"] | USUAL,
-    "deepseek_v3": SIZES | USUAL | {
-        "model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2,
-        "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "deepseek_v3": SIZES
+    | USUAL
+    | {
+        "model_type": "deepseek_v3",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
     },
-}  # fmt: skip
+}
 
 
-GEMMA4 = SIZES | {"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+GEMMA4 = SIZES | {
+    "model_type": "gemma4_text",
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +61,15 @@ def results(tmp_path_factory):
 
     def run(trained: tuple[str, ...], passed: tuple[str, ...]) -> Path:
         folder = tmp_path_factory.mktemp("experts")
-        models = {kind: str(make_tiny_model(folder / kind, config)) for kind, config in MODELS.items()}
-        plan = {"models": models, "ports": free_ports(len(trained) + len(passed)), "trained": trained, "passed": passed}
+        models = {
+            kind: str(make_tiny_model(folder / kind, config)) for kind, config in MODELS.items()
+        }
+        plan = {
+            "models": models,
+            "ports": free_ports(len(trained) + len(passed)),
+            "trained": trained,
+            "passed": passed,
+        }
         (folder / "plan.json").write_text(json.dumps(plan))
         run_ranks("tests.trainer.parallel.experts", folder, RANKS)
         return folder
@@ -55,21 +80,39 @@ def results(tmp_path_factory):
 
 def gradient_of(folder: Path) -> dict[str, torch.Tensor]:
     """The gradient by plain transformers, in one process: of the sum over all ranks' rows."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
-    loss = torch.stack([loss_of(model(input_ids=rows_of(rank), use_cache=False).logits, rows_of(rank)) for rank in range(RANKS)]).sum()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager"
+    )
+    loss = torch.stack(
+        [
+            loss_of(model(input_ids=rows_of(rank), use_cache=False).logits, rows_of(rank))
+            for rank in range(RANKS)
+        ]
+    ).sum()
     loss.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()} | {"loss": loss.detach()}
+    return {name: parameter.grad for name, parameter in model.named_parameters()} | {
+        "loss": loss.detach()
+    }
 
 
 def trainable_names(tensors: dict[str, torch.Tensor]) -> list[str]:
     """The names of an adapted model's trained parameters."""
-    return [key.removeprefix("weight.") for key in tensors if key.startswith("weight.") and ".lora_" in key]
+    return [
+        key.removeprefix("weight.")
+        for key in tensors
+        if key.startswith("weight.") and ".lora_" in key
+    ]
 
 
 def divisions(**wanted: object) -> list:
-    """The names of the divisions that have these fields, without those on one rank; all but a few are left to the proofs."""
+    """The names of the divisions that have these fields, without those on one rank; all but a
+    few are left to the proofs."""
     found = {name: vars(layout) for name, layout in DIVISIONS.items() if layout.ranks > 1}
-    names = [name for name, fields in found.items() if all(fields[key] == value for key, value in wanted.items())]
+    names = [
+        name
+        for name, fields in found.items()
+        if all(fields[key] == value for key, value in wanted.items())
+    ]
     return [name if name in FEW else pytest.param(name, marks=pytest.mark.proof) for name in names]
 
 
@@ -77,13 +120,18 @@ def divisions(**wanted: object) -> list:
 def test_the_gradient_is_that_of_plain_transformers(results, name):
     """That of adapters is compared with peft's in test_lora.py."""
     folder = results(name)
-    expected, found = gradient_of(folder / DIVISIONS[name].model), load_file(folder / f"{name}.gradients")
+    expected, found = (
+        gradient_of(folder / DIVISIONS[name].model),
+        load_file(folder / f"{name}.gradients"),
+    )
     assert float(found.pop("loss")) == pytest.approx(float(expected.pop("loss")), rel=1e-6)
     norm = float(found.pop("norm"))
     assert found.keys() == expected.keys()
     for key, gradient in found.items():
         assert (gradient - expected[key]).norm() <= 1e-5 * expected[key].norm().clamp(min=1e-4), key
-    assert norm == pytest.approx(float(torch.stack([gradient.norm() for gradient in expected.values()]).norm()), rel=1e-6)
+    assert norm == pytest.approx(
+        float(torch.stack([gradient.norm() for gradient in expected.values()]).norm()), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", divisions())
@@ -92,7 +140,10 @@ def test_every_division_trains_the_same(results, name):
     expected, actual = (json.loads((folder / f"{which}.json").read_text()) for which in (one, name))
     bound = rounding(OPERATIONS * len(expected))
     for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        assert ours.keys() == theirs.keys() and 1 <= ours["experts/load_mean"] <= ours["experts/load_max"] <= 8
+        assert (
+            ours.keys() == theirs.keys()
+            and 1 <= ours["experts/load_mean"] <= ours["experts/load_max"] <= 8
+        )
         for key in ("optim/grad_norm", "loss/mean", "entropy/mean"):
             assert ours[key] == pytest.approx(theirs[key], rel=bound, abs=bound), (step, key)
     expected, actual = (load_file(folder / f"{which}.safetensors") for which in (one, name))
@@ -101,20 +152,28 @@ def test_every_division_trains_the_same(results, name):
         floor = 1e-6 if key.startswith("moment.") else 1.0
         assert (actual[key] - tensor).norm() <= bound * tensor.norm().clamp(min=floor), key
         if key.startswith("dither."):
-            assert actual[key].equal(tensor) and tensor.unique().numel() > min(tensor.numel(), 65535) / 2, key
+            assert (
+                actual[key].equal(tensor)
+                and tensor.unique().numel() > min(tensor.numel(), 65535) / 2
+            ), key
 
 
 @pytest.mark.parametrize("name", divisions())
 def test_a_version_has_what_was_trained(results, name):
-    """Bit for bit, as plain transformers and peft read it; how far that may be from another division's is asserted above."""
+    """Bit for bit, as plain transformers and peft read it; how far that may be from another
+    division's is asserted above."""
     folder = results(name)
     trained = load_file(folder / f"{name}.safetensors")
     if DIVISIONS[name].lora:
         published = load_file(folder / f"{name} version" / "adapter_model.safetensors")
-        assert {key.removeprefix("base_model.model.") for key in published} >= {"model.layers.1.mlp.experts.lora_A.weight"}
+        assert {key.removeprefix("base_model.model.") for key in published} >= {
+            "model.layers.1.mlp.experts.lora_A.weight"
+        }
         names = {name_in_file(key): key for key in trainable_names(trained)}
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder / f"{name} version", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder / f"{name} version", dtype=torch.float32
+        )
         published = dict(model.named_parameters())
         names = {key: key for key in published}
     assert published.keys() == names.keys()
@@ -127,13 +186,16 @@ def test_a_version_has_what_was_trained(results, name):
     [
         FEW[1:3],
         *(
-            pytest.param([f"{model} {name}" for name in ("1 of 4", "4 of 4")], marks=pytest.mark.proof)
+            pytest.param(
+                [f"{model} {name}" for name in ("1 of 4", "4 of 4")], marks=pytest.mark.proof
+            )
             for model in ("deepseek_v3", "gpt_oss")
         ),
     ],
 )
 def test_every_division_counts_the_same_load(results, names):
-    """Of the same rows: what is packed in another way computes a common prefix more or less often."""
+    """Of the same rows: what is packed in another way computes a common prefix more or less
+    often."""
     ours, theirs = (json.loads((results(name) / f"{name}.json").read_text()) for name in names)
     for key in ("experts/load_mean", "experts/load_max", "experts/unused"):
         assert [step[key] for step in ours] == [step[key] for step in theirs]
@@ -145,21 +207,50 @@ def test_a_checkpoint_passes_from_division_to_division(results, passed):
     folder = results("qwen3_moe one" if passed == PASSED[:2] else "all")
     first, *others = (load_file(folder / f"passed {name}.safetensors") for name in passed)
     for name, tensors in zip(passed[1:], others, strict=True):
-        assert tensors.keys() == first.keys() and all(tensors[key].equal(first[key]) for key in first), name
+        assert tensors.keys() == first.keys() and all(
+            tensors[key].equal(first[key]) for key in first
+        ), name
 
 
 @pytest.mark.parametrize(
     ("config", "shards", "parts", "said"),
     [
-        (CONFIGS["llama"], 1, 2, "expert_parallel = 2: LlamaForCausalLM has no experts that transformers could divide; set it to 1"),
-        (MODELS["six"], 1, 4, "expert_parallel = 4 does not divide the 6 experts of Qwen3MoeForCausalLM; set one of 1, 2, 3, 6"),
-        (MODELS["six"], 5, 2, "5 ranks share 3 experts of Qwen3MoeForCausalLM, but divide neither their number nor their rows"),
-        (GEMMA4, 1, 2, "transformers has no plan that sends tokens to the experts of Gemma4ForCausalLM; set it to 1"),
+        (
+            CONFIGS["llama"],
+            1,
+            2,
+            "expert_parallel = 2: LlamaForCausalLM has no experts that transformers could "
+            "divide; set it to 1",
+        ),
+        (
+            MODELS["six"],
+            1,
+            4,
+            "expert_parallel = 4 does not divide the 6 experts of Qwen3MoeForCausalLM; set "
+            "one of 1, 2, 3, 6",
+        ),
+        (
+            MODELS["six"],
+            5,
+            2,
+            "5 ranks share 3 experts of Qwen3MoeForCausalLM, but divide neither their number "
+            "nor their rows",
+        ),
+        (
+            GEMMA4,
+            1,
+            2,
+            "transformers has no plan that sends tokens to the experts of Gemma4ForCausalLM; "
+            "set it to 1",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(tmp_path, world, config, shards, parts, said):
     """Before any weights are read: there are none."""
     AutoConfig.for_model(**config).save_pretrained(tmp_path)
-    mesh = {"shard": SimpleNamespace(size=lambda: shards), "expert": SimpleNamespace(size=lambda: parts)}
+    mesh = {
+        "shard": SimpleNamespace(size=lambda: shards),
+        "expert": SimpleNamespace(size=lambda: parts),
+    }
     with pytest.raises(RunError, match=said):
         check_experts(str(tmp_path), False, replace(world, experts=mesh))

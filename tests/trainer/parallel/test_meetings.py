@@ -18,8 +18,13 @@ def server():
 
 
 def ranks(server, size, patience_s=30.0):
-    stores = [dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=30)) for _ in range(size)]
-    return [Meetings(dist.PrefixStore("meetings", store), rank, size, patience_s) for rank, store in enumerate(stores)]
+    stores = [
+        dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=30)) for _ in range(size)
+    ]
+    return [
+        Meetings(dist.PrefixStore("meetings", store), rank, size, patience_s)
+        for rank, store in enumerate(stores)
+    ]
 
 
 def test_all_get_rank_0s_word_when_the_last_has_come_and_nothing_stays_behind(server):
@@ -27,7 +32,10 @@ def test_all_get_rank_0s_word_when_the_last_has_come_and_nothing_stays_behind(se
     size, times, here = 3, 50, ranks(server, 3)
 
     def go(meetings):
-        return [meetings.meet(f"word {i}".encode() if not meetings.rank else b"mine") for i in range(times)]
+        return [
+            meetings.meet(f"word {i}".encode() if not meetings.rank else b"mine")
+            for i in range(times)
+        ]
 
     with ThreadPoolExecutor(size + 2) as pool:
         waiting = [pool.submit(meetings.meet, b"late", "thread") for meetings in here[:2]]
@@ -36,7 +44,10 @@ def test_all_get_rank_0s_word_when_the_last_has_come_and_nothing_stays_behind(se
         assert found == [[f"word {i}".encode() for i in range(times)]] * size
         assert server.num_keys() <= began + 2 * size, "keys of past meetings are deleted"
         assert not any(one.done() for one in waiting)
-        assert here[2].meet(b"", "thread") == b"late" and [one.result() for one in waiting] == [b"late"] * 2
+        assert (
+            here[2].meet(b"", "thread") == b"late"
+            and [one.result() for one in waiting] == [b"late"] * 2
+        )
         list(pool.map(Meetings.close, here))
 
 
@@ -46,7 +57,9 @@ def test_who_has_not_come_by_the_deadline_is_named(server):
         before = server.num_keys()
         other = pool.submit(second.meet)
         until(lambda: server.num_keys() > before)
-        with pytest.raises(RunError, match=r"rank 0 on .* waited 0 s for ranks \[2\], which did not come") as error:
+        with pytest.raises(
+            RunError, match=r"rank 0 on .* waited 0 s for ranks \[2\], which did not come"
+        ) as error:
             first.meet()
         assert error.value.exit_code == 1, "another start may succeed"
         assert other.exception()
@@ -71,5 +84,7 @@ def test_a_store_that_is_gone_is_said_at_once():
         waiting = pool.submit(Meetings(store, 1, 2, 30.0).meet)
         time.sleep(0.2)
         process.kill()
-        with pytest.raises(RunError, match=r"the process with the ranks' store, rank 0 or its torchrun, has ended"):
+        with pytest.raises(
+            RunError, match=r"the process with the ranks' store, rank 0 or its torchrun, has ended"
+        ):
             waiting.result(10)

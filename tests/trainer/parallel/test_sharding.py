@@ -1,4 +1,5 @@
-"""The same numbers on any number of ranks, however they are divided and a batch is cut: one start of four processes for all layouts."""
+"""The same numbers on any number of ranks, however they are divided and a batch is cut: one
+start of four processes for all layouts."""
 
 import itertools
 import json
@@ -24,23 +25,35 @@ USUAL = {"initializer_range": 0.02}
 MODELS: dict[str, dict[str, Any] | None] = {
     "llama": None,
     # learned positions
-    "gpt2": USUAL | {"model_type": "gpt2", "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 2},
+    "gpt2": USUAL
+    | {"model_type": "gpt2", "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 2},
     # every other layer with a window that is shorter than the samples
-    "gemma3": USUAL | SIZES | {
-        "model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 16,
+    "gemma3": USUAL
+    | SIZES
+    | {
+        "model_type": "gemma3_text",
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
     # routers and sinks in float32, which each rank holds whole
     "mixed": USUAL | CONFIGS["gpt_oss"],
-}  # fmt: skip
+}
 
 
 def run_ranks(module: str, folder: Path, count: int) -> None:
-    """Runs a module on each of some ranks, with the arguments RANK and FOLDER; as soon as one fails the others are ended."""
-    processes = [trainer_zygote().fork(module, str(rank), str(folder), log=folder / f"rank{rank}.log") for rank in range(count)]
+    """Runs a module on each of some ranks, with the arguments RANK and FOLDER; as soon as one
+    fails the others are ended."""
+    processes = [
+        trainer_zygote().fork(module, str(rank), str(folder), log=folder / f"rank{rank}.log")
+        for rank in range(count)
+    ]
     deadline = time.monotonic() + 240
     try:
-        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+        while any(process.poll() is None for process in processes) and not any(
+            process.poll() for process in processes
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         failed = [process.log.read_text() for process in processes if process.poll()]
@@ -56,31 +69,53 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     models = {kind: str(make_tiny_model(folder / kind, config)) for kind, config in MODELS.items()}
     with_float32(Path(models["mixed"]))
-    (folder / "plan.json").write_text(json.dumps({"models": models, "ports": free_ports(len(LAYOUTS) + 4)}))
+    (folder / "plan.json").write_text(
+        json.dumps({"models": models, "ports": free_ports(len(LAYOUTS) + 4)})
+    )
     run_ranks("tests.trainer.layouts", folder, 4)
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.reference != name])
+@pytest.mark.parametrize(
+    "name", [name for name, layout in LAYOUTS.items() if layout.reference != name]
+)
 def test_every_layout_computes_the_same(results, name):
     reference = LAYOUTS[name].reference
-    expected, actual = (json.loads((results / f"{which}.json").read_text()) for which in (reference, name))
-    bound = rounding(OPERATIONS * len(expected))  # a step's roundings are in the weights of the next
+    expected, actual = (
+        json.loads((results / f"{which}.json").read_text()) for which in (reference, name)
+    )
+    # a step's roundings are in the weights of the next
+    bound = rounding(OPERATIONS * len(expected))
     assert len(actual) == len(expected)
     for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         assert ours["optim/grad_norm"] == pytest.approx(theirs["optim/grad_norm"], rel=bound), step
-        assert ours.keys() == theirs.keys() and ("mismatch_kl/max" in ours) == (step == 0)  # later ones lag behind
-        for key in ("loss/mean", "entropy/mean", "lag_kl/mean" if step else "mismatch_kl/max", "masked_fraction", "optim/steps"):
+        # later ones lag behind
+        assert ours.keys() == theirs.keys() and ("mismatch_kl/max" in ours) == (step == 0)
+        for key in (
+            "loss/mean",
+            "entropy/mean",
+            "lag_kl/mean" if step else "mismatch_kl/max",
+            "masked_fraction",
+            "optim/steps",
+        ):
             assert ours[key] == pytest.approx(theirs[key], rel=bound, abs=bound), (step, key)
     expected, actual = (load_file(results / f"{which}.safetensors") for which in (reference, name))
-    assert actual.keys() == expected.keys() and any(key.startswith("moment.") for key in actual) and "tokens.3.flags" in actual
+    assert (
+        actual.keys() == expected.keys()
+        and any(key.startswith("moment.") for key in actual)
+        and "tokens.3.flags" in actual
+    )
     for key, tensor in expected.items():
-        # Some biases have no gradient but rounding (softmax ignores the keys'), which AdamW scales up: those are held to the bound, not to
+        # Some biases have no gradient but rounding (softmax ignores the keys'), which AdamW scales
+        # up: those are held to the bound, not to
         # that part of their own small norm.
         floor = 1e-6 if key.startswith("moment.") else 1.0
         assert (actual[key] - tensor).norm() <= bound * tensor.norm().clamp(min=floor), key
         if key.startswith("dither."):
-            assert actual[key].equal(tensor) and tensor.unique().numel() > min(tensor.numel(), 65535) / 2, key
+            assert (
+                actual[key].equal(tensor)
+                and tensor.unique().numel() > min(tensor.numel(), 65535) / 2
+            ), key
 
 
 def test_a_checkpoint_passes_from_layout_to_layout(results):
@@ -88,17 +123,29 @@ def test_a_checkpoint_passes_from_layout_to_layout(results):
     first = load_file(results / "passed-two.safetensors")
     for name in ("hsdp", "one"):
         passed = load_file(results / f"passed-{name}.safetensors")
-        assert passed.keys() == first.keys() and all(passed[key].equal(first[key]) for key in first), name
+        assert passed.keys() == first.keys() and all(
+            passed[key].equal(first[key]) for key in first
+        ), name
 
 
 def test_ranks_share_the_reading_of_a_checkpoint_and_what_they_find(results):
-    """Rank 0 read all files, the others waited for it. Other ranks than its writers leave random states out, so read no file whole."""
+    """Rank 0 read all files, the others waited for it. Other ranks than its writers leave random
+    states out, so read no file whole."""
     for name, ranks in (("two", 2), ("hsdp", 4), ("one", 1)):
-        again = [json.loads((results / "checkpoints" / f"again-{name}-{rank}.json").read_text()) for rank in range(ranks)]
+        again = [
+            json.loads((results / "checkpoints" / f"again-{name}-{rank}.json").read_text())
+            for rank in range(ranks)
+        ]
         assert again == [[".metadata"]] * ranks, name  # as many ranks as have written it
-    read = [json.loads((results / "checkpoints" / f"read-hsdp-{rank}.json").read_text()) for rank in range(4)]
+    read = [
+        json.loads((results / "checkpoints" / f"read-hsdp-{rank}.json").read_text())
+        for rank in range(4)
+    ]
     assert all(each.pop(0) == ".metadata" for each in read)  # before any rank depends on it
-    assert sorted(itertools.chain(*read)) == ["__0_0.distcp", "__1_0.distcp"] and max(map(len, read)) == 1
+    assert (
+        sorted(itertools.chain(*read)) == ["__0_0.distcp", "__1_0.distcp"]
+        and max(map(len, read)) == 1
+    )
     fault = results / "checkpoints" / "two" / "000002" / "__1_0.distcp"
     said = [(results / f"damaged-{rank}.txt").read_text() for rank in range(4)]
     assert len({*said}) == 1 and said[0].startswith(f"{fault}: damaged, as rank 1 on "), said
@@ -107,32 +154,49 @@ def test_ranks_share_the_reading_of_a_checkpoint_and_what_they_find(results):
 def test_every_rank_refuses_a_policy_that_is_wrong_on_one(results):
     """Rank 0 tested a model of its own, and the others none."""
     said = {(results / f"refusal-{rank}.txt").read_text() for rank in range(2)}
-    assert len(said) == 1 and "cannot be trained: no mode matches each sample computed alone (blocks: " in said.pop()
+    assert (
+        len(said) == 1
+        and "cannot be trained: no mode matches each sample computed alone (blocks: " in said.pop()
+    )
 
 
 def test_every_rank_says_how_the_nodes_differ(results):
     for rank in range(2):
         said = json.loads((results / f"nodes-{rank}.json").read_text())
         assert said[0] == ""
-        assert said[1] == "ranks [1] have a different configuration from rank 0; start every node with the same file and flags"
-        assert said[2].startswith("ranks [1] do not see rank 0's run directory") and "a file system that all nodes share" in said[2]
+        assert (
+            said[1]
+            == "ranks [1] have a different configuration from rank 0; start every node with the "
+            "same file and flags"
+        )
+        assert (
+            said[2].startswith("ranks [1] do not see rank 0's run directory")
+            and "a file system that all nodes share" in said[2]
+        )
     assert not list(results.glob("run*/.ranks-*"))
 
 
 def test_experts_that_a_rank_does_not_use_keep_their_own_gradient(results):
-    """Ranks added the gradients that they had in turn: rank 0's of the first expert to rank 1's of the second, without an error. What no
-    rank uses has none, as on one rank: of zeros, AdamW would decay it, and go on with its momentum."""
+    """Ranks added the gradients that they had in turn: rank 0's of the first expert to rank 1's
+    of the second, without an error. What no rank uses has none, as on one rank: of zeros, AdamW
+    would decay it, and go on with its momentum."""
     steps = [[1.0, 3.0, 2.0, None, None], [3.0, None, None, None, None]]
-    assert [json.loads((results / f"experts-{rank}.json").read_text()) for rank in range(2)] == [steps] * 2
+    assert [json.loads((results / f"experts-{rank}.json").read_text()) for rank in range(2)] == [
+        steps
+    ] * 2
 
 
 def test_a_row_is_divided_into_parts_of_equal_cost():
     assert [part.tolist() for part in parts_of_row(8, 2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     for length, ranks in ((1, 2), (3, 4), (7, 2), (1000, 8)):
         parts = parts_of_row(length, ranks)
-        assert sorted(set(torch.cat(parts).tolist())) == list(range(length)) and all(len(part) for part in parts)
+        assert sorted(set(torch.cat(parts).tolist())) == list(range(length)) and all(
+            len(part) for part in parts
+        )
         slots, longest = slots_of_row(parts), max(map(len, parts))
-        padded = torch.cat([torch.nn.functional.pad(part, (0, longest - len(part)), value=-1) for part in parts])
+        padded = torch.cat(
+            [torch.nn.functional.pad(part, (0, longest - len(part)), value=-1) for part in parts]
+        )
         assert padded[slots].tolist() == list(range(length))
     costs = [int((part + 1).sum()) for part in parts]  # visible keys of one long sequence
     assert max(costs) < 1.02 * min(costs)

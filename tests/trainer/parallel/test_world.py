@@ -20,14 +20,21 @@ from tests.ports import free_ports
 @pytest.mark.parametrize(("settings", "divisors"), [((3, 1), "1, 2, 4"), ((1, 8), "1, 2, 4")])
 def test_settings_that_do_not_divide_the_ranks(settings, divisors):
     check_division(4, 2, 4)
-    with pytest.raises(RunError, match=rf"does not divide 4 ranks; set one of {divisors}, or start"):
+    with pytest.raises(
+        RunError, match=rf"does not divide 4 ranks; set one of {divisors}, or start"
+    ):
         check_division(4, *settings)
 
 
 @pytest.fixture
 def environment(monkeypatch):
     """That of rank 0 of 2, with a free port, and no interface chosen."""
-    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}.items():
+    for key, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports(1)[0]),
+    }.items():
         monkeypatch.setenv(key, value)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
@@ -35,7 +42,9 @@ def environment(monkeypatch):
 def test_a_rank_that_never_comes_is_named_at_the_deadline(environment):
     since = time.monotonic()
     with pytest.raises(
-        RunError, match=r"rank 0 on .* waited 2 s for the other 1; ranks \[1\] did not appear. Is torchrun running on every"
+        RunError,
+        match=r"rank 0 on .* waited 2 s for the other 1; ranks \[1\] did not appear. Is torchrun "
+        r"running on every",
     ):
         start_world(use_gpus=False, timeout_s=600, start_timeout_s=2)
     assert time.monotonic() - since < 60
@@ -43,7 +52,11 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(environment):
 
 def test_a_meeting_point_that_nobody_reaches(environment, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(RunError, match=r"rank 1 on .* cannot reach the ranks' rendezvous 127.0.0.1:\d+ within 2 s .*--rdzv-endpoint"):
+    with pytest.raises(
+        RunError,
+        match=r"rank 1 on .* cannot reach the ranks' rendezvous 127.0.0.1:\d+ within 2 s "
+        r".*--rdzv-endpoint",
+    ):
         start_world(use_gpus=False, timeout_s=600, start_timeout_s=2)
 
 
@@ -60,7 +73,9 @@ def test_the_interface_is_the_one_towards_the_others(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     name, address = outer_address()
     assert address_towards(address) == address
-    assert network(0, [address, "192.0.2.77"]) == network(0, ["127.0.1.1", address]) == (name, address)
+    assert (
+        network(0, [address, "192.0.2.77"]) == network(0, ["127.0.1.1", address]) == (name, address)
+    )
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.raises(RunError, match=rf"GLOO_SOCKET_IFNAME = nosuch0: .* has .*{name}"):
         network(0, [address, address])
@@ -79,7 +94,11 @@ def test_a_closed_network_is_said_within_seconds(monkeypatch):
 
     thread = threading.Thread(target=neighbour)
     thread.start()
-    with pytest.raises(RunError, match=r"rank 0 on .* cannot connect to rank 1 at 127.0.0.1:\d+ .*refused.*open all ports between them"):
+    with pytest.raises(
+        RunError,
+        match=r"rank 0 on .* cannot connect to rank 1 at 127.0.0.1:\d+ .*refused.*open all ports "
+        r"between them",
+    ):
         check_neighbour(store, 0, 2, "127.0.0.1", deadline)
     thread.join()
 

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: what a batch has, its loss against plain cross entropy, and the real trainer, resumed and on two ranks."""
+"""Supervised fine-tuning: what a batch has, its loss against plain cross entropy, and the real
+trainer, resumed and on two ranks."""
 
 import json
 import os
@@ -41,21 +42,35 @@ STEPS = 6
 def rows(count=37):
     """Prompts, some of them alike, and answers of several lengths."""
     rng = random.Random(0)
-    return [{"prompt": f"Say {'ab'[i % 2]} {rng.randint(1, 5)}", "completion": "x" * rng.randint(1, 12)} for i in range(count)]
+    return [
+        {"prompt": f"Say {'ab'[i % 2]} {rng.randint(1, 5)}", "completion": "x" * rng.randint(1, 12)}
+        for i in range(count)
+    ]
 
 
 def make_config(root, model, **more) -> RLConfig:
-    """A configuration on `rows`; `more`: other settings at the top, those of sft and trainer are merged."""
+    """A configuration on `rows`; `more`: other settings at the top, those of sft and trainer are
+    merged."""
     data = root / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows()))
-    sft = {"dataset": str(data), "batch_size": 8, "validation_fraction": 0.2, "validation_interval": 2} | more.pop("sft", {})
+    sft = {
+        "dataset": str(data),
+        "batch_size": 8,
+        "validation_fraction": 0.2,
+        "validation_interval": 2,
+    } | more.pop("sft", {})
     trainer = {
         "optim": {"lr": 1e-3, "schedule": "cosine"},
         "micro_batch_tokens": 128,
         "checkpoint": {"interval": 4, "keep_last": 5},
         "batch_timeout_s": 60,
     } | more.pop("trainer", {})
-    values = {"name": "run", "output_dir": str(root), "max_steps": STEPS, "model": {"name": str(model), "dtype": "float32"}}
+    values = {
+        "name": "run",
+        "output_dir": str(root),
+        "max_steps": STEPS,
+        "model": {"name": str(model), "dtype": "float32"},
+    }
     config = RLConfig.model_validate(values | {"sft": sft, "trainer": trainer} | more)
     write_file(config.run_dir.config, to_toml(config).encode())
     return config
@@ -77,7 +92,8 @@ def texts(batch):
 def test_every_pass_has_every_example_once_in_a_new_order(tied_folder, tmp_path):
     source = source_of(tmp_path, tied_folder, sft={"epochs": 2, "validation_fraction": 0})
     batches = [source.receive(step) for step in range(1, source.num_steps + 1)]
-    assert [len(batch.samples) for batch in batches] == [8] * 9 + [2] and source.receive(11) is None  # 74 examples
+    # 74 examples
+    assert [len(batch.samples) for batch in batches] == [8] * 9 + [2] and source.receive(11) is None
     whole = [text for batch in batches for text in texts(batch)]
     assert Counter(whole[:37]) == Counter(whole[37:]) and whole[:37] != whole[37:]
     assert source.epoch(1) == 8 / 37 and source.epoch(10) == 2.0
@@ -96,7 +112,9 @@ def test_held_out_tasks_are_never_trained(tied_folder, tmp_path):
     trained, held_out = set(source.places.tolist()), set(source.held_out_places.tolist())
     assert len({rows()[place]["prompt"] for place in held_out}) == 2  # of ten
     assert len(held_out) == 11 and trained | held_out == set(range(37)) and not trained & held_out
-    assert [len(batch.samples) for batch in source.validation(0)] == [8, 3] and source.validation(1) == []
+    assert [len(batch.samples) for batch in source.validation(0)] == [8, 3] and source.validation(
+        1
+    ) == []
     assert list(source.validation(source.num_steps)) and source.num_steps == 4  # 26 examples
     groups = np.arange(40) // 4
     left, right = split(tasks := pa.table({"group": groups}), 0.3, seed=0)
@@ -106,7 +124,11 @@ def test_held_out_tasks_are_never_trained(tied_folder, tmp_path):
 
 
 def chat(*said):
-    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]}
+    return {
+        "messages": [
+            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)
+        ]
+    }
 
 
 @pytest.mark.parametrize(
@@ -122,32 +144,55 @@ def test_rows_of_one_prompt_are_on_one_side(tied_folder, tmp_path, row, tasks):
     """Regression: a row that was there twice was trained and held out."""
     data = tmp_path / "repeated.jsonl"
     data.write_text("".join(json.dumps(row(i)) + "\n" for i in range(20)))
-    config = make_config(tmp_path, tied_folder, sft={"dataset": str(data), "validation_fraction": 1 / tasks})
+    config = make_config(
+        tmp_path, tied_folder, sft={"dataset": str(data), "validation_fraction": 1 / tasks}
+    )
     config.model.chat_template = "chatml"
     prepare_data(config, str(tied_folder), lambda *_: None)
     source = FromExamples(config)
-    left, right = ({i % tasks for i in places.tolist()} for places in (source.places, source.held_out_places))
+    left, right = (
+        {i % tasks for i in places.tolist()} for places in (source.places, source.held_out_places)
+    )
     assert not left & right and len(right) == 1 and len(source.held_out_places) == 20 // tasks
 
 
 def test_prompts_that_are_trained_and_held_out_are_told(tied_folder, tmp_path):
     held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("".join(json.dumps(row) + "\n" for row in [rows()[0], {"prompt": "new", "completion": "x"}]))
+    held_out.write_text(
+        "".join(json.dumps(row) + "\n" for row in [rows()[0], {"prompt": "new", "completion": "x"}])
+    )
     source_of(tmp_path, tied_folder, sft={"validation": str(held_out), "validation_fraction": 0})
     (said,) = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())["warnings"]
     assert said == "1 of 2 prompts of sft.validation are trained on too: hold out others"
 
 
 def test_samples_fit_the_loss_and_share_prompts(tmp_path):
-    sizes = write_examples(tmp_path / "e", iter([(([5, 6, 7], [False, False, True]), 0), (([5, 6, 8, 9], [False, False, True, True]), 1)]))
+    sizes = write_examples(
+        tmp_path / "e",
+        iter(
+            [
+                (([5, 6, 7], [False, False, True]), 0),
+                (([5, 6, 8, 9], [False, False, True, True]), 1),
+            ]
+        ),
+    )
     assert sizes == {"examples": 2, "tokens": 7, "trained_tokens": 3}
     batch = make_batch(3, open_examples(tmp_path / "e"), [1, 0, 1])
-    assert [sample.token_ids.tolist() for sample in batch.samples] == [[5, 6, 8, 9], [5, 6, 7], [5, 6, 8, 9]]
-    assert batch.samples[0].advantages.tolist() == [1.0, 1.0] and batch.samples[0].logprobs.tolist() == [0.0] * 2
+    assert [sample.token_ids.tolist() for sample in batch.samples] == [
+        [5, 6, 8, 9],
+        [5, 6, 7],
+        [5, 6, 8, 9],
+    ]
+    assert (
+        batch.samples[0].advantages.tolist() == [1.0, 1.0]
+        and batch.samples[0].logprobs.tolist() == [0.0] * 2
+    )
     assert len({sample.group_id for sample in batch.samples}) == 1 and batch.num_loss_tokens == 5
     packed = pack_alone(batch)
-    assert packed.shared_token_fraction == pytest.approx(1 - 3 / 8)  # 5 6 8 for all: 3 of 3 + 2 + 3 inputs
-    assert not any(row.fresh.any() for row in packed.micro_batches)  # no version sampled them: nothing to compare with inference
+    # 5 6 8 for all: 3 of 3 + 2 + 3 inputs
+    assert packed.shared_token_fraction == pytest.approx(1 - 3 / 8)
+    # no version sampled them: nothing to compare with inference
+    assert not any(row.fresh.any() for row in packed.micro_batches)
 
 
 def test_shuffling_is_the_same_everywhere():
@@ -161,10 +206,15 @@ def test_damaged_data_is_refused(tied_folder, tmp_path):
     file = config.run_dir.data / "train.arrow"
     whole = file.read_bytes()
     file.write_bytes(whole[:-4])
-    with pytest.raises(CorruptFileError, match=r"train.arrow: missing or damaged .*; delete .*data to have it made again"):
+    with pytest.raises(
+        CorruptFileError,
+        match=r"train.arrow: missing or damaged .*; delete .*data to have it made again",
+    ):
         FromExamples(config)
     file.write_bytes(whole[:900] + bytes([whole[900] ^ 1]) + whole[901:])
-    with pytest.raises(CorruptFileError, match=r"train.arrow: damaged; delete .*data to have it made again"):
+    with pytest.raises(
+        CorruptFileError, match=r"train.arrow: damaged; delete .*data to have it made again"
+    ):
         prepare_data(config, str(tied_folder), lambda *_: None)
 
 
@@ -184,33 +234,55 @@ def plain_loss(folder, samples):
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [40, 4096])
-def test_loss_and_gradient_are_those_of_plain_cross_entropy(tied_folder, world, tmp_path, micro_batch_tokens):
+def test_loss_and_gradient_are_those_of_plain_cross_entropy(
+    tied_folder, world, tmp_path, micro_batch_tokens
+):
     batch = source_of(tmp_path, tied_folder).receive(1)
     expected, gradients = plain_loss(tied_folder, batch.samples)
     config = CrossEntropyConfig()
     model = load_policy(str(tied_folder), ModelConfig(dtype="float32"), TrainerConfig(), world)
-    rows = pack_alone(batch, sample_weights(batch.samples, config, 1), micro_batch_tokens).micro_batches
+    rows = pack_alone(
+        batch, sample_weights(batch.samples, config, 1), micro_batch_tokens
+    ).micro_batches
     assert (len(rows) > 1) == (micro_batch_tokens == 40)
     total = 0.0
     for row in rows:
-        terms = compute_loss(loss_inputs(row, len(batch.samples), score(model, row, world), world), config, cross_entropy)
+        terms = compute_loss(
+            loss_inputs(row, len(batch.samples), score(model, row, world), world),
+            config,
+            cross_entropy,
+        )
         loss = (terms.loss * row.weights).sum()
         loss.backward()
         total += loss.item()
     assert total == pytest.approx(expected, abs=1e-5)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad.full_tensor(), gradients[name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            parameter.grad.full_tensor(), gradients[name], rtol=1e-5, atol=1e-5
+        )
     held_out = validate(model, [batch], pack_alone, world)
     assert held_out["validation/loss"] == pytest.approx(expected, abs=1e-5)
     assert held_out["validation/perplexity"] == pytest.approx(np.exp(expected), rel=1e-4)
-    assert all(type(parameter).__name__ != "Tensor" for parameter in model.parameters())  # sharded again: a step and a save may follow
+    # sharded again: a step and a save may follow
+    assert all(type(parameter).__name__ != "Tensor" for parameter in model.parameters())
 
 
 def test_ratios_to_a_sampler_are_not_reported(tied_folder, tmp_path):
-    metrics = {"loss/mean": 1.0, "mismatch_kl/mean": 9.0, "ratio/mean": 0.1, "optim/lr": 1e-3, "experts/unused": 0.5}
-    assert source_of(tmp_path, tied_folder, sft={"validation_fraction": 0}).meaningful(metrics, 1) == {
-        "loss/mean": 1.0, "optim/lr": 1e-3, "experts/unused": 0.5, "epoch": 8 / 37,
-    }  # fmt: skip
+    metrics = {
+        "loss/mean": 1.0,
+        "mismatch_kl/mean": 9.0,
+        "ratio/mean": 0.1,
+        "optim/lr": 1e-3,
+        "experts/unused": 0.5,
+    }
+    assert source_of(tmp_path, tied_folder, sft={"validation_fraction": 0}).meaningful(
+        metrics, 1
+    ) == {
+        "loss/mean": 1.0,
+        "optim/lr": 1e-3,
+        "experts/unused": 0.5,
+        "epoch": 8 / 37,
+    }
     assert FromOrchestrator.meaningful(SimpleNamespace(), metrics, 1) == metrics
 
 
@@ -232,16 +304,30 @@ def test_end_to_end(straight):
     assert [step for (step, _), line in lines.items() if "validation/loss" in line] == [0, 2, 4, 6]
     assert lines[0, "trainer"]["validation/loss"] > lines[6, "trainer"]["validation/loss"]
     assert lines[1, "trainer"]["loss/mean"] > lines[6, "trainer"]["loss/mean"]
-    wanted = {"loss/mean", "entropy/mean", "optim/grad_norm", "optim/lr", "epoch", "perf/tokens_per_s", "time/step", "time/wait_for_batch"}
+    wanted = {
+        "loss/mean",
+        "entropy/mean",
+        "optim/grad_norm",
+        "optim/lr",
+        "epoch",
+        "perf/tokens_per_s",
+        "time/step",
+        "time/wait_for_batch",
+    }
     assert wanted <= set(lines[1, "trainer"]) and "mismatch_kl/mean" not in lines[1, "trainer"]
     assert list(numbered(run_dir.checkpoints)) == [4, 6]
     assert list(numbered(run_dir.weights_dir)) == [4, 6]  # with each checkpoint, not with each step
-    held_out = [sample for batch in FromExamples(straight).validation(6) for sample in batch.samples]
-    assert plain_loss(run_dir.weights(6), held_out)[0] == pytest.approx(lines[6, "trainer"]["validation/loss"], abs=1e-5)
+    held_out = [
+        sample for batch in FromExamples(straight).validation(6) for sample in batch.samples
+    ]
+    assert plain_loss(run_dir.weights(6), held_out)[0] == pytest.approx(
+        lines[6, "trainer"]["validation/loss"], abs=1e-5
+    )
 
 
 def test_a_resumed_run_is_equal_bit_for_bit(straight, tmp_path):
-    """It goes on at the checkpoint of step 4; its data set has changed since, which changes nothing."""
+    """It goes on at the checkpoint of step 4; its data set has changed since, which changes
+    nothing."""
     config = make_config(tmp_path, straight.model.name)
     shutil.copytree(straight.run_dir.root, config.run_dir.root, dirs_exist_ok=True)
     write_file(config.run_dir.config, to_toml(config).encode())
@@ -253,7 +339,12 @@ def test_a_resumed_run_is_equal_bit_for_bit(straight, tmp_path):
     ours, theirs = (c.run_dir.weights(6) / "model.safetensors" for c in (config, straight))
     assert ours.read_bytes() == theirs.read_bytes()
     mine, whole = (read_metrics(c.run_dir.metrics) for c in (config, straight))
-    for step, name in ((5, "loss/mean"), (6, "loss/mean"), (6, "optim/grad_norm"), (6, "validation/loss")):
+    for step, name in (
+        (5, "loss/mean"),
+        (6, "loss/mean"),
+        (6, "optim/grad_norm"),
+        (6, "validation/loss"),
+    ):
         assert mine[step, "trainer"][name] == whole[step, "trainer"][name]
 
 
@@ -263,17 +354,25 @@ def test_sigterm_loses_no_step_and_no_validation(straight, tmp_path, monkeypatch
     monkeypatch.setenv("RL_TEST_STEP_S", "0.5")
     config = make_config(tmp_path, straight.model.name, sft={"validation_interval": 3})
     run_trainer(config, 143, "tests.trainer.test_departure:signal_in_step_3")
-    assert list(numbered(config.run_dir.checkpoints)) == list(numbered(config.run_dir.weights_dir)) == [3]
+    assert (
+        list(numbered(config.run_dir.checkpoints))
+        == list(numbered(config.run_dir.weights_dir))
+        == [3]
+    )
     run_trainer(config)
     ours, theirs = (c.run_dir.weights(6) / "model.safetensors" for c in (config, straight))
     assert ours.read_bytes() == theirs.read_bytes()
     mine, whole = (read_metrics(c.run_dir.metrics) for c in (config, straight))
-    assert list(mine) == list(whole) and mine[6, "trainer"]["validation/loss"] == whole[6, "trainer"]["validation/loss"]
+    assert (
+        list(mine) == list(whole)
+        and mine[6, "trainer"]["validation/loss"] == whole[6, "trainer"]["validation/loss"]
+    )
     assert [step for (step, _), line in mine.items() if "validation/loss" in line] == [0, 3, 6]
 
 
 def end_in_the_validation_of_step_3():
-    """SIGTERM comes in step 3, and the grace is over while the held-out examples are scored, after the checkpoint is complete."""
+    """SIGTERM comes in step 3, and the grace is over while the held-out examples are scored,
+    after the checkpoint is complete."""
     signal_in_step_3()
     validate = Trainer.validate
 
@@ -287,7 +386,8 @@ def end_in_the_validation_of_step_3():
 
 
 def test_a_grace_that_ends_in_the_validation_loses_only_that(straight, tmp_path, monkeypatch):
-    """The step's line came after the validation, and was lost, as the next start does not train the step again."""
+    """The step's line came after the validation, and was lost, as the next start does not train
+    the step again."""
     monkeypatch.setenv("RL_GRACE_S", "100")
     monkeypatch.setenv("RL_TEST_STEP_S", "0.5")
     config = make_config(tmp_path, straight.model.name, sft={"validation_interval": 3})
@@ -296,7 +396,10 @@ def test_a_grace_that_ends_in_the_validation_loses_only_that(straight, tmp_path,
     assert [step for step, _ in read_metrics(config.run_dir.metrics)] == [0, 1, 2, 3]
     run_trainer(config)
     mine, whole = (read_metrics(c.run_dir.metrics) for c in (config, straight))
-    assert list(mine) == list(whole) and mine[3, "trainer"]["loss/mean"] == whole[3, "trainer"]["loss/mean"]
+    assert (
+        list(mine) == list(whole)
+        and mine[3, "trainer"]["loss/mean"] == whole[3, "trainer"]["loss/mean"]
+    )
     assert [step for (step, _), line in mine.items() if "validation/loss" in line] == [0, 6]
 
 

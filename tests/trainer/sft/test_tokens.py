@@ -1,4 +1,5 @@
-"""Examples to ids and masks: rows of every form, and answers exactly as rollouts would sample them."""
+"""Examples to ids and masks: rows of every form, and answers exactly as rollouts would sample
+them."""
 
 import json
 import os
@@ -31,13 +32,18 @@ TWO_TURNS = [
     {"role": "user", "content": "Sure?"},
     {"role": "assistant", "content": "Yes, 2."},
 ]
-THINKS = [message | ({"reasoning_content": "Hm, so."} if message["role"] == "assistant" else {}) for message in TWO_TURNS]
+THINKS = [
+    message | ({"reasoning_content": "Hm, so."} if message["role"] == "assistant" else {})
+    for message in TWO_TURNS
+]
 CALLS = [
     TWO_TURNS[0],
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+        ],
     },
     {"role": "tool", "tool_call_id": "1", "content": "2"},
     {"role": "assistant", "content": "It is 2."},
@@ -46,14 +52,23 @@ CALLS = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Tokenizers, one token a byte: ChatML; with a template that thinks, in the manner of Qwen3; and without any template."""
+    """Tokenizers, one token a byte: ChatML; with a template that thinks, in the manner of Qwen3;
+    and without any template."""
     from renderers.qwen3 import _TOOLS_FOOTER, _TOOLS_HEADER
 
     root = tmp_path_factory.mktemp("models")
     write_tokenizer(root)
     chatml, thinks, base = (AutoTokenizer.from_pretrained(root) for _ in range(3))
-    thinks.add_tokens([f"<{slash}{name}>" for name in ("think", "tool_call", "tool_response") for slash in ("", "/")])
-    thinks.chat_template = DROPS_THINKING.replace("HEADER", json.dumps(_TOOLS_HEADER)).replace("FOOTER", json.dumps(_TOOLS_FOOTER))
+    thinks.add_tokens(
+        [
+            f"<{slash}{name}>"
+            for name in ("think", "tool_call", "tool_response")
+            for slash in ("", "/")
+        ]
+    )
+    thinks.chat_template = DROPS_THINKING.replace("HEADER", json.dumps(_TOOLS_HEADER)).replace(
+        "FOOTER", json.dumps(_TOOLS_FOOTER)
+    )
     base.chat_template = None
     for name, tokenizer in (("chatml", chatml), ("thinks", thinks), ("base", base)):
         tokenizer.save_pretrained(root / name)
@@ -63,7 +78,15 @@ def folders(tmp_path_factory):
 def make_config(tmp_path, renderer=None, max_model_len=1024, **sft) -> RLConfig:
     values = {"dataset": str(tmp_path / "data.jsonl")} | sft
     model = {"max_model_len": max_model_len}
-    return RLConfig.model_validate({"name": "r", "output_dir": str(tmp_path), "model": model, "renderer": renderer or {}, "sft": values})
+    return RLConfig.model_validate(
+        {
+            "name": "r",
+            "output_dir": str(tmp_path),
+            "model": model,
+            "renderer": renderer or {},
+            "sft": values,
+        }
+    )
 
 
 def write_rows(path, *rows):
@@ -92,17 +115,30 @@ def as_text(renderer, sample):
 
 
 def played(renderer, messages, tools=None):
-    """Ids and mask of a rollout whose policy says what the messages say: prompts as the orchestrator asks, answers of the right text."""
+    """Ids and mask of a rollout whose policy says what the messages say: prompts as the
+    orchestrator asks, answers of the right text."""
     ids, mask, said = [], [], 0
     for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
-        prompt = renderer.next_prompt_ids(ids, messages[:i], said, tools) if ids else renderer.prompt_ids(messages[:i], tools)
+        prompt = (
+            renderer.next_prompt_ids(ids, messages[:i], said, tools)
+            if ids
+            else renderer.prompt_ids(messages[:i], tools)
+        )
         message = messages[i]
-        think = f"<think>\n{message.get('reasoning_content', '')}\n</think>\n\n" if renderer_thinks(renderer) else ""
+        think = (
+            f"<think>\n{message.get('reasoning_content', '')}\n</think>\n\n"
+            if renderer_thinks(renderer)
+            else ""
+        )
         calls = "".join(
-            f'<tool_call>\n{{"name": "{call["function"]["name"]}", "arguments": {json.dumps(call["function"]["arguments"])}}}\n</tool_call>'
+            f'<tool_call>\n{{"name": "{call["function"]["name"]}", "arguments": '
+            f"{json.dumps(call['function']['arguments'])}}}\n</tool_call>"
             for call in message.get("tool_calls", [])
         )
-        answer = [*renderer.encode(think + message["content"] + calls), *renderer.encode("<|im_end|>")]
+        answer = [
+            *renderer.encode(think + message["content"] + calls),
+            *renderer.encode("<|im_end|>"),
+        ]
         mask += [False] * (len(prompt) - len(ids)) + [True] * len(answer)
         ids, said = prompt + answer, i + 1
     return ids, mask
@@ -125,11 +161,19 @@ def renderer_thinks(renderer):
         ("thinks", "qwen3", CALLS, [ADD]),
     ],
 )
-def test_ids_are_those_of_a_rollout_that_says_the_same(folders, tmp_path, folder, name, messages, tools):
-    samples, _ = prepared(tmp_path, folders / folder, {"messages": messages, "tools": tools}, renderer={"name": name})
+def test_ids_are_those_of_a_rollout_that_says_the_same(
+    folders, tmp_path, folder, name, messages, tools
+):
+    samples, _ = prepared(
+        tmp_path, folders / folder, {"messages": messages, "tools": tools}, renderer={"name": name}
+    )
     renderer = load_renderer(str(folders / folder), RendererConfig(name=name))
-    if messages is TWO_TURNS and folder == "thinks":  # the template writes an empty thinking where there is none
-        messages = [message | ({"reasoning_content": ""} if message["role"] == "assistant" else {}) for message in messages]
+    # the template writes an empty thinking where there is none
+    if messages is TWO_TURNS and folder == "thinks":
+        messages = [
+            message | ({"reasoning_content": ""} if message["role"] == "assistant" else {})
+            for message in messages
+        ]
     assert samples == [played(renderer, messages, tools)]
 
 
@@ -142,7 +186,9 @@ def test_what_is_trained_in_words(folders, tmp_path):
         (False, "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"),
         (True, "Yes, 2.<|im_end|>"),
     ]
-    (last,), _ = prepared(tmp_path / "last", folders / "chatml", {"messages": TWO_TURNS}, train="last")
+    (last,), _ = prepared(
+        tmp_path / "last", folders / "chatml", {"messages": TWO_TURNS}, train="last"
+    )
     assert last[0] == sample[0] and as_text(renderer, last)[1:] == [(True, "Yes, 2.<|im_end|>")]
     split = {"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}
     assert prepared(tmp_path / "split", folders / "chatml", split)[0] == [last]
@@ -150,23 +196,31 @@ def test_what_is_trained_in_words(folders, tmp_path):
     (short,), _ = prepared(tmp_path / "text", folders / "chatml", text)
     assert short == tuple(part[: len(short[0])] for part in sample)
     tools_as_text = {"messages": CALLS, "tools": json.dumps([ADD])}
-    assert prepared(tmp_path / "a", folders / "chatml", tools_as_text)[0] == prepared(
-        tmp_path / "b", folders / "chatml", {"messages": CALLS, "tools": [ADD]}
-    )[0]  # fmt: skip
+    assert (
+        prepared(tmp_path / "a", folders / "chatml", tools_as_text)[0]
+        == prepared(tmp_path / "b", folders / "chatml", {"messages": CALLS, "tools": [ADD]})[0]
+    )
 
 
 def test_a_template_that_drops_earlier_thinking_gives_a_sample_a_turn(folders, tmp_path):
-    renderer = load_renderer(str(folders / "thinks"), RendererConfig(name="template", thinking_retention="template"))
+    renderer = load_renderer(
+        str(folders / "thinks"), RendererConfig(name="template", thinking_retention="template")
+    )
     settings = {"name": "template", "thinking_retention": "template"}
-    (first, second), _ = prepared(tmp_path, folders / "thinks", {"messages": THINKS}, renderer=settings)
+    (first, second), _ = prepared(
+        tmp_path, folders / "thinks", {"messages": THINKS}, renderer=settings
+    )
     assert as_text(renderer, first)[1:] == [(True, "<think>\nHm, so.\n</think>\n\n2<|im_end|>")]
-    assert as_text(renderer, second)[1:] == [(True, "<think>\nHm, so.\n</think>\n\nYes, 2.<|im_end|>")]
+    assert as_text(renderer, second)[1:] == [
+        (True, "<think>\nHm, so.\n</think>\n\nYes, 2.<|im_end|>")
+    ]
     assert second[0][: len(renderer.prompt_ids(THINKS[:3]))] == renderer.prompt_ids(THINKS[:3])
 
 
 def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders, tmp_path):
     template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] "
+        "}}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
     tokenizer = AutoTokenizer.from_pretrained(folders / "chatml")
@@ -175,8 +229,9 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
     renderer = load_renderer(str(tmp_path / "opens"), RendererConfig())
     (sample,), _ = prepared(tmp_path, tmp_path / "opens", {"messages": THINKS})
     assert [text for trained, text in as_text(renderer, sample) if trained] == [
-        "Hm, so.\n</think>\n\n2<|im_end|>", "Hm, so.\n</think>\n\nYes, 2.<|im_end|>",
-    ]  # fmt: skip
+        "Hm, so.\n</think>\n\n2<|im_end|>",
+        "Hm, so.\n</think>\n\nYes, 2.<|im_end|>",
+    ]
     inline = [TWO_TURNS[0], {"role": "assistant", "content": "<think>\nHm\n</think>\n\n2"}]
     with pytest.raises(RunError, match="leaves out a part of an answer's content"):
         prepared(tmp_path / "inline", tmp_path / "opens", {"messages": inline})
@@ -185,16 +240,37 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
 @pytest.mark.parametrize(
     ("folder", "messages", "settings", "said"),
     [
-        ("chatml", THINKS, {}, r"data.jsonl:1: the chat template leaves out the reasoning_content .* sft.drop_reasoning = true"),
-        ("chatml", [TWO_TURNS[0], {"role": "assistant", "content": "2", "thinking": "Hm"}], {}, "leaves out the thinking"),
+        (
+            "chatml",
+            THINKS,
+            {},
+            r"data.jsonl:1: the chat template leaves out the reasoning_content .* "
+            r"sft.drop_reasoning = true",
+        ),
+        (
+            "chatml",
+            [TWO_TURNS[0], {"role": "assistant", "content": "2", "thinking": "Hm"}],
+            {},
+            "leaves out the thinking",
+        ),
         (
             "thinks",
             THINKS,
             {"renderer": {"enable_thinking": False, "name": "template"}},
             "directly after its prompt.* renderer.enable_thinking",
         ),
-        ("chatml", [TWO_TURNS[0], {"role": "assistant", "content": "say <|im_end|> now"}], {}, "the template's special tokens"),
-        ("base", TWO_TURNS, {}, "needs a chat template, .* --model.chat_template chatml, or a file"),
+        (
+            "chatml",
+            [TWO_TURNS[0], {"role": "assistant", "content": "say <|im_end|> now"}],
+            {},
+            "the template's special tokens",
+        ),
+        (
+            "base",
+            TWO_TURNS,
+            {},
+            "needs a chat template, .* --model.chat_template chatml, or a file",
+        ),
     ],
 )
 def test_trained_text_is_never_lost_in_silence(folders, tmp_path, folder, messages, settings, said):
@@ -203,7 +279,9 @@ def test_trained_text_is_never_lost_in_silence(folders, tmp_path, folder, messag
 
 
 def test_reasoning_can_be_left_out(folders, tmp_path):
-    with_it, _ = prepared(tmp_path / "a", folders / "chatml", {"messages": THINKS}, drop_reasoning=True)
+    with_it, _ = prepared(
+        tmp_path / "a", folders / "chatml", {"messages": THINKS}, drop_reasoning=True
+    )
     without, _ = prepared(tmp_path / "b", folders / "chatml", {"messages": TWO_TURNS})
     assert with_it == without
 
@@ -212,7 +290,10 @@ def test_a_base_model_needs_no_template_for_text(folders, tmp_path):
     row = {"prompt": "1 + 1 =", "completion": " 2"}
     (sample,), manifest = prepared(tmp_path / "base", folders / "base", row)
     encode = AutoTokenizer.from_pretrained(folders / "chatml").encode
-    assert sample == (encode("1 + 1 =") + encode(" 2") + encode("<|im_end|>"), [False] * 7 + [True] * 3)
+    assert sample == (
+        encode("1 + 1 =") + encode(" 2") + encode("<|im_end|>"),
+        [False] * 7 + [True] * 3,
+    )
     assert manifest["style"] == "completion"
     assert prepared(tmp_path / "chat", folders / "chatml", row, style="completion")[0] == [sample]
     (alone,), _ = prepared(tmp_path / "alone", folders / "base", {"prompt": "", "completion": "ab"})
@@ -225,7 +306,9 @@ def test_a_plain_text_begins_with_the_bos_token_of_its_tokenizer(folders, tmp_pa
     """As the prompts of rollouts in completion style do. It is never trained."""
     without, tokenizer = (AutoTokenizer.from_pretrained(folders / "base") for _ in range(2))
     token, bos, encode = tokenizer.bos_token, tokenizer.bos_token_id, without.encode
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, bos)])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, bos)]
+    )
     tokenizer.save_pretrained(tmp_path / "begins")
     rows = [{"prompt": "1 + 1 =", "completion": " 2"}, {"prompt": "", "completion": "ab"}]
     samples, _ = prepared(tmp_path, tmp_path / "begins", *rows)
@@ -244,35 +327,62 @@ def test_a_base_model_takes_messages_with_a_template_of_its_own(tmp_path, monkey
     with pytest.raises(RunError, match=r"no chat template; set --model.chat_template to chatml"):
         resolve_model(ModelConfig(name=str(base)))
     assert resolve_model(ModelConfig(name=str(base)), needs_template=False) == str(base)
-    folder = resolve_model(ModelConfig(name=str(base), chat_template=str(tmp_path / "chatml.jinja")))
+    folder = resolve_model(
+        ModelConfig(name=str(base), chat_template=str(tmp_path / "chatml.jinja"))
+    )
     (sample,), manifest = prepared(tmp_path, folder, {"messages": TWO_TURNS})
     assert manifest["style"] == "chat" and sum(sample[1]) == len("2.") + len("Yes, 2..")
 
 
 def test_too_long_and_empty_examples_are_counted(folders, tmp_path):
-    rows = [{"prompt": "ab", "completion": "c" * n} for n in (1, 5, 9, 0)] + [{"prompt": "x" * 20, "completion": "c"}]
+    rows = [{"prompt": "ab", "completion": "c" * n} for n in (1, 5, 9, 0)] + [
+        {"prompt": "x" * 20, "completion": "c"}
+    ]
     samples, manifest = prepared(tmp_path / "skip", folders / "base", *rows, max_model_len=8)
     assert [len(ids) for ids, _ in samples] == [4, 8]
-    assert manifest["train"]["left_out"] == {"longer than model.max_model_len": 2, "without an answer to train": 1}
-    samples, manifest = prepared(tmp_path / "cut", folders / "base", *rows, max_model_len=8, too_long="truncate")
-    assert [len(ids) for ids, _ in samples] == [4, 8, 8] and samples[2][1] == [False] * 2 + [True] * 6
+    assert manifest["train"]["left_out"] == {
+        "longer than model.max_model_len": 2,
+        "without an answer to train": 1,
+    }
+    samples, manifest = prepared(
+        tmp_path / "cut", folders / "base", *rows, max_model_len=8, too_long="truncate"
+    )
+    assert [len(ids) for ids, _ in samples] == [4, 8, 8] and samples[2][1] == [False] * 2 + [
+        True
+    ] * 6
     assert manifest["train"] | {"dataset": ""} == {
-        "dataset": "", "rows": 5, "examples": 3, "tokens": 20, "trained_tokens": 14,
-        "left_out": {"cut to model.max_model_len": 1, "without an answer to train": 1, "longer than model.max_model_len": 1},
-    }  # fmt: skip
+        "dataset": "",
+        "rows": 5,
+        "examples": 3,
+        "tokens": 20,
+        "trained_tokens": 14,
+        "left_out": {
+            "cut to model.max_model_len": 1,
+            "without an answer to train": 1,
+            "longer than model.max_model_len": 1,
+        },
+    }
     (line,) = manifest_lines(manifest)
-    assert "5 rows -> 3 examples, 20 tokens, 14 trained; 1 cut to model.max_model_len; 1 without an answer" in line
-    with pytest.raises(RunError, match=r"nothing is left of 1 rows: 1 longer than model\.max_model_len"):
+    assert (
+        "5 rows -> 3 examples, 20 tokens, 14 trained; 1 cut to model.max_model_len; 1 "
+        "without an answer" in line
+    )
+    with pytest.raises(
+        RunError, match=r"nothing is left of 1 rows: 1 longer than model\.max_model_len"
+    ):
         prepared(tmp_path / "none", folders / "base", rows[2], max_model_len=8)
     with pytest.raises(RunError, match="nothing is left of 0 rows: there are no rows"):
         prepared(tmp_path / "no-rows", folders / "base")
 
 
 def test_a_task_without_an_example_is_none_to_hold_out(folders, tmp_path):
-    """Numbers of tasks that were left out could be held out: then nothing was, or nothing was left to train."""
+    """Numbers of tasks that were left out could be held out: then nothing was, or nothing was
+    left to train."""
     rows = [{"prompt": f"{n:02}", "completion": "c" * (9 if n % 2 else 1)} for n in range(10)]
     prepared(tmp_path, folders / "base", *rows, max_model_len=8)
-    groups = open_examples(make_config(tmp_path, None, 8).run_dir.data / "train.arrow")["group"].to_pylist()
+    groups = open_examples(make_config(tmp_path, None, 8).run_dir.data / "train.arrow")[
+        "group"
+    ].to_pylist()
     assert groups == [0, 1, 2, 3, 4]
 
 
@@ -281,29 +391,82 @@ def test_a_task_without_an_example_is_none_to_hold_out(folders, tmp_path):
     [
         ("{", "data.jsonl:2: not JSON"),
         ("[1]", "data.jsonl:2: a list; write one object a line"),
-        ('{"question": "q"}', "data.jsonl:2: has neither messages nor prompt and completion, but question; name the columns with"),
+        (
+            '{"question": "q"}',
+            "data.jsonl:2: has neither messages nor prompt and completion, but question; "
+            "name the columns with",
+        ),
         ('{"messages": "hello"}', "data.jsonl:2: messages: a text; give a list of messages"),
         ('{"messages": []}', "data.jsonl:2: messages: an empty list"),
-        ('{"messages": [{"from": "human", "value": "x"}]}', r"data.jsonl:2: messages\[0\]: not a chat message: it needs a role"),
-        ('{"messages": [{"role": "user", "content": 5}]}', r"messages\[0\].content: a number; give text"),
-        ('{"messages": [{"role": "user", "content": null}]}', r"messages\[0\].content: null; give text"),
-        ('{"messages": [{"role": "user", "content": ["a"]}]}', r"messages\[0\].content: a list with a text"),
+        (
+            '{"messages": [{"from": "human", "value": "x"}]}',
+            r"data.jsonl:2: messages\[0\]: not a chat message: it needs a role",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": 5}]}',
+            r"messages\[0\].content: a number; give text",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": null}]}',
+            r"messages\[0\].content: null; give text",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": ["a"]}]}',
+            r"messages\[0\].content: a list with a text",
+        ),
         ('{"prompt": 7, "completion": "b"}', "data.jsonl:2: prompt: a number; give text or a list"),
-        ('{"messages": [{"role": "assistant", "content": "Hi"}]}', "2: begins with the assistant, whose"),
-        ('{"prompt": "x", "messages": [{"role": "user", "content": "a"}]}', "messages: says other things than prompt or completion"),
-        ('{"completion": "x", "messages": [{"role": "user", "content": "a"}]}', "messages: says other things than prompt or completion"),
-        ('{"prompt": "a", "completion": "b", "system": 5}', "data.jsonl:2: system: a text before a chat"),
-        ('{"system": "s", "messages": [{"role": "system", "content": "t"}]}', "system: a text before a chat that has no system"),
-        *((f'{{"prompt": "a", "completion": "b", "{name}": [0, 1]}}', f"data.jsonl:2: {name}: a column that is not read") for name in
-          ("assistant_masks", "chat_template_kwargs", "loss_mask", "loss", "weight")),
-        *((f'{{"messages": [{{"role": "user", "content": "a", "{name}": false}}]}}', rf"messages\[0\].{name}: is not read") for name in
-          ("loss", "trainable", "loss_mask", "mask", "training")),
-        ('{"messages": [{"role": "user", "content": "a", "weight": 1}]}', r"messages\[0\]: weight or train is 1; give 0 or 1, and 1 to"),
-        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', r"messages\[0\]: weight or train is 0.5; give 0 or 1"),
-        ('{"messages": [{"role": "assistant", "tool_calls": [{"nam": "f"}]}]}', r"messages\[0\].tool_calls: a tool call must be"),
-        ('{"prompt": "a", "completion": "b", "tools": "x"}', "data.jsonl:2: tools: text that is not JSON"),
+        (
+            '{"messages": [{"role": "assistant", "content": "Hi"}]}',
+            "2: begins with the assistant, whose",
+        ),
+        (
+            '{"prompt": "x", "messages": [{"role": "user", "content": "a"}]}',
+            "messages: says other things than prompt or completion",
+        ),
+        (
+            '{"completion": "x", "messages": [{"role": "user", "content": "a"}]}',
+            "messages: says other things than prompt or completion",
+        ),
+        (
+            '{"prompt": "a", "completion": "b", "system": 5}',
+            "data.jsonl:2: system: a text before a chat",
+        ),
+        (
+            '{"system": "s", "messages": [{"role": "system", "content": "t"}]}',
+            "system: a text before a chat that has no system",
+        ),
+        *(
+            (
+                f'{{"prompt": "a", "completion": "b", "{name}": [0, 1]}}',
+                f"data.jsonl:2: {name}: a column that is not read",
+            )
+            for name in ("assistant_masks", "chat_template_kwargs", "loss_mask", "loss", "weight")
+        ),
+        *(
+            (
+                f'{{"messages": [{{"role": "user", "content": "a", "{name}": false}}]}}',
+                rf"messages\[0\].{name}: is not read",
+            )
+            for name in ("loss", "trainable", "loss_mask", "mask", "training")
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a", "weight": 1}]}',
+            r"messages\[0\]: weight or train is 1; give 0 or 1, and 1 to",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
+            r"messages\[0\]: weight or train is 0.5; give 0 or 1",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"nam": "f"}]}]}',
+            r"messages\[0\].tool_calls: a tool call must be",
+        ),
+        (
+            '{"prompt": "a", "completion": "b", "tools": "x"}',
+            "data.jsonl:2: tools: text that is not JSON",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_row_of_the_wrong_shape_is_named_with_its_line(folders, tmp_path, row, said):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + row + "\n")
     with pytest.raises(RunError, match=said):
@@ -312,10 +475,18 @@ def test_a_row_of_the_wrong_shape_is_named_with_its_line(folders, tmp_path, row,
 
 
 def test_what_a_row_says_about_training_is_done(folders, tmp_path):
-    """Regression: weight and train of a message, a system text and a greeting were dropped, or refused without a place."""
+    """Regression: weight and train of a message, a system text and a greeting were dropped, or
+    refused without a place."""
     renderer = load_renderer(str(folders / "chatml"), RendererConfig())
-    marked = [message | mark for message, mark in zip(TWO_TURNS, ({}, {"weight": 0}, {"weight": 0}, {"weight": 1}), strict=True)]
-    (last,), _ = prepared(tmp_path / "last", folders / "chatml", {"messages": TWO_TURNS}, train="last")
+    marked = [
+        message | mark
+        for message, mark in zip(
+            TWO_TURNS, ({}, {"weight": 0}, {"weight": 0}, {"weight": 1}), strict=True
+        )
+    ]
+    (last,), _ = prepared(
+        tmp_path / "last", folders / "chatml", {"messages": TWO_TURNS}, train="last"
+    )
     for name, row in (
         ("weight", {"messages": marked}),
         ("train", {"messages": [TWO_TURNS[0], TWO_TURNS[1] | {"train": False}, *TWO_TURNS[2:]]}),
@@ -325,25 +496,42 @@ def test_what_a_row_says_about_training_is_done(folders, tmp_path):
     greeting = [{"role": "assistant", "content": "Hello!", "weight": 0}, *TWO_TURNS[:2]]
     (greeted,), _ = prepared(tmp_path / "greeting", folders / "chatml", {"messages": greeting})
     assert as_text(renderer, greeted) == [
-        (False, "<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            False,
+            "<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\nWhat is 1 + "
+            "1?<|im_end|>\n<|im_start|>assistant\n",
+        ),
         (True, "2<|im_end|>"),
     ]
     pair = {"prompt": "What is 1 + 1?", "completion": "2"}
     chat = {"messages": [{"role": "system", "content": "Be short."}, *TWO_TURNS[:2]]}
-    (with_system,), _ = prepared(tmp_path / "system", folders / "chatml", pair | {"system": "Be short."})
+    (with_system,), _ = prepared(
+        tmp_path / "system", folders / "chatml", pair | {"system": "Be short."}
+    )
     assert prepared(tmp_path / "chat", folders / "chatml", chat)[0] == [with_system]
-    none = prepared(tmp_path / "none", folders / "chatml", {"messages": TWO_TURNS[:2]}, {"messages": [TWO_TURNS[0], marked[1]]})
+    none = prepared(
+        tmp_path / "none",
+        folders / "chatml",
+        {"messages": TWO_TURNS[:2]},
+        {"messages": [TWO_TURNS[0], marked[1]]},
+    )
     assert len(none[0]) == 1 and none[1]["train"]["left_out"] == {"without an answer to train": 1}
 
 
 def test_cells_of_csv_are_text(folders, tmp_path):
     """Regression: None, NA, 02108 and True were a missing value, numbers and a truth value."""
-    (tmp_path / "data.csv").write_text('prompt,completion\na,None\nb,02108\nc,True\n"d, e","f\ng"\n')
+    (tmp_path / "data.csv").write_text(
+        'prompt,completion\na,None\nb,02108\nc,True\n"d, e","f\ng"\n'
+    )
     samples, _ = prepared(tmp_path, folders / "base", dataset=str(tmp_path / "data.csv"))
     tokenizer = AutoTokenizer.from_pretrained(folders / "base")
-    assert [tokenizer.decode(ids) for ids, _ in samples] == [f"{text}<|im_end|>" for text in ("aNone", "b02108", "cTrue", "d, ef\ng")]
+    assert [tokenizer.decode(ids) for ids, _ in samples] == [
+        f"{text}<|im_end|>" for text in ("aNone", "b02108", "cTrue", "d, ef\ng")
+    ]
     (tmp_path / "data.csv").write_text("prompt,completion\na,b,c\n")
-    with pytest.raises(RunError, match=r"data.csv:2: not 2 cells, as in the first line; correct it"):
+    with pytest.raises(
+        RunError, match=r"data.csv:2: not 2 cells, as in the first line; correct it"
+    ):
         prepared(tmp_path / "wide", folders / "base", dataset=str(tmp_path / "data.csv"))
 
 
@@ -353,43 +541,85 @@ def test_data_that_is_not_there(folders, tmp_path):
         (str(tmp_path / "*.jsonl"), "no file matches"),
     ):
         with pytest.raises(RunError, match=said):
-            prepare_data(make_config(tmp_path, dataset=dataset), str(folders / "chatml"), lambda *_: None)
+            prepare_data(
+                make_config(tmp_path, dataset=dataset), str(folders / "chatml"), lambda *_: None
+            )
 
 
 def rollout(task, reward, answer, **more):
-    messages = [{"role": "user", "content": f"task {task}"}, {"role": "assistant", "content": answer}]
-    return {"env": "e", "task": task, "messages": messages, "reward": reward, "outcome": "finished", "trained": True} | more
+    messages = [
+        {"role": "user", "content": f"task {task}"},
+        {"role": "assistant", "content": answer},
+    ]
+    return {
+        "env": "e",
+        "task": task,
+        "messages": messages,
+        "reward": reward,
+        "outcome": "finished",
+        "trained": True,
+    } | more
 
 
 def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
     renderer = load_renderer(str(folders / "chatml"), RendererConfig())
     run = tmp_path / "outputs" / "x"
-    write_rows(run / "rollouts" / "000001.jsonl", rollout(1, 0.2, "a"), rollout(1, 0.9, "b"), rollout(1, 0.9, "c"), rollout(2, 0.4, "d"))
+    write_rows(
+        run / "rollouts" / "000001.jsonl",
+        rollout(1, 0.2, "a"),
+        rollout(1, 0.9, "b"),
+        rollout(1, 0.9, "c"),
+        rollout(2, 0.4, "d"),
+    )
     bad = [
         rollout(2, 1.0, "e", outcome="failed", error="boom"),
         rollout(2, 1.0, "f", outcome="truncated"),
         rollout(2, 1.0, "g", why="not_trainable"),
         rollout(2, 1.0, "g", why="stale", trainable=False),
     ]
-    write_rows(run / "rollouts" / "000002.jsonl", *bad, rollout(2, 0.5, "h"), rollout(3, 0.1, "i", trained=False))
-    write_rows(run / "rollouts" / "pending.jsonl", rollout(4, 1.0, "z"))  # no batch has settled it: it comes in a numbered file
+    write_rows(
+        run / "rollouts" / "000002.jsonl",
+        *bad,
+        rollout(2, 0.5, "h"),
+        rollout(3, 0.1, "i", trained=False),
+    )
+    # no batch has settled it: it comes in a numbered file
+    write_rows(run / "rollouts" / "pending.jsonl", rollout(4, 1.0, "z"))
 
     def answers(**settings):
-        samples, manifest = prepared(tmp_path / str(len(list(tmp_path.iterdir()))), folders / "chatml", dataset=str(run), **settings)
-        return "".join(as_text(renderer, sample)[1][1][0] for sample in samples), manifest["train"]["left_out"]
+        samples, manifest = prepared(
+            tmp_path / str(len(list(tmp_path.iterdir()))),
+            folders / "chatml",
+            dataset=str(run),
+            **settings,
+        )
+        return "".join(as_text(renderer, sample)[1][1][0] for sample in samples), manifest["train"][
+            "left_out"
+        ]
 
-    never = {"failed rollouts": 1, "truncated rollouts": 1, "rollouts of agents that are not trained": 2}
+    never = {
+        "failed rollouts": 1,
+        "truncated rollouts": 1,
+        "rollouts of agents that are not trained": 2,
+    }
     assert answers() == ("abcdhi", never)
     assert answers(min_reward=0.5) == ("bch", never | {"rollouts with a reward below 0.5": 3})
-    assert answers(max_per_task=1) == ("bhi", never | {"rollouts beyond the best 1 of their task": 3})
+    assert answers(max_per_task=1) == (
+        "bhi",
+        never | {"rollouts beyond the best 1 of their task": 3},
+    )
     assert answers(max_per_task=2, min_reward=0.3)[0] == "bcdh"
-    datasets.Dataset.from_list([rollout(5, 0.25, "e"), rollout(5, 1.0, "f"), rollout(6, 1.0, "g")]).to_parquet(run / "x.parquet")
+    datasets.Dataset.from_list(
+        [rollout(5, 0.25, "e"), rollout(5, 1.0, "f"), rollout(6, 1.0, "g")]
+    ).to_parquet(run / "x.parquet")
     saved = {"dataset": str(run / "x.parquet")}
-    assert prepared(tmp_path / "p", folders / "chatml", **saved, min_reward=0.5)[1]["train"]["left_out"] == {
-        "rollouts with a reward below 0.5": 1
-    }
+    assert prepared(tmp_path / "p", folders / "chatml", **saved, min_reward=0.5)[1]["train"][
+        "left_out"
+    ] == {"rollouts with a reward below 0.5": 1}
     assert len(prepared(tmp_path / "q", folders / "chatml", **saved, max_per_task=1)[0]) == 2
-    with pytest.raises(RunError, match="the reward is nan, but a rollout's reward must be a number"):
+    with pytest.raises(
+        RunError, match="the reward is nan, but a rollout's reward must be a number"
+    ):
         prepared(tmp_path / "n", folders / "chatml", rollout(7, float("nan"), "i"), min_reward=0.5)
     best = rows.best_rollouts
 
@@ -400,8 +630,14 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
 
     monkeypatch.setattr(rows, "best_rollouts", then_compressed)
     assert answers(max_per_task=1)[0] == "bhi"
-    with pytest.raises(RunError, match=r"data.jsonl:1: sft.min_reward and sft.max_per_task choose among rollouts, .* lacks outcome"):
-        prepared(tmp_path / "y", folders / "chatml", {"messages": TWO_TURNS, "reward": 1}, min_reward=0.5)
+    with pytest.raises(
+        RunError,
+        match=r"data.jsonl:1: sft.min_reward and sft.max_per_task choose among rollouts, .* lacks "
+        r"outcome",
+    ):
+        prepared(
+            tmp_path / "y", folders / "chatml", {"messages": TWO_TURNS, "reward": 1}, min_reward=0.5
+        )
 
 
 WORKED = [
@@ -418,16 +654,32 @@ def test_worked_examples_of_a_rollouts_prompt_are_never_trained(folders, tmp_pat
 
     def trained(settings=None, **line):
         row = rollout(1, 1.0, "") | {"messages": WORKED, "num_turns": 2} | line
-        samples, manifest = prepared(tmp_path / f"try{next(tries)}", folders / "chatml", row, **settings or {})
-        return "".join(text for sample in samples for was_trained, text in as_text(renderer, sample) if was_trained), manifest["warnings"]
+        samples, manifest = prepared(
+            tmp_path / f"try{next(tries)}", folders / "chatml", row, **settings or {}
+        )
+        return "".join(
+            text
+            for sample in samples
+            for was_trained, text in as_text(renderer, sample)
+            if was_trained
+        ), manifest["warnings"]
 
     own = ("2<|im_end|>Yes, 2.<|im_end|>", [])
     assert trained(num_prompt_messages=3) == trained(num_prompt_messages=3, num_turns=0) == own
-    assert trained(num_prompt_messages=2) == own, "the messages before the policy's first are no answers"
+    assert trained(num_prompt_messages=2) == own, (
+        "the messages before the policy's first are no answers"
+    )
     assert trained(num_turns=3) == ("2<|im_end|>" + own[0], []), "every answer was sampled"
-    with pytest.raises(RunError, match=r"data.jsonl:1: the policy sampled 2 of its 3 answers, and the environment wrote the others.*last"):
+    with pytest.raises(
+        RunError,
+        match=r"data.jsonl:1: the policy sampled 2 of its 3 answers, and the environment wrote the "
+        r"others.*last",
+    ):
         trained()
-    with pytest.raises(RunError, match="the policy sampled 1 of its 2 answers, and the environment wrote the others"):
+    with pytest.raises(
+        RunError,
+        match="the policy sampled 1 of its 2 answers, and the environment wrote the others",
+    ):
         trained(num_prompt_messages=3, num_turns=1)
     with pytest.raises(RunError, match="num_prompt_messages is 7; it must be a number from 0 to 6"):
         trained(num_prompt_messages=7)
@@ -443,30 +695,72 @@ def test_csv_is_read_by_a_process_that_hides_torch(tmp_path):
         "print(list(hub_rows(Source(config.dataset, '', 'sft.dataset'), config)))\n"
     )
     env = {**os.environ, "HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "x.csv"], capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "x.csv"],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=120,
+    )
     assert done.stdout == "[{'prompt': 'What is 1 + 1?', 'completion': 'two'}]\n", done.stderr
 
 
 def test_hugging_face_datasets(folders, tmp_path):
-    rows = [{"messages": [*TWO_TURNS[:2], THINKS[3] | {"tool_calls": None}]}, {"messages": TWO_TURNS}]
-    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "saved"))
-    samples, manifest = prepared(tmp_path / "a", folders / "chatml", dataset=str(tmp_path / "saved"), split="test", drop_reasoning=True)
+    rows = [
+        {"messages": [*TWO_TURNS[:2], THINKS[3] | {"tool_calls": None}]},
+        {"messages": TWO_TURNS},
+    ]
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(
+        str(tmp_path / "saved")
+    )
+    samples, manifest = prepared(
+        tmp_path / "a",
+        folders / "chatml",
+        dataset=str(tmp_path / "saved"),
+        split="test",
+        drop_reasoning=True,
+    )
     assert len(samples) == 2 and manifest["train"]["rows"] == 2
     direct, _ = prepared(tmp_path / "b", folders / "chatml", {"messages": TWO_TURNS})
     assert samples[1:] == direct
-    datasets.Dataset.from_list([{"question": "q", "answer": "a"}]).to_parquet(tmp_path / "x.parquet")
+    datasets.Dataset.from_list([{"question": "q", "answer": "a"}]).to_parquet(
+        tmp_path / "x.parquet"
+    )
     columns = {"prompt": "question", "completion": "answer"}
-    assert len(prepared(tmp_path / "c", folders / "chatml", dataset=str(tmp_path / "x.parquet"), columns=columns)[0]) == 1
+    assert (
+        len(
+            prepared(
+                tmp_path / "c",
+                folders / "chatml",
+                dataset=str(tmp_path / "x.parquet"),
+                columns=columns,
+            )[0]
+        )
+        == 1
+    )
     (tmp_path / "empty").mkdir()
     for settings, said in (
         ({"split": "train"}, "'train'.*check name, sft.split"),
         ({"dataset": str(tmp_path / "empty")}, "sft.dataset = "),
-        ({"dataset": str(tmp_path / "x.parquet"), "split": "test"}, "sft.split = 'test': .*x.parquet has no splits; name the held-out"),
-        ({"dataset": str(tmp_path / "x.parquet"), "subset": "s"}, "sft.subset = 's': .*x.parquet has no subsets; leave it out"),
-        ({"dataset": str(tmp_path / "b" / "data.jsonl"), "validation_split": "test"}, "sft.validation_split = 'test': .* has no splits"),
+        (
+            {"dataset": str(tmp_path / "x.parquet"), "split": "test"},
+            "sft.split = 'test': .*x.parquet has no splits; name the held-out",
+        ),
+        (
+            {"dataset": str(tmp_path / "x.parquet"), "subset": "s"},
+            "sft.subset = 's': .*x.parquet has no subsets; leave it out",
+        ),
+        (
+            {"dataset": str(tmp_path / "b" / "data.jsonl"), "validation_split": "test"},
+            "sft.validation_split = 'test': .* has no splits",
+        ),
     ):
         with pytest.raises(RunError, match=said):
-            prepared(tmp_path / "d", folders / "chatml", **({"dataset": str(tmp_path / "saved")} | settings))
+            prepared(
+                tmp_path / "d",
+                folders / "chatml",
+                **({"dataset": str(tmp_path / "saved")} | settings),
+            )
 
 
 def test_a_subset_may_be_that_of_the_validation_alone(tmp_path):
@@ -484,20 +778,34 @@ def test_the_runs_data_is_made_once(folders, tmp_path):
 
 def test_tools_that_are_called_but_not_defined_are_a_warning(folders, tmp_path):
     _, manifest = prepared(tmp_path, folders / "chatml", {"messages": CALLS})
-    assert manifest_lines(manifest)[-1].startswith("warning: examples call tools, but have no tool definitions")
+    assert manifest_lines(manifest)[-1].startswith(
+        "warning: examples call tools, but have no tool definitions"
+    )
 
 
 def test_examples_are_mapped_from_their_file(folders, tmp_path):
-    prepared(tmp_path, folders / "base", {"prompt": "a", "completion": "b"}, {"prompt": "cd", "completion": "e"})
+    prepared(
+        tmp_path,
+        folders / "base",
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "cd", "completion": "e"},
+    )
     config = make_config(tmp_path)
     before = pa.total_allocated_bytes()
     examples = open_examples(config.run_dir.data / "train.arrow")
     assert pa.total_allocated_bytes() == before
-    assert [len(ids) for ids in examples["tokens"]] == [3, 4] and examples["group"].to_pylist() == [0, 1]
+    assert [len(ids) for ids in examples["tokens"]] == [3, 4] and examples["group"].to_pylist() == [
+        0,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
-    "row", [{"prompt": "a", "completion": "b<new>"}, {"messages": [TWO_TURNS[0] | {"content": "<new>"}, TWO_TURNS[1]]}]
+    "row",
+    [
+        {"prompt": "a", "completion": "b<new>"},
+        {"messages": [TWO_TURNS[0] | {"content": "<new>"}, TWO_TURNS[1]]},
+    ],
 )
 def test_a_token_without_a_row_of_the_embedding_is_named(folders, tmp_path, row):
     """Regression: the trainer died of it three times, and good batches were set aside."""
@@ -508,7 +816,9 @@ def test_a_token_without_a_row_of_the_embedding_is_named(folders, tmp_path, row)
     config.write_text(json.dumps({"text_config": {"vocab_size": 259}}))
     good = {"prompt": "a", "completion": "b"}
     with pytest.raises(
-        RunError, match=r"data.jsonl:2: '<new>' is token 259, the model's embedding has 259 rows; give it one .*resize_token"
+        RunError,
+        match=r"data.jsonl:2: '<new>' is token 259, the model's embedding has 259 rows; give it "
+        r"one .*resize_token",
     ):
         prepared(tmp_path, tmp_path / "model", good, row)
     config.write_text(json.dumps({"vocab_size": 260}))

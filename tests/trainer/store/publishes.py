@@ -1,5 +1,6 @@
-"""One rank of up to four that publish versions together. test_versions.py forks them with the arguments RANK and FOLDER; FOLDER holds
-`plan.json`, and gets the versions and what each rank has found.
+"""One rank of up to four that publish versions together. test_versions.py forks them with the
+arguments RANK and FOLDER; FOLDER holds `plan.json`, and gets the versions and what each rank has
+found.
 """
 
 import errno
@@ -33,7 +34,8 @@ LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "hsdp": (4, 2)}
 
 
 def place_experts(model: PreTrainedModel, placements: tuple[Shard, Shard]) -> None:
-    """Divides the experts of a layer over a mesh of its own, over the first dimension, and each over the second."""
+    """Divides the experts of a layer over a mesh of its own, over the first dimension, and each
+    over the second."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
     for name, parameter in list(model.named_parameters()):
         if name.endswith(("gate_up_proj", "down_proj")):
@@ -60,13 +62,16 @@ def twice(model: PreTrainedModel) -> None:
 
 
 def publish(model: PreTrainedModel, base: Path, ranks: Ranks, path: Path) -> dict:
-    """Writes two versions, one after the other into the same memory, and a delta, and returns what is to be known of it."""
+    """Writes two versions, one after the other into the same memory, and a delta, and returns
+    what is to be known of it."""
     version = versions.snapshot(model, base, torch.bfloat16, {}, ranks)
     version.write(path, new=True)
     before, files = version.image.memory.data_ptr(), {}
     with opened(version.in_memory) as memory:
         if memory and ranks.is_main:
-            files["same"] = first_difference(version.digests, tensor_digests(memory, version.digests))
+            files["same"] = first_difference(
+                version.digests, tensor_digests(memory, version.digests)
+            )
     shared = version.in_memory is not None
     twice(model)
     version = versions.snapshot(model, base, torch.bfloat16, {}, ranks, version)
@@ -82,7 +87,12 @@ def publish(model: PreTrainedModel, base: Path, ranks: Ranks, path: Path) -> dic
         version.write(path.with_name("000003"), new=True, last=last)
         for parameter in model.parameters():
             parameter.data.div_(2)
-    return files | {"held": held, "size": version.image.tensors[-1].end, "again": again, "shared": shared}
+    return files | {
+        "held": held,
+        "size": version.image.tensors[-1].end,
+        "again": again,
+        "shared": shared,
+    }
 
 
 def replay(model: PreTrainedModel, base: Path, ranks: Ranks, other: Path) -> dict:
@@ -117,11 +127,17 @@ def main() -> None:
 
     @contextmanager
     def world_of(size: int, replicas: int) -> Iterator[World | None]:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(ports))}
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(next(ports)),
+        }
         if rank >= size:
             yield None
             return
-        yield start_world(False, 60.0, replicas, start_timeout_s=240.0)  # the others have layouts of their own before
+        # the others have layouts of their own before
+        yield start_world(False, 60.0, replicas, start_timeout_s=240.0)
         torch.distributed.destroy_process_group()
 
     for name, (size, replicas) in LAYOUTS.items():
@@ -139,15 +155,27 @@ def main() -> None:
                 path = folder / name / family / "weights" / "000001"
                 found[f"{name} {family}"] = publish(model, base, ranks, path)
                 if name != "1":
-                    found[f"{name} {family} as 1"] = replay(model, base, ranks, folder / "1" / family)
+                    found[f"{name} {family} as 1"] = replay(
+                        model, base, ranks, folder / "1" / family
+                    )
             if name == "2":
                 model = load(str(folder / "llama"), world)
                 found["full"] = full(model, folder / "llama", ranks, folder / "full" / "000001")
                 with patch("rl.trainer.store.ranks.pid_scope", lambda: f"host{rank}"):
-                    found["hosts"] = publish(model, folder / "llama", Ranks(world, 60.0), folder / "hosts" / "weights" / "000001")
+                    found["hosts"] = publish(
+                        model,
+                        folder / "llama",
+                        Ranks(world, 60.0),
+                        folder / "hosts" / "weights" / "000001",
+                    )
             if name == "hsdp":
-                for kind, placements in {"experts 0": (Shard(0), Shard(0)), "experts 1": (Shard(0), Shard(1))}.items():
+                for kind, placements in {
+                    "experts 0": (Shard(0), Shard(0)),
+                    "experts 1": (Shard(0), Shard(1)),
+                }.items():
                     model = load(str(folder / "qwen3_moe"), world)
                     place_experts(model, placements)
-                    found[kind] = publish(model, folder / "qwen3_moe", ranks, folder / kind / "weights" / "000001")
+                    found[kind] = publish(
+                        model, folder / "qwen3_moe", ranks, folder / kind / "weights" / "000001"
+                    )
     (folder / f"found-{rank}.json").write_text(json.dumps(found))

@@ -37,14 +37,18 @@ def trained(tied_folder, world):
 
 
 def fresh(folder, world):
-    model = load_policy(str(folder), ModelConfig(dtype="float32"), TrainerConfig(attention="eager"), world)
+    model = load_policy(
+        str(folder), ModelConfig(dtype="float32"), TrainerConfig(attention="eager"), world
+    )
     return model, make_optimizer(model, OptimConfig(lr=0.1))
 
 
 def state(model, optimizer):
     moments = [v[key] for v in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     steps = [v["step"] for v in optimizer.state.values()]
-    return [t.full_tensor().clone() for t in [*model.parameters(), *moments]] + [s.clone() for s in steps]
+    return [t.full_tensor().clone() for t in [*model.parameters(), *moments]] + [
+        s.clone() for s in steps
+    ]
 
 
 def test_what_is_loaded_is_what_was_saved(trained, tied_folder, world, tmp_path):
@@ -68,28 +72,42 @@ def test_a_rank_of_another_machine_syncs_what_it_has_written(trained, world, tmp
     assert not checkpoint.may_be_elsewhere(world), "rank 0"
     synced = []
     monkeypatch.setattr(checkpoint, "may_be_elsewhere", lambda _: True)
-    monkeypatch.setattr(checkpoint, "fsync_path", lambda path: synced.append((path.name, (tmp_path / "000001").exists())))
+    monkeypatch.setattr(
+        checkpoint,
+        "fsync_path",
+        lambda path: synced.append((path.name, (tmp_path / "000001").exists())),
+    )
     save_checkpoint(tmp_path / "000001", 1, *trained, world)
     assert synced == [("__0_0.distcp", False)]
 
 
-def test_rng_streams_that_a_checkpoint_lacks_are_left_as_they_are(trained, tied_folder, world, tmp_path, monkeypatch):
-    """A checkpoint of a machine without GPUs could not be resumed on one with GPUs, nor compared by more ranks."""
+def test_rng_streams_that_a_checkpoint_lacks_are_left_as_they_are(
+    trained, tied_folder, world, tmp_path, monkeypatch
+):
+    """A checkpoint of a machine without GPUs could not be resumed on one with GPUs, nor compared
+    by more ranks."""
     save_checkpoint(tmp_path / "000001", 1, *trained, world)
     path, manifest = checkpoint.newest(tmp_path, world)
     assert checkpoint.differing(path, *trained, replace(world, rank=1)) == []
     monkeypatch.setattr("torch.cuda.get_rng_state", lambda _: torch.zeros(16, dtype=torch.uint8))
-    monkeypatch.setattr("torch.cuda.set_rng_state", lambda *_: pytest.fail("the checkpoint has none"))
+    monkeypatch.setattr(
+        "torch.cuda.set_rng_state", lambda *_: pytest.fail("the checkpoint has none")
+    )
     monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
     other = fresh(tied_folder, world)
-    assert checkpoint.load(path, manifest, *other, replace(world, device=torch.device("cuda", 0))) == 1
+    assert (
+        checkpoint.load(path, manifest, *other, replace(world, device=torch.device("cuda", 0))) == 1
+    )
     assert all(torch.equal(a, b) for a, b in zip(state(*trained), state(*other), strict=True))
 
 
 def test_the_thread_that_writes_touches_no_gpu(trained, world, tmp_path, monkeypatch):
-    """It asked the current stream of GPU 0 to copy what was in the CPU's memory already, on every rank."""
+    """It asked the current stream of GPU 0 to copy what was in the CPU's memory already, on
+    every rank."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda *_: pytest.fail("a stream was asked for"))
+    monkeypatch.setattr(
+        "torch.cuda.current_stream", lambda *_: pytest.fail("a stream was asked for")
+    )
     kept = checkpoint.snapshot(*trained, world)
     checkpoint.write(tmp_path / "000001", 1, kept, checkpoint.fingerprint(trained[0]), world)
     assert newest_sound_checkpoint(tmp_path) == (1, {})
@@ -100,8 +118,11 @@ def test_the_state_is_copied_into_the_same_memory_again(trained, world, tmp_path
     seen = []
 
     def note(path, step, state, *_):
-        tensors = {name: local(value) for name, value in state.items()}  # kept, or their memory could be used again by chance
-        seen.append((tensors, {name: (value.data_ptr(), value.clone()) for name, value in tensors.items()}))
+        # kept, or their memory could be used again by chance
+        tensors = {name: local(value) for name, value in state.items()}
+        seen.append(
+            (tensors, {name: (value.data_ptr(), value.clone()) for name, value in tensors.items()})
+        )
 
     monkeypatch.setattr(checkpoint, "write", note)
     saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig(), world, 0)
@@ -112,14 +133,25 @@ def test_the_state_is_copied_into_the_same_memory_again(trained, world, tmp_path
     (_, first), (_, second) = seen
     assert first.keys() == second.keys() == checkpoint.tensors_of(*trained, world).keys()
     assert all(first[name][0] == second[name][0] for name in first if not name.startswith("rng."))
-    assert not any(torch.equal(first[name][1], second[name][1]) for name in first if not name.startswith("rng."))
-    assert all(torch.equal(second[name][1], local(value)) for name, value in checkpoint.tensors_of(*trained, world).items())
+    assert not any(
+        torch.equal(first[name][1], second[name][1])
+        for name in first
+        if not name.startswith("rng.")
+    )
+    assert all(
+        torch.equal(second[name][1], local(value))
+        for name, value in checkpoint.tensors_of(*trained, world).items()
+    )
 
 
-def test_files_are_hashed_while_they_are_written_and_shared_among_the_ranks_that_read_them(trained, world, tmp_path, monkeypatch):
+def test_files_are_hashed_while_they_are_written_and_shared_among_the_ranks_that_read_them(
+    trained, world, tmp_path, monkeypatch
+):
     """They were read again after they were written, and at a resume all by rank 0."""
     read, right = [], version_files.digest_of_file
-    monkeypatch.setattr(version_files, "digest_of_file", lambda path: read.append(path.name) or right(path))
+    monkeypatch.setattr(
+        version_files, "digest_of_file", lambda path: read.append(path.name) or right(path)
+    )
     save_checkpoint(path := tmp_path / "000001", 1, *trained, world)
     assert read == [".metadata"]
     manifest = json.loads((path / "manifest.json").read_text())
@@ -144,7 +176,9 @@ def test_no_checkpoint(world, tmp_path):
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_checkpoint_is_refused_and_stays_for_rl_to_repair_the_run(trained, world, tmp_path, file, damage):
+def test_a_damaged_checkpoint_is_refused_and_stays_for_rl_to_repair_the_run(
+    trained, world, tmp_path, file, damage
+):
     for number in (2, 3):
         save_checkpoint(tmp_path / f"{number:06d}", number, *trained, world)
     path, manifest = checkpoint.newest(tmp_path, world)
@@ -156,10 +190,13 @@ def test_a_damaged_checkpoint_is_refused_and_stays_for_rl_to_repair_the_run(trai
 
 
 def test_a_checkpoint_is_verified_while_it_is_read(trained, world, tmp_path, monkeypatch):
-    """A resume read it twice. A file that can be loaded, but is not what was written, is found all the same."""
+    """A resume read it twice. A file that can be loaded, but is not what was written, is found
+    all the same."""
     save_checkpoint(tmp_path / "000002", 2, *trained, world)
     read, right = [], version_files.digest_of_file
-    monkeypatch.setattr(version_files, "digest_of_file", lambda path: read.append(path.name) or right(path))
+    monkeypatch.setattr(
+        version_files, "digest_of_file", lambda path: read.append(path.name) or right(path)
+    )
     found = checkpoint.newest(tmp_path, world)
     assert checkpoint.load(*found, *trained, world) == 2
     assert read == [".metadata"]
@@ -190,13 +227,16 @@ class RunsACommand:
 
 @pytest.mark.parametrize("kind", ["command", "bytes", "outside"])
 def test_a_strangers_checkpoint_runs_nothing(trained, world, tmp_path, kind):
-    """Whoever writes the pickle writes the manifest with its hash, too. What DCP keeps as bytes, torch would unpickle."""
+    """Whoever writes the pickle writes the manifest with its hash, too. What DCP keeps as bytes,
+    torch would unpickle."""
     save_checkpoint(path := tmp_path / "000007", 7, *trained, world)
     content = pickle.loads((path / ".metadata").read_bytes())
     if kind == "command":
         content = RunsACommand(tmp_path / "mark")
     elif kind == "bytes":
-        content.state_dict_metadata[next(iter(content.state_dict_metadata))] = BytesStorageMetadata()
+        content.state_dict_metadata[next(iter(content.state_dict_metadata))] = (
+            BytesStorageMetadata()
+        )
     else:
         next(iter(content.storage_data.values())).relative_path = "../000006/__0_0.distcp"
     (path / ".metadata").write_bytes(pickle.dumps(content))
@@ -213,14 +253,23 @@ def test_a_strangers_checkpoint_runs_nothing(trained, world, tmp_path, kind):
 
 def test_another_model_is_refused(trained, world, tmp_path):
     save_checkpoint(tmp_path / "c" / "000001", 1, *trained, world)
-    other = fresh(make_tiny_model(tmp_path / "m", CONFIGS["llama"] | {"num_hidden_layers": 1}), world)
+    other = fresh(
+        make_tiny_model(tmp_path / "m", CONFIGS["llama"] | {"num_hidden_layers": 1}), world
+    )
     with pytest.raises(RunError, match="another model"):
         checkpoint.load(*checkpoint.newest(tmp_path / "c", world), *other, world)
 
 
-def test_a_checkpoint_is_written_while_the_model_trains_on(trained, tied_folder, world, tmp_path, monkeypatch):
-    """What is saved is the state at the call; the next save waits for it, and an error comes with the next call."""
-    run_dir, write, release = RunDir(tmp_path, tmp_path / "weights"), checkpoint.write, threading.Event()
+def test_a_checkpoint_is_written_while_the_model_trains_on(
+    trained, tied_folder, world, tmp_path, monkeypatch
+):
+    """What is saved is the state at the call; the next save waits for it, and an error comes
+    with the next call."""
+    run_dir, write, release = (
+        RunDir(tmp_path, tmp_path / "weights"),
+        checkpoint.write,
+        threading.Event(),
+    )
 
     def slow(*args):
         assert release.wait(10)
@@ -255,48 +304,71 @@ def test_a_disk_that_does_not_answer_ends_the_wait(trained, world, tmp_path, mon
     monkeypatch.setattr(checkpoint, "write", lambda *_: answers.wait(60))
     saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig(), world, 0)
     saver.deadline_s, said = 0.1, []
-    saver.thread.on_error = lambda: said.append(saver.newest_started)  # so that the status says so, and nobody blames the batch
+    # so that the status says so, and nobody blames the batch
+    saver.thread.on_error = lambda: said.append(saver.newest_started)
     saver.save(1, *trained)
-    with pytest.raises(RunError, match=r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"):
+    with pytest.raises(
+        RunError, match=r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"
+    ):
         saver.finish()
     saver.deadline_s = 3000.0
     assert not saver.due(2, last=99)
     saver.last_began = time.monotonic() - 3001
-    with pytest.raises(RunError, match=r"waited 3001 s for checkpoint 1 to be written to .*: does that disk answer"):
-        saver.due(3, last=99)  # with an interval in seconds, nobody would wait for it before the run's last step
+    with pytest.raises(
+        RunError, match=r"waited 3001 s for checkpoint 1 to be written to .*: does that disk answer"
+    ):
+        # with an interval in seconds, nobody would wait for it before the run's last step
+        saver.due(3, last=99)
     assert said == [1, 1]
     answers.set()
 
 
 def test_errors_of_torch_become_ours(tmp_path):
-    """Also those that are no Exception, which a thread pool would lose: its caller would wait for ever."""
-    full, strange = (CheckpointException("write", {0: (error, None)}) for error in (OSError(28, "No space"), ValueError("what")))
+    """Also those that are no Exception, which a thread pool would lose: its caller would wait
+    for ever."""
+    full, strange = (
+        CheckpointException("write", {0: (error, None)})
+        for error in (OSError(28, "No space"), ValueError("what"))
+    )
     assert checkpoint.cause_of(full, tmp_path, {}).errno == 28
     assert isinstance(checkpoint.cause_of(strange, tmp_path, {}), RuntimeError)
 
 
 def test_copies_that_do_not_fit_into_the_hosts_memory_are_refused(world, monkeypatch):
-    """Only moments were counted; a rank was killed without a message at the first checkpoint of each start."""
-    model = torch.nn.Linear(1 << 10, 1 << 20, bias=False, device="meta")  # as on a GPU: a copy takes 12 GiB, a version 2 GiB
+    """Only moments were counted; a rank was killed without a message at the first checkpoint of
+    each start."""
+    # as on a GPU: a copy takes 12 GiB, a version 2 GiB
+    model = torch.nn.Linear(1 << 10, 1 << 20, bias=False, device="meta")
     moments = {name: torch.empty_like(model.weight) for name in ("exp_avg", "exp_avg_sq")}
     optimizer = SimpleNamespace(state={model.weight: moments})
     monkeypatch.setattr(checkpoint, "memory_bytes", lambda: (15 << 30, 15 << 30))
     checkpoint.require_host_memory(model, optimizer, torch.bfloat16, world)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    said = r"2 rank\(s\) for checkpoints take 24\.0 GiB of memory, for policy versions 4\.0 GiB, .* this machine has 15\.0 GiB: shard"
+    said = (
+        r"2 rank\(s\) for checkpoints take 24\.0 GiB of memory, for policy versions 4\.0 GiB, .* "
+        r"this machine has 15\.0 GiB: shard"
+    )
     with pytest.raises(RunError, match=said):
         checkpoint.require_host_memory(model, optimizer, torch.bfloat16, world)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     model = torch.nn.Linear(1 << 10, 1 << 10, bias=False, device="meta")
-    moments = {name: torch.empty(1 << 10, 1 << 10) for name in moments}  # offloaded: 8 MiB, besides a copy of 12 MiB and a version of 2 MiB
+    # offloaded: 8 MiB, besides a copy of 12 MiB and a version of 2 MiB
+    moments = {name: torch.empty(1 << 10, 1 << 10) for name in moments}
     for mib, fits in ((21.9, False), (22.1, True)):
         monkeypatch.setattr(checkpoint, "memory_bytes", lambda mib=mib: (int(mib * 2**20), 0))
-        with contextlib.nullcontext() if fits else pytest.raises(RunError, match=r"trainer\.optim\.offload 0\.0 GiB"):
-            checkpoint.require_host_memory(model, SimpleNamespace(state={model.weight: moments}), torch.bfloat16, world)
+        with (
+            contextlib.nullcontext()
+            if fits
+            else pytest.raises(RunError, match=r"trainer\.optim\.offload 0\.0 GiB")
+        ):
+            checkpoint.require_host_memory(
+                model, SimpleNamespace(state={model.weight: moments}), torch.bfloat16, world
+            )
 
 
 class Clock:
-    """A clock that stands still but for what a checkpoint costs: at 32B parameters 390 GB are copied in 6 s, and written at 1.3 GB/s."""
+    """A clock that stands still but for what a checkpoint costs: at 32B parameters 390 GB are
+    copied in 6 s, and written at 1.3 GB/s."""
 
     def __init__(self, monkeypatch, copy_s=6.0, write_s=300.0):
         self.now = 0.0
@@ -317,14 +389,17 @@ class Clock:
 
 
 def saver_of(tmp_path, world, **settings) -> Saver:
-    saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig.model_validate({"checkpoint": settings}), world, 0)
+    saver = Saver(
+        RunDir(tmp_path, tmp_path), TrainerConfig.model_validate({"checkpoint": settings}), world, 0
+    )
     assert not saver.due(1, 9) and saver.due(9, 9)  # the last step always
     saver.start_clock()
     return saver
 
 
 def test_checkpoints_leave_the_time_to_training(world, tmp_path, monkeypatch):
-    """Twenty parts of twenty-one, even if training stood still while one is written; and as often as that allows."""
+    """Twenty parts of twenty-one, even if training stood still while one is written; and as
+    often as that allows."""
     clock, saver = Clock(monkeypatch), saver_of(tmp_path, world)
     for step, at in ((1, 60), (2, 366 + 20 * 306), (3, 366 + 41 * 306)):
         clock.save(saver, step, at)

@@ -23,13 +23,16 @@ from tests.families import CONFIGS
 
 
 class Training:
-    """A trainer that takes steps of Adam with gradients that are drawn, and publishes each version."""
+    """A trainer that takes steps of Adam with gradients that are drawn, and publishes each
+    version."""
 
     def __init__(self, folder: Path, run_dir: RunDir, **settings):
         self.base = make_tiny_model(folder / "model", CONFIGS["llama"])
         self.model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
-        self.publisher = Publisher(run_dir, WeightsConfig(**settings), None, Wait(10, lambda *_: None))
+        self.publisher = Publisher(
+            run_dir, WeightsConfig(**settings), None, Wait(10, lambda *_: None)
+        )
         self.number, self.version = 0, None
 
     def step(self, checkpoints: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
@@ -42,22 +45,27 @@ class Training:
 
     def publish(self, checkpoints: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
         self.number += 1
-        self.version = versions.snapshot(self.model, self.base, torch.bfloat16, {}, self.publisher.ranks, self.version)
+        self.version = versions.snapshot(
+            self.model, self.base, torch.bfloat16, {}, self.publisher.ranks, self.version
+        )
         self.publisher.start(self.number, self.version, checkpoints)
         self.publisher.finish()
-        return {name: parameter.detach().bfloat16() for name, parameter in self.model.named_parameters()}
+        return {
+            name: parameter.detach().bfloat16() for name, parameter in self.model.named_parameters()
+        }
 
 
 def same(file: Path, expected: dict[str, torch.Tensor]) -> bool:
     found = load_file(file)
     return found.keys() == expected.keys() and all(
-        torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in found
+        torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8))
+        for name in found
     )
 
 
 def test_a_hundred_versions_are_exact_or_refused(tmp_path, monkeypatch):
-    """One server follows all versions, another one joins late; one delta is damaged, one is lost. Frames are as small as a large model's
-    are in relation to it."""
+    """One server follows all versions, another one joins late; one delta is damaged, one is
+    lost. Frames are as small as a large model's are in relation to it."""
     monkeypatch.setattr(deltas, "FRAME_BYTES", 10_001)
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     training = Training(tmp_path, run_dir, anchor_every=10, keep_last=100)
@@ -79,9 +87,18 @@ def test_a_hundred_versions_are_exact_or_refused(tmp_path, monkeypatch):
             except CorruptFileError as error:
                 refused[number] = str(error)
     assert [*refused] == [*range(52, 60), *range(75, 80)]
-    assert all(refused[number] == f"{run_dir.weights(52)}/delta-00001-of-00001.zst: damaged" for number in range(52, 60))
-    assert all(f"changes since {run_dir.weights(74)}, which is missing" in refused[number] for number in range(75, 80))
-    sizes = {number: sum(file.stat().st_size for file in path.glob("*.[sz]*")) for number, path in numbered(run_dir.weights_dir).items()}
+    assert all(
+        refused[number] == f"{run_dir.weights(52)}/delta-00001-of-00001.zst: damaged"
+        for number in range(52, 60)
+    )
+    assert all(
+        f"changes since {run_dir.weights(74)}, which is missing" in refused[number]
+        for number in range(75, 80)
+    )
+    sizes = {
+        number: sum(file.stat().st_size for file in path.glob("*.[sz]*"))
+        for number, path in numbered(run_dir.weights_dir).items()
+    }
     assert sizes[99] < sizes[90] / 10
     assert first.num_read <= sum(sizes.values())
     held = os.dup(first.fd)  # as a fork of this process has it
@@ -99,7 +116,14 @@ def test_a_delta_for_which_the_disk_is_too_small_is_no_delta(tmp_path):
     last, limits = training.publisher.last, resource.getrlimit(resource.RLIMIT_FSIZE)
     for parameter in training.model.parameters():
         parameter.data.normal_()
-    version = versions.snapshot(training.model, training.base, torch.bfloat16, {}, training.publisher.ranks, training.version)
+    version = versions.snapshot(
+        training.model,
+        training.base,
+        torch.bfloat16,
+        {},
+        training.publisher.ranks,
+        training.version,
+    )
     (tmp_path / "delta").mkdir()
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
@@ -111,7 +135,8 @@ def test_a_delta_for_which_the_disk_is_too_small_is_no_delta(tmp_path):
 
 
 def test_deltas_that_belong_to_another_version_are_refused(tmp_path):
-    """Version 2 was replaced by another version 2, so version 3 must not be made of it; and a damaged anchor is named."""
+    """Version 2 was replaced by another version 2, so version 3 must not be made of it; and a
+    damaged anchor is named."""
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     training = Training(tmp_path, run_dir, anchor_every=10)
     training.step(), training.step(), training.step()
@@ -119,7 +144,10 @@ def test_deltas_that_belong_to_another_version_are_refused(tmp_path):
     other.step(), other.publish()
     run_dir.weights(2).rename(tmp_path / "kept")
     (tmp_path / "other/weights/000001").rename(run_dir.weights(2))
-    with pytest.raises(CorruptFileError, match=f"the changes since {run_dir.weights(2)} do not give what was written"):
+    with pytest.raises(
+        CorruptFileError,
+        match=f"the changes since {run_dir.weights(2)} do not give what was written",
+    ):
         Mirror().become(run_dir.weights(3))
     run_dir.weights(2).rename(tmp_path / "replaced")
     (tmp_path / "kept").rename(run_dir.weights(2))
@@ -147,25 +175,36 @@ def test_retention_keeps_what_kept_deltas_are_made_of(tmp_path):
     assert [number for number in kept[17] if is_delta(run_dir.weights(number))] == [11, 12, 13, 17]
 
 
-def test_a_version_that_is_trained_again_takes_along_what_follows_it_only_if_it_differs(tmp_path, monkeypatch):
-    """Deltas of another version than the one that is there were called damaged; the trainer read whole versions to compare deltas."""
+def test_a_version_that_is_trained_again_takes_along_what_follows_it_only_if_it_differs(
+    tmp_path, monkeypatch
+):
+    """Deltas of another version than the one that is there were called damaged; the trainer read
+    whole versions to compare deltas."""
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     first, same_again, other = (Training(tmp_path, run_dir, anchor_every=10) for _ in range(3))
     expected = [first.step() for _ in range(4)][-1]
     with monkeypatch.context() as patch:
         patch.setattr(Mirror, "become", lambda *_: pytest.fail("the trainer reads no delta"))
         same_again.step(), same_again.step()
-    assert numbers(run_dir.weights_dir) == [1, 2, 3, 4] and same(Mirror().become(run_dir.weights(4)), expected)
+    assert numbers(run_dir.weights_dir) == [1, 2, 3, 4] and same(
+        Mirror().become(run_dir.weights(4)), expected
+    )
     other.step()
     other.optimizer.param_groups[0]["lr"] = 1e-3
     changed = other.step()
-    assert numbers(run_dir.weights_dir) == [1, 2] and same(Mirror().become(run_dir.weights(2)), changed)
+    assert numbers(run_dir.weights_dir) == [1, 2] and same(
+        Mirror().become(run_dir.weights(2)), changed
+    )
 
 
 def test_what_the_next_delta_is_made_of_is_not_deleted_before(tmp_path):
-    """In a resume with deltas of a run that had whole versions, which are newer by their numbers."""
+    """In a resume with deltas of a run that had whole versions, which are newer by their
+    numbers."""
     run_dir = RunDir(tmp_path, tmp_path / "weights")
-    before, after = Training(tmp_path, run_dir, keep_last=2), Training(tmp_path, run_dir, anchor_every=10, keep_last=2)
+    before, after = (
+        Training(tmp_path, run_dir, keep_last=2),
+        Training(tmp_path, run_dir, anchor_every=10, keep_last=2),
+    )
     for _ in range(6):
         before.publish((1,))
     after.optimizer.param_groups[0]["lr"] = 1e-3
@@ -182,7 +221,9 @@ def test_a_delta_can_be_loaded_where_a_model_is_wanted(tmp_path):
     expected = training.step()
     with readable(run_dir.weights(2)) as folder:
         loaded = AutoModelForCausalLM.from_pretrained(folder)
-    assert all(torch.equal(parameter, expected[name]) for name, parameter in loaded.named_parameters())
+    assert all(
+        torch.equal(parameter, expected[name]) for name, parameter in loaded.named_parameters()
+    )
     assert not folder.exists() and loaded.dtype == torch.bfloat16
 
 
@@ -191,5 +232,7 @@ def test_without_memory_for_the_version_it_is_refused(tmp_path, monkeypatch):
     training = Training(tmp_path, run_dir, anchor_every=10)
     training.publish(), training.publish()
     monkeypatch.setattr("rl.run_dir.deltas.memory_bytes", lambda: (2**30, 1000))
-    with pytest.raises(RunError, match=r"are free; free memory, or move the versions with a delta.json away"):
+    with pytest.raises(
+        RunError, match=r"are free; free memory, or move the versions with a delta.json away"
+    ):
         Mirror().become(run_dir.weights(2))

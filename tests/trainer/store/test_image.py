@@ -38,7 +38,10 @@ def test_a_filled_image_is_a_safetensors_file_for_others(image):
             assert late is None
         with safe_open(path, framework="pt") as weights:
             found = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        for name, tensor in TENSORS.items()
+    )
     os.open("/dev/null", os.O_RDONLY)  # takes the number, which the image closes at its end
 
 
@@ -56,12 +59,20 @@ def test_without_a_file_in_memory_there_is_room_but_nothing_for_others(monkeypat
 
 def test_a_file_of_another_place_process_or_descriptor_is_not_opened(image):
     file = image.file
-    for other in ({"place": "elsewhere"}, {"pid": 2**22 + 1}, {"fd": 0}, {"name": "rl-" + "0" * 32}):
-        changed = type(file)(**{name: getattr(file, name) for name in file.__struct_fields__} | other)
+    for other in (
+        {"place": "elsewhere"},
+        {"pid": 2**22 + 1},
+        {"fd": 0},
+        {"name": "rl-" + "0" * 32},
+    ):
+        changed = type(file)(
+            **{name: getattr(file, name) for name in file.__struct_fields__} | other
+        )
         before = len(list(Path("/proc/self/fd").iterdir()))
         with opened(changed) as path:
             assert path is None
-        assert len(list(Path("/proc/self/fd").iterdir())) <= before  # garbage of other tests may be collected meanwhile
+        # garbage of other tests may be collected meanwhile
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before
     with opened(None) as path:
         assert path is None
 
@@ -70,7 +81,8 @@ def test_its_memory_is_used_again_once_nobody_reads_it(image):
     file, pages = image.file, image.memory.data_ptr()
     image.claim()
     assert image.file.fd == file.fd and image.memory.data_ptr() == pages
-    with opened(file) as before, opened(image.file) as unfinished:  # of what it held, and of what it does not hold yet
+    # of what it held, and of what it does not hold yet
+    with opened(file) as before, opened(image.file) as unfinished:
         assert before is None and unfinished is None
     image.write_header()
     assert image.file.name != file.name
@@ -91,8 +103,12 @@ def test_memory_that_somebody_reads_is_left_to_him(image):
 
 @pytest.mark.parametrize("way", ["past the cache", "refused", "in the cache"])
 def test_whole_pages_are_written_past_the_page_cache(tmp_path, monkeypatch, way):
-    """New pages of the cache took the processor of a second each step from the sampling of the next batch."""
-    tensors = {f"t{size}": torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (3, 5 * PAGE + 1, 0, 2 * PAGE, 100)}
+    """New pages of the cache took the processor of a second each step from the sampling of the
+    next batch."""
+    tensors = {
+        f"t{size}": torch.randint(0, 255, (size,), dtype=torch.uint8)
+        for size in (3, 5 * PAGE + 1, 0, 2 * PAGE, 100)
+    }
     image, tried, write = fill(image_like(tensors), tensors), [], image_module.write_at
 
     def write_at(fd, data, offset):
@@ -103,7 +119,8 @@ def test_whole_pages_are_written_past_the_page_cache(tmp_path, monkeypatch, way)
         write(fd, data, offset)
 
     monkeypatch.setattr(image_module, "write_at", write_at)
-    for number, part in enumerate([image.tensors[:2], image.tensors[2:]]):  # two files, of which the second begins within a page
+    # two files, of which the second begins within a page
+    for number, part in enumerate([image.tensors[:2], image.tensors[2:]]):
         begin = header(part)
         assert len(begin) % PAGE == part[0].start % PAGE
         path = tmp_path / str(number)

@@ -12,7 +12,8 @@ def test_what_a_disk_does_not_give_in_time_ends_the_wait():
     reading.start(answers.wait, 60)
     with pytest.raises(RunError, match=r"waited 0 s for x to be read") as late:
         reading.result("x to be read", 0.05)
-    assert reading.busy and late.value.exit_code == 1  # a line in the log in place of a traceback, and another start
+    # a line in the log in place of a traceback, and another start
+    assert reading.busy and late.value.exit_code == 1
     answers.set()
 
 

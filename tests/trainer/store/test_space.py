@@ -15,8 +15,12 @@ def test_numbers_that_differ_are_told_apart(tmp_path, monkeypatch):
         (needed.nbytes + SLACK_BYTES - 1, "no space left: 1.32 MiB are needed, 1.31 MiB are free"),
         (0, "no space left: 1.32 MiB are needed, 0.00 MiB are free"),
     ):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: types.SimpleNamespace(free=free))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda _, free=free: types.SimpleNamespace(free=free)
+        )
         with pytest.raises(OSError, match=said):
             require_space(tmp_path, [needed])
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=needed.nbytes + SLACK_BYTES))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: types.SimpleNamespace(free=needed.nbytes + SLACK_BYTES)
+    )
     require_space(tmp_path, [needed])

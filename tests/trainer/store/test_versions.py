@@ -1,4 +1,5 @@
-"""Policy versions as one to four ranks publish them; what is written of them is read in tests/trainer/test_export.py, too."""
+"""Policy versions as one to four ranks publish them; what is written of them is read in
+tests/trainer/test_export.py, too."""
 
 import json
 from pathlib import Path
@@ -35,9 +36,12 @@ from tests.trainer.samples import FLOAT32, make_batch, pack_alone, with_float32
 from tests.trainer.store.publishes import LAYOUTS
 
 RANKS = 4
-MODELS: dict[str, dict] = {name: {} for name in ("llama", "qwen3_moe", "gpt2", "gpt_oss", "hrm_text")}
-"""A plain one; experts that files hold one by one, as views of a part of a parameter; matrices the other way round; fused experts;
-projections that files join, so that no rank has a part of the file by itself."""
+MODELS: dict[str, dict] = {
+    name: {} for name in ("llama", "qwen3_moe", "gpt2", "gpt_oss", "hrm_text")
+}
+"""A plain one; experts that files hold one by one, as views of a part of a parameter; matrices
+the other way round; fused experts; projections that files join, so that no rank has a part of
+the file by itself."""
 DEEPSEEK_V3 = WITH_EXPERTS["deepseek_v3"] | {"n_routed_experts": 8}
 ADAPTED = {"adapters": {"lora": {"rank": 4}}}
 
@@ -49,33 +53,55 @@ def results(tmp_path_factory):
     for name in MODELS:
         make_tiny_model(folder / name, CONFIGS[name])
     (folder / "plan.json").write_text(
-        json.dumps({"models": MODELS | ADAPTED, "bases": {"adapters": "llama"}, "ports": free_ports(len(LAYOUTS))})
+        json.dumps(
+            {
+                "models": MODELS | ADAPTED,
+                "bases": {"adapters": "llama"},
+                "ports": free_ports(len(LAYOUTS)),
+            }
+        )
     )
     run_ranks("tests.trainer.store.publishes", folder, RANKS)
-    return folder, [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(RANKS)]
+    return folder, [
+        json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(RANKS)
+    ]
 
 
 def expected(folder: Path, factor: int, target: Path) -> tuple[bytes, dict[str, torch.Tensor]]:
-    """What one process writes of a model's weights, times `factor`: a file of the tensors in the files' form, by the safetensors library,
-    and what transformers saves."""
+    """What one process writes of a model's weights, times `factor`: a file of the tensors in the
+    files' form, by the safetensors library, and what transformers saves."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data.mul_(factor)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     persistent = model.state_dict().keys()
-    named = {**dict(model.named_parameters()), **{name: buffer for name, buffer in model.named_buffers() if name in persistent}}
-    tensors = revert_weight_conversion(model, {name: tensor.detach() for name, tensor in named.items()})
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "plain", metadata={"format": "pt"})
+    named = {
+        **dict(model.named_parameters()),
+        **{name: buffer for name, buffer in model.named_buffers() if name in persistent},
+    }
+    tensors = revert_weight_conversion(
+        model, {name: tensor.detach() for name, tensor in named.items()}
+    )
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        target / "plain",
+        metadata={"format": "pt"},
+    )
     model.save_pretrained(target / "saved")
     return (target / "plain").read_bytes(), load_file(target / "saved" / "model.safetensors")
 
 
-def test_a_base_model_that_is_given_chatml_is_published_and_exported_with_its_end(tmp_path, monkeypatch):
+def test_a_base_model_that_is_given_chatml_is_published_and_exported_with_its_end(
+    tmp_path, monkeypatch
+):
     """It is trained to end with <|im_end|>, and other programs stop where its files say."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     base = make_tiny_model(tmp_path / "model")
-    for name, fields in (("config.json", {"eos_token_id": 0}), ("tokenizer_config.json", {"eos_token": "<|endoftext|>"})):
+    for name, fields in (
+        ("config.json", {"eos_token_id": 0}),
+        ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
+    ):
         told = json.loads((base / name).read_text()) | fields
         (base / name).write_text(json.dumps(told | {"chat_template": None}))
     folder = Path(resolve_model(ModelConfig(name=str(base), chat_template="chatml")))
@@ -90,14 +116,22 @@ def test_a_base_model_that_is_given_chatml_is_published_and_exported_with_its_en
         assert AutoTokenizer.from_pretrained(path).eos_token == "<|im_end|>", path
         if path.name != "adapter":
             assert json.loads((path / "config.json").read_text())["eos_token_id"] == [2, 0]
-            assert AutoModelForCausalLM.from_pretrained(path).generation_config.eos_token_id == [2, 0]
+            assert AutoModelForCausalLM.from_pretrained(path).generation_config.eos_token_id == [
+                2,
+                0,
+            ]
 
 
 def test_router_biases_are_published_and_exported_as_they_are_computed_with(tmp_path):
-    """In bfloat16 half of these eight are the same number, so servers chose other experts than the trainer."""
+    """In bfloat16 half of these eight are the same number, so servers chose other experts than
+    the trainer."""
     folder = make_tiny_model(tmp_path / "model", DEEPSEEK_V3)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    name, bias = next((name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    name, bias = next(
+        (name, buffer)
+        for name, buffer in model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    )
     bias.copy_(7 + 0.003 * torch.arange(len(bias)))
     versions.snapshot(model, folder, torch.bfloat16, {}).write(tmp_path / "000001")
     (tmp_path / "exported").mkdir()
@@ -105,19 +139,33 @@ def test_router_biases_are_published_and_exported_as_they_are_computed_with(tmp_
     for path in (tmp_path / "000001", tmp_path / "exported"):
         tensors = load_file(path / "model.safetensors")
         assert tensors[name].equal(7 + 0.003 * torch.arange(len(bias))), path
-        assert {tensor.dtype for key, tensor in tensors.items() if not key.endswith("bias")} == {torch.bfloat16}
+        assert {tensor.dtype for key, tensor in tensors.items() if not key.endswith("bias")} == {
+            torch.bfloat16
+        }
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "falcon_h1"])
 def test_what_the_files_hold_in_float32_stays_so(family, world, tmp_path):
-    """Rounded, a router chose other experts: 0.3 nats between the base and the version that was published before any step."""
+    """Rounded, a router chose other experts: 0.3 nats between the base and the version that was
+    published before any step."""
     folder = with_float32(make_tiny_model(tmp_path / "model", CONFIGS[family]))
-    config, settings = ModelConfig(dtype="bfloat16"), TrainerConfig(attention="eager" if family == "gpt_oss" else "auto")
-    base, model = load_file(folder / "model.safetensors"), load_policy(str(folder), config, settings, world)
+    config, settings = (
+        ModelConfig(dtype="bfloat16"),
+        TrainerConfig(attention="eager" if family == "gpt_oss" else "auto"),
+    )
+    base, model = (
+        load_file(folder / "model.safetensors"),
+        load_policy(str(folder), config, settings, world),
+    )
     assert {str(tensor.dtype) for tensor in base.values()} == {"torch.float32", "torch.bfloat16"}
     dither(model, seed=0)
     versions.snapshot(model, folder, torch.bfloat16, {}).write(tmp_path / "000001")
-    export.export(export.Origin(folder, None, version=tmp_path / "000001"), tmp_path / "exported", False, "bfloat16")
+    export.export(
+        export.Origin(folder, None, version=tmp_path / "000001"),
+        tmp_path / "exported",
+        False,
+        "bfloat16",
+    )
     for path in (tmp_path / "000001", tmp_path / "exported"):
         tensors = load_file(path / "model.safetensors")
         assert tensors.keys() == base.keys()
@@ -125,15 +173,25 @@ def test_what_the_files_hold_in_float32_stays_so(family, world, tmp_path):
             assert tensors[name].dtype == tensor.dtype and tensors[name].equal(tensor), name
     (row,) = pack_alone(TrainBatch(step=1, samples=make_batch(1).samples[:1])).micro_batches
     score(model, row, world).logprobs.sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if FLOAT32.search(name)}
-    assert len(gradients) >= 4 and all(gradient is not None and gradient.norm() > 0 for gradient in gradients.values())
-    frozen = load_policy(str(folder), config, settings.model_copy(update={"lora": LoraConfig(targets=["q_proj"])}), world)
+    gradients = {
+        name: parameter.grad for name, parameter in model.named_parameters() if FLOAT32.search(name)
+    }
+    assert len(gradients) >= 4 and all(
+        gradient is not None and gradient.norm() > 0 for gradient in gradients.values()
+    )
+    frozen = load_policy(
+        str(folder),
+        config,
+        settings.model_copy(update={"lora": LoraConfig(targets=["q_proj"])}),
+        world,
+    )
     for name in gradients:
         assert frozen.get_parameter(name).equal(base[name]), name
 
 
 def content(file: bytes) -> tuple[dict, bytes]:
-    """The header of a safetensors file, without the spaces that fill its last page, and its data."""
+    """The header of a safetensors file, without the spaces that fill its last page, and its
+    data."""
     end = 8 + int.from_bytes(file[:8], "little")
     return json.loads(file[8:end]), file[end:]
 
@@ -145,20 +203,42 @@ def test_any_number_of_ranks_writes_what_one_process_writes(results, family, tmp
         whole, saved = expected(folder / family, factor, tmp_path)
         for name in LAYOUTS:
             path = folder / name / family / "weights" / version
-            assert content((path / "model.safetensors").read_bytes()) == content(whole), (name, version)
+            assert content((path / "model.safetensors").read_bytes()) == content(whole), (
+                name,
+                version,
+            )
             verify_version(path)
         tensors = load_file(path / "model.safetensors")
-        assert tensors.keys() == saved.keys() and all(torch.equal(tensors[key], saved[key]) for key in saved)
-        for kind in ("experts 0", "experts 1") if family == "qwen3_moe" else ("hosts",) if family == "llama" else ():
-            assert content((folder / kind / "weights" / version / "model.safetensors").read_bytes()) == content(whole), kind
+        assert tensors.keys() == saved.keys() and all(
+            torch.equal(tensors[key], saved[key]) for key in saved
+        )
+        for kind in (
+            ("experts 0", "experts 1")
+            if family == "qwen3_moe"
+            else ("hosts",)
+            if family == "llama"
+            else ()
+        ):
+            assert content(
+                (folder / kind / "weights" / version / "model.safetensors").read_bytes()
+            ) == content(whole), kind
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_deltas_of_any_number_of_ranks_give_what_one_process_writes(results, family, tmp_path):
     folder, _ = results
     written, _ = expected(folder / family, 4, tmp_path)
-    others = ("experts 0", "experts 1") if family == "qwen3_moe" else ("hosts",) if family == "llama" else ()
-    for published in [*(folder / name / family / "weights" for name in LAYOUTS), *(folder / kind / "weights" for kind in others)]:
+    others = (
+        ("experts 0", "experts 1")
+        if family == "qwen3_moe"
+        else ("hosts",)
+        if family == "llama"
+        else ()
+    )
+    for published in [
+        *(folder / name / family / "weights" for name in LAYOUTS),
+        *(folder / kind / "weights" for kind in others),
+    ]:
         with readable(published / "000003") as place:
             data = (place / "model.safetensors").read_bytes()
         assert content(data)[1] == content(written)[1], published
@@ -168,7 +248,10 @@ def test_deltas_of_any_number_of_ranks_give_what_one_process_writes(results, fam
 def test_adapters_are_the_same_on_any_number_of_ranks(results):
     folder, _ = results
     for version in ("000001", "000002"):
-        files = [folder / name / "adapters" / "weights" / version / "adapter_model.safetensors" for name in ("1", "2", "3")]
+        files = [
+            folder / name / "adapters" / "weights" / version / "adapter_model.safetensors"
+            for name in ("1", "2", "3")
+        ]
         assert len({file.read_bytes() for file in files}) == 1 and len(load_file(files[0])) == 28
         assert (files[0].parent / "adapter_config.json").exists()
 
@@ -179,7 +262,9 @@ def test_each_rank_holds_its_share_in_one_memory_that_is_used_again(results):
         for family in (*MODELS, *ADAPTED) if replicas == 1 else MODELS:
             each = [one[f"{name} {family}"] for one in found[:size]]
             assert sum(one["held"] for one in each) == each[0]["size"]
-            assert all(one["again"] for one in each) and all(one["shared"] == (family not in ADAPTED) for one in each)
+            assert all(one["again"] for one in each) and all(
+                one["shared"] == (family not in ADAPTED) for one in each
+            )
             assert family in ADAPTED or each[0]["same"] is None
             if family == "llama":  # its rows divide nearly evenly
                 assert max(one["held"] for one in each) < 1.3 * each[0]["size"] * replicas / size
@@ -188,14 +273,23 @@ def test_each_rank_holds_its_share_in_one_memory_that_is_used_again(results):
 
 def test_records_name_slices_only_where_several_ranks_hold_a_tensor(results):
     folder, _ = results
-    one, two = (read_digests(folder / name / "llama" / "digests" / "000002.json")["tensors"] for name in ("1", "2"))
+    one, two = (
+        read_digests(folder / name / "llama" / "digests" / "000002.json")["tensors"]
+        for name in ("1", "2")
+    )
     assert all(isinstance(value, str) for value in one.values()) and one.keys() == two.keys()
     name = "model.embed_tokens.weight"  # 259 rows of 64 bfloat16 numbers
     assert [part[:2] for part in two[name]] == [[0, 130 * 128], [130 * 128, 259 * 128]]
     for name in LAYOUTS:
-        check_record(folder / name / "llama" / "digests" / "000002.json", folder / "1" / "llama" / "weights" / "000002")
+        check_record(
+            folder / name / "llama" / "digests" / "000002.json",
+            folder / "1" / "llama" / "weights" / "000002",
+        )
     with pytest.raises(CorruptFileError):
-        check_record(folder / "2" / "llama" / "digests" / "000002.json", folder / "1" / "llama" / "weights" / "000001")
+        check_record(
+            folder / "2" / "llama" / "digests" / "000002.json",
+            folder / "1" / "llama" / "weights" / "000001",
+        )
 
 
 def test_a_replay_on_another_number_of_ranks_compares_the_same_bytes(results):
@@ -204,13 +298,21 @@ def test_a_replay_on_another_number_of_ranks_compares_the_same_bytes(results):
         for family in MODELS if name != "1" else ():
             for one in found[:size]:
                 same = one[f"{name} {family} as 1"]
-                assert (same["tensor"], same["fault"], same["kept"]) == (None, None, ["digests", "weights"])
+                assert (same["tensor"], same["fault"], same["kept"]) == (
+                    None,
+                    None,
+                    ["digests", "weights"],
+                )
 
 
 def test_a_disk_that_is_full_for_one_rank_leaves_nothing(results):
     folder, found = results
     for rank, said in enumerate(one["full"] for one in found[:2]):
-        assert "No space left on device" in said and "model.safetensors" in said and ("(on rank 1)" in said) == (rank == 0), said
+        assert (
+            "No space left on device" in said
+            and "model.safetensors" in said
+            and ("(on rank 1)" in said) == (rank == 0)
+        ), said
     assert list((folder / "full").iterdir()) == []
 
 
@@ -222,11 +324,19 @@ def test_a_large_version_is_several_files_with_an_index(tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "FILE_BYTES", 60_000)
     version.write(tmp_path / "several")
     parts = model_files(tmp_path / "several")
-    assert [part.name for part in parts] == [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    assert [part.name for part in parts] == [
+        f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)
+    ]
     assert len(parts) > 2 and all(part.stat().st_size < 70_000 + layout.PAGE for part in parts)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "several", dtype=torch.bfloat16)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again.parameters(), model.parameters(), strict=True))
-    assert verify_version(tmp_path / "several")["tensors"] == verify_version(tmp_path / "one")["tensors"]
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(again.parameters(), model.parameters(), strict=True)
+    )
+    assert (
+        verify_version(tmp_path / "several")["tensors"]
+        == verify_version(tmp_path / "one")["tensors"]
+    )
     parts[1].rename(tmp_path / "away")
     with pytest.raises(CorruptFileError, match=f"lacks {parts[1].name}"):
         verify_version(tmp_path / "several")
@@ -234,7 +344,9 @@ def test_a_large_version_is_several_files_with_an_index(tmp_path, monkeypatch):
 
 def test_bytes_that_no_rank_holds_are_found(tmp_path):
     base = make_tiny_model(tmp_path / "model", CONFIGS["llama"])
-    version = versions.snapshot(AutoModelForCausalLM.from_pretrained(base), base, torch.bfloat16, {})
+    version = versions.snapshot(
+        AutoModelForCausalLM.from_pretrained(base), base, torch.bfloat16, {}
+    )
     version.image.slices.pop()
     with pytest.raises(versions.RunError, match=r"its \d+ bytes are held as"):
         version.write(tmp_path / "x")
@@ -255,7 +367,8 @@ class Copies(TorchDispatchMode):
 
 
 def test_weights_are_cast_before_they_leave_a_gpu():
-    """Float32 crossed, into a tensor of its own, and was cast on the CPU while training stood still."""
+    """Float32 crossed, into a tensor of its own, and was cast on the CPU while training stood
+    still."""
     model = torch.nn.Linear(3, 5)
     model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
     image = image_of(model, torch.bfloat16, Ranks())
@@ -264,7 +377,9 @@ def test_weights_are_cast_before_they_leave_a_gpu():
         model = torch.nn.Linear(3, 5, device="cuda")
         model.register_buffer("count", torch.zeros(2, dtype=torch.int64, device="cuda"))
         image.fill(model, torch.bfloat16)
-    assert sorted(copies.types, key=str) == [(torch.bfloat16, torch.bfloat16)] * 2 + [(torch.int64, torch.int64)]
+    assert sorted(copies.types, key=str) == [(torch.bfloat16, torch.bfloat16)] * 2 + [
+        (torch.int64, torch.int64)
+    ]
 
 
 def test_a_model_that_sees_images_is_published_as_the_text_model_that_was_trained(tmp_path):
@@ -272,7 +387,10 @@ def test_a_model_that_sees_images_is_published_as_the_text_model_that_was_traine
     model = AutoModelForCausalLM.from_pretrained(base)
     versions.snapshot(model, base, torch.float32, {}).write(folder)
     written = json.loads((folder / "config.json").read_text())
-    assert (written["model_type"], written["architectures"]) == ("qwen3_5_text", ["Qwen3_5ForCausalLM"])
+    assert (written["model_type"], written["architectures"]) == (
+        "qwen3_5_text",
+        ["Qwen3_5ForCausalLM"],
+    )
     again, names = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not names["missing_keys"] and not names["unexpected_keys"]
     tokens = torch.tensor([[1, 2, 3]])

@@ -1,4 +1,5 @@
-"""Defines a line of the doctor's output, starts the doctor's processes, and estimates the memory of a run."""
+"""Defines a line of the doctor's output, starts the doctor's processes, and estimates the memory
+of a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,11 @@ from rl.system.children import PYTHON, Child
 
 GIB = 2**30
 PROCESSES_GIB = 3.5
-"""Memory of a run's processes without weights: Python, torch and vLLM twice, an environment's worker."""
+"""Memory of a run's processes without weights: Python, torch and vLLM twice, an environment's
+worker."""
 BYTES_PER_PARAMETER = 22
-"""Trainer: weights, gradients and two moments in float32, and a copy to publish. Inference: the old and the new version in bfloat16."""
+"""Trainer: weights, gradients and two moments in float32, and a copy to publish. Inference: the
+old and the new version in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,11 @@ def needed_gib(parameters: float) -> float:
     return PROCESSES_GIB + parameters * BYTES_PER_PARAMETER / GIB
 
 
-def start_module(children: Children, work: Path, name: str, module: str, *args: str, **env: str) -> Child:
-    """Starts `python -m MODULE ARGS` as child `name`, with additional variables `env` and its log in `work`."""
+def start_module(
+    children: Children, work: Path, name: str, module: str, *args: str, **env: str
+) -> Child:
+    """Starts `python -m MODULE ARGS` as child `name`, with additional variables `env` and its
+    log in `work`."""
     return children.start(name, [*PYTHON, "-m", module, *args], env, work / "logs")
 
 
@@ -44,10 +50,13 @@ def output(child: Child) -> list[str]:
 
 
 def fault_of(child: Child, timeout_s: float) -> str:
-    """Waits until a child ends, killing it after `timeout_s`. Returns what went wrong with the end of its log, or an empty text."""
+    """Waits until a child ends, killing it after `timeout_s`. Returns what went wrong with the
+    end of its log, or an empty text."""
     code = child.wait(timeout_s)
     if code == 0:
         return ""
     fault = child.ending() if code is not None else f"did not end within {timeout_s:.0f} s"
     child.kill_tree()
-    return f"{fault}; the end of its log:" + "".join(f"\n        | {line}" for line in last_lines(child.log)[-6:])
+    return f"{fault}; the end of its log:" + "".join(
+        f"\n        | {line}" for line in last_lines(child.log)[-6:]
+    )

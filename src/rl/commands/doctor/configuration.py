@@ -31,7 +31,12 @@ from rl.wire.worker_messages import TEMPLATE_REMEDY, Ready
 MODEL_TIMEOUT_S = 300.0
 """Includes the time to convert a packaged model."""
 CONNECT_S = 5.0
-FIND_MODEL, ASK_HUB, CHECK_ENGINE, ASK_SERVICE = "rl.models.folder", "rl.models.hub", "rl.inference.check", "rl.tinker.client.service"
+FIND_MODEL, ASK_HUB, CHECK_ENGINE, ASK_SERVICE = (
+    "rl.models.folder",
+    "rl.models.hub",
+    "rl.inference.check",
+    "rl.tinker.client.service",
+)
 """Modules that run in separate processes, so that nothing heavy is imported here."""
 
 
@@ -109,10 +114,20 @@ def exposed(config: RLConfig) -> Iterable[Check]:
 def servers(config: RLConfig) -> Iterable[Check]:
     """Checks the servers that the run uses but does not start."""
     orchestrator = config.orchestrator
-    teachers = [one.base_url for one in (orchestrator.teacher, *(env.teacher for env in orchestrator.environment)) if one]
-    heads = [env.head_server for env in (*orchestrator.environment, *orchestrator.eval) if env.head_server]
+    teachers = [
+        one.base_url
+        for one in (orchestrator.teacher, *(env.teacher for env in orchestrator.environment))
+        if one
+    ]
+    heads = [
+        env.head_server
+        for env in (*orchestrator.environment, *orchestrator.eval)
+        if env.head_server
+    ]
     named = [("orchestrator.inference_urls", url) for url in orchestrator.inference_urls]
-    named += [("the teacher's base_url", url) for url in dict.fromkeys(teachers)] + [("head_server", url) for url in dict.fromkeys(heads)]
+    named += [("the teacher's base_url", url) for url in dict.fromkeys(teachers)] + [
+        ("head_server", url) for url in dict.fromkeys(heads)
+    ]
     for key, url in named:
         parts = urlsplit(url if "//" in url else f"//{url}")
         try:
@@ -120,7 +135,11 @@ def servers(config: RLConfig) -> Iterable[Check]:
             socket.create_connection((parts.hostname or "", port), timeout=CONNECT_S).close()
             yield Check("ok", "servers", f"{url} accepts connections")
         except (OSError, ValueError) as error:
-            yield Check("FAIL", "servers", f"{key} = {url}: {error}; start that server first, or fix the address")
+            yield Check(
+                "FAIL",
+                "servers",
+                f"{key} = {url}: {error}; start that server first, or fix the address",
+            )
 
 
 def wandb() -> Check:
@@ -128,15 +147,20 @@ def wandb() -> Check:
     if os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun"):
         return Check("ok", "wandb", f"WANDB_MODE={os.environ['WANDB_MODE']}: nothing is sent")
     netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    if os.environ.get("WANDB_API_KEY") or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace")):
+    if os.environ.get("WANDB_API_KEY") or (
+        netrc.is_file() and "wandb" in netrc.read_text(errors="replace")
+    ):
         return Check("ok", "wandb", "a key is set")
     return Check("warn", "wandb", "no key: `wandb login`, or WANDB_API_KEY, or WANDB_MODE=offline")
 
 
 def find_model(config: RLConfig, work: Path, children: Children) -> tuple[Check, Path | None]:
-    """Returns a check and the model's folder if it is on this machine; otherwise checks that the hub has it. Downloads nothing."""
+    """Returns a check and the model's folder if it is on this machine; otherwise checks that the
+    hub has it. Downloads nothing."""
     name = config.model.name
-    child = start_module(children, work, "model", FIND_MODEL, str(work / "config.toml"), HF_HUB_OFFLINE="1")
+    child = start_module(
+        children, work, "model", FIND_MODEL, str(work / "config.toml"), HF_HUB_OFFLINE="1"
+    )
     fault, lines = fault_of(child, MODEL_TIMEOUT_S), output(child)
     if not fault:
         return Check("ok", "model", f"{name}: {lines[-1]}"), Path(lines[-1])
@@ -145,22 +169,38 @@ def find_model(config: RLConfig, work: Path, children: Children) -> tuple[Check,
         hub = start_module(children, work, "hub", ASK_HUB, name)
         if not fault_of(hub, MODEL_TIMEOUT_S):
             download = int(output(hub)[-1]) / GIB
-            return Check("ok", "model", f"{name}: not downloaded yet; the run downloads {download:.1f} GiB from the hub"), None
-    return Check("FAIL", "model", lines[-1] if child.exit_code == 1 and lines else f"looking for {name} {fault}"), None
+            return Check(
+                "ok",
+                "model",
+                f"{name}: not downloaded yet; the run downloads {download:.1f} GiB from the hub",
+            ), None
+    return Check(
+        "FAIL",
+        "model",
+        lines[-1] if child.exit_code == 1 and lines else f"looking for {name} {fault}",
+    ), None
 
 
 def sizes(config: RLConfig, model: Path) -> Iterable[Check]:
-    """Checks memory and disk for this model. GPU memory is not checked; the trainer tests it at its start."""
+    """Checks memory and disk for this model. GPU memory is not checked; the trainer tests it at
+    its start."""
     count = sum(map(math.prod, tensor_shapes(model)))
     if not count:
         return
     if not visible_gpus(dict(os.environ)):
         free, need = memory_bytes()[1] / GIB, needed_gib(count)
-        text = f"{count / 1e6:.0f}M weights need about {need:.0f} GiB on a CPU; {free:.1f} GiB are free"
+        text = (
+            f"{count / 1e6:.0f}M weights need about {need:.0f} GiB on a CPU; {free:.1f} GiB are "
+            "free"
+        )
         remedy = ": use a smaller model, trainer.lora, or a larger machine"
         yield Check("warn", "memory", text + remedy) if need > free else Check("ok", "memory", text)
     for need in needs(config, model):
-        yield Check("ok", "disk", str(need)) if need.fits else Check("warn", "disk", f"{need}: {DISK_REMEDY}")
+        yield (
+            Check("ok", "disk", str(need))
+            if need.fits
+            else Check("warn", "disk", f"{need}: {DISK_REMEDY}")
+        )
 
 
 def service(work: Path, children: Children) -> Check:
@@ -177,15 +217,23 @@ def engine_arguments(config: RLConfig, work: Path, children: Children) -> Check:
     child = start_module(children, work, "vllm-arguments", CHECK_ENGINE, str(work / "config.toml"))
     fault = fault_of(child, MODEL_TIMEOUT_S)
     if not fault:
-        return Check("ok", "vllm", f"inference.vllm: {', '.join(config.inference.vllm)} are valid arguments of vLLM")
+        return Check(
+            "ok",
+            "vllm",
+            f"inference.vllm: {', '.join(config.inference.vllm)} are valid arguments of vLLM",
+        )
     lines = [line for line in output(child) if line.startswith("inference.vllm.")]
     return Check("FAIL", "vllm", "; ".join(lines) or f"reading inference.vllm {fault}")
 
 
-def environments(config: RLConfig, model: Path | None, work: Path, children: Children) -> Iterable[Check]:
-    """Checks that each environment is installed, loads in a worker process, and has the tasks that the run needs.
+def environments(
+    config: RLConfig, model: Path | None, work: Path, children: Children
+) -> Iterable[Check]:
+    """Checks that each environment is installed, loads in a worker process, and has the tasks that
+    the run needs.
 
-    `model` is the folder of the model whose context the prompts must fit; None: they are not measured.
+    `model` is the folder of the model whose context the prompts must fit; None: they are not
+    measured.
     """
     config = config.model_copy(deep=True)
     for entry in [*config.orchestrator.environment, *config.orchestrator.eval]:
@@ -193,7 +241,9 @@ def environments(config: RLConfig, model: Path | None, work: Path, children: Chi
 
     async def load() -> dict[str, Ready]:
         homes = homes_of(config, say, recorded=False)  # `unmade` has checked that they exist
-        async with play_session(config, homes, None, work, children, model=str(model or "")) as ground:
+        async with play_session(
+            config, homes, None, work, children, model=str(model or "")
+        ) as ground:
             return ground.ready
 
     if faults := id_faults(config.orchestrator.env_ids):
@@ -208,10 +258,21 @@ def environments(config: RLConfig, model: Path | None, work: Path, children: Chi
         yield Check("FAIL", "environment", str(error))
         return
     for name, ready in loaded.items():
-        train = "endless tasks" if ready.num_train is None else f"{ready.num_train} training examples"
-        yield Check("ok", "environment", f"{name}: {train}" + ("" if ready.num_eval is None else f", {ready.num_eval} for evaluation"))
+        train = (
+            "endless tasks" if ready.num_train is None else f"{ready.num_train} training examples"
+        )
+        yield Check(
+            "ok",
+            "environment",
+            f"{name}: {train}"
+            + ("" if ready.num_eval is None else f", {ready.num_eval} for evaluation"),
+        )
     faults = {ready.template_fault for ready in loaded.values()} - {""}
     yield from (Check("warn", "template", f"{fault}: {TEMPLATE_REMEDY}") for fault in faults)
     yield from (Check("FAIL", "tasks", fault) for fault in task_faults(config, loaded))
     if not model:
-        yield Check("warn", "prompts", "not measured against model.max_model_len, because the model is not on this machine")
+        yield Check(
+            "warn",
+            "prompts",
+            "not measured against model.max_model_len, because the model is not on this machine",
+        )

@@ -1,4 +1,5 @@
-"""`rl doctor`: checks a machine, a configuration or a run, and that trainer and inference agree on a model."""
+"""`rl doctor`: checks a machine, a configuration or a run, and that trainer and inference agree
+on a model."""
 
 import json
 import os
@@ -16,27 +17,45 @@ from rl.launch.children import Children
 from rl.run_dir.status import RunEnd, read_json
 
 OPTIONS = (
-    Option("no-smoke", "", "skip the two real processes: a vLLM server and a training step on a tiny random model"),
+    Option(
+        "no-smoke",
+        "",
+        "skip the two real processes: a vLLM server and a training step on a tiny random model",
+    ),
     Option("json", "", "print the result as JSON"),
-    Option("verify", "", "with RUN: verify every byte of its batches, checkpoints, weights and examples"),
-    Option("parity", "MODEL", "compare trainer and inference on this model (a folder, or an id on the hub)"),
+    Option(
+        "verify",
+        "",
+        "with RUN: verify every byte of its batches, checkpoints, weights and examples",
+    ),
+    Option(
+        "parity",
+        "MODEL",
+        "compare trainer and inference on this model (a folder, or an id on the hub)",
+    ),
     Option("tokens", "N", "with --parity: tokens of each sample; default: 64"),
     Option("dtype", "float32|bfloat16", "with --parity: check only this dtype; default: both"),
 )
 HELP = usage(
     "usage: rl doctor [RUN] [@ FILE] [--parity MODEL] [--KEY VALUE] ...\n\n"
-    "  rl doctor                   checks this machine before a run: versions, cores, memory, disk, ports, locks, GPUs, and a five-second\n"
+    "  rl doctor                   checks this machine before a run: versions, cores, "
+    "memory, disk, ports, locks, GPUs, and a five-second\n"
     "                              vLLM server and training step (with their start: a minute)\n"
-    "  rl doctor @ run.toml        the same, and this configuration: model, environments, engine arguments, devices, disk\n"
-    "  rl doctor RUN               diagnoses a run, alive or dead: what each process waits for, and why its reward does not rise;\n"
+    "  rl doctor @ run.toml        the same, and this configuration: model, environments, "
+    "engine arguments, devices, disk\n"
+    "  rl doctor RUN               diagnoses a run, alive or dead: what each process waits "
+    "for, and why its reward does not rise;\n"
     "                              RUN is its directory, or its name under outputs/\n"
-    "  rl doctor --parity MODEL    samples from the model through inference, at two temperatures, scores the same tokens with the\n"
-    "                              trainer's code, prints how much they differ, and the likely cause\n\n"
+    "  rl doctor --parity MODEL    samples from the model through inference, at two "
+    "temperatures, scores the same tokens with the\n"
+    "                              trainer's code, prints how much they differ, and the "
+    "likely cause\n\n"
     "Exit code 0: no problems; 1: a problem was found, and the output has the remedy.",
     OPTIONS,
 )
 NOT_PLAYED = ("orchestrator.environment", "orchestrator.sampling.max_tokens")
-"""Keys that may be missing or conflict with others if there is no configuration, as nothing is played then."""
+"""Keys that may be missing or conflict with others if there is no configuration, as nothing is
+played then."""
 
 
 def main(args: list[str], children: Children) -> int:
@@ -47,10 +66,21 @@ def main(args: list[str], children: Children) -> int:
         return parity(args, children)
     if rest and not rest[0].startswith(("-", "@")):
         if len(rest) > 1:
-            fail("rl doctor", f"{rest[1]}: a run has its own configuration; give only RUN, --json and --verify")
+            fail(
+                "rl doctor",
+                f"{rest[1]}: a run has its own configuration; give only RUN, --json and --verify",
+            )
         return run(rest[0], verify=bool(values["verify"]), as_json=bool(values["json"]))
-    config, _ = load_config_or_exit(rest, "rl doctor", variables=os.environ, usage=HELP, optional=() if rest else NOT_PLAYED)
-    return examine(config, children, with_config=bool(rest), smoke=not values["no_smoke"], as_json=bool(values["json"]))
+    config, _ = load_config_or_exit(
+        rest, "rl doctor", variables=os.environ, usage=HELP, optional=() if rest else NOT_PLAYED
+    )
+    return examine(
+        config,
+        children,
+        with_config=bool(rest),
+        smoke=not values["no_smoke"],
+        as_json=bool(values["json"]),
+    )
 
 
 def parity(args: list[str], children: Children) -> int:
@@ -76,19 +106,30 @@ def run(name: str, *, verify: bool, as_json: bool) -> int:
 
         problems += [problem for problem in damaged_files(run_dir) if problem not in problems]
     if as_json:
-        content = {"fine": not problems, "bottleneck": found.bottleneck, "problems": problems, "lines": found.all_lines}
+        content = {
+            "fine": not problems,
+            "bottleneck": found.bottleneck,
+            "problems": problems,
+            "lines": found.all_lines,
+        }
         print(json.dumps(content, indent=1))
     else:
         print("\n".join([f"run {root}", *(f"  {line}" for line in found.all_lines)]))
         end = read_json(run_dir.run_end, RunEnd)
         level = "warn" if found.state == "ended" and end and end.kind == "doubtful" else "ok"
-        print("\n".join(f"FAIL  {problem}" for problem in problems) if problems else f"{level:<5} {found.bottleneck}")
+        print(
+            "\n".join(f"FAIL  {problem}" for problem in problems)
+            if problems
+            else f"{level:<5} {found.bottleneck}"
+        )
         if verify and not problems:
             print("ok    all files match their checksums")
     return 1 if problems else 0
 
 
-def examine(config: RLConfig, children: Children, *, with_config: bool, smoke: bool, as_json: bool) -> int:
+def examine(
+    config: RLConfig, children: Children, *, with_config: bool, smoke: bool, as_json: bool
+) -> int:
     """Runs all checks and prints each result at once. Returns 1 if any check failed."""
     from rl.commands.doctor.configuration import config_checks
     from rl.commands.doctor.smoke import smoke_checks
@@ -96,14 +137,21 @@ def examine(config: RLConfig, children: Children, *, with_config: bool, smoke: b
     found = []
     configured = config_checks(config, children) if with_config else ()
     for check in chain(
-        machine_checks(config, with_config), configured, smoke_checks(config, children) if smoke and not config.is_remote else ()
+        machine_checks(config, with_config),
+        configured,
+        smoke_checks(config, children) if smoke and not config.is_remote else (),
     ):
         found.append(check)
         if not as_json:
             print(check, flush=True)
     failed = [check for check in found if check.level == "FAIL"]
     if as_json:
-        print(json.dumps({"fine": not failed, "checks": [asdict(check) for check in found]}, indent=1))
+        print(
+            json.dumps({"fine": not failed, "checks": [asdict(check) for check in found]}, indent=1)
+        )
     elif failed:
-        print(f"{len(failed)} of {len(found)} checks failed: {', '.join(check.name for check in failed)}")
+        print(
+            f"{len(failed)} of {len(found)} checks failed: "
+            f"{', '.join(check.name for check in failed)}"
+        )
     return 1 if failed else 0

@@ -1,4 +1,5 @@
-"""`rl doctor --parity`: samples from a model through inference, scores the same tokens with the trainer's code, and compares."""
+"""`rl doctor --parity`: samples from a model through inference, scores the same tokens with the
+trainer's code, and compares."""
 
 import asyncio
 import json
@@ -29,7 +30,10 @@ TEXTS = (
     "Die Würde des Menschen ist unantastbar.",
     "Question: why is the sky blue?\nAnswer:",
 )
-LONG_TEXT = "A list of words, one a line, in no order at all: apple, river, window, seven, blue, stone, paper, north. "
+LONG_TEXT = (
+    "A list of words, one a line, in no order at all: apple, river, window, seven, blue, stone, "
+    "paper, north. "
+)
 TEMPERATURES = (1.0, 0.7)
 SCORE_TIMEOUT_S = 1800.0
 
@@ -39,7 +43,10 @@ async def examine(config: RLConfig, values: dict[str, Any], children: Children) 
     dtypes = [values["dtype"]] if values["dtype"] else list(LIMITS)
     num_tokens = values["tokens"] or 64
     if num_tokens >= config.model.max_model_len - 1:
-        raise RunError(f"--tokens {num_tokens} leaves no room for a prompt in model.max_model_len = {config.model.max_model_len}")
+        raise RunError(
+            f"--tokens {num_tokens} leaves no room for a prompt in model.max_model_len = "
+            f"{config.model.max_model_len}"
+        )
     code = 0
     with tempfile.TemporaryDirectory(prefix="rl-doctor-") as folder:
         for dtype in dtypes:
@@ -51,27 +58,43 @@ async def examine(config: RLConfig, values: dict[str, Any], children: Children) 
     return code
 
 
-async def parity(config: RLConfig, num_tokens: int, work: Path, children: Children) -> tuple[list[Scored], int | None]:
-    """Samples from a server of the model, stops it, and scores the samples with the trainer's code. Returns (scored tokens, the model's
-    sliding window in tokens or None)."""
+async def parity(
+    config: RLConfig, num_tokens: int, work: Path, children: Children
+) -> tuple[list[Scored], int | None]:
+    """Samples from a server of the model, stops it, and scores the samples with the trainer's
+    code. Returns (scored tokens, the model's sliding window in tokens or None)."""
     dtype = config.model.dtype
     say(f"{dtype}: sampling from inference")
     server = await start_server(config, config.model.name, work, children)
     write_config(work / f"{dtype}.toml", server.config)
-    servers = InferenceServers([], server.config.run_dir.status("inference"), config.orchestrator.inference_timeout_s)
+    servers = InferenceServers(
+        [], server.config.run_dir.status("inference"), config.orchestrator.inference_timeout_s
+    )
     try:
         await server.ready()
-        cases = [(ids, temperature) for ids in prompts(server.model, config.model, num_tokens) for temperature in TEMPERATURES]
-        samples = await asyncio.gather(*(complete(servers, *case, num_tokens, i) for i, case in enumerate(cases)))
+        cases = [
+            (ids, temperature)
+            for ids in prompts(server.model, config.model, num_tokens)
+            for temperature in TEMPERATURES
+        ]
+        samples = await asyncio.gather(
+            *(complete(servers, *case, num_tokens, i) for i, case in enumerate(cases))
+        )
     finally:
         await servers.close()
         await server.end()
     write_batch(work / f"{dtype}.batch", TrainBatch(step=1, samples=samples), None)
-    say(f"{dtype}: scoring {sum(sample.num_trained for sample in samples)} tokens with the trainer's code")
+    say(
+        f"{dtype}: scoring {sum(sample.num_trained for sample in samples)} tokens with the "
+        "trainer's code"
+    )
     files = str(work / f"{dtype}.toml"), str(work / f"{dtype}.batch")
     child = start_module(children, work, "parity", "rl.trainer.measure.parity", *files)
     if await child.wait_async(SCORE_TIMEOUT_S) is None:
-        raise RunError(f"waited {SCORE_TIMEOUT_S:.0f} s for the trainer's code to score the samples; see {child.log}")
+        raise RunError(
+            f"waited {SCORE_TIMEOUT_S:.0f} s for the trainer's code to score the samples; "
+            f"see {child.log}"
+        )
     if child.exit_code:
         raise failure(child, child.ending())
     found = json.loads(output(child)[-1])
@@ -79,7 +102,8 @@ async def parity(config: RLConfig, num_tokens: int, work: Path, children: Childr
 
 
 def prompts(folder: str, model: ModelConfig, num_tokens: int) -> list[list[int]]:
-    """Returns token ids of the texts, and of a long text that reveals differences in how positions are computed."""
+    """Returns token ids of the texts, and of a long text that reveals differences in how
+    positions are computed."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
@@ -91,11 +115,22 @@ def prompts(folder: str, model: ModelConfig, num_tokens: int) -> list[list[int]]
 def report(dtype: str, scored: list[Scored], sliding_window: int | None) -> int:
     """Prints the table of a dtype. Returns 1 if trainer and inference disagree."""
     limit = LIMITS[dtype]
-    print(f"{dtype} (limits: {limit})\n  {'temperature':<12} {'tokens':>6} {'mean |d|':>10} {'max |d|':>10} {'kl':>10}  ± its error")
-    rows = {temperature: [token.difference for token in scored if token.temperature == temperature] for temperature in TEMPERATURES}
+    print(
+        f"{dtype} (limits: {limit})\n  {'temperature':<12} {'tokens':>6} {'mean |d|':>10} "
+        f"{'max |d|':>10} {'kl':>10}  ± its error"
+    )
+    rows = {
+        temperature: [token.difference for token in scored if token.temperature == temperature]
+        for temperature in TEMPERATURES
+    }
     whole = parity_of([token.difference for token in scored])
-    for name, found in [*((name, parity_of(differences)) for name, differences in rows.items()), ("both", whole)]:
-        figures = f"{found.mean:>10.2g} {found.largest:>10.2g} {found.kl:>10.3g}  ± {found.kl_error:.1g}"
+    for name, found in [
+        *((name, parity_of(differences)) for name, differences in rows.items()),
+        ("both", whole),
+    ]:
+        figures = (
+            f"{found.mean:>10.2g} {found.largest:>10.2g} {found.kl:>10.3g}  ± {found.kl_error:.1g}"
+        )
         print(f"  {name:<12} {found.tokens:>6} {figures}")
     if whole.within(limit):
         print(f"  trainer and inference agree{reservation(whole, limit)}", flush=True)
@@ -110,6 +145,7 @@ def reservation(found: Parity, limit: Limit) -> str:
         return ""
     excess = (found.kl - limit.kl) / found.kl_error
     return (
-        f": kl {found.kl:.3g} is above {limit.kl:g} by {excess:.1f} of its standard errors, which may be chance with so few "
+        f": kl {found.kl:.3g} is above {limit.kl:g} by {excess:.1f} of its standard errors, "
+        "which may be chance with so few "
         "tokens (3 would be too many); use a higher --tokens to decide"
     )

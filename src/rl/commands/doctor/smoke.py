@@ -1,4 +1,5 @@
-"""`rl doctor`: runs a real training step and a real vLLM server on a tiny random model, in separate processes."""
+"""`rl doctor`: runs a real training step and a real vLLM server on a tiny random model, in
+separate processes."""
 
 import asyncio
 import os
@@ -43,7 +44,10 @@ def torch_gpus(work: Path, children: Children) -> Check:
         return Check("FAIL", "torch", f"counting GPUs {fault}")
     count, build = output(child)[-1].split(" ", 1)
     if int(count) < wanted:
-        remedy = "the driver is older than that CUDA, or this torch is for CPUs: update it, or `uv sync --no-group cpu --group gpu`"
+        remedy = (
+            "the driver is older than that CUDA, or this torch is for CPUs: update it, or `uv "
+            "sync --no-group cpu --group gpu`"
+        )
         return Check("FAIL", "torch", f"sees {count} of {wanted} GPUs (CUDA {build}): {remedy}")
     return Check("ok", "torch", f"sees {count} GPUs, CUDA {build}")
 
@@ -56,7 +60,14 @@ def trainer_smoke(config: RLConfig, model: Path, work: Path, children: Children)
         "max_steps": STEPS,
         "model": {"name": str(model), "dtype": "float32", "max_model_len": MAX_LEN},
         "trainer": {
-            "data": {"fake": {"samples": 8, "group_size": 4, "prompt_tokens": 16, "completion_tokens": 16}},
+            "data": {
+                "fake": {
+                    "samples": 8,
+                    "group_size": 4,
+                    "prompt_tokens": 16,
+                    "completion_tokens": 16,
+                }
+            },
             **config.trainer.model_dump(include={"gpus", "cpus", "ranks"}, exclude_none=True),
         },
         "orchestrator": {"environment": [{"id": "none"}]},
@@ -69,12 +80,17 @@ def trainer_smoke(config: RLConfig, model: Path, work: Path, children: Children)
     smoke = devices.write_into(smoke, division)
     write_config(smoke.run_dir.config, smoke)
     start = time.monotonic()
-    child = roles.start(children, "trainer", smoke.run_dir, division.trainer, division.ranks, work / "logs")
+    child = roles.start(
+        children, "trainer", smoke.run_dir, division.trainer, division.ranks, work / "logs"
+    )
     if fault := fault_of(child, SMOKE_TIMEOUT_S):
         return Check("FAIL", "FSDP", f"a training step on a tiny model {fault}")
     step = read_metrics(smoke.run_dir.metrics)[STEPS, "trainer"]["time/step"]
     place = "GPU" if division.trainer.gpus else "CPU"
-    text = f"{STEPS} steps on {division.ranks} {place} rank{'s' if division.ranks > 1 else ''}, {1000 * step:.0f} ms per step"
+    text = (
+        f"{STEPS} steps on {division.ranks} {place} rank{'s' if division.ranks > 1 else ''}, "
+        f"{1000 * step:.0f} ms per step"
+    )
     return Check("ok", "FSDP", f"{text}; {time.monotonic() - start:.1f} s including startup")
 
 
@@ -84,7 +100,12 @@ def vllm_smoke(model: Path, work: Path, children: Children) -> Check:
     try:
         sampled_s, tokens = asyncio.run(answers(model, work, children))
     except TimeoutError:
-        return Check("FAIL", "vLLM", f"no answer within {SMOKE_TIMEOUT_S:.0f} s; is the machine overloaded, or its disk slow?")
+        return Check(
+            "FAIL",
+            "vLLM",
+            f"no answer within {SMOKE_TIMEOUT_S:.0f} s; is the machine overloaded, or its "
+            "disk slow?",
+        )
     except (RunError, ValueError) as error:
         return Check("FAIL", "vLLM", str(error))
     rate = f"{REQUESTS} answers, {tokens / sampled_s:.0f} tokens per second"
@@ -108,7 +129,9 @@ async def answers(model: Path, work: Path, children: Children) -> tuple[float, i
             prompts = [[3 + (7 * i + j) % 250 for j in range(16)] for i in range(REQUESTS)]
             await servers.generate(0, prompts[0], sampling)  # the first request warms up the server
             start = time.monotonic()
-            found = await asyncio.gather(*(servers.generate(0, prompt, sampling) for prompt in prompts))
+            found = await asyncio.gather(
+                *(servers.generate(0, prompt, sampling) for prompt in prompts)
+            )
             return time.monotonic() - start, sum(len(answer.token_ids) for answer in found)
         finally:
             await servers.close()

@@ -1,4 +1,5 @@
-"""Lets classic environments query the policy: verifiers' client interface on top of our conversations, or of an endpoint."""
+"""Lets classic environments query the policy: verifiers' client interface on top of our
+conversations, or of an endpoint."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +25,19 @@ ENDPOINT_RETRIES = 4
 
 
 def chat_message(message: Any) -> Message:
-    """Converts a verifiers message (object or dict) to chat API form, without empty fields. Plain text gets the role `user`."""
+    """Converts a verifiers message (object or dict) to chat API form, without empty fields.
+    Plain text gets the role `user`."""
     get = message.get
     role, content = get("role"), get("content")
     if isinstance(content, list):
-        content = [part if isinstance(part, dict) else part.model_dump(exclude_none=True) for part in content]
-    plain: Message = {"role": "user" if role == "text" else role, "content": "" if content is None else content}
+        content = [
+            part if isinstance(part, dict) else part.model_dump(exclude_none=True)
+            for part in content
+        ]
+    plain: Message = {
+        "role": "user" if role == "text" else role,
+        "content": "" if content is None else content,
+    }
     for key in ("name", "tool_call_id", "reasoning_content"):
         if value := get(key):
             plain[key] = value
@@ -40,18 +48,26 @@ def chat_message(message: Any) -> Message:
 
 def chat_tool(tool: Any) -> Tool:
     """Converts a verifiers tool (object or dict) to chat API form."""
-    function = {key: tool.get(key) for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    function = {
+        key: tool.get(key)
+        for key in ("name", "description", "parameters", "strict")
+        if tool.get(key) is not None
+    }
     return {"type": "function", "function": function}
 
 
 def completion_prompt(messages: list[Any]) -> str:
-    """Joins messages into one text, for completion style. Unlike verifiers' own client, puts no empty line after an answer, so that
-    the answer's ids can be kept."""
+    """Joins messages into one text, for completion style. Unlike verifiers' own client, puts no
+    empty line after an answer, so that the answer's ids can be kept."""
     text, after_answer = "", True
     for message in messages:
         plain = chat_message(message)
         content = plain["content"]
-        content = content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)
+        content = (
+            content
+            if isinstance(content, str)
+            else " ".join(part.get("text", "") for part in content)
+        )
         is_answer = plain["role"] == "assistant"
         text += content if after_answer or is_answer else "\n\n" + content
         after_answer = is_answer
@@ -59,7 +75,8 @@ def completion_prompt(messages: list[Any]) -> str:
 
 
 class LazyList(Sequence[int]):
-    """A list that is rebuilt at every access, to save memory: verifiers keeps every turn's whole prompt until scoring."""
+    """A list that is rebuilt at every access, to save memory: verifiers keeps every turn's whole
+    prompt until scoring."""
 
     def __init__(self, length: int, make: Callable[[], list[int]]):
         self.length, self.make = length, make
@@ -84,10 +101,14 @@ class LazyList(Sequence[int]):
 
 
 class TextConversation(Conversation):
-    """A conversation in completion style: text in, text out. A prompt that begins with an earlier turn's text continues its ids."""
+    """A conversation in completion style: text in, text out. A prompt that begins with an
+    earlier turn's text continues its ids."""
 
-    async def answer(self, text: Any, tools: list[Tool] | None, overrides: dict[str, Any]) -> tuple[Turn, Answer]:
-        """The policy's continuation of a text; tools are ignored. Raises the errors of `Policy.sample`."""
+    async def answer(
+        self, text: Any, tools: list[Tool] | None, overrides: dict[str, Any]
+    ) -> tuple[Turn, Answer]:
+        """The policy's continuation of a text; tools are ignored. Raises the errors of
+        `Policy.sample`."""
         renderer = self.policy.renderer
         for before in reversed(self.history):
             if text.startswith(known := "".join(before.whole())):
@@ -103,7 +124,8 @@ class TextConversation(Conversation):
 
 
 class PolicyClient(Client):
-    """A verifiers client for one rollout. `turns` holds every answer; a response's id is the index of its answer there."""
+    """A verifiers client for one rollout. `turns` holds every answer; a response's id is the
+    index of its answer there."""
 
     def __init__(self, policy: Policy, order: PlayGroup, completion: bool):
         super().__init__(policy)  # type: ignore[arg-type]
@@ -114,7 +136,8 @@ class PolicyClient(Client):
         self.turns = Turns()
         self.overlong = False
         self.failure: RolloutError | None = None
-        """The first failed call. Kept because an environment's code may swallow the exception and score an incomplete rollout."""
+        """The first failed call. Kept because an environment's code may swallow the exception
+        and score an incomplete rollout."""
         self.offered_tools = False
         self.bad_tool_calls = 0
 
@@ -128,10 +151,19 @@ class PolicyClient(Client):
         return chat_tool(tool)
 
     async def to_native_prompt(self, messages: Any) -> tuple[Any, dict[str, Any]]:
-        return (completion_prompt(messages) if self.completion else [chat_message(message) for message in messages]), {}
+        return (
+            completion_prompt(messages)
+            if self.completion
+            else [chat_message(message) for message in messages]
+        ), {}
 
     async def get_native_response(
-        self, prompt: Any, model: str, sampling_args: dict[str, Any], tools: list[Tool] | None = None, **kwargs: Any
+        self,
+        prompt: Any,
+        model: str,
+        sampling_args: dict[str, Any],
+        tools: list[Tool] | None = None,
+        **kwargs: Any,
     ) -> NativeResponse:
         conversation = self._conversation(kwargs.get("state"))
         try:
@@ -147,12 +179,15 @@ class PolicyClient(Client):
         return conversation.history[-1].index, turn, answer
 
     def _conversation(self, state: Any) -> Conversation:
-        """The conversation of a trajectory. An environment can play several of them in one rollout."""
+        """The conversation of a trajectory. An environment can play several of them in one
+        rollout."""
         key = state["trajectory_id"] if state else ""
         if key not in self.conversations:
             kind = TextConversation if self.completion else self.policy.chat
             seed = self.order.seeded("conversation", len(self.conversations)).seed
-            self.conversations[key] = kind(self.policy, self.order.session, self.order.sampling, self.turns, seed=seed)
+            self.conversations[key] = kind(
+                self.policy, self.order.session, self.order.sampling, self.turns, seed=seed
+            )
         return self.conversations[key]
 
     async def raise_from_native_response(self, response: NativeResponse) -> None:
@@ -161,7 +196,10 @@ class PolicyClient(Client):
     async def from_native_response(self, response: NativeResponse) -> Response:
         index, turn, answer = response
         num_prompt, num_new = len(turn.prompt_ids), len(turn.completion_ids)
-        calls = [ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in answer.tool_calls]
+        calls = [
+            ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+            for call in answer.tool_calls
+        ]
         truncated = turn.finish_reason == "length"
         tokens = ResponseTokens.model_construct(  # not validated: they are long, and our own
             prompt_ids=LazyList(num_prompt, lambda: self.turns.prompt_ids(index)),
@@ -178,25 +216,42 @@ class PolicyClient(Client):
             finish_reason="length" if truncated else "tool_calls" if calls else "stop",
             is_truncated=truncated,
         )
-        usage = Usage(prompt_tokens=num_prompt, reasoning_tokens=0, completion_tokens=num_new, total_tokens=num_prompt + num_new)
-        return Response.model_construct(id=str(index), created=0, model="policy", usage=usage, message=message)
+        usage = Usage(
+            prompt_tokens=num_prompt,
+            reasoning_tokens=0,
+            completion_tokens=num_new,
+            total_tokens=num_prompt + num_new,
+        )
+        return Response.model_construct(
+            id=str(index), created=0, model="policy", usage=usage, message=message
+        )
 
     def kept_turns(self, trajectory: list[Any]) -> Turns:
         """The turns that appear in the environment's trajectory; all turns if none does."""
         ids = [step["response"].id for step in trajectory if step.get("response")]
         kept = [int(id) for id in ids if id.isdecimal() and int(id) < len(self.turns)]
-        return Turns.of(self.turns[i] for i in kept) if kept and kept != list(range(len(self.turns))) else self.turns
+        return (
+            Turns.of(self.turns[i] for i in kept)
+            if kept and kept != list(range(len(self.turns)))
+            else self.turns
+        )
 
     def messages(self) -> tuple[list[Message], list[Message]]:
-        """The newest chat so far, for a rollout without messages of its environment: its first prompt, and the messages after it."""
-        turns = [] if self.completion else [turn for chat in self.conversations.values() for turn in chat.history]
+        """The newest chat so far, for a rollout without messages of its environment: its first
+        prompt, and the messages after it."""
+        turns = (
+            []
+            if self.completion
+            else [turn for chat in self.conversations.values() for turn in chat.history]
+        )
         whole = turns[-1].whole() if turns else []
         num_prompt = turns[-1].num_prompt if turns else 0
         return whole[:num_prompt], whole[num_prompt:]
 
 
 class AsOurs(Client):
-    """An endpoint's answers are taken as the own policy's are: one may be empty, and has text beside its reasoning or calls."""
+    """An endpoint's answers are taken as the own policy's are: one may be empty, and has text
+    beside its reasoning or calls."""
 
     raise_from_native_response = PolicyClient.raise_from_native_response
 
@@ -207,7 +262,9 @@ class AsOurs(Client):
             response = error.errors()[0]["input"]
         if getattr(response, "choices", None):
             return response
-        raise InvalidModelResponseError(f"the endpoint answered no completion: {str(response)[:500]}")
+        raise InvalidModelResponseError(
+            f"the endpoint answered no completion: {str(response)[:500]}"
+        )
 
     async def from_native_response(self, response: Any) -> Response:
         answer = await super().from_native_response(response)  # ty: ignore
@@ -224,13 +281,17 @@ class EndpointText(AsOurs, OpenAICompletionsClient):
 
 
 def endpoint_clients(endpoint: Endpoint) -> dict[bool, Client]:
-    """Clients of an endpoint for chat (False) and completion style (True), with shared connections."""
+    """Clients of an endpoint for chat (False) and completion style (True), with shared
+    connections."""
     key = os.environ.get(endpoint.api_key_var) or "EMPTY"
     shared = AsyncOpenAI(base_url=endpoint.base_url, api_key=key, max_retries=ENDPOINT_RETRIES)
     return {False: EndpointChat(shared), True: EndpointText(shared)}
 
 
 def endpoint_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Converts sampling parameters to OpenAI's interface: its own by name, others in `extra_body`."""
+    """Converts sampling parameters to OpenAI's interface: its own by name, others in
+    `extra_body`."""
     extra = {key: sampling[key] for key in ("top_k", "min_p") if key in sampling}
-    return {key: value for key, value in sampling.items() if key not in extra} | ({"extra_body": extra} if extra else {})
+    return {key: value for key, value in sampling.items() if key not in extra} | (
+        {"extra_body": extra} if extra else {}
+    )

@@ -1,4 +1,5 @@
-"""Environments of verifiers' classic API: single and multi turn, tools, groups, judges, rows with a reward function."""
+"""Environments of verifiers' classic API: single and multi turn, tools, groups, judges, rows
+with a reward function."""
 
 import asyncio
 import functools
@@ -50,7 +51,8 @@ class Task:
 
     env: vf.Environment
     member: str
-    """Names of the nested group members that lead to it, each followed by a slash; "" without a group."""
+    """Names of the nested group members that lead to it, each followed by a slash; "" without a
+    group."""
     row: dict[str, Any]
 
     @property
@@ -67,7 +69,9 @@ class Task:
     def tools(self) -> list[Tool] | None:
         """The tools that the environment offers for this row, as verifiers resolves them."""
         own = self.info.get("tool_defs") if isinstance(self.info, dict) else None
-        return [chat_tool(tool) for tool in (self.env.tool_defs if own is None else own) or []] or None
+        return [
+            chat_tool(tool) for tool in (self.env.tool_defs if own is None else own) or []
+        ] or None
 
 
 @dataclass
@@ -87,8 +91,11 @@ class Play:
 
     @property
     def is_empty(self) -> bool:
-        """Whether even the first prompt was too long. It is not scored: few reward functions handle an empty completion."""
-        return self.overlong and not (self.client.turns if self.client else self.state.get("trajectory"))
+        """Whether even the first prompt was too long. It is not scored: few reward functions
+        handle an empty completion."""
+        return self.overlong and not (
+            self.client.turns if self.client else self.state.get("trajectory")
+        )
 
 
 PRIVATE = vf.Environment._teardown, vf.EnvGroup._route_child_input
@@ -104,7 +111,11 @@ class ClassicEnvironment:
         self.spec = spec
         self.policy = policy
         self.generating, self.scoring = places(spec.max_generating), places(spec.max_scoring)
-        self.name = f"environment {spec.id} with args {spec.args}" if spec.id else f"environment {spec.name}"
+        self.name = (
+            f"environment {spec.id} with args {spec.args}"
+            if spec.id
+            else f"environment {spec.name}"
+        )
         datasets.disable_progress_bars()
         with kept_signal_handlers():
             self.env, tasks = (load_package(spec, self.name), None) if spec.id else load_rows(spec)
@@ -113,28 +124,47 @@ class ClassicEnvironment:
         self.leaves = dict(members(self.env, ""))
         set_attributes(self.env, list(self.leaves.values()), spec)
         self.splits = tasks or self._load_data()
-        self.scores_groups = any(env.score_rollouts and env.requires_group_rollouts for env in self.leaves.values())
+        self.scores_groups = any(
+            env.score_rollouts and env.requires_group_rollouts for env in self.leaves.values()
+        )
         for path, env in self.leaves.items():
             check_scorable(env, self.name)
-            if not env.score_rollouts or (scored_by_verifiers(env.rubric) and not any(env.rubric._get_reward_weights())):
-                self.notice += f"every reward of {path or spec.name} is 0, as no function has a weight or score_rollouts is false. "
-        base = next(base for base in type(self.env).__mro__ if base.__module__.startswith("verifiers."))
+            if not env.score_rollouts or (
+                scored_by_verifiers(env.rubric) and not any(env.rubric._get_reward_weights())
+            ):
+                self.notice += (
+                    f"every reward of {path or spec.name} is 0, as no function has a weight or "
+                    "score_rollouts is false. "
+                )
+        base = next(
+            base for base in type(self.env).__mro__ if base.__module__.startswith("verifiers.")
+        )
         self.kind = f"classic {base.__name__}"
-        self._task = functools.lru_cache(CACHED_TASKS)(lambda split, index: self._routed(self.env, self.splits[split][index], ""))
+        self._task = functools.lru_cache(CACHED_TASKS)(
+            lambda split, index: self._routed(self.env, self.splits[split][index], "")
+        )
         if policy.endpoint:
             self.endpoint_clients = endpoint_clients(policy.endpoint)
 
     def _load_data(self) -> dict[Split, Any]:
-        """Builds the data sets, which may be lazy. Rows are plain Python, read when they are played."""
-        with Blame(f"{self.name}: its data set", "check orchestrator.environment.args and the environment itself"):
+        """Builds the data sets, which may be lazy. Rows are plain Python, read when they are
+        played."""
+        with Blame(
+            f"{self.name}: its data set",
+            "check orchestrator.environment.args and the environment itself",
+        ):
             train, held_out = self.env.build_dataset(), self.env.build_eval_dataset()
-            return {"train": train.with_format(None) if train else [], "eval": held_out.with_format(None) if held_out else []}
+            return {
+                "train": train.with_format(None) if train else [],
+                "eval": held_out.with_format(None) if held_out else [],
+            }
 
     def num_tasks(self, split: Split) -> int:
         return len(self.splits[split])
 
     def _routed(self, env: vf.Environment, row: dict[str, Any], member: str) -> Task:
-        """Finds the member that plays a row. EnvGroup itself is not used: it has no group rewards, and scores nested groups with 0."""
+        """Finds the member that plays a row. EnvGroup itself is not used: it has no group
+        rewards, and scores nested groups with 0."""
         if not isinstance(env, vf.EnvGroup):
             return Task(env, member, row)
         name, inner, _ = env._route_child_input(row)
@@ -143,7 +173,11 @@ class ClassicEnvironment:
     def task(self, split: Split, index: int) -> dict[str, Any]:
         task = self._task(split, index)
         prompt = task.row["prompt"]
-        result: dict[str, Any] = {"prompt": prompt if isinstance(prompt, str) else [chat_message(message) for message in prompt]}
+        result: dict[str, Any] = {
+            "prompt": prompt
+            if isinstance(prompt, str)
+            else [chat_message(message) for message in prompt]
+        }
         if tools := task.tools:
             result["tools"] = tools
         if task.member:
@@ -155,13 +189,19 @@ class ClassicEnvironment:
         return json.loads(json.dumps(result, default=str))
 
     def describe(self) -> dict[str, Any]:
-        about: dict[str, Any] = {"class": f"{type(self.env).__module__}.{type(self.env).__qualname__}"}
+        about: dict[str, Any] = {
+            "class": f"{type(self.env).__module__}.{type(self.env).__qualname__}"
+        }
         if self.spec.id:
             about["arguments"] = load_arguments(self.spec.id, self.spec.args)
         about |= {"train tasks": self.num_tasks("train"), "eval tasks": self.num_tasks("eval")}
         about["scores groups"] = self.scores_groups
         if isinstance(self.env, vf.EnvGroup):
-            return about | {"members": {name.rstrip("/"): describe_one(env) for name, env in self.leaves.items()}}
+            return about | {
+                "members": {
+                    name.rstrip("/"): describe_one(env) for name, env in self.leaves.items()
+                }
+            }
         return about | describe_one(self.env)
 
     def prompt_ids(self, split: Split, index: int) -> list[int]:
@@ -170,13 +210,16 @@ class ClassicEnvironment:
         messages = [{"role": "text", "content": prompt}] if isinstance(prompt, str) else prompt
         if task.completion_style:
             return self.policy.renderer.text_ids(completion_prompt(messages))
-        return self.policy.renderer.prompt_ids([chat_message(message) for message in messages], task.tools)
+        return self.policy.renderer.prompt_ids(
+            [chat_message(message) for message in messages], task.tools
+        )
 
     async def start(self) -> None:
         """Does nothing: the environment itself starts what episodes need."""
 
     async def close(self) -> None:
-        """Tears the environments down, which verifiers does only at a regular exit of the interpreter, and a worker never has one."""
+        """Tears the environments down, which verifiers does only at a regular exit of the
+        interpreter, and a worker never has one."""
         for env in {self.env, *self.leaves.values()}:
             await env._teardown()
         if self.policy.endpoint:
@@ -184,17 +227,26 @@ class ClassicEnvironment:
 
     async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
         task = self._task(order.split, order.task)
-        plays = await run_together([self._generate(task, order.seeded("member", i)) for i in range(num_episodes)])
+        plays = await run_together(
+            [self._generate(task, order.seeded("member", i)) for i in range(num_episodes)]
+        )
         await self._score(task.env, plays)
         return [[as_rollout(play)] for play in plays]
 
     async def _generate(self, task: Task, order: PlayGroup) -> Play:
-        """Plays up to the scoring. Records a failure with a known cause in the result; raises any other."""
+        """Plays up to the scoring. Records a failure with a known cause in the result; raises
+        any other."""
         play, endpoint = Play(task, None), self.policy.endpoint
-        asked = task.env.sampling_args | {key: value for key, value in order.sampling.items() if value is not None}
+        asked = task.env.sampling_args | {
+            key: value for key, value in order.sampling.items() if value is not None
+        }
         sampling = {key: asked[key] for key in SAMPLING_KEYS if asked.get(key) is not None}
         if endpoint:
-            client, model, sampling = self.endpoint_clients[task.completion_style], endpoint.model, endpoint_sampling(sampling)
+            client, model, sampling = (
+                self.endpoint_clients[task.completion_style],
+                endpoint.model,
+                endpoint_sampling(sampling),
+            )
         else:
             client, model = PolicyClient(self.policy, order, task.completion_style), "policy"
             play.client = client
@@ -209,24 +261,33 @@ class ClassicEnvironment:
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             if not endpoint:  # then it comes from the environment's own calls to such a server
                 raise
-            play.failure = RolloutError("inference", f"{endpoint.base_url}: {error}; see endpoint.api_key_var = {endpoint.api_key_var}")
+            play.failure = RolloutError(
+                "inference",
+                f"{endpoint.base_url}: {error}; see endpoint.api_key_var = {endpoint.api_key_var}",
+            )
         else:
             if (error := play.state.get("error")) is not None:
                 play.failure = as_failure(error)
             elif play.state.get("stop_condition") == "timeout_reached":
                 limit_s = getattr(task.env, "timeout_seconds", "?")
-                play.failure = RolloutError("timeout", f"longer than the environment's own timeout_seconds = {limit_s}")
+                play.failure = RolloutError(
+                    "timeout", f"longer than the environment's own timeout_seconds = {limit_s}"
+                )
         if play.client and play.client.failure:
             play.failure = play.client.failure
         return play
 
     async def _score(self, env: vf.Environment, plays: list[Play]) -> None:
-        """Scores rollouts, together if they are a group. Scores none if one failed, as the group to compare with is incomplete."""
+        """Scores rollouts, together if they are a group. Scores none if one failed, as the group
+        to compare with is incomplete."""
         states = [play.state for play in plays if play.state]
         failed = next((play.failure for play in plays if play.failure), None)
         try:
             if failed:
-                also = RolloutError(failed.cause, f"not scored, because another rollout of its group failed: {failed}")
+                also = RolloutError(
+                    failed.cause,
+                    f"not scored, because another rollout of its group failed: {failed}",
+                )
                 for play in plays:
                     play.failure = play.failure or also
             elif not all(play.is_empty for play in plays):
@@ -253,7 +314,9 @@ class ClassicEnvironment:
                 play.scoring = scoring
                 reward = play.state.get("reward")
                 if as_number(reward) is None:
-                    scoring.faults.append(f"the rubric {returned(reward)} as the reward, not a finite number")
+                    scoring.faults.append(
+                        f"the rubric {returned(reward)} as the reward, not a finite number"
+                    )
 
 
 def as_rollout(play: Play) -> Rollout:
@@ -265,8 +328,10 @@ def as_rollout(play: Play) -> Rollout:
         turns=turns,
         text=[*prompt, *answered],
         num_prompt_messages=len(prompt),
-        stop=state.get("stop_condition") or ("" if not failure else "timeout" if failure.cause == "timeout" else "error"),
-        truncated=bool(state.get("is_truncated")) or any(answer.finish_reason == "length" for answer in getattr(turns, "answers", turns)),
+        stop=state.get("stop_condition")
+        or ("" if not failure else "timeout" if failure.cause == "timeout" else "error"),
+        truncated=bool(state.get("is_truncated"))
+        or any(answer.finish_reason == "length" for answer in getattr(turns, "answers", turns)),
         overlong=play.overlong,
     )
     if state and not client:
@@ -281,9 +346,14 @@ def as_rollout(play: Play) -> Rollout:
 
 
 def metrics_of(play: Play, scoring: Scoring) -> dict[str, float]:
-    """The rubric's finite metrics. In an EnvGroup they have the member's name as a prefix, and include its reward."""
+    """The rubric's finite metrics. In an EnvGroup they have the member's name as a prefix, and
+    include its reward."""
     member, measured = play.task.member, play.state.get("metrics") or {}
-    found = {f"{member}{name}": as_number(value) for name, value in measured.items() if (id(play.state), name) not in scoring.absent}
+    found = {
+        f"{member}{name}": as_number(value)
+        for name, value in measured.items()
+        if (id(play.state), name) not in scoring.absent
+    }
     metrics = {name: value for name, value in found.items() if value is not None}
     if member:
         metrics[f"{member}reward"] = float(play.state["reward"])
@@ -299,8 +369,14 @@ def messages_of(state: dict[str, Any]) -> tuple[list[Message], list[Message]]:
     """Prompt and completion in chat API form."""
     prompt, completion = state.get("prompt") or [], state.get("completion") or []
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    return [chat_message(message) for message in prompt], [chat_message(message) for message in completion]
+    completion = (
+        [{"role": "assistant", "content": completion}]
+        if isinstance(completion, str)
+        else completion
+    )
+    return [chat_message(message) for message in prompt], [
+        chat_message(message) for message in completion
+    ]
 
 
 def cause_chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -311,18 +387,21 @@ def cause_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def error_text(error: BaseException) -> str:
-    """The text of an error and its causes: verifiers raises its errors without a text, and the reason is in the cause."""
+    """The text of an error and its causes: verifiers raises its errors without a text, and the
+    reason is in the cause."""
     return " <- ".join(described(cause).removesuffix(": ") for cause in cause_chain(error))
 
 
 def as_failure(error: BaseException) -> RolloutError:
-    """Converts a verifiers error: the cause is `inference` if the model did not answer, else `environment`."""
+    """Converts a verifiers error: the cause is `inference` if the model did not answer, else
+    `environment`."""
     of_model = any(isinstance(cause, vf.ModelError) for cause in cause_chain(error))
     return RolloutError("inference" if of_model else "environment", error_text(error))
 
 
 async def run_together(plays: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Runs coroutines concurrently and returns their results. If one raises, cancels the others and raises its exception."""
+    """Runs coroutines concurrently and returns their results. If one raises, cancels the others
+    and raises its exception."""
     if len(plays) == 1:
         return [await plays[0]]
     try:

@@ -1,4 +1,5 @@
-"""Builds an environment from rows (a JSONL file or a Hugging Face dataset) and a reward function, without a package."""
+"""Builds an environment from rows (a JSONL file or a Hugging Face dataset) and a reward
+function, without a package."""
 
 import inspect
 import json
@@ -22,15 +23,23 @@ from rl.wire.rollouts import Split
 from rl.wire.worker_messages import EnvSpec
 
 COLUMNS = "rl_columns"
-"""The key under which a row has its columns as the user wrote them: verifiers has other uses for some of their names."""
+"""The key under which a row has its columns as the user wrote them: verifiers has other uses for
+some of their names."""
 SHADOWED = {"prompts", "completions", "state", "states"}
-"""What a reward function gets from verifiers whatever columns there are. `prompt` and `completion` are what a user expects."""
+"""What a reward function gets from verifiers whatever columns there are. `prompt` and
+`completion` are what a user expects."""
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """The tasks of a data set, as verifiers plays them. A row is made anew at each access, so that no play changes it."""
+    """The tasks of a data set, as verifiers plays them. A row is made anew at each access, so
+    that no play changes it."""
 
-    def __init__(self, stored: Sequence[Any], read: Callable[[Any], dict[str, Any]], system_prompt: str | None):
+    def __init__(
+        self,
+        stored: Sequence[Any],
+        read: Callable[[Any], dict[str, Any]],
+        system_prompt: str | None,
+    ):
         self.stored, self.read, self.system_prompt = stored, read, system_prompt
 
     def __len__(self) -> int:
@@ -39,22 +48,39 @@ class Rows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> dict[str, Any]:
         columns = self.read(self.stored[index])
         place = f"row {index}"
-        prompt, info = [chat_message(message) for message in prompt_of(columns, place)], info_of(columns, place)
+        prompt, info = (
+            [chat_message(message) for message in prompt_of(columns, place)],
+            info_of(columns, place),
+        )
         if self.system_prompt and prompt[0]["role"] != "system":
             prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
         columns = columns | {"info": info} if info else columns
         plain = {key: value for key, value in columns.items() if key not in ("task", "info")}
-        return {"example_id": index, "answer": "", **plain, "info": info, "prompt": prompt, COLUMNS: columns}
+        return {
+            "example_id": index,
+            "answer": "",
+            **plain,
+            "info": info,
+            "prompt": prompt,
+            COLUMNS: columns,
+        }
 
 
 def load_rows(spec: EnvSpec) -> tuple[vf.SingleTurnEnv, dict[Split, Any]]:
-    """Builds the environment of `dataset`, `eval_dataset`, `reward` and `system_prompt`, and its tasks. Raises RunError."""
+    """Builds the environment of `dataset`, `eval_dataset`, `reward` and `system_prompt`, and its
+    tasks. Raises RunError."""
     if not spec.dataset:
         raise RunError(f"environment {spec.name} has neither id nor dataset; give one of them")
     if not spec.reward:
-        raise RunError(f"dataset {spec.dataset} needs a reward function; give reward = file.py:function or module:function")
+        raise RunError(
+            f"dataset {spec.dataset} needs a reward function; give reward = file.py:function "
+            "or module:function"
+        )
     if spec.args:
-        raise RunError(f"dataset {spec.dataset}: args are for environments with an id; leave out {', '.join(spec.args)}")
+        raise RunError(
+            f"dataset {spec.dataset}: args are for environments with an id; leave out "
+            f"{', '.join(spec.args)}"
+        )
     reward = Reward(spec.reward)
     train = read(spec.dataset, reward, spec.system_prompt)
     held_out = read(spec.eval_dataset, reward, spec.system_prompt) if spec.eval_dataset else []
@@ -67,17 +93,26 @@ def load_rows(spec: EnvSpec) -> tuple[vf.SingleTurnEnv, dict[Split, Any]]:
 
 
 def read(source: str, reward: "Reward", system_prompt: str | None = None) -> Rows:
-    """The tasks of a JSONL file, or of a Hugging Face dataset `owner/name` or `owner/name:split`. Raises RunError for a row that is no
-    task, or lacks a column that the reward function asks for."""
+    """The tasks of a JSONL file, or of a Hugging Face dataset `owner/name` or
+    `owner/name:split`. Raises RunError for a row that is no task, or lacks a column that the
+    reward function asks for."""
     path = Path(source).expanduser()
     if path.is_file():
         # As text: a typed table would give all rows the keys and the types of each other.
-        return Rows([json.dumps(row) for _, row in reward.checked(task_rows(path), source)], json.loads, system_prompt)
+        return Rows(
+            [json.dumps(row) for _, row in reward.checked(task_rows(path), source)],
+            json.loads,
+            system_prompt,
+        )
     if fault := rows_fault(source):
         raise RunError(f"dataset {source} {fault}")
     name, _, split = source.partition(":")
     with hub_or_cache(name) as unreachable:
-        remedy = f"{unreachable}: check the network, or give a JSONL file" if unreachable else "check name and split (owner/name:split)"
+        remedy = (
+            f"{unreachable}: check the network, or give a JSONL file"
+            if unreachable
+            else "check name and split (owner/name:split)"
+        )
         with Blame(f"dataset {source}", f"{remedy}; {path.absolute()} is not a file either"):
             data = load_table(name, split or "train")
     as_written = dict if isinstance(data, list) else nested
@@ -89,15 +124,18 @@ def read(source: str, reward: "Reward", system_prompt: str | None = None) -> Row
 
 
 def nested(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of a typed table, whose objects have the keys of all rows: those without a value are left out."""
+    """A row of a typed table, whose objects have the keys of all rows: those without a value are
+    left out."""
     return {column: without_none(value) for column, value in row.items()}
 
 
 class Reward:
-    """A reward function of the user, which gets what its parameters name: columns of the row, and what verifiers knows of the rollout.
+    """A reward function of the user, which gets what its parameters name: columns of the row, and
+    what verifiers knows of the rollout.
 
-    It scores one rollout, or, if it asks for `completions`, `states` or the like or returns a list, all rollouts of a group at once. Then
-    columns are lists, as for the reward functions of TRL (https://huggingface.co/docs/trl/main/en/grpo_trainer).
+    It scores one rollout, or, if it asks for `completions`, `states` or the like or returns a list,
+    all rollouts of a group at once. Then columns are lists, as for the reward functions of TRL
+    (https://huggingface.co/docs/trl/main/en/grpo_trainer).
     """
 
     def __init__(self, name: str):
@@ -105,12 +143,22 @@ class Reward:
         self.name, self.function = name, load_function("reward", name)
         signature = inspect.signature(self.function)
         given = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-        named = {parameter.name: parameter for parameter in signature.parameters.values() if parameter.kind in given}
+        named = {
+            parameter.name: parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind in given
+        }
         self.names = set(named)
-        self.required = [key for key, parameter in named.items() if parameter.default is Parameter.empty]
-        self.takes_all = any(parameter.kind == Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+        self.required = [
+            key for key, parameter in named.items() if parameter.default is Parameter.empty
+        ]
+        self.takes_all = any(
+            parameter.kind == Parameter.VAR_KEYWORD for parameter in signature.parameters.values()
+        )
         returns = signature.return_annotation
-        self.returns_list = (get_origin(returns) or returns) is list or str(returns).startswith(("list[", "List["))
+        self.returns_list = (get_origin(returns) or returns) is list or str(returns).startswith(
+            ("list[", "List[")
+        )
         self.columns: set[str] = set()
 
     @property
@@ -118,20 +166,35 @@ class Reward:
         """Whether it scores all rollouts of a group at once."""
         return self.returns_list or bool(self.names & (GROUP_PARAMETERS - self.columns))
 
-    def checked(self, rows: Iterable[tuple[str, dict[str, Any]]], source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The rows with their places, as they come. Raises RunError if the function asks for what a row lacks, or verifiers shadows."""
+    def checked(
+        self, rows: Iterable[tuple[str, dict[str, Any]]], source: str
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The rows with their places, as they come. Raises RunError if the function asks for
+        what a row lacks, or verifiers shadows."""
         for place, row in rows:
             if self.columns != set(row):
                 self.columns |= set(row)
-                if shadowed := sorted(SHADOWED & (set(row) if self.takes_all else self.names & set(row))):
-                    raise RunError(f"{place}: reward functions get verifiers' own `{shadowed[0]}`; give that column another name")
+                if shadowed := sorted(
+                    SHADOWED & (set(row) if self.takes_all else self.names & set(row))
+                ):
+                    raise RunError(
+                        f"{place}: reward functions get verifiers' own `{shadowed[0]}`; give "
+                        "that column another name"
+                    )
                 if asked := not_given(self.required, set(row), self.of_group):
-                    reward = f"reward {self.name} ({inspect.getsourcefile(inspect.unwrap(self.function))})"
-                    raise RunError(f"{place}: {reward} {not_a_column(asked[0], source, set(row), self.of_group)}")
+                    reward = (
+                        f"reward {self.name} "
+                        f"({inspect.getsourcefile(inspect.unwrap(self.function))})"
+                    )
+                    raise RunError(
+                        f"{place}: {reward} "
+                        f"{not_a_column(asked[0], source, set(row), self.of_group)}"
+                    )
             yield place, row
 
     def as_verifiers_calls_it(self) -> Callable[..., Any]:
-        """The function with the one parameter by which verifiers tells what it scores, and gives all that is known."""
+        """The function with the one parameter by which verifiers tells what it scores, and gives
+        all that is known."""
 
         def one(state: Any) -> Any:
             return self.function(**self._chosen(self._known(state)))
@@ -139,9 +202,20 @@ class Reward:
         def all_of_group(states: Any) -> Any:
             known = [self._known(state) for state in states]
             lists = {key: [values.get(key) for values in known] for key in known[0]}
-            plural = {f"{key}s": lists[key] for key in ("prompt", "completion", "answer", "state", "info", "task") if key in lists}
+            plural = {
+                f"{key}s": lists[key]
+                for key in ("prompt", "completion", "answer", "state", "info", "task")
+                if key in lists
+            }
             parser = {"parser": known[0]["parser"]}
-            return self.function(**self._chosen(lists | plural | {key: lists[key] for key in self.columns & lists.keys()} | parser))
+            return self.function(
+                **self._chosen(
+                    lists
+                    | plural
+                    | {key: lists[key] for key in self.columns & lists.keys()}
+                    | parser
+                )
+            )
 
         call = all_of_group if self.of_group else one
         call.__name__ = getattr(self.function, "__name__", type(self.function).__name__)
@@ -154,4 +228,8 @@ class Reward:
         return {"parser": vf.Parser(), "task": row, "answer": "", "info": {}} | row | played
 
     def _chosen(self, known: dict[str, Any]) -> dict[str, Any]:
-        return known if self.takes_all else {key: value for key, value in known.items() if key in self.names}
+        return (
+            known
+            if self.takes_all
+            else {key: value for key, value in known.items() if key in self.names}
+        )

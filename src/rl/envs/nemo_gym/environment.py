@@ -1,10 +1,12 @@
-"""Environments of a NeMo Gym deployment, over HTTP: one `POST {agent}/run` generates and scores an episode.
+"""Environments of a NeMo Gym deployment, over HTTP: one `POST {agent}/run` generates and scores an
+episode.
 
-NeMo Gym runs in its own virtual environment (docs/nemo_gym.md) and queries our inference servers itself, so two things differ from
-the other kinds. First, a token's policy version is what the server that sampled it remembers of the answer; if none does (it was started
-again), the oldest one that the agent's servers held when the episode began: a lower bound, as weights may be swapped during an episode.
-Second, the server continues the ids of earlier turns if the agent sends them back unchanged (rl.inference.chat); other turns begin a new
-sample.
+NeMo Gym runs in its own virtual environment (docs/nemo_gym.md) and queries our inference servers
+itself, so two things differ from the other kinds. First, a token's policy version is what the
+server that sampled it remembers of the answer; if none does (it was started again), the oldest one
+that the agent's servers held when the episode began: a lower bound, as weights may be swapped
+during an episode. Second, the server continues the ids of earlier turns if the agent sends them
+back unchanged (rl.inference.chat); other turns begin a new sample.
 """
 
 import json
@@ -52,11 +54,20 @@ class NemoGymEnvironment:
         self.name = f"environment {spec.name}"
         self.head = Head(spec.head_server or "")
         if not spec.dataset:
-            raise RunError(f"environment {spec.name}: head_server needs dataset = FILE.jsonl, the rows to play; see docs/nemo_gym.md")
+            raise RunError(
+                f"environment {spec.name}: head_server needs dataset = FILE.jsonl, the rows "
+                "to play; see docs/nemo_gym.md"
+            )
         if fixed := [key for key in SAMPLING_PARAMS if key in spec.args]:
-            raise RunError(f"environment {spec.name}: args.{fixed[0]} is set by the sampling settings; set it there")
+            raise RunError(
+                f"environment {spec.name}: args.{fixed[0]} is set by the sampling settings; "
+                "set it there"
+            )
         train = read_rows(Path(spec.dataset))
-        self.rows: dict[Split, list[Row]] = {"train": train, "eval": read_rows(Path(spec.eval_dataset)) if spec.eval_dataset else []}
+        self.rows: dict[Split, list[Row]] = {
+            "train": train,
+            "eval": read_rows(Path(spec.eval_dataset)) if spec.eval_dataset else [],
+        }
         self.generating = places(spec.max_generating)
 
     def num_tasks(self, split: Split) -> int:
@@ -79,11 +90,15 @@ class NemoGymEnvironment:
         }
 
     def prompt_ids(self, split: Split, index: int) -> list[int] | None:
-        messages, tools = chat_prompt(json.loads(self.rows[split][index].line)["responses_create_params"])
-        return self.policy.renderer.prompt_ids(messages, tools or None) if messages else None  # a v1 user may open the conversation
+        messages, tools = chat_prompt(
+            json.loads(self.rows[split][index].line)["responses_create_params"]
+        )
+        # a v1 user may open the conversation
+        return self.policy.renderer.prompt_ids(messages, tools or None) if messages else None
 
     async def start(self) -> None:
-        """Finds the agents. Raises RunError if the head server is down or lacks the agent of a row."""
+        """Finds the agents. Raises RunError if the head server is down or lacks the agent of a
+        row."""
         try:
             await self.head.discover()
             for row in {row.agent for rows in self.rows.values() for row in rows}:
@@ -101,15 +116,23 @@ class NemoGymEnvironment:
         return [await self._episode(row, body) for _ in range(num_episodes)]
 
     async def _episode(self, row: Row, body: dict[str, Any]) -> Episode:
-        async with limited(self.generating, self.spec.timeout_s, "a NeMo Gym episode (generation and scoring)"):
+        async with limited(
+            self.generating, self.spec.timeout_s, "a NeMo Gym episode (generation and scoring)"
+        ):
             agent = self._agent_name(row.agent)
             self._check_policy_urls(agent)
             version, exact = None, {}
             try:
                 if self.policy.endpoint is None:
                     version = await self.policy.servers.loaded_version(self._own_servers(agent))
-                reply = decode_reply(await self.head.post(lambda: f"{self.head.agents[agent].url}/run", body, "environment"))
-                digests = [digest for item in reply["response"]["output"] if (digest := digest_of(item))]
+                reply = decode_reply(
+                    await self.head.post(
+                        lambda: f"{self.head.agents[agent].url}/run", body, "environment"
+                    )
+                )
+                digests = [
+                    digest for item in reply["response"]["output"] if (digest := digest_of(item))
+                ]
                 if self.policy.endpoint is None and digests:
                     exact = await self.policy.servers.versions(digests, self._own_servers(agent))
             except InferenceLostError as error:
@@ -117,7 +140,8 @@ class NemoGymEnvironment:
         return [to_rollout(reply, body, version, exact)]
 
     def _own_servers(self, agent: str) -> tuple[str, ...]:
-        """The run's servers that the agent queries; none if it queries an address unknown here, such as a router's."""
+        """The run's servers that the agent queries; none if it queries an address unknown here,
+        such as a router's."""
         ours = {address(url): url for url in self.policy.servers.find()}
         asked = [ours.get(address(url)) for url in self.head.agents[agent].policy_urls]
         return tuple(sorted(url for url in asked if url)) if all(asked) else ()
@@ -130,17 +154,24 @@ class NemoGymEnvironment:
         known = ", ".join(self.head.agents) or "none"
         if name is None and len(self.head.agents) != 1:
             raise RunError(
-                f"{self.name}: rows of {self.spec.dataset} have no agent_ref, and the head server's agents are {known}; "
+                f"{self.name}: rows of {self.spec.dataset} have no agent_ref, and the head "
+                f"server's agents are {known}; "
                 "add agent_ref with `ng_prepare_data +mode=example_validation`"
             )
         if name is not None and name not in self.head.agents:
-            raise RunError(f"{self.name}: rows are for agent {name}; {self.head.url} has {known}: start ng_run with it")
+            raise RunError(
+                f"{self.name}: rows are for agent {name}; {self.head.url} has {known}: start "
+                "ng_run with it"
+            )
         agent = self.head.agents[self._agent_name(name)]
         if self.policy.endpoint is None and agent.policy_urls and not agent.returns_tokens:
-            raise RunError(f"{self.name}: {no_tokens(f'the model server of agent {self._agent_name(name)}')}")
+            raise RunError(
+                f"{self.name}: {no_tokens(f'the model server of agent {self._agent_name(name)}')}"
+            )
 
     def _check_policy_urls(self, agent: str) -> None:
-        """Checks that NeMo Gym queries our servers: tokens of another policy would look valid. Raises RolloutError."""
+        """Checks that NeMo Gym queries our servers: tokens of another policy would look valid.
+        Raises RolloutError."""
         if self.policy.endpoint is not None:
             return
         servers = self.policy.servers
@@ -149,7 +180,8 @@ class NemoGymEnvironment:
         if None not in ours and None not in configured and not configured <= ours:
             raise RolloutError(
                 "inference",
-                f"NeMo Gym asks port {sorted(configured - ours)} for the policy (policy_base_url), but inference serves at {sorted(ours)}; "
+                f"NeMo Gym asks port {sorted(configured - ours)} for the policy "
+                f"(policy_base_url), but inference serves at {sorted(ours)}; "
                 "set inference.port, and start ng_run with that address",
             )
 
@@ -168,7 +200,10 @@ def read_rows(path: Path) -> list[Row]:
             rows.append(Row((row.get("agent_ref") or {}).get("name"), line))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             fault = f"{type(error).__name__}: {error}"
-            raise RunError(f"{path}:{number} is not a NeMo Gym row with responses_create_params.input ({fault})") from error
+            raise RunError(
+                f"{path}:{number} is not a NeMo Gym row with responses_create_params.input "
+                f"({fault})"
+            ) from error
     if not rows:
         raise RunError(f"{path} has no rows")
     return rows

@@ -1,6 +1,7 @@
-"""NeMo Gym's model server as the policy of an environment that NeMo Gym's programs play (`rl env --serve-gym`): messages in, and token ids
-and log-probabilities out if it is configured to return them. Earlier answers go back to it as they came, token ids included, so that a
-server that splices them (ours does) continues the very ids that it sampled."""
+"""NeMo Gym's model server as the policy of an environment that NeMo Gym's programs play (`rl env
+--serve-gym`): messages in, and token ids and log-probabilities out if it is configured to return
+them. Earlier answers go back to it as they came, token ids included, so that a server that
+splices them (ours does) continues the very ids that it sampled."""
 
 import json
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ UNKNOWN = 0
 
 
 class GymPolicy(Policy):
-    """The model server of the agent `name` at a head server. It has no renderer: NeMo Gym's model server renders."""
+    """The model server of the agent `name` at a head server. It has no renderer: NeMo Gym's
+    model server renders."""
 
     def __init__(self, spec: PolicySpec, name: str):
         self.spec, self.endpoint, self.name = spec, None, name
@@ -31,15 +33,30 @@ class GymPolicy(Policy):
         return GymConversation
 
     def __getattr__(self, name: str) -> Any:
-        needed = f"NeMo Gym's model server answers chats only, but this environment asks in completion style (it needs a {name})"
-        raise RolloutError("environment", needed) if name in ("renderer", "servers") else AttributeError(name)
+        needed = (
+            "NeMo Gym's model server answers chats only, but this environment asks in "
+            f"completion style (it needs a {name})"
+        )
+        raise (
+            RolloutError("environment", needed)
+            if name in ("renderer", "servers")
+            else AttributeError(name)
+        )
 
     def url(self) -> str:
         """The address that answers chats. Raises RolloutError."""
         agent = self.head.agents.get(self.name)
         if agent is None or not agent.model_url:
-            lacks = f"has no agent {self.name}" if agent is None else f"has no address of the model server of agent {self.name}"
-            raise RolloutError("inference", f"{self.head.url} {lacks}: start ng_run with the entry that `rl env --serve-gym` printed")
+            lacks = (
+                f"has no agent {self.name}"
+                if agent is None
+                else f"has no address of the model server of agent {self.name}"
+            )
+            raise RolloutError(
+                "inference",
+                f"{self.head.url} {lacks}: start ng_run with the entry that `rl env "
+                "--serve-gym` printed",
+            )
         return f"{agent.model_url}/v1/chat/completions"
 
     async def ask(self, body: dict[str, Any], cookies: dict[str, str]) -> dict[str, Any]:
@@ -55,9 +72,14 @@ class GymPolicy(Policy):
             choice, message = reply["choices"][0], reply["choices"][0]["message"]
             is_empty = not (message.get("content") or message.get("tool_calls"))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise RolloutError("inference", f"{self.url()} answered without choices[0].message: {text[:500]}") from error
-        if is_empty and choice.get("finish_reason") == "length" and not reply.get("usage"):  # so it says that vLLM refused the prompt
-            raise PromptTooLongError("the prompt leaves no room for max_output_tokens in the model's context")
+            raise RolloutError(
+                "inference", f"{self.url()} answered without choices[0].message: {text[:500]}"
+            ) from error
+        # so it says that vLLM refused the prompt
+        if is_empty and choice.get("finish_reason") == "length" and not reply.get("usage"):
+            raise PromptTooLongError(
+                "the prompt leaves no room for max_output_tokens in the model's context"
+            )
         return choice
 
 
@@ -69,26 +91,41 @@ class GymConversation(Conversation):
     came: dict[int, Message] = field(default_factory=dict)
     """The message of each turn, by its index."""
     cookies: dict[str, str] = field(default_factory=dict)
-    """NeMo Gym's session: one of several policy servers answers the whole conversation, for its prefix cache."""
+    """NeMo Gym's session: one of several policy servers answers the whole conversation, for its
+    prefix cache."""
 
-    async def answer(self, messages: list[Message], tools: list[Tool] | None, overrides: dict[str, Any]) -> tuple[Turn, Answer]:
+    async def answer(
+        self, messages: list[Message], tools: list[Tool] | None, overrides: dict[str, Any]
+    ) -> tuple[Turn, Answer]:
         """The policy's answer to a chat. Raises PromptTooLongError and RolloutError."""
         tools, compared = tools or None, [comparable(message) for message in messages]
         before, num_old = next(self.continued(compared, tools), (None, 0))
         sampling = self.sampling | overriding(overrides)
         body = {key: value for key, value in sampling.items() if value is not None}
-        body |= {"messages": self.sent(messages, before, num_old)} | ({"tools": tools} if tools else {})
+        body |= {"messages": self.sent(messages, before, num_old)} | (
+            {"tools": tools} if tools else {}
+        )
         choice = await self.policy.ask(body, self.cookies)
         message = choice["message"]
-        turn, answer = as_turn(message, UNKNOWN, finish_reason=choice.get("finish_reason") or "stop"), as_answer(message)
+        turn, answer = (
+            as_turn(message, UNKNOWN, finish_reason=choice.get("finish_reason") or "stop"),
+            as_answer(message),
+        )
         index = len(self.turns)
-        # Without null fields: NeMo Gym takes a message with `routed_experts: null` for one without tokens.
+        # Without null fields: NeMo Gym takes a message with `routed_experts: null` for one without
+        # tokens.
         self.came[index] = {key: value for key, value in message.items() if value is not None}
-        self.keep(turn, Past(index, before, [*compared[num_old:], comparable(assistant_message(answer))], tools))
+        self.keep(
+            turn,
+            Past(
+                index, before, [*compared[num_old:], comparable(assistant_message(answer))], tools
+            ),
+        )
         return turn, answer
 
     def sent(self, messages: list[Message], past: Past | None, end: int) -> list[Message]:
-        """Returns messages with the answers of `past`, their first `end`, as they came. Reasoning is in the text, as NeMo Gym has it."""
+        """Returns messages with the answers of `past`, their first `end`, as they came.
+        Reasoning is in the text, as NeMo Gym has it."""
         result = [
             {key: value for key, value in message.items() if key != "reasoning_content"}
             | (
@@ -105,10 +142,14 @@ class GymConversation(Conversation):
 
 
 def as_answer(message: Message) -> Answer:
-    """A message as an answer, whose reasoning NeMo Gym has in think tags at the start of the text."""
+    """A message as an answer, whose reasoning NeMo Gym has in think tags at the start of the
+    text."""
     content, reasoning = message.get("content") or "", None
     if content.startswith(THINK) and THINK_END in content:
         reasoning, _, content = content.removeprefix(THINK).partition(THINK_END)
     calls = message.get("tool_calls") or []
-    calls = [ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    calls = [
+        ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+        for call in calls
+    ]
     return Answer(content, reasoning, calls, [])

@@ -15,7 +15,8 @@ TOKEN_KEYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs"
 SAMPLING_PARAMS = ("temperature", "top_p", "max_output_tokens")
 """The sampling settings under their names in the Responses API."""
 EXTRA_SAMPLING = ("top_k", "min_p", "stop", "seed")
-"""Sampling settings without a field in the Responses API; NeMo Gym's vLLM client takes them from the metadata."""
+"""Sampling settings without a field in the Responses API; NeMo Gym's vLLM client takes them from
+the metadata."""
 
 FAILURE = "_ng_failure_class"
 """The key of a result that NeMo Gym counts as failed: it is stored apart, and asked for again."""
@@ -24,31 +25,44 @@ FAILURE = "_ng_failure_class"
 def no_tokens(server: str) -> str:
     """The error message for a model server whose answers have no token ids."""
     return (
-        f"{server} returns no token ids; start ng_run with responses_api_models/vllm_model/configs/vllm_model_for_training.yaml "
+        f"{server} returns no token ids; start ng_run with "
+        "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml "
         "(return_token_id_information: true)"
     )
 
 
-def request_body(row: dict[str, Any], args: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-    """The request for a row: `args` override its responses_create_params, and our sampling overrides both."""
-    params = {key: value for key, value in (row["responses_create_params"] | args).items() if key not in SAMPLING_PARAMS}
+def request_body(
+    row: dict[str, Any], args: dict[str, Any], sampling: dict[str, Any]
+) -> dict[str, Any]:
+    """The request for a row: `args` override its responses_create_params, and our sampling
+    overrides both."""
+    params = {
+        key: value
+        for key, value in (row["responses_create_params"] | args).items()
+        if key not in SAMPLING_PARAMS
+    }
     params |= {"temperature": sampling["temperature"], "max_output_tokens": sampling["max_tokens"]}
     if sampling.get("top_p") is not None:
         params["top_p"] = sampling["top_p"]
     extra = {key: sampling[key] for key in EXTRA_SAMPLING if sampling.get(key) is not None}
     if extra:
         metadata = params.get("metadata") or {}
-        params["metadata"] = metadata | {"extra_body": json.dumps(json.loads(metadata.get("extra_body", "{}")) | extra)}
+        params["metadata"] = metadata | {
+            "extra_body": json.dumps(json.loads(metadata.get("extra_body", "{}")) | extra)
+        }
     return row | {"responses_create_params": params}
 
 
 def decode_reply(text: str) -> dict[str, Any]:
-    """Decodes a reply of `/run`. Raises RolloutError if the agent reports a failure, or there is no valid `response.output`."""
+    """Decodes a reply of `/run`. Raises RolloutError if the agent reports a failure, or there is
+    no valid `response.output`."""
     try:
         reply = json.loads(text)
         if kind := reply.get(FAILURE):
             cause: Any = kind if kind in get_args(Cause) else "environment"
-            raise RolloutError(cause, str(reply.get("error") or f"the agent reports the failure {kind}"))
+            raise RolloutError(
+                cause, str(reply.get("error") or f"the agent reports the failure {kind}")
+            )
         if all(isinstance(item, dict) for item in reply["response"]["output"]):
             return reply
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -56,19 +70,34 @@ def decode_reply(text: str) -> dict[str, Any]:
     raise RolloutError("environment", f"/run answered without response.output: {text[:500]}")
 
 
-def to_rollout(reply: dict[str, Any], body: dict[str, Any], version: int | None, exact: dict[str, list[VersionSpan]]) -> Rollout:
-    """Converts a reply to a rollout. `version` is None if an endpoint played, which returns no tokens; that of answers whose versions are
-    not in `exact`, by answer_digest. Raises RolloutError."""
+def to_rollout(
+    reply: dict[str, Any],
+    body: dict[str, Any],
+    version: int | None,
+    exact: dict[str, list[VersionSpan]],
+) -> Rollout:
+    """Converts a reply to a rollout. `version` is None if an endpoint played, which returns no
+    tokens; that of answers whose versions are not in `exact`, by answer_digest. Raises
+    RolloutError."""
     response, params = reply["response"], body["responses_create_params"]
     reward = reply.get("reward")
     if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise RolloutError("reward", f"NeMo Gym returned the reward {reward!r}, not a finite number; see the resources server's output")
+        raise RolloutError(
+            "reward",
+            f"NeMo Gym returned the reward {reward!r}, not a finite number; see the "
+            "resources server's output",
+        )
     used = response.get("temperature")
     if used is not None and used != params["temperature"]:
-        raise RolloutError("environment", f"the agent sampled at temperature {used}, not at the requested {params['temperature']}")
+        raise RolloutError(
+            "environment",
+            f"the agent sampled at temperature {used}, not at the requested "
+            f"{params['temperature']}",
+        )
     items, incomplete = response["output"], (response.get("incomplete_details") or {}).get("reason")
     turns = [] if version is None else to_turns(items, version, exact)
-    # To a prompt that fills the context, the model server answers with an empty item marked as incomplete.
+    # To a prompt that fills the context, the model server answers with an empty item marked as
+    # incomplete.
     unanswered = not items or not items[-1].get("generation_token_ids")
     overlong = version is not None and incomplete == "max_output_tokens" and unanswered
     if version is not None and not turns and not overlong:
@@ -91,33 +120,54 @@ def to_rollout(reply: dict[str, Any], body: dict[str, Any], version: int | None,
 
 def metrics_of(reply: dict[str, Any], body: dict[str, Any]) -> dict[str, float]:
     """The finite numbers that the resources server added to the row."""
-    added = {key: value for key, value in reply.items() if key not in body and key != "reward" and isinstance(value, int | float)}
+    added = {
+        key: value
+        for key, value in reply.items()
+        if key not in body and key != "reward" and isinstance(value, int | float)
+    }
     return {key: float(value) for key, value in added.items() if math.isfinite(value)}
 
 
 def digest_of(item: dict[str, Any]) -> str | None:
-    """The answer_digest of a turn, from its last item; None for any other item, and for tokens that are none."""
+    """The answer_digest of a turn, from its last item; None for any other item, and for tokens
+    that are none."""
     try:
-        return answer_digest(*(item[key] for key in TOKEN_KEYS)) if item.get("generation_token_ids") else None
+        return (
+            answer_digest(*(item[key] for key in TOKEN_KEYS))
+            if item.get("generation_token_ids")
+            else None
+        )
     except (LookupError, TypeError, OverflowError):
         return None
 
 
-def to_turns(items: Iterable[dict[str, Any]], version: int, exact: dict[str, list[VersionSpan]]) -> list[Turn]:
+def to_turns(
+    items: Iterable[dict[str, Any]], version: int, exact: dict[str, list[VersionSpan]]
+) -> list[Turn]:
     """The policy's turns. The last item of each turn has its tokens. Raises RolloutError."""
-    return [as_turn(item, version, exact.get(digest_of(item) or "")) for item in items if item.get("generation_token_ids")]
+    return [
+        as_turn(item, version, exact.get(digest_of(item) or ""))
+        for item in items
+        if item.get("generation_token_ids")
+    ]
 
 
-def as_turn(item: dict[str, Any], version: int, spans: list[VersionSpan] | None = None, finish_reason: str = "stop") -> Turn:
-    """The turn of an item or message, without tokens if the model server does not return them; of `version`, unless its `spans` are known.
-    Raises RolloutError."""
+def as_turn(
+    item: dict[str, Any],
+    version: int,
+    spans: list[VersionSpan] | None = None,
+    finish_reason: str = "stop",
+) -> Turn:
+    """The turn of an item or message, without tokens if the model server does not return them;
+    of `version`, unless its `spans` are known. Raises RolloutError."""
     prompt_ids, completion_ids, logprobs = ([*(item.get(key) or ())] for key in TOKEN_KEYS)
     try:
         return Turn(
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
             logprobs=logprobs,
-            policy_versions=spans or ([VersionSpan(version, len(completion_ids))] if completion_ids else []),
+            policy_versions=spans
+            or ([VersionSpan(version, len(completion_ids))] if completion_ids else []),
             finish_reason=finish_reason,
         )
     except ValueError as error:
@@ -127,30 +177,48 @@ def as_turn(item: dict[str, Any], version: int, spans: list[VersionSpan] | None 
 def input_items(params: dict[str, Any]) -> list[dict[str, Any]]:
     """The items of a request, whose input may be plain text."""
     items = params["input"]
-    return [{"role": "user", "content": items}] if isinstance(items, str) else [dict(item) for item in items]
+    return (
+        [{"role": "user", "content": items}]
+        if isinstance(items, str)
+        else [dict(item) for item in items]
+    )
 
 
 def joined_text(content: Any) -> Any:
     """Joins content parts into one text if all of them are text."""
-    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and "text" in part for part in content
+    ):
         return "".join(part["text"] for part in content)
     return content
 
 
 def chat_prompt(params: dict[str, Any]) -> tuple[list[Message], list[Tool]]:
     """The messages and tools of a row's responses_create_params in chat API form."""
-    functions = [{key: value for key, value in tool.items() if key not in ("type", "strict")} for tool in params.get("tools") or ()]
-    return to_messages(input_items(params)), [{"type": "function", "function": function} for function in functions]
+    functions = [
+        {key: value for key, value in tool.items() if key not in ("type", "strict")}
+        for tool in params.get("tools") or ()
+    ]
+    return to_messages(input_items(params)), [
+        {"type": "function", "function": function} for function in functions
+    ]
 
 
 def to_messages(items: Iterable[dict[str, Any]]) -> list[Message]:
-    """Converts items of the Responses API to chat messages; reasoning, text and calls of one turn become one message."""
+    """Converts items of the Responses API to chat messages; reasoning, text and calls of one
+    turn become one message."""
     messages: list[Message] = []
     answer: Message | None = None
     for item in items:
         kind = item.get("type") or "message"
         if kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": joined_text(item.get("output"))})
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": item.get("call_id"),
+                    "content": joined_text(item.get("output")),
+                }
+            )
             answer = None
             continue
         if kind == "message" and item.get("role") != "assistant":
@@ -171,9 +239,13 @@ def add_to_answer(answer: Message, kind: str, item: dict[str, Any]) -> None:
     if kind == "message":
         answer["content"] += str(joined_text(item.get("content") or ""))
     elif kind == "reasoning":
-        answer["reasoning_content"] = answer.get("reasoning_content", "") + joined_text(item.get("summary") or "")
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + joined_text(
+            item.get("summary") or ""
+        )
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        answer.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+        answer.setdefault("tool_calls", []).append(
+            {"id": item.get("call_id"), "type": "function", "function": function}
+        )
     else:
         answer["content"] += f"[{kind}]"

@@ -1,9 +1,11 @@
-"""Builds the config of a verifiers v1 environment from `args`: the place of each argument, local defaults, and the two splits.
+"""Builds the config of a verifiers v1 environment from `args`: the place of each argument, local
+defaults, and the two splits.
 
-An argument is a field of the taskset's config, or else of the environment's: its agents, `timeout`, `retries`,
-`max_concurrent_agents`, and its own fields. The tables `taskset` and `env` resolve a name that both have, and pair a taskset with an
-environment: `args = {num = 100, agent = {max_turns = 4}, env = {id = "best-of-n", n = 2}}`. The table `eval` holds taskset fields
-that differ for evaluation: `args.eval.split = "test"`. "None" means no value, as everywhere in verifiers.
+An argument is a field of the taskset's config, or else of the environment's: its agents, `timeout`,
+`retries`, `max_concurrent_agents`, and its own fields. The tables `taskset` and `env` resolve a
+name that both have, and pair a taskset with an environment: `args = {num = 100, agent = {max_turns
+= 4}, env = {id = "best-of-n", n = 2}}`. The table `eval` holds taskset fields that differ for
+evaluation: `args.eval.split = "test"`. "None" means no value, as everywhere in verifiers.
 """
 
 import copy
@@ -31,7 +33,8 @@ EVAL_SPLITS = ("eval", "test", "validation", "valid", "val", "dev")
 
 
 class V1Config:
-    """The resolved `args`: `env` is the environment's config, `eval_tasksets()` those of evaluation, `agents` the agents' names."""
+    """The resolved `args`: `env` is the environment's config, `eval_tasksets()` those of
+    evaluation, `agents` the agents' names."""
 
     def __init__(self, spec: EnvSpec, endpoint: bool):
         assert spec.id is not None
@@ -44,7 +47,11 @@ class V1Config:
         set_ids(spec, taskset, env)
         self.taskset_class: type[vf.TasksetConfig] = taskset_config_type(taskset["id"])
         self.env_class: type[vf.EnvConfig] = env_config_type(taskset["id"], env.get("id", ""))
-        self.agents = [name for name, field in self.env_class.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
+        self.agents = [
+            name
+            for name, field in self.env_class.model_fields.items()
+            if isinstance(field.default, vf.AgentConfig)
+        ]
         for key, value in args.items():
             self._sort(key, value, taskset, env)
         self.split_is_free = "split" in self.taskset_class.model_fields and "split" not in taskset
@@ -60,22 +67,35 @@ class V1Config:
         if key in self.taskset_class.model_fields and key != "id":
             taskset[key] = value
         elif key in self.env_class.model_fields and key not in ("id", "taskset"):
-            env[key] = {**value, **env[key]} if isinstance(value, dict) and isinstance(env.get(key), dict) else value
+            env[key] = (
+                {**value, **env[key]}
+                if isinstance(value, dict) and isinstance(env.get(key), dict)
+                else value
+            )
         else:
-            known = {*self.taskset_class.model_fields, *self.env_class.model_fields, *TABLES} - {"id"}
-            raise RunError(f"environment {self.spec.name} has no argument {key}{did_you_mean(key, known)}")
+            known = {*self.taskset_class.model_fields, *self.env_class.model_fields, *TABLES} - {
+                "id"
+            }
+            raise RunError(
+                f"environment {self.spec.name} has no argument {key}{did_you_mean(key, known)}"
+            )
 
     def _keep_local(self, taskset_id: str, agent: str, env: dict[str, Any]) -> None:
-        """Replaces verifiers' defaults, which run a program per rollout in a remote sandbox. Unless the user or the author chose
-        otherwise, the agent runs in this process, its tools on this machine, and our equivalent replaces the `null` harness."""
+        """Replaces verifiers' defaults, which run a program per rollout in a remote sandbox.
+        Unless the user or the author chose otherwise, the agent runs in this process, its tools
+        on this machine, and our equivalent replaces the `null` harness."""
         author = self.env_class.model_fields[agent].default
         config = env.setdefault(agent, {})
         if not isinstance(config, dict):
-            raise RunError(f"environment {self.spec.name}: args.{agent} must be a table; it configures an agent")
+            raise RunError(
+                f"environment {self.spec.name}: args.{agent} must be a table; it configures "
+                "an agent"
+            )
         if "runtime" not in config and "runtime" not in author.model_fields_set:
             config["runtime"] = {"type": "subprocess"}
         named = author.harness.id if author.harness else default_harness_id(taskset_id)
-        unnamed = named == "null" if author.harness else named == "bash"  # bash is verifiers' default
+        # bash is verifiers' default
+        unnamed = named == "null" if author.harness else named == "bash"
         harness = config.get("harness", {})
         if isinstance(harness, dict) and "id" not in harness and (unnamed or harness):
             config["harness"] = {**harness, "id": HARNESS_ID if unnamed else named}
@@ -89,12 +109,18 @@ class V1Config:
 
     def _problem(self, config: type[BaseModel], error: Any) -> str:
         path = [str(part) for part in error["loc"]]
-        name = ".".join(["args", *(path[1:] if path[:1] == ["taskset"] and len(path) > 1 else path)])
+        name = ".".join(
+            ["args", *(path[1:] if path[:1] == ["taskset"] and len(path) > 1 else path)]
+        )
         if error["type"] != "extra_forbidden":
             return f"{name}: {error['msg']}"
         model: Any = config
         for part in path[:-1]:
-            model = self.taskset_class if part == "taskset" else getattr(model.model_fields.get(part), "annotation", None)
+            model = (
+                self.taskset_class
+                if part == "taskset"
+                else getattr(model.model_fields.get(part), "annotation", None)
+            )
             if not (isinstance(model, type) and issubclass(model, BaseModel)):
                 return f"{name} is not known"
         return f"{name} is not known{did_you_mean(path[-1], set(model.model_fields))}"
@@ -103,20 +129,24 @@ class V1Config:
         config = getattr(self.env, agent)
         if config.model and config.client is None:
             raise RunError(
-                f"environment {self.spec.name}: agent {agent} asks for the model {config.model}, but the inference servers have the "
-                f'policy only; set its server as args.{agent}.client = {{base_url = "...", api_key_var = "..."}}, or let the policy '
+                f"environment {self.spec.name}: agent {agent} asks for the model "
+                f"{config.model}, but the inference servers have the "
+                f'policy only; set its server as args.{agent}.client = {{base_url = "...", '
+                f'api_key_var = "..."}}, or let the policy '
                 f'play it with args.{agent}.model = "None"'
             )
 
     def split_names(self) -> list[str]:
-        """Possible values of the taskset's field `split`: its literals, or the common names if it is a free text."""
+        """Possible values of the taskset's field `split`: its literals, or the common names if
+        it is a free text."""
         field = self.taskset_class.model_fields["split"]
         if get_origin(field.annotation) is Literal:
             return [name for name in get_args(field.annotation) if isinstance(name, str)]
         return ["train", *EVAL_SPLITS[:3]] if field.annotation is str else []
 
     def eval_tasksets(self) -> list[vf.TasksetConfig]:
-        """Configs to try for evaluation, of which the first that loads is used; empty means the training tasks.
+        """Configs to try for evaluation, of which the first that loads is used; empty means the
+        training tasks.
 
         A split that the user set applies to both, and `args.eval` has everything that differs.
         """
@@ -133,13 +163,20 @@ class V1Config:
 
     def arguments(self) -> dict[str, Any]:
         """Every argument with its value, default and description."""
-        own = [name for name in self.env_class.model_fields if name not in vf.EnvConfig.model_fields and name not in self.agents]
+        own = [
+            name
+            for name in self.env_class.model_fields
+            if name not in vf.EnvConfig.model_fields and name not in self.agents
+        ]
         names = [name for name in self.taskset_class.model_fields if name != "id"]
-        return describe_fields(self.env_class, own, self.env) | describe_fields(self.taskset_class, names, self.env.taskset)
+        return describe_fields(self.env_class, own, self.env) | describe_fields(
+            self.taskset_class, names, self.env.taskset
+        )
 
 
 def set_ids(spec: EnvSpec, taskset: dict[str, Any], env: dict[str, Any]) -> None:
-    """Fills in the ids: the package is the taskset (and may bring its environment), or the environment for a taskset in `args`."""
+    """Fills in the ids: the package is the taskset (and may bring its environment), or the
+    environment for a taskset in `args`."""
     path = check_installed(spec.id or "")
     module = module_name(path)
     place = f"verifiers.v1.tasksets.{module}" if comes_with_verifiers(module) else module
@@ -149,7 +186,10 @@ def set_ids(spec: EnvSpec, taskset: dict[str, Any], env: dict[str, Any]) -> None
         return
     env.setdefault("id", path)
     if not taskset.get("id"):
-        raise RunError(f'environment {spec.name}: {path} plays the tasks of another package; name it with args.taskset.id = "..."')
+        raise RunError(
+            f"environment {spec.name}: {path} plays the tasks of another package; name it "
+            'with args.taskset.id = "..."'
+        )
     check_installed(taskset["id"])
 
 
@@ -159,13 +199,17 @@ def did_you_mean(name: str, known: set[str]) -> str:
 
 
 def describe_fields(config: type[BaseModel], names: list[str], values: BaseModel) -> dict[str, Any]:
-    """A human-readable description of fields: value, default, and description or docstring, as in verifiers' own help."""
+    """A human-readable description of fields: value, default, and description or docstring, as
+    in verifiers' own help."""
     docs = _extract_field_docstrings(config)
     described = {}
     for name in names:
         field = config.model_fields[name]
         default = field.get_default(call_default_factory=True)
-        facts = {"value": getattr(values, name), "default": None if default is PydanticUndefined else default}
+        facts = {
+            "value": getattr(values, name),
+            "default": None if default is PydanticUndefined else default,
+        }
         about = inspect.cleandoc(field.description or docs.get(name, ""))
         described[name] = {**to_jsonable_python(facts, fallback=str), "about": about}
     return described

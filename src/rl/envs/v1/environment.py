@@ -1,7 +1,9 @@
-"""Environments of the verifiers v1 API: a taskset, its agents, and the harness of each; see config.py for `args`.
+"""Environments of the verifiers v1 API: a taskset, its agents, and the harness of each; see
+config.py for `args`.
 
-verifiers plays and scores an episode in one piece, so `timeout_s` and `max_generating` apply to both together, and `max_scoring` has
-no effect. verifiers also enforces an agent's own limits (`args.agent = {max_turns = 4, timeout = {rollout = 60}}`).
+verifiers plays and scores an episode in one piece, so `timeout_s` and `max_generating` apply to
+both together, and `max_scoring` has no effect. verifiers also enforces an agent's own limits
+(`args.agent = {max_turns = 4, timeout = {rollout = 60}}`).
 """
 
 import asyncio
@@ -34,7 +36,8 @@ from rl.wire.worker_messages import EnvSpec, PlayGroup
 log = logging.getLogger(__name__)
 
 START_S = 300.0
-"""Deadline for the start of the tool servers that all tasks share; verifiers itself waits 180 s for one."""
+"""Deadline for the start of the tool servers that all tasks share; verifiers itself waits 180 s
+for one."""
 STOP_S = 30.0
 TOOL_SERVER_CHECK_S = 2.0
 KEPT_TASKS = 4096
@@ -44,8 +47,8 @@ KEPT_TASKS = 4096
 class EndlessTasks(Sequence[vf.Task]):
     """The tasks of an endless taskset by index, drawn in order on demand.
 
-    The last KEPT_TASKS of them are kept. For an older one, the taskset is iterated again from its beginning, as after a restart: the
-    task is the same if the taskset's own seed makes it so.
+    The last KEPT_TASKS of them are kept. For an older one, the taskset is iterated again from its
+    beginning, as after a restart: the task is the same if the taskset's own seed makes it so.
     """
 
     def __init__(self, taskset: vf.Taskset):
@@ -66,7 +69,10 @@ class EndlessTasks(Sequence[vf.Task]):
         while index >= self.num_drawn:
             task = next(self.tasks, None)
             if task is None:
-                raise RolloutError("environment", f"the taskset is marked INFINITE, but ended after {self.num_drawn} tasks")
+                raise RolloutError(
+                    "environment",
+                    f"the taskset is marked INFINITE, but ended after {self.num_drawn} tasks",
+                )
             self.kept.append(task)
             self.num_drawn += 1
         return self.kept[index - self.num_drawn]
@@ -79,12 +85,19 @@ class V1Environment:
 
     def __init__(self, spec: EnvSpec, policy: Policy):
         if spec.set_kwargs:
-            raise RunError(f"environment {spec.name}: set_kwargs is for classic environments; this one is configured by args alone")
+            raise RunError(
+                f"environment {spec.name}: set_kwargs is for classic environments; this one "
+                "is configured by args alone"
+            )
         self.spec = spec
         self.policy = policy
         self.name = f"environment {spec.name}"
         self.generating = places(spec.max_generating)
-        newer = "" if installed() in KNOWN else f"verifiers {version('verifiers')} is newer than what rl was tested with"
+        newer = (
+            ""
+            if installed() in KNOWN
+            else f"verifiers {version('verifiers')} is newer than what rl was tested with"
+        )
         self.notice = "" if policy.endpoint else newer
         self.client_config = PolicyClientConfig()
         self.active = self.client_config.client.active
@@ -92,16 +105,28 @@ class V1Environment:
             self.config = V1Config(spec, policy.endpoint is not None)
             self.env = vf.load_environment(self.config.env)
             train = tasks_of(self.env.taskset)
-            self.tasks: dict[Split, Sequence[vf.Task]] = {"train": train, "eval": self._eval_tasks(train)}
+            self.tasks: dict[Split, Sequence[vf.Task]] = {
+                "train": train,
+                "eval": self._eval_tasks(train),
+            }
         for split in self.tasks:
             if self.num_tasks(split) == 0:
-                raise RunError(f"{self.name}: its taskset has no {split} tasks with args {spec.args}")
+                raise RunError(
+                    f"{self.name}: its taskset has no {split} tasks with args {spec.args}"
+                )
         with self._load_errors("describing its tools"):
             self.tools = asyncio.run(self._tools())
-            self.rewards = {fn.__name__: getattr(fn, "_vf_weight", 1.0) for fn in train[0].hooks("reward")}
-            self.rewards |= {judge.reward_name: judge.config.weight for judge in train[0].plugged_judges()}
+            self.rewards = {
+                fn.__name__: getattr(fn, "_vf_weight", 1.0) for fn in train[0].hooks("reward")
+            }
+            self.rewards |= {
+                judge.reward_name: judge.config.weight for judge in train[0].plugged_judges()
+            }
         if not any(self.rewards.values()) and type(self.env).finalize is vf.Env.finalize:
-            self.notice = f"every reward is 0, as its tasks have no @vf.reward and no judge with a weight. {self.notice}"
+            self.notice = (
+                "every reward is 0, as its tasks have no @vf.reward and no judge with a weight. "
+                f"{self.notice}"
+            )
         self.kind = "v1 taskset" if isinstance(self.env, vf.SingleAgentEnv) else "v1 environment"
 
     def _load_errors(self, doing: str) -> Blame:
@@ -109,7 +134,8 @@ class V1Environment:
         return Blame(what, f"check its args {self.spec.args} and the environment itself")
 
     def _eval_tasks(self, train: Sequence[vf.Task]) -> Sequence[vf.Task]:
-        """The tasks of the first split that exists. If `split` is a free text, a missing one shows as an error of the data set."""
+        """The tasks of the first split that exists. If `split` is a free text, a missing one
+        shows as an error of the data set."""
         configs = self.config.eval_tasksets()
         for config in configs:
             try:
@@ -126,8 +152,14 @@ class V1Environment:
 
     def task(self, split: Split, index: int) -> dict[str, Any]:
         data = self.tasks[split][index].data
-        own = data.model_dump(mode="json", exclude_defaults=True, exclude={"prompt", "system_prompt"})
-        return {"prompt": opening(data.system_prompt, data.prompt), **({"tools": self.tools} if self.tools else {}), **own}
+        own = data.model_dump(
+            mode="json", exclude_defaults=True, exclude={"prompt", "system_prompt"}
+        )
+        return {
+            "prompt": opening(data.system_prompt, data.prompt),
+            **({"tools": self.tools} if self.tools else {}),
+            **own,
+        }
 
     def prompt_ids(self, split: Split, index: int) -> list[int] | None:
         with self._load_errors("drawing its tasks"):
@@ -139,7 +171,9 @@ class V1Environment:
 
     def describe(self) -> dict[str, Any]:
         task = self.tasks["train"][0]
-        about: dict[str, Any] = {"class": f"{type(self.env.taskset).__module__}.{type(self.env.taskset).__qualname__}"}
+        about: dict[str, Any] = {
+            "class": f"{type(self.env.taskset).__module__}.{type(self.env.taskset).__qualname__}"
+        }
         if not isinstance(self.env, vf.SingleAgentEnv):
             about["environment"] = f"{type(self.env).__module__}.{type(self.env).__qualname__}"
         return about | {
@@ -149,23 +183,36 @@ class V1Environment:
             "rewards": self.rewards,
             "metrics": [fn.__name__ for fn in task.hooks("metric")],
             "stops": [fn.__name__ for fn in task.hooks("stop")],
-            "tools": {tool["function"]["name"]: tool["function"]["description"] for tool in self.tools},
+            "tools": {
+                tool["function"]["name"]: tool["function"]["description"] for tool in self.tools
+            },
         }
 
     def _describe_agent(self, name: str) -> dict[str, Any]:
         """An agent's harness, runtime, own endpoint (if any), and limits."""
         config: vf.AgentConfig = getattr(self.config.env, name)
         harness = self.config.env.agent_harnesses()[name]
-        limits = config.model_dump(mode="json", exclude_none=True, include={"model", "max_turns", "max_output_tokens", "max_total_tokens"})
+        limits = config.model_dump(
+            mode="json",
+            exclude_none=True,
+            include={"model", "max_turns", "max_output_tokens", "max_total_tokens"},
+        )
         own = {"endpoint": config.client.base_url} if config.client else {}
         return {"harness": harness.id, "runtime": config.runtime.type, **own, **limits}
 
     async def _tools(self) -> list[dict[str, Any]]:
-        """The tools offered to tasks, in chat API form; servers that run elsewhere list theirs only to the harness."""
+        """The tools offered to tasks, in chat API form; servers that run elsewhere list theirs
+        only to the harness."""
         task = self.tasks["train"][0]
         tools = []
-        for toolset in [*self.env.taskset.toolsets(self.env.taskset.config), *task.toolsets(task.config)]:
-            if getattr(toolset.config, "url", None) or type(toolset).register is not vf.Toolset.register:
+        for toolset in [
+            *self.env.taskset.toolsets(self.env.taskset.config),
+            *task.toolsets(task.config),
+        ]:
+            if (
+                getattr(toolset.config, "url", None)
+                or type(toolset).register is not vf.Toolset.register
+            ):
                 continue
             listing = MCPServer(toolset.server_name)
             toolset.register(listing)
@@ -175,7 +222,8 @@ class V1Environment:
 
     async def start(self) -> None:
         """Starts the interception server and the tool servers that all tasks share."""
-        exits_are_errors(asyncio.get_running_loop())  # verifiers runs reward functions in tasks of their own
+        # verifiers runs reward functions in tasks of their own
+        exits_are_errors(asyncio.get_running_loop())
         up, self.stop_servers = asyncio.Event(), asyncio.Event()
         self.servers = asyncio.create_task(self._serve(up))
         self.servers.add_done_callback(lambda _: up.set())
@@ -184,15 +232,20 @@ class V1Environment:
                 await up.wait()
         except TimeoutError as error:
             await self.close()
-            raise RunError(f"{self.name}: its servers did not start within {START_S:.0f} s; check its tool servers") from error
+            raise RunError(
+                f"{self.name}: its servers did not start within {START_S:.0f} s; check its "
+                "tool servers"
+            ) from error
         if self.servers.done():
             with self._load_errors("starting its servers"):
                 self.servers.result()
 
     async def _serve(self, up: asyncio.Event) -> None:
-        """Runs verifiers' servers until `stop_servers`. Enters and leaves them in the same task, as their cancel scopes require.
+        """Runs verifiers' servers until `stop_servers`. Enters and leaves them in the same task, as
+        their cancel scopes require.
 
-        Ends this worker when a tool server died, because verifiers does not restart it; the next worker starts all of them.
+        Ends this worker when a tool server died, because verifiers does not restart it; the next
+        worker starts all of them.
         """
         async with self.env.serving():
             tool_servers = self._tool_servers()
@@ -201,18 +254,30 @@ class V1Environment:
                 for pid, start in tool_servers.items():
                     line = process_table.entry(pid)
                     if line is None or line.start != start or line.state == "Z":
-                        print(f"{self.name}: its tool server (pid {pid}) died; the worker exits, and the next one restarts it", flush=True)
+                        print(
+                            f"{self.name}: its tool server (pid {pid}) died; the worker "
+                            "exits, and the next one restarts it",
+                            flush=True,
+                        )
                         os._exit(1)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(TOOL_SERVER_CHECK_S):
                         await self.stop_servers.wait()
 
     def _tool_servers(self) -> dict[int, str]:
-        """Maps the pids of the processes that serve this environment's tools to their start times."""
-        modules = {type(toolset).__module__ for toolset in self.env.taskset.toolsets(self.env.taskset.config)}
+        """Maps the pids of the processes that serve this environment's tools to their start
+        times."""
+        modules = {
+            type(toolset).__module__
+            for toolset in self.env.taskset.toolsets(self.env.taskset.config)
+        }
         processes = process_table.table()
         below = process_table.trees(processes, [os.getpid()])
-        return {pid: processes[pid].start for pid in below if modules & set(process_table.command_line(pid))}
+        return {
+            pid: processes[pid].start
+            for pid in below
+            if modules & set(process_table.command_line(pid))
+        }
 
     async def close(self) -> None:
         """Stops the servers; any that do not stop in time die with this process."""
@@ -233,12 +298,17 @@ class V1Environment:
         active: dict[str, ActiveTrace] = {}
 
         def start_trace(trace: vf.Trace) -> None:
-            active[trace.id] = self.active[trace.id] = self._active_trace(trace, order.seeded("conversation", len(active)))
+            active[trace.id] = self.active[trace.id] = self._active_trace(
+                trace, order.seeded("conversation", len(active))
+            )
 
         try:
-            async with limited(self.generating, self.spec.timeout_s, "an episode (generation and scoring)"):
+            async with limited(
+                self.generating, self.spec.timeout_s, "an episode (generation and scoring)"
+            ):
                 episode = await run_episode_with_retry(
-                    lambda: self.env.run_episode(task, context, on_trace=start_trace), self.config.env.retries
+                    lambda: self.env.run_episode(task, context, on_trace=start_trace),
+                    self.config.env.retries,
                 )
         finally:
             for trace_id in active:
@@ -247,21 +317,28 @@ class V1Environment:
         return as_episode(self.env, episode, active)
 
     def _context(self, order: PlayGroup) -> ModelContext:
-        """The model of agents without their own endpoint. Our client knows the run's sampling; an endpoint gets it here."""
+        """The model of agents without their own endpoint. Our client knows the run's sampling;
+        an endpoint gets it here."""
         if self.policy.endpoint is None:
             return ModelContext(model="policy", client=self.client_config)
         endpoint = self.policy.endpoint
         client = vf.EvalClientConfig(base_url=endpoint.base_url, api_key_var=endpoint.api_key_var)
-        return ModelContext(model=endpoint.model, client=client, sampling=vf.SamplingConfig(**order.sampling))
+        return ModelContext(
+            model=endpoint.model, client=client, sampling=vf.SamplingConfig(**order.sampling)
+        )
 
     def _active_trace(self, trace: vf.Trace, order: PlayGroup) -> ActiveTrace:
-        """A trace with its conversation. A trained agent's own sampling parameters apply only if they are OVERRIDABLE."""
+        """A trace with its conversation. A trained agent's own sampling parameters apply only if
+        they are OVERRIDABLE."""
         if self.policy.endpoint is not None:
             return ActiveTrace(trace, None)
         pinned = own_sampling(trace.agent.config.sampling)
         if trace.agent.trainable:
             pinned = {key: value for key, value in pinned.items() if key in OVERRIDABLE}
-        return ActiveTrace(trace, self.policy.chat(self.policy, order.session, order.sampling | pinned, seed=order.seed))
+        return ActiveTrace(
+            trace,
+            self.policy.chat(self.policy, order.session, order.sampling | pinned, seed=order.seed),
+        )
 
 
 def tasks_of(taskset: vf.Taskset) -> Sequence[vf.Task]:

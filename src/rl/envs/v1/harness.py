@@ -1,8 +1,10 @@
-"""A verifiers v1 harness that runs in our own process: no program, no virtual environment and no subprocess per rollout.
+"""A verifiers v1 harness that runs in our own process: no program, no virtual environment and no
+subprocess per rollout.
 
-The model sees the same as with the library's `null` harness (system prompt, prompt, tools named `<server>_<tool>`, their results as
-text), and the same tasks work: single turns, tool loops over MCP, and conversations that a user resumes. The interception server
-enforces limits and stop conditions by refusing the next call, which ends the loop.
+The model sees the same as with the library's `null` harness (system prompt, prompt, tools named
+`<server>_<tool>`, their results as text), and the same tasks work: single turns, tool loops over
+MCP, and conversations that a user resumes. The interception server enforces limits and stop
+conditions by refusing the next call, which ends the loop.
 """
 
 import asyncio
@@ -23,7 +25,16 @@ from verifiers.v1.task import TaskData
 from verifiers.v1.trace import Trace
 
 from rl.envs.policy import RolloutError
-from rl.envs.v1.versions import MIME_TYPE, REQUEST_TIMEOUT, SCHEMA, ClientSession, McpError, call_tool, httpx, mcp_session
+from rl.envs.v1.versions import (
+    MIME_TYPE,
+    REQUEST_TIMEOUT,
+    SCHEMA,
+    ClientSession,
+    McpError,
+    call_tool,
+    httpx,
+    mcp_session,
+)
 
 HARNESS_ID = "rl-in-process"
 DISCONNECTED = (httpx.HTTPError, OSError, anyio.BrokenResourceError, anyio.ClosedResourceError)
@@ -32,13 +43,15 @@ LIST_TOOLS_S = 60.0
 
 
 class InProcessConfig(HarnessConfig):
-    """The fields common to all harnesses; only `tool_timeout` and `disabled_tools` have an effect here."""
+    """The fields common to all harnesses; only `tool_timeout` and `disabled_tools` have an
+    effect here."""
 
     id: str = HARNESS_ID
 
 
 class InProcessHarness(Harness[InProcessConfig]):
-    """The chat loop: queries the model and runs its tool calls one by one, until an answer has none."""
+    """The chat loop: queries the model and runs its tool calls one by one, until an answer has
+    none."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -56,12 +69,14 @@ class InProcessHarness(Harness[InProcessConfig]):
         mcp_urls: dict[str, str],
         data: TaskData,
     ) -> ProgramResult:
-        """Plays one segment. A refused or failed call ends it with exit code 1; verifiers knows the reason."""
+        """Plays one segment. A refused or failed call ends it with exit code 1; verifiers knows
+        the reason."""
         system, prompt = self.resolve_prompt(data)
         url = f"{endpoint.rstrip('/')}/chat/completions"
         body: dict[str, Any] = {"model": ctx.model, "messages": opening(system, prompt)}
         headers = {"Authorization": f"Bearer {secret}"}
-        no_deadline = aiohttp.ClientTimeout(total=None)  # answers wait for the inference server, and episodes have a deadline
+        # answers wait for the inference server, and episodes have a deadline
+        no_deadline = aiohttp.ClientTimeout(total=None)
         async with (
             aiohttp.ClientSession(headers=headers, timeout=no_deadline) as http,
             tool_servers(mcp_urls, self.config) as servers,
@@ -77,10 +92,14 @@ class InProcessHarness(Harness[InProcessConfig]):
                     return ProgramResult(exit_code=0, stdout="", stderr="")
                 for call in message["tool_calls"]:
                     result = await servers.result(call["function"])
-                    body["messages"].append({"role": "tool", "tool_call_id": call["id"], "content": result})
+                    body["messages"].append(
+                        {"role": "tool", "tool_call_id": call["id"], "content": result}
+                    )
 
 
-async def ask(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+async def ask(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> tuple[dict[str, Any], str]:
     """Queries the model. Returns its message and "", or {} and the reason why the call failed."""
     try:
         async with http.post(url, json=body) as reply:
@@ -92,7 +111,8 @@ async def ask(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tu
 
 
 def opening(system: str | None, prompt: Any) -> list[dict[str, Any]]:
-    """The messages before the first answer; only the system prompt, or none, if a user opens the conversation."""
+    """The messages before the first answer; only the system prompt, or none, if a user opens the
+    conversation."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if isinstance(prompt, str):
         return [*messages, {"role": "user", "content": prompt}]
@@ -102,7 +122,14 @@ def opening(system: str | None, prompt: Any) -> list[dict[str, Any]]:
 def chat_tool(server: str | None, tool: Any) -> dict[str, Any]:
     """Converts an MCP tool to chat API form, named `<server>_<tool>`."""
     name = f"{server}_{tool.name}" if server else tool.name
-    return {"type": "function", "function": {"name": name, "description": tool.description or "", "parameters": getattr(tool, SCHEMA)}}
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": tool.description or "",
+            "parameters": getattr(tool, SCHEMA),
+        },
+    }
 
 
 class ToolServers:
@@ -113,12 +140,14 @@ class ToolServers:
         self.tools: list[dict[str, Any]] = []
         """In chat API form."""
         self.origins: dict[str, tuple[str, ClientSession, str]] = {}
-        """Name of the tool for the model -> server, its session, and the server's own name for the tool."""
+        """Name of the tool for the model -> server, its session, and the server's own name for
+        the tool."""
         self.last_server = ""
         """The server called last, to which a broken connection belongs."""
 
     async def add(self, server: str, session: ClientSession) -> None:
-        """Opens a server's session and lists its tools. Raises RolloutError if two tools have the same name."""
+        """Opens a server's session and lists its tools. Raises RolloutError if two tools have
+        the same name."""
         self.last_server = server
         async with asyncio.timeout(LIST_TOOLS_S):
             await session.initialize()
@@ -127,16 +156,23 @@ class ToolServers:
             description = chat_tool(server, tool)
             name = description["function"]["name"]
             if name in self.origins:
-                raise RolloutError("environment", f"two tools are named {name}; give one of their servers its own TOOL_PREFIX")
+                raise RolloutError(
+                    "environment",
+                    f"two tools are named {name}; give one of their servers its own TOOL_PREFIX",
+                )
             if name in self.disabled or tool.name in self.disabled:
                 continue
             self.origins[name] = server, session, tool.name
             self.tools.append(description)
 
     async def result(self, call: dict[str, Any]) -> str | list[dict[str, Any]]:
-        """The content of the tool message that answers a call; for a malformed call the error, so that the model can correct it."""
+        """The content of the tool message that answers a call; for a malformed call the error,
+        so that the model can correct it."""
         if call["name"] not in self.origins:
-            return f"error: there is no tool {call['name']!r}; there are {', '.join(sorted(self.origins)) or 'none'}"
+            return (
+                f"error: there is no tool {call['name']!r}; there are "
+                f"{', '.join(sorted(self.origins)) or 'none'}"
+            )
         try:
             arguments = json.loads(call["arguments"] or "{}")
         except json.JSONDecodeError as error:
@@ -154,16 +190,20 @@ class ToolServers:
 
 @asynccontextmanager
 async def tool_servers(urls: dict[str, str], config: HarnessConfig) -> AsyncIterator[ToolServers]:
-    """Sessions with all servers for one segment. Raises RolloutError if one died, or does not answer for `tool_timeout` s.
+    """Sessions with all servers for one segment. Raises RolloutError if one died, or does not
+    answer for `tool_timeout` s.
 
-    The sessions live in task groups: an error in one of them cancels the block, and is raised here as an exception group.
+    The sessions live in task groups: an error in one of them cancels the block, and is raised here
+    as an exception group.
     """
     servers = ToolServers(config)
     try:
         async with AsyncExitStack() as stack:
             for server, url in urls.items():
                 servers.last_server = server
-                await servers.add(server, await stack.enter_async_context(mcp_session(url, config.tool_timeout)))
+                await servers.add(
+                    server, await stack.enter_async_context(mcp_session(url, config.tool_timeout))
+                )
             yield servers
     except (*DISCONNECTED, McpError, ExceptionGroup) as error:
         cause = error
@@ -172,7 +212,10 @@ async def tool_servers(urls: dict[str, str], config: HarnessConfig) -> AsyncIter
         url = urls.get(servers.last_server, "").partition("?")[0]  # the query may contain a secret
         where = f"tool server {servers.last_server!r} at {url}"
         if isinstance(cause, McpError) and cause.error.code == REQUEST_TIMEOUT:
-            slow = f"{where} took longer than {config.tool_timeout:g} s; see tool_timeout of the harness"
+            slow = (
+                f"{where} took longer than {config.tool_timeout:g} s; see tool_timeout of the "
+                "harness"
+            )
             raise RolloutError("environment", slow) from error
         if isinstance(cause, DISCONNECTED):
             raise RolloutError("environment", f"{where} does not answer: {cause!r}") from error
@@ -180,13 +223,24 @@ async def tool_servers(urls: dict[str, str], config: HarnessConfig) -> AsyncIter
 
 
 def content(blocks: list[Any]) -> str | list[dict[str, Any]]:
-    """Converts an MCP result to the content of a chat message: text, or a list of parts if it has an image."""
+    """Converts an MCP result to the content of a chat message: text, or a list of parts if it
+    has an image."""
     parts: list[dict[str, Any]] = []
     for block in blocks:
         if block.type == "image":
-            parts.append({"type": "image_url", "image_url": {"url": f"data:{getattr(block, MIME_TYPE)};base64,{block.data}"}})
+            parts.append(
+                {
+                    "type": "image_url",
+                    "image_url": {"url": f"data:{getattr(block, MIME_TYPE)};base64,{block.data}"},
+                }
+            )
         else:
-            parts.append({"type": "text", "text": block.text if block.type == "text" else block.model_dump_json()})
+            parts.append(
+                {
+                    "type": "text",
+                    "text": block.text if block.type == "text" else block.model_dump_json(),
+                }
+            )
     if any(part["type"] != "text" for part in parts):
         return parts
     return "\n".join(part["text"] for part in parts)

@@ -1,4 +1,5 @@
-"""Converts a finished verifiers v1 episode to Rollouts: one per trace, with its own reward or the reason why it failed."""
+"""Converts a finished verifiers v1 episode to Rollouts: one per trace, with its own reward or
+the reason why it failed."""
 
 from typing import Any
 
@@ -16,15 +17,18 @@ MAX_TRACEBACK = 2000
 
 
 def as_episode(env: vf.Env, episode: vf.Episode, active: dict[str, ActiveTrace]) -> Episode:
-    """A Rollout for each trace. Raises RolloutError for an episode that failed before its first trace.
+    """A Rollout for each trace. Raises RolloutError for an episode that failed before its first
+    trace.
 
-    If the environment's `complete` rejects the episode, all rollouts fail, including successful ones: their rewards may depend on
-    the others.
+    If the environment's `complete` rejects the episode, all rollouts fail, including successful
+    ones: their rewards may depend on the others.
     """
     rollouts = [as_rollout(env, trace, active[trace.id]) for trace in episode.traces]
     if rollouts and env.complete(episode):
         return rollouts
-    failure = next(((rollout.cause, rollout.error) for rollout in rollouts if rollout.error), None) or episode_failure(env, episode)
+    failure = next(
+        ((rollout.cause, rollout.error) for rollout in rollouts if rollout.error), None
+    ) or episode_failure(env, episode)
     if not rollouts:
         raise RolloutError(*failure)
     for rollout in rollouts:
@@ -34,8 +38,10 @@ def as_episode(env: vf.Env, episode: vf.Episode, active: dict[str, ActiveTrace])
 
 
 def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
-    """Converts a trace to a Rollout: the turns come from our conversation, the messages from verifiers' own record."""
-    is_policy = getattr(env.config, trace.agent.name).client is None  # an agent with its own endpoint is another model
+    """Converts a trace to a Rollout: the turns come from our conversation, the messages from
+    verifiers' own record."""
+    # an agent with its own endpoint is another model
+    is_policy = getattr(env.config, trace.agent.name).client is None
     turns = active.kept_turns() if is_policy else Turns()
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = scores | {name: value for name, value in trace.metrics.items() if value is not None}
@@ -54,15 +60,24 @@ def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
         overlong=overlong,
         agent=trace.agent.name,
         trainable=trace.agent.trainable and is_policy,
-        completion_tokens=0 if turns else sum(call.usage.completion_tokens for call in trace.calls if call.usage),
+        completion_tokens=0
+        if turns
+        else sum(call.usage.completion_tokens for call in trace.calls if call.usage),
     )
     if not trace.ok:
         fail(rollout, trace_failure(trace, active))
     elif active.failure:  # verifiers scores what a harness makes of the error
         fail(rollout, active.failure)
-    elif getattr(trace, "is_timeout", False):  # since 0.4 a limit: verifiers scores the incomplete answer
+    # since 0.4 a limit: verifiers scores the incomplete answer
+    elif getattr(trace, "is_timeout", False):
         stage = (trace.stop_condition or "").removesuffix("_timeout")
-        fail(rollout, ("timeout", f"{stage} timed out; see timeout of the task and of args.{trace.agent.name}"))
+        fail(
+            rollout,
+            (
+                "timeout",
+                f"{stage} timed out; see timeout of the task and of args.{trace.agent.name}",
+            ),
+        )
     return rollout
 
 
@@ -74,7 +89,8 @@ def fail(rollout: Rollout, failure: Failure) -> None:
 
 
 def trace_failure(trace: vf.Trace, active: ActiveTrace) -> Failure:
-    """The last failure of a trace. The type of a verifiers error tells where it arose; only its text tells what it was."""
+    """The last failure of a trace. The type of a verifiers error tells where it arose; only its
+    text tells what it was."""
     error = trace.last_error
     if error is None:
         return "environment", "the trace failed without an error"
@@ -97,23 +113,34 @@ def episode_failure(env: vf.Env, episode: vf.Episode) -> Failure:
         return "environment", f"{type(env).__name__}.complete() does not accept the episode"
     if timed_out(error) or getattr(episode, "is_timeout", False):
         return "timeout", error_text(error)
-    judged = error.type == "EnvError" and error.message.startswith(f"{type(env).__name__}.finalize()")
+    judged = error.type == "EnvError" and error.message.startswith(
+        f"{type(env).__name__}.finalize()"
+    )
     return "reward" if judged else "environment", error_text(error)
 
 
 def timed_out(error: vf.Error) -> bool:
-    """Whether an error is a timeout, which verifiers marks by these words, not by a class of its own."""
-    return error.type == "TimeoutError" or error.message.endswith(" timed out") or error.message.startswith("agent timeout: ")
+    """Whether an error is a timeout, which verifiers marks by these words, not by a class of its
+    own."""
+    return (
+        error.type == "TimeoutError"
+        or error.message.endswith(" timed out")
+        or error.message.startswith("agent timeout: ")
+    )
 
 
 def error_text(error: vf.Error) -> str:
-    """An error's message and the end of its traceback, which shows the place in the environment's code."""
-    return f"{error.type}: {error.message}" + (f"\n{error.traceback[-MAX_TRACEBACK:]}" if error.traceback else "")
+    """An error's message and the end of its traceback, which shows the place in the
+    environment's code."""
+    return f"{error.type}: {error.message}" + (
+        f"\n{error.traceback[-MAX_TRACEBACK:]}" if error.traceback else ""
+    )
 
 
 def messages_of(trace: vf.Trace) -> tuple[list[dict[str, Any]], int]:
-    """The messages of the conversation's last branch (the task's opening messages if nothing was answered), and the number of them
-    before the first sampled one. If a harness rewrote the history, the rewritten messages are not the sampled ones."""
+    """The messages of the conversation's last branch (the task's opening messages if nothing was
+    answered), and the number of them before the first sampled one. If a harness rewrote the
+    history, the rewritten messages are not the sampled ones."""
     if branches := trace.branches:
         nodes = branches[-1].nodes
         num_prompt = next((i for i, node in enumerate(nodes) if node.sampled), len(nodes))

@@ -1,4 +1,5 @@
-"""Turns finished groups into committed batches: each group is made durable, counted once, and used or dropped by one batch."""
+"""Turns finished groups into committed batches: each group is made durable, counted once, and
+used or dropped by one batch."""
 
 import asyncio
 import logging
@@ -33,16 +34,19 @@ from rl.wire.batch_file import EncodedBatch, remove_rollouts
 from rl.wire.rollouts import Group, Members, Rollout
 
 MAX_FAILED = 3
-"""The run ends after this many batches' worth of consecutive episodes in groups that leave nothing to train on."""
+"""The run ends after this many batches' worth of consecutive episodes in groups that leave
+nothing to train on."""
 MAX_WITHOUT_SIGNAL = 10
-"""The run ends after this many batches' worth of consecutive episodes in groups without any signal."""
+"""The run ends after this many batches' worth of consecutive episodes in groups without any
+signal."""
 WARN_EVERY_S = 60.0
 
 log = logging.getLogger(__name__)
 
 
 class GroupWarnings:
-    """Logs warnings, at most one per kind and environment every WARN_EVERY_S seconds, and passes them to `warn` for the run's user."""
+    """Logs warnings, at most one per kind and environment every WARN_EVERY_S seconds, and passes
+    them to `warn` for the run's user."""
 
     def __init__(self, warn: Callable[[RunWarning], None]) -> None:
         """warn: see Status.warn."""
@@ -58,31 +62,53 @@ class GroupWarnings:
             self.warn(RunWarning(kind, env, text))
 
     def about(self, group: Group) -> None:
-        """Warns of a group with failed rollouts, and of metrics whose names collide with built-in ones."""
+        """Warns of a group with failed rollouts, and of metrics whose names collide with
+        built-in ones."""
         if errors := [rollout for rollout in group.rollouts if rollout.error]:
             first = (errors[0].error or "").splitlines()[0]
             count = f"{len(errors)} of {len(group.rollouts)}"
-            text = f"environment {group.env}: {count} rollouts of a group failed for good ({errors[0].cause}): {first}"
+            text = (
+                f"environment {group.env}: {count} rollouts of a group failed for good "
+                f"({errors[0].cause}): {first}"
+            )
             self._say("failed", group.env, text)
-        if names := sorted({name for rollout in group.rollouts for name in rollout.metrics if own_name(name) != name}):
+        if names := sorted(
+            {
+                name
+                for rollout in group.rollouts
+                for name in rollout.metrics
+                if own_name(name) != name
+            }
+        ):
             renamed = ", ".join(f"{name} as {own_name(name)}" for name in names)
-            text = f"metrics of environment {group.env} with the names of built-in metrics are reported under other names: {renamed}"
+            text = (
+                f"metrics of environment {group.env} with the names of built-in metrics are "
+                f"reported under other names: {renamed}"
+            )
             self._say("renamed", group.env, text)
 
     def stale(self, stale: Counter[str], used: Counter[str], limit: int) -> None:
-        """Warns of environments that lose as many groups to staleness as they contribute to a batch.
+        """Warns of environments that lose as many groups to staleness as they contribute to a
+        batch.
 
-        stale, used: number of groups too old for the batch, and number in it, by environment. limit: most versions behind, 0 on-policy.
+        stale, used: number of groups too old for the batch, and number in it, by environment.
+        limit: most versions behind, 0 on-policy.
         """
-        why = f"Its rollouts take longer than orchestrator.max_off_policy_steps = {limit} steps: raise that, lower its weight, or make it "
+        why = (
+            f"Its rollouts take longer than orchestrator.max_off_policy_steps = {limit} steps: "
+            "raise that, lower its weight, or make it "
+        )
         why += "faster (workers, max_tokens)"
         if not limit:
             why = (
-                "With max_lag = 0 a batch has tokens of the newest version only, and servers had answered with an older one: see their logs"
+                "With max_lag = 0 a batch has tokens of the newest version only, and servers had "
+                "answered with an older one: see their logs"
             )
         for env, count in stale.items():
             if count >= max(1, used[env]):
-                count_text = f"{count} of its groups were stale for this batch, {used[env]} were used"
+                count_text = (
+                    f"{count} of its groups were stale for this batch, {used[env]} were used"
+                )
                 self._say("stale", env, f"environment {env}: {count_text}. {why}")
 
 
@@ -104,11 +130,14 @@ class BatchBuilder:
     def __post_init__(self) -> None:
         self.run_dir, self.source = self.config.run_dir, self.admission.source
         self.pending = PendingLog(self.run_dir.pending)
-        self.readable = PendingRollouts(self.run_dir.pending_rollouts, self.config.orchestrator.mask_truncated)
+        self.readable = PendingRollouts(
+            self.run_dir.pending_rollouts, self.config.orchestrator.mask_truncated
+        )
         self.old_files = OldFiles(self.run_dir, self.config.orchestrator)
         self.history = RewardHistory()
         self.restored = set[int]()
-        """Groups played by an earlier process: the cause of their failures may have been fixed since."""
+        """Groups played by an earlier process: the cause of their failures may have been fixed
+        since."""
         self.num_played = 0
         """Number of episodes that this process has taken in."""
         self.warnings = GroupWarnings(self.warn)
@@ -116,18 +145,23 @@ class BatchBuilder:
         self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator", self.fence)
 
     async def restore(self) -> None:
-        """Continues from the newest batch and pending.log. Files of a batch that was never committed are deleted and made again."""
+        """Continues from the newest batch and pending.log. Files of a batch that was never
+        committed are deleted and made again."""
         newest = self.progress.newest = self.run_dir.newest_batch()
         remove_rollouts(self.run_dir, after=newest)
         state, settled, counted = None, set[int](), set[int]()
         if newest:
             state = batches.state_after(self.run_dir, newest)
             settled, counted = set(state.settled), {ref.group_id for ref in state.pending}
-            in_flight = [*state.tasks.in_flight, *state.pending]  # some may have finished: they are in pending.log
+            # some may have finished: they are in pending.log
+            in_flight = [*state.tasks.in_flight, *state.pending]
             state.tasks.in_flight = [ref for ref in in_flight if ref.group_id not in settled]
             self.history = state.history
-            is_own = newest > first_step(self.run_dir)  # a branch begins with a batch of another run
-            if is_own and (newest, "orchestrator") not in read_metrics(self.run_dir.metrics, last_bytes=NEWEST_BYTES):
+            # a branch begins with a batch of another run
+            is_own = newest > first_step(self.run_dir)
+            if is_own and (newest, "orchestrator") not in read_metrics(
+                self.run_dir.metrics, last_bytes=NEWEST_BYTES
+            ):
                 self.metrics.write(newest, state.metrics)
         for warning in await asyncio.to_thread(self.pending.load, settled, newest):
             log.warning(warning)
@@ -136,25 +170,41 @@ class BatchBuilder:
         done, begun = refs(self.pending.groups), refs(self.pending.members.values())
         await asyncio.to_thread(self.source.restore, state.tasks if state else None, done, begun)
         played = {ref.group_id for ref in self.source.retry}
-        self.pending.members = {group_id: record for group_id, record in self.pending.members.items() if group_id in played}
+        self.pending.members = {
+            group_id: record
+            for group_id, record in self.pending.members.items()
+            if group_id in played
+        }
         for group in self.pending.groups:
             if group.group_id not in counted:
                 self._count(group)
         if state and not self.config.max_lag:
             wanted = {ref.group_id for ref in state.tasks.in_flight}
-            mark_surplus(one for one in self.pending.groups if one.group_id < state.tasks.next_group and one.group_id not in wanted)
+            mark_surplus(
+                one
+                for one in self.pending.groups
+                if one.group_id < state.tasks.next_group and one.group_id not in wanted
+            )
         self.readable.rewrite(self.pending.groups)
         if newest or self.pending.groups:
-            log.info("resumed after batch %d with %d finished groups", newest, len(self.pending.groups))
+            log.info(
+                "resumed after batch %d with %d finished groups", newest, len(self.pending.groups)
+            )
 
     async def add(self, finished: list[Group | Members]) -> None:
-        """Makes finished groups, and members of others, durable with one write, then judges and counts the groups.
+        """Makes finished groups, and members of others, durable with one write, then judges and
+        counts the groups.
 
-        Raises RunError if another process has become the orchestrator, or if a user function is faulty. The latter loses no group:
-        `restore` judges them again once the function is fixed.
+        Raises RunError if another process has become the orchestrator, or if a user function is
+        faulty. The latter loses no group: `restore` judges them again once the function is fixed.
         """
-        if not self.config.max_lag:  # drops members of groups that a batch did without: these are played anew
-            finished = [one for one in finished if isinstance(one, Group) or one.group_id in self.admission.in_flight]
+        # drops members of groups that a batch did without: these are played anew
+        if not self.config.max_lag:
+            finished = [
+                one
+                for one in finished
+                if isinstance(one, Group) or one.group_id in self.admission.in_flight
+            ]
         await asyncio.to_thread(self._keep, finished)
         groups = [group for group in finished if isinstance(group, Group)]
         if not groups:
@@ -166,7 +216,9 @@ class BatchBuilder:
                 self._count(group)
                 self.num_played += group.num_episodes
             if not self.config.max_lag:
-                mark_surplus(group for group in groups if group.group_id not in self.admission.in_flight)
+                mark_surplus(
+                    group for group in groups if group.group_id not in self.admission.in_flight
+                )
         finally:
             await asyncio.to_thread(self.readable.append, groups)
         for group in groups:
@@ -178,12 +230,17 @@ class BatchBuilder:
         self.pending.append(finished)
 
     def members(self, group_id: int, oldest: int) -> list[Rollout]:
-        """Returns the finished rollouts of an unfinished group, without episodes that failed or that have tokens sampled by a version
-        before `oldest`."""
+        """Returns the finished rollouts of an unfinished group, without episodes that failed or
+        that have tokens sampled by a version before `oldest`."""
         found = self.pending.members.get(group_id)
         if found is None:
             return []
-        return without_episodes(found, lambda rollout: rollout.error is not None or min(rollout.versions, default=oldest) < oldest).members
+        return without_episodes(
+            found,
+            lambda rollout: (
+                rollout.error is not None or min(rollout.versions, default=oldest) < oldest
+            ),
+        ).members
 
     def _judge(self, groups: list[Group]) -> None:
         for group in groups:
@@ -194,23 +251,28 @@ class BatchBuilder:
         self.source.note(group.env, group.task, group.rewards)
 
     async def commit_full_batches(self) -> None:
-        """Commits every batch that has enough groups. Raises RunError if all groups fail, or none has had a signal for long."""
+        """Commits every batch that has enough groups. Raises RunError if all groups fail, or
+        none has had a signal for long."""
         while self.progress.newest < self.progress.final and (used := await self._next_groups()):
             await self._commit(used)
         self._check_learning()
 
     async def _next_groups(self) -> list[Group] | None:
-        """Returns the groups of the next batch, or None if there are not enough. Groups that are too old are dropped as stale and replaced.
+        """Returns the groups of the next batch, or None if there are not enough. Groups that are
+        too old are dropped as stale and replaced.
 
-        On-policy, every older group is too old: a server that came back may have sampled with an older version before this was noticed.
-        In addition, an on-policy batch consists of the groups that started first, so that no group is left out for being slow.
+        On-policy, every older group is too old: a server that came back may have sampled with an
+        older version before this was noticed. In addition, an on-policy batch consists of the
+        groups that started first, so that no group is left out for being slow.
         """
         settings = self.config.orchestrator
         limit = self.progress.newest - self.config.max_behind
         num_playing = self.admission.places(self.pending.groups).playing.total()
         before = math.inf if self.config.max_lag else self.admission.first()
         while True:
-            used = batches.choose(self.pending.groups, settings.batch_size, num_playing, settings.max_refill, before)
+            used = batches.choose(
+                self.pending.groups, settings.batch_size, num_playing, settings.max_refill, before
+            )
             old = [group for group in used or [] if min(group.versions, default=limit) < limit]
             if not old:
                 return used
@@ -220,7 +282,8 @@ class BatchBuilder:
             await asyncio.to_thread(self.readable.rewrite, self.pending.groups)
 
     async def _commit(self, used: list[Group]) -> None:
-        """Makes the next batch from `used`. It also settles the groups dropped so far and, on-policy, all others."""
+        """Makes the next batch from `used`. It also settles the groups dropped so far and,
+        on-policy, all others."""
         step = self.progress.newest + 1
         cancelled = 0 if self.config.max_lag else self._give_back(used)
         dropped = [group for group in self.pending.groups if group.why is not None]
@@ -228,11 +291,22 @@ class BatchBuilder:
         settled_ids = {group.group_id for group in settled}
         waiting = [group for group in self.pending.groups if group.group_id not in settled_ids]
         counts = self.source.update_solve_rates()
-        counts |= {"rollouts/missing": max(0, self.config.orchestrator.batch_size - sum(group.num_episodes for group in used))}
-        counts |= {"rollouts/surplus_groups": sum(group.why == "surplus" for group in dropped), "rollouts/cancelled_groups": cancelled}
+        counts |= {
+            "rollouts/missing": max(
+                0, self.config.orchestrator.batch_size - sum(group.num_episodes for group in used)
+            )
+        }
+        counts |= {
+            "rollouts/surplus_groups": sum(group.why == "surplus" for group in dropped),
+            "rollouts/cancelled_groups": cancelled,
+        }
         counts |= {f"env/{env}/quarantined": 1 for env in self.lost_envs}
-        self.warnings.stale(self.clock.stale, Counter(group.env for group in used), self.config.max_behind)
-        counts |= self.clock.lap(sum(rollout.num_tokens for group in settled for rollout in group.rollouts))
+        self.warnings.stale(
+            self.clock.stale, Counter(group.env for group in used), self.config.max_behind
+        )
+        counts |= self.clock.lap(
+            sum(rollout.num_tokens for group in settled for rollout in group.rollouts)
+        )
         state = OrchestratorState(
             tasks=self.source.state(play.ref for play in self.admission.in_flight.values()),
             settled=sorted(settled_ids),
@@ -241,30 +315,50 @@ class BatchBuilder:
         )
         await asyncio.to_thread(self._write_batch, step, used, dropped, state, counts)
         self.progress.newest, self.pending.groups = step, waiting
-        await self.progress.notify()  # the trainer needs only the batch, not the files written below
+        # the trainer needs only the batch, not the files written below
+        await self.progress.notify()
         await asyncio.to_thread(self._write_after_batch, step, state.metrics)
-        log.info("batch %d: %d rollouts trained, reward %.3f", step, state.metrics["rollouts/trained"], state.metrics["reward/mean"])
+        log.info(
+            "batch %d: %d rollouts trained, reward %.3f",
+            step,
+            state.metrics["rollouts/trained"],
+            state.metrics["reward/mean"],
+        )
 
     def _give_back(self, used: list[Group]) -> int:
-        """On-policy: requeues the tasks of all groups started after a full batch's last one, whether or not these have finished.
+        """On-policy: requeues the tasks of all groups started after a full batch's last one,
+        whether or not these have finished.
 
-        So training is the same as if no more groups had been started than were needed. Returns how many were still in flight.
+        So training is the same as if no more groups had been started than were needed. Returns how
+        many were still in flight.
         """
         full = sum(group.num_episodes for group in used) >= self.config.orchestrator.batch_size
-        behind = [group for group in self.pending.groups if full and group.group_id > used[-1].group_id]
+        behind = [
+            group for group in self.pending.groups if full and group.group_id > used[-1].group_id
+        ]
         mark_surplus(behind)
         self.pending.members.clear()
         return self.admission.give_back(refs(behind))
 
-    def _write_batch(self, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, counts: dict[str, float]) -> None:
-        """Writes a batch, with its metrics in its state; advantages become final here. Runs in a thread: a large batch takes seconds."""
+    def _write_batch(
+        self,
+        step: int,
+        used: list[Group],
+        dropped: list[Group],
+        state: OrchestratorState,
+        counts: dict[str, float],
+    ) -> None:
+        """Writes a batch, with its metrics in its state; advantages become final here. Runs in a
+        thread: a large batch takes seconds."""
         settled, mask_truncated = [*used, *dropped], self.config.orchestrator.mask_truncated
         with spans.span("commit", "batches", step):
             normalise(used, self.rules)
             batch = EncodedBatch(step=step, samples=batches.encoded_samples(used, mask_truncated))
             state.tasks.rates = self.source.packed_rates()
             state.metrics = batch_metrics(step, settled, mask_truncated, self.rules) | counts
-            batches.commit(self.run_dir, batch, batches.rollout_lines(settled, step, mask_truncated), state)
+            batches.commit(
+                self.run_dir, batch, batches.rollout_lines(settled, step, mask_truncated), state
+            )
 
     def _write_after_batch(self, step: int, metrics: dict[str, float]) -> None:
         """Writes what is derived from a batch, and could be made again at a start."""
@@ -276,15 +370,24 @@ class BatchBuilder:
     def _check_learning(self) -> None:
         """Ends a run in which everything fails, or that has nothing left to learn from."""
         batch_size = self.config.orchestrator.batch_size
-        played_here = [group for group in self.pending.groups if group.group_id not in self.restored]
+        played_here = [
+            group for group in self.pending.groups if group.group_id not in self.restored
+        ]
         if problem := only_failures(played_here, MAX_FAILED * batch_size):
             raise RunError(f"{problem}\n`rl show {self.run_dir.root}` shows them")
-        if self.history.episodes >= MAX_WITHOUT_SIGNAL * batch_size and self.progress.final > self.progress.newest:
+        if (
+            self.history.episodes >= MAX_WITHOUT_SIGNAL * batch_size
+            and self.progress.final > self.progress.newest
+        ):
             if self.history.is_solved():
                 self.progress.end(*self.history.success())
                 log.info(self.progress.end_reason)
-            elif self.num_played >= batch_size:  # a resumed run first plays a batch: the cause may have been fixed since
-                raise RunError(f"{self.history.diagnosis(self.config)}. `rl show {self.run_dir.root}` shows them")
+            # a resumed run first plays a batch: the cause may have been fixed since
+            elif self.num_played >= batch_size:
+                raise RunError(
+                    f"{self.history.diagnosis(self.config)}. `rl show {self.run_dir.root}` "
+                    "shows them"
+                )
 
 
 def mark_surplus(groups: Iterable[Group]) -> None:

@@ -1,4 +1,5 @@
-"""Chooses the next batch from finished groups, and writes it. Everything but the writing is pure."""
+"""Chooses the next batch from finished groups, and writes it. Everything but the writing is
+pure."""
 
 import math
 from collections.abc import Iterable
@@ -15,7 +16,14 @@ from rl.run_dir.lease import check_fence
 from rl.run_dir.naming import TakenError
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
-from rl.wire.batch_file import ENCODER, EncodedBatch, decode_batch, sound_batch, write_batch, write_rollouts
+from rl.wire.batch_file import (
+    ENCODER,
+    EncodedBatch,
+    decode_batch,
+    sound_batch,
+    write_batch,
+    write_rollouts,
+)
 from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group
 
@@ -28,36 +36,55 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
     """Groups that this batch trained or dropped; after a crash they may still be in pending.log."""
     history: RewardHistory = msgspec.field(default_factory=RewardHistory)
     pending: list[TaskRef] = []
-    """Groups waiting for a later batch, already counted in `history` and the solve rates. Played again if pending.log lost them."""
+    """Groups waiting for a later batch, already counted in `history` and the solve rates. Played
+    again if pending.log lost them."""
     metrics: dict[str, float] = {}
-    """The batch's line of metrics.jsonl, which would be lost if the process died right after the commit."""
+    """The batch's line of metrics.jsonl, which would be lost if the process died right after the
+    commit."""
 
 
 def decode_state(raw: msgspec.Raw) -> OrchestratorState:
-    """Decodes the state in a batch file. Raises CorruptFileError if another version of rl wrote another schema."""
+    """Decodes the state in a batch file. Raises CorruptFileError if another version of rl wrote
+    another schema."""
     try:
         return msgspec.msgpack.decode(raw, type=OrchestratorState)
     except UNREADABLE as error:
-        raise CorruptFileError(f"the orchestrator's state in the newest batch was written by another version of rl: {error}") from None
+        raise CorruptFileError(
+            "the orchestrator's state in the newest batch was written by another version of "
+            f"rl: {error}"
+        ) from None
 
 
 def state_after(run_dir: RunDir, step: int) -> OrchestratorState:
-    """Returns the state after a batch. Raises CorruptFileError for a damaged batch file, RunError for an intact one written by another
-    version of rl."""
+    """Returns the state after a batch. Raises CorruptFileError for a damaged batch file,
+    RunError for an intact one written by another version of rl."""
     data = sound_batch(path := run_dir.batch(step))
     try:
         return decode_state(decode_batch(data, str(path)).state)
     except CorruptFileError as error:
-        raise RunError(f"{error}. Continue with the version of rl that wrote it, or start another run") from None
+        raise RunError(
+            f"{error}. Continue with the version of rl that wrote it, or start another run"
+        ) from None
 
 
-def choose(finished: list[Group], batch_size: int, num_playing: int, max_refill: int, before: float = math.inf) -> list[Group] | None:
-    """Returns the groups of the next batch, oldest first: `batch_size` episodes, rounded up to whole groups; None if there are not enough.
+def choose(
+    finished: list[Group],
+    batch_size: int,
+    num_playing: int,
+    max_refill: int,
+    before: float = math.inf,
+) -> list[Group] | None:
+    """Returns the groups of the next batch, oldest first: `batch_size` episodes, rounded up to
+    whole groups; None if there are not enough.
 
-    A short batch is returned once `max_refill` batches' worth were played for it, but not while groups are still playing: they would age by
-    a version. `before`: only groups with a lower id are used.
+    A short batch is returned once `max_refill` batches' worth were played for it, but not while
+    groups are still playing: they would age by a version. `before`: only groups with a lower id are
+    used.
     """
-    usable = sorted((group for group in finished if group.why is None and group.group_id < before), key=lambda group: group.group_id)
+    usable = sorted(
+        (group for group in finished if group.why is None and group.group_id < before),
+        key=lambda group: group.group_id,
+    )
     count = 0
     for i, group in enumerate(usable):
         count += group.num_episodes
@@ -68,16 +95,22 @@ def choose(finished: list[Group], batch_size: int, num_playing: int, max_refill:
 
 
 def encoded_samples(used: Iterable[Group], mask_truncated: bool) -> list[msgspec.Raw]:
-    """Returns the samples of a batch's groups, each encoded as soon as it is made: as lists all of them would take several times the memory
-    of their groups, and stall the process while the garbage collector walks through them."""
-    return [msgspec.Raw(ENCODER.encode(sample)) for group in used for sample in group_samples(group, mask_truncated)]
+    """Returns the samples of a batch's groups, each encoded as soon as it is made: as lists all
+    of them would take several times the memory of their groups, and stall the process while the
+    garbage collector walks through them."""
+    return [
+        msgspec.Raw(ENCODER.encode(sample))
+        for group in used
+        for sample in group_samples(group, mask_truncated)
+    ]
 
 
 def commit(run_dir: RunDir, batch: EncodedBatch, lines: bytes, state: OrchestratorState) -> None:
-    """Writes the rollouts, then the batch with the state after it. Renaming the batch file to its final name is the commit.
+    """Writes the rollouts, then the batch with the state after it. Renaming the batch file to its
+    final name is the commit.
 
-    lines: those of rollouts/*.jsonl, one for every rollout, trained or not. Raises RunError if the batch exists already, or if another
-    process has taken over the role.
+    lines: those of rollouts/*.jsonl, one for every rollout, trained or not. Raises RunError if the
+    batch exists already, or if another process has taken over the role.
     """
     fence, path = partial(check_fence, run_dir.lock("orchestrator")), run_dir.batch(batch.step)
     if path.exists():
@@ -89,12 +122,19 @@ def commit(run_dir: RunDir, batch: EncodedBatch, lines: bytes, state: Orchestrat
 
 def rollout_lines(groups: Iterable[Group], step: int | None, mask_truncated: bool) -> bytes:
     """Returns the lines of rollouts/*.jsonl for all rollouts of these groups."""
-    lines = (rollout_line(group, i, step, mask_truncated) for group in groups for i in range(len(group.rollouts)))
+    lines = (
+        rollout_line(group, i, step, mask_truncated)
+        for group in groups
+        for i in range(len(group.rollouts))
+    )
     return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
 
 
-def rollout_line(group: Group, i: int, step: int | None, mask_truncated: bool = False) -> dict[str, Any]:
-    """Returns the line of rollouts/*.jsonl for rollout `i` of a group settled by batch `step`; None: no batch has settled it."""
+def rollout_line(
+    group: Group, i: int, step: int | None, mask_truncated: bool = False
+) -> dict[str, Any]:
+    """Returns the line of rollouts/*.jsonl for rollout `i` of a group settled by batch `step`;
+    None: no batch has settled it."""
     rollout = group.rollouts[i]
     why = why_not_trained(group, rollout, mask_truncated) or ("pending" if step is None else None)
     return {

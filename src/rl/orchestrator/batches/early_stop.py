@@ -15,16 +15,19 @@ from rl.wire.rollouts import Group, all_equal, at_least
 FALL = 0.05
 """Part of the range of rewards by which their mean must have fallen to count as a collapse."""
 LEFT = 0.4
-"""Part of the mean above the lowest reward that may be left then: a smaller fall may be chance, or harder tasks."""
+"""Part of the mean above the lowest reward that may be left then: a smaller fall may be chance,
+or harder tasks."""
 
 
 class RewardHistory(msgspec.Struct, kw_only=True):
-    """Rewards since the last trainable group, and the range of each environment's rewards. Part of a batch's state."""
+    """Rewards since the last trainable group, and the range of each environment's rewards. Part
+    of a batch's state."""
 
     without_signal: list[tuple[str, float]] = []
     """(environment, reward) of the rollouts since the last group with a signal."""
     episodes: int = 0
-    """Number of episodes that these rollouts are of: each trained agent of an episode has a rollout of its own."""
+    """Number of episodes that these rollouts are of: each trained agent of an episode has a
+    rollout of its own."""
     cut_off: int = 0
     """Number of these rollouts with an answer that was cut off."""
     num: int = 0
@@ -34,7 +37,8 @@ class RewardHistory(msgspec.Struct, kw_only=True):
     """Lowest and highest reward so far, by environment."""
 
     def add(self, group: Group) -> None:
-        """Counts a finished group. If its signal is None, it has one if its rewards, and those since the last signal, are not all equal."""
+        """Counts a finished group. If its signal is None, it has one if its rewards, and those
+        since the last signal, are not all equal."""
         rewards = group.rewards
         self.num, self.total = self.num + len(rewards), self.total + sum(rewards)
         if rewards:
@@ -42,7 +46,9 @@ class RewardHistory(msgspec.Struct, kw_only=True):
             self.ranges[group.env] = (min(low, *rewards), max(high, *rewards))
         signal = group.signal
         if signal is None:
-            signal = not all_equal([*rewards, *(reward for env, reward in self.without_signal if env == group.env)])
+            signal = not all_equal(
+                [*rewards, *(reward for env, reward in self.without_signal if env == group.env)]
+            )
         if group.why is None and signal:
             self.without_signal.clear()
             self.episodes = self.cut_off = 0
@@ -52,59 +58,100 @@ class RewardHistory(msgspec.Struct, kw_only=True):
             self.episodes += len({rollout.episode for rollout in group.rewarded})
 
     def is_solved(self) -> bool:
-        """Whether all rollouts without signal have their environment's highest reward, which is above its lowest or at least 1."""
+        """Whether all rollouts without signal have their environment's highest reward, which is
+        above its lowest or at least 1."""
         return all(
-            at_least(reward, self.ranges[env][1]) and (not all_equal(self.ranges[env]) or at_least(reward, 1.0))
+            at_least(reward, self.ranges[env][1])
+            and (not all_equal(self.ranges[env]) or at_least(reward, 1.0))
             for env, reward in self.without_signal
         )
 
     def success(self) -> tuple[str, EndKind]:
-        """Returns why a solved run ends; "doubtful" if an environment has only ever given one reward, so its highest is unknown."""
+        """Returns why a solved run ends; "doubtful" if an environment has only ever given one
+        reward, so its highest is unknown."""
         constant = sorted({env for env, _ in self.without_signal if all_equal(self.ranges[env])})
         if not constant:
-            return f"solved: the last {len(self.without_signal)} rollouts all have the highest reward ({self.histogram()})", "early"
-        given = ", ".join(f"{env} has given no reward other than {self.ranges[env][0]:g}" for env in constant)
-        return f"nothing to learn: since the first rollout, {given}. Either the task is that easy, or the reward is wrong", "doubtful"
+            return (
+                f"solved: the last {len(self.without_signal)} rollouts all have the highest "
+                f"reward ({self.histogram()})",
+                "early",
+            )
+        given = ", ".join(
+            f"{env} has given no reward other than {self.ranges[env][0]:g}" for env in constant
+        )
+        return (
+            f"nothing to learn: since the first rollout, {given}. Either the task is that "
+            "easy, or the reward is wrong",
+            "doubtful",
+        )
 
     def histogram(self) -> str:
-        """Lists the rewards of the rollouts without signal, by environment: `rewards of sums: 12 times 0, 3 times 0.5`."""
+        """Lists the rewards of the rollouts without signal, by environment: `rewards of sums: 12
+        times 0, 3 times 0.5`."""
         of_env: dict[str, list[str]] = {}
-        for (env, reward), count in sorted(Counter((env, float(f"{reward:g}")) for env, reward in self.without_signal).items()):
+        for (env, reward), count in sorted(
+            Counter((env, float(f"{reward:g}")) for env, reward in self.without_signal).items()
+        ):
             of_env.setdefault(env, []).append(f"{count} times {reward:g}")
         return "; ".join(f"rewards of {env}: {', '.join(texts)}" for env, texts in of_env.items())
 
     def diagnosis(self, config: RLConfig) -> str:
-        """Returns why a run ends that had no signal for too long and is not solved, and the remedy."""
+        """Returns why a run ends that had no signal for too long and is not solved, and the
+        remedy."""
         count, rewards = len(self.without_signal), {reward for _, reward in self.without_signal}
         share, now = self.cut_off / count, sum(reward for _, reward in self.without_signal)
         before = (self.total - now) / (self.num - count) if self.num > count else 0.0
-        low, high = (pick(pick(self.ranges[env]) for env, _ in self.without_signal) for pick in (min, max))
-        if before - now / count > FALL * (high - low) and now / count - low <= LEFT * (before - low):
+        low, high = (
+            pick(pick(self.ranges[env]) for env, _ in self.without_signal) for pick in (min, max)
+        )
+        if before - now / count > FALL * (high - low) and now / count - low <= LEFT * (
+            before - low
+        ):
             fell = f"the mean reward was {before:.3f} before, and is {now / count:.3f} now"
-            why = f"{fell}: the policy has collapsed; start over with a tenth of trainer.optim.lr = {config.trainer.optim.lr:g}"
+            why = (
+                f"{fell}: the policy has collapsed; start over with a tenth of trainer.optim.lr "
+                f"= {config.trainer.optim.lr:g}"
+            )
         elif share > MOSTLY and min(rewards) <= 0:
             why = cut_off_remedy(share, config)
         elif all_equal(rewards):
-            why = equal_remedy(rewards.pop()) + (f"; {share:.0%} of the answers were cut off" if share > MANY_LONG else "")
+            why = equal_remedy(rewards.pop()) + (
+                f"; {share:.0%} of the answers were cut off" if share > MANY_LONG else ""
+            )
         else:
             why = "raise group_size or temperature, or take tasks of which the model solves some"
         filtered = ", or orchestrator.filter dropped it" if config.orchestrator.filter else ""
-        head = f"{count} rollouts in a row without any signal: in each group all rewards are equal{filtered} ({self.histogram()})"
+        head = (
+            f"{count} rollouts in a row without any signal: in each group all rewards are "
+            f"equal{filtered} ({self.histogram()})"
+        )
         return f"{head}. {why[0].upper()}{why[1:]}"
 
 
 def only_failures(groups: Sequence[Group], limit: int) -> str:
-    """Returns an error message if the newest groups, at least `limit` episodes, all failed or leave nothing to train on; else ""."""
-    recent = list(takewhile(lambda group: group.why in ("error", "truncated", "filtered"), reversed(groups)))
+    """Returns an error message if the newest groups, at least `limit` episodes, all failed or
+    leave nothing to train on; else ""."""
+    recent = list(
+        takewhile(lambda group: group.why in ("error", "truncated", "filtered"), reversed(groups))
+    )
     if not recent or sum(group.num_episodes for group in recent) < limit:
         return ""
     counts = Counter(group.why for group in recent)
     (why, count), total = counts.most_common(1)[0], len(recent)
     which = f"the last {total} groups" if count == total else f"{count} of the last {total} groups"
     if why == "error":
-        newest = next(rollout.error for group in recent if group.why == why for rollout in reversed(group.rollouts) if rollout.error)
+        newest = next(
+            rollout.error
+            for group in recent
+            if group.why == why
+            for rollout in reversed(group.rollouts)
+            if rollout.error
+        )
         return f"{which}{' all' if count == total else ''} failed; the newest error:\n{newest}"
     if why == "filtered":
         return f"orchestrator.filter left nothing to train on in {which}: make it less strict"
     remedy = "raise orchestrator.sampling.max_tokens, or set mask_truncated = false"
-    return f"every answer in {which} was truncated, and mask_truncated leaves none to train on; {remedy}"
+    return (
+        f"every answer in {which} was truncated, and mask_truncated leaves none to train on; "
+        f"{remedy}"
+    )

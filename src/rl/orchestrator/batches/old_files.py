@@ -13,30 +13,39 @@ log = logging.getLogger(__name__)
 
 
 class OldFiles:
-    """Called after each commit. Lists the checkpoints, but neither batches nor rollouts, of which a run has as many as steps."""
+    """Called after each commit. Lists the checkpoints, but neither batches nor rollouts, of
+    which a run has as many as steps."""
 
     def __init__(self, run_dir: RunDir, config: OrchestratorConfig):
         self.run_dir, kept = run_dir, config.rollouts
-        self.batches = Retention(run_dir.batches, (".batch",), config.batches.keep_last, config.batches.keep_every)
-        self.rollouts = Retention(run_dir.rollouts_dir, ROLLOUT_SUFFIXES, kept.keep_last, kept.keep_every)
+        self.batches = Retention(
+            run_dir.batches, (".batch",), config.batches.keep_last, config.batches.keep_every
+        )
+        self.rollouts = Retention(
+            run_dir.rollouts_dir, ROLLOUT_SUFFIXES, kept.keep_last, kept.keep_every
+        )
         self.first_step = first_step(run_dir)
 
     def put_away(self, step: int) -> None:
-        """Deletes the batches and rollouts that the settings do not keep, and compresses old rollouts.
+        """Deletes the batches and rollouts that the settings do not keep, and compresses old
+        rollouts.
 
-        Batches that a resume from any checkpoint needs are kept. `step`: the batch that was just committed.
+        Batches that a resume from any checkpoint needs are kept. `step`: the batch that was just
+        committed.
         """
         if self.batches.keep_last is not None:
             self.batches.delete_old(step, needed_from=self._oldest_checkpoint())
         self.rollouts.delete_old(step)
         old = step - PLAIN_STEPS
-        for number in (old - 1, old):  # the one before, too: a process may have died between its commit and its compression
+        # the one before, too: a process may have died between its commit and its compression
+        for number in (old - 1, old):
             self._compress(number)
 
     def _oldest_checkpoint(self) -> int:
         """Returns the step of the oldest checkpoint; 0 if there is none."""
         there = numbers(self.run_dir.checkpoints)
-        others = [step for step in there if step != self.first_step]  # a branch keeps the checkpoint that it begins with
+        # a branch keeps the checkpoint that it begins with
+        others = [step for step in there if step != self.first_step]
         return min(others or there, default=0)
 
     def _compress(self, step: int) -> None:

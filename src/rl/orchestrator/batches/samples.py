@@ -1,4 +1,5 @@
-"""Turns a rollout's turns into flat training samples, with ids as they were sent and sampled, never retokenised."""
+"""Turns a rollout's turns into flat training samples, with ids as they were sent and sampled,
+never retokenised."""
 
 from collections.abc import Iterable, Iterator
 
@@ -30,7 +31,9 @@ def rollout_samples(group: Group, rollout_id: int) -> Iterator[TrainingSample]:
             packed_ids=turns.ids(number).tobytes(),
             spans=spans,
             packed_logprobs=as_float32(answer.logprobs for answer in answers),
-            packed_teacher=as_float32(teacher) if any(answer.teacher_logprobs for answer in answers) else None,
+            packed_teacher=as_float32(teacher)
+            if any(answer.teacher_logprobs for answer in answers)
+            else None,
             env=group.env,
             group_id=group.group_id,
             rollout_id=rollout_id,
@@ -53,7 +56,8 @@ def as_float32(columns: Iterable[bytes]) -> bytes:
 
 
 def why_left_out(rollout: Rollout, mask_truncated: bool) -> str | None:
-    """Returns the reason of its own, whatever its group's, for which a rollout is not trained; None if it has none."""
+    """Returns the reason of its own, whatever its group's, for which a rollout is not trained;
+    None if it has none."""
     if rollout.error:
         return rollout.cause or "environment"
     if not rollout.trainable:
@@ -71,7 +75,8 @@ def is_trained(rollout: Rollout, mask_truncated: bool) -> bool:
 
 
 def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:
-    """Returns why a rollout is not in its batch; None if it is. A failure of its own takes precedence over its group's reason."""
+    """Returns why a rollout is not in its batch; None if it is. A failure of its own takes
+    precedence over its group's reason."""
     own = why_left_out(rollout, mask_truncated)
     return own if rollout.error else group.why or own
 

@@ -26,71 +26,101 @@ from rl.wire.worker_messages import derived_seed
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 20
-"""How often examples sampled by another version are replayed before an evaluation gives up: enough if a server dies once a minute."""
+"""How often examples sampled by another version are replayed before an evaluation gives up:
+enough if a server dies once a minute."""
 
 MAX_ERRORED = 0.1
-"""Share of failed episodes from which any other evaluation is better: they count as reward 0, which may be more than the others have."""
+"""Share of failed episodes from which any other evaluation is better: they count as reward 0,
+which may be more than the others have."""
 
 
 class Evaluator:
-    """Plays the configured evaluations at the version that inference holds, and remembers each one's best version."""
+    """Plays the configured evaluations at the version that inference holds, and remembers each
+    one's best version."""
 
-    def __init__(self, config: RLConfig, pool: WorkerPool, envs: dict[str, EvalEnv], clock: StepClock):
+    def __init__(
+        self, config: RLConfig, pool: WorkerPool, envs: dict[str, EvalEnv], clock: StepClock
+    ):
         self.config = config
         self.run_dir: RunDir = config.run_dir
         self.pool = pool
         self.envs = envs
         self.clock = clock
-        self.metrics = MetricsLog(self.run_dir.metrics, "eval", partial(check_fence, self.run_dir.lock("orchestrator")))
+        self.metrics = MetricsLog(
+            self.run_dir.metrics, "eval", partial(check_fence, self.run_dir.lock("orchestrator"))
+        )
         self.best: dict[str, tuple[bool, float, int]] = {}
-        """By label: (whether few rollouts failed, mean reward, policy version); the first version wins ties."""
+        """By label: (whether few rollouts failed, mean reward, policy version); the first
+        version wins ties."""
         self.first = first_step(self.run_dir)
         """The version before the run's first step."""
         self.skipped: set[int] = set()
         """Versions that inference can no longer load."""
         self.written = {*self.run_dir.evals.glob("*/*.jsonl")}
-        """The files of finished evaluations: the event loop asks for them after every rollout, and does not wait for the disk."""
+        """The files of finished evaluations: the event loop asks for them after every rollout,
+        and does not wait for the disk."""
         for (version, _), values in sorted(read_metrics(self.run_dir.metrics, "eval").items()):
             for entry in config.orchestrator.eval:
                 if f"eval/{entry.label}/reward_mean" in values:
                     self._update_best(entry.label, version, values)
 
     def _update_best(self, label: str, version: int, metrics: Mapping[str, float]) -> None:
-        reward, errored = metrics[f"eval/{label}/reward_mean"], metrics.get(f"eval/{label}/errored", 0.0)
+        reward, errored = (
+            metrics[f"eval/{label}/reward_mean"],
+            metrics.get(f"eval/{label}/errored", 0.0),
+        )
         is_sound = errored < MAX_ERRORED
         if not is_sound:
-            text = "eval %s at version %d: %.0f%% of its rollouts failed, so it reaches no target, and another one may be the best"
+            text = (
+                "eval %s at version %d: %.0f%% of its rollouts failed, so it reaches no target, "
+                "and another one may be the best"
+            )
             log.warning(text, label, version, 100 * errored)
         if label not in self.best or (is_sound, reward) > self.best[label][:2]:
-            self.best = self.best | {label: (is_sound, reward, version)}  # a new dict: the event loop may be reading the old one
-            content = {name: {"policy_version": version, "reward_mean": reward} for name, (_, reward, version) in self.best.items()}
+            # a new dict: the event loop may be reading the old one
+            self.best = self.best | {label: (is_sound, reward, version)}
+            content = {
+                name: {"policy_version": version, "reward_mean": reward}
+                for name, (_, reward, version) in self.best.items()
+            }
             write_file(self.run_dir.evals / "best.json", json.dumps(content, indent=2).encode())
 
     def due(self, version: int, final: int) -> list[EvalConfig]:
-        """Returns the unfinished evaluations to play at a version: before the first step, every `interval` versions, and at the last
-        version, `final`. A branch does not evaluate versions of the run that it was made from, such as the base model."""
+        """Returns the unfinished evaluations to play at a version: before the first step, every
+        `interval` versions, and at the last version, `final`. A branch does not evaluate
+        versions of the run that it was made from, such as the base model."""
         return [
             entry
             for entry in self.config.orchestrator.eval
             if version >= self.first
             and (version % entry.interval == 0 or version in (self.first, final))
-            and not (self.run_dir.eval(version, entry.label) in self.written or version in self.skipped)
+            and not (
+                self.run_dir.eval(version, entry.label) in self.written or version in self.skipped
+            )
             and self.envs[entry.label].worker_env not in self.pool.lost
         ]
 
     def reached_target(self) -> str | None:
-        """Returns why the run ends if an evaluation has reached its target, even before a restart; else None."""
+        """Returns why the run ends if an evaluation has reached its target, even before a
+        restart; else None."""
         for entry in self.config.orchestrator.eval:
             is_sound, reward, version = self.best.get(entry.label, (False, -math.inf, 0))
             if is_sound and at_least(reward, entry.target):
-                return f"eval {entry.label} reached {reward:.3f} at version {version}; its target is {entry.target:g}"
+                return (
+                    f"eval {entry.label} reached {reward:.3f} at version {version}; its target "
+                    f"is {entry.target:g}"
+                )
         return None
 
-    async def evaluate(self, entry: EvalConfig, version: int, reconcile: Callable[[], Awaitable[object]]) -> None:
-        """Plays an evaluation at the loaded version and writes its result, while training continues.
+    async def evaluate(
+        self, entry: EvalConfig, version: int, reconcile: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Plays an evaluation at the loaded version and writes its result, while training
+        continues.
 
-        `reconcile` makes inference hold the version again after a server came back with another one. The line in metrics.jsonl is written
-        before the file in evals/; an evaluation that has only the line is played again.
+        `reconcile` makes inference hold the version again after a server came back with another
+        one. The line in metrics.jsonl is written before the file in evals/; an evaluation that has
+        only the line is played again.
         """
         began = time.monotonic()
         try:
@@ -103,7 +133,8 @@ class Evaluator:
         log.info("eval %s at version %d: %.3f", entry.label, version, reward)
 
     def _record(self, label: str, version: int, results: Results, began: float) -> float:
-        """Writes a finished evaluation and returns its mean reward. Runs in a thread: many rollouts take a second."""
+        """Writes a finished evaluation and returns its mean reward. Runs in a thread: many
+        rollouts take a second."""
         metrics = eval_metrics(label, results)
         self.metrics.write(version, metrics | {"time/eval": time.monotonic() - began})
         write_eval(path := self.run_dir.eval(version, label), version, label, results)
@@ -111,8 +142,11 @@ class Evaluator:
         self._update_best(label, version, metrics)
         return metrics[f"eval/{label}/reward_mean"]
 
-    async def _play(self, entry: EvalConfig, version: int, reconcile: Callable[[], Awaitable[object]]) -> Results:
-        """Plays all rollouts of an evaluation with every token sampled by `version`, as many at once as may play in training."""
+    async def _play(
+        self, entry: EvalConfig, version: int, reconcile: Callable[[], Awaitable[object]]
+    ) -> Results:
+        """Plays all rollouts of an evaluation with every token sampled by `version`, as many at
+        once as may play in training."""
         training = self.config.orchestrator.sampling.model_dump(exclude_none=True)
         sampling = training | entry.sampling.model_dump(exclude_none=True)
 
@@ -123,7 +157,9 @@ class Evaluator:
             seed = derived_seed(self.config.seed, entry.label, task)
             async with places:
                 env = self.envs[entry.label].worker_env
-                return task, await self.pool.play(env, "eval", task, entry.samples, sampling, task, seed=seed)
+                return task, await self.pool.play(
+                    env, "eval", task, entry.samples, sampling, task, seed=seed
+                )
 
         results: dict[int, list[Rollout]] = {}
         todo = list(range(self.envs[entry.label].num_tasks))
@@ -134,8 +170,16 @@ class Evaluator:
             if not todo:
                 return sorted(results.items())
             others = sorted(set().union(*(sampled_by(results[task]) for task in todo)) - {version})
-            log.warning("eval %s: %d examples were sampled by version %s, not %d: played again", entry.label, len(todo), others, version)
-        problem = f"inference did not hold version {version} for long enough in {MAX_ATTEMPTS} attempts"
+            log.warning(
+                "eval %s: %d examples were sampled by version %s, not %d: played again",
+                entry.label,
+                len(todo),
+                others,
+                version,
+            )
+        problem = (
+            f"inference did not hold version {version} for long enough in {MAX_ATTEMPTS} attempts"
+        )
         raise InferenceLostError(f"eval {entry.label}: {problem}; see logs/inference*.log")
 
 

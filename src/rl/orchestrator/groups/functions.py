@@ -1,4 +1,5 @@
-"""The user's own credit, filter and rollout metrics: their arguments, and the checks on their results. See docs/functions.md.
+"""The user's own credit, filter and rollout metrics: their arguments, and the checks on their
+results. See docs/functions.md.
 
 They are called in a thread beside the event loop, one at a time, and each call has a deadline.
 """
@@ -38,15 +39,20 @@ def user_function(setting: str, name: str, arguments: str = "group, config") -> 
 
 
 def load_functions(config: RLConfig) -> None:
-    """Loads the functions that the orchestrator calls, so that faults are reported before anything is played. Raises RunError."""
+    """Loads the functions that the orchestrator calls, so that faults are reported before
+    anything is played. Raises RunError."""
     for key, name, arguments in own_functions(config):
         if key.startswith("orchestrator."):
             user_function(key, name, arguments)
 
 
 def part_of(group: Group, indices: list[int], rewards: list[float]) -> Group:
-    """Copies some rollouts of a group, with `rewards` as theirs, for a user function, which may modify its argument."""
-    rollouts = [msgspec.structs.replace(group.rollouts[i], reward=reward) for i, reward in zip(indices, rewards, strict=True)]
+    """Copies some rollouts of a group, with `rewards` as theirs, for a user function, which may
+    modify its argument."""
+    rollouts = [
+        msgspec.structs.replace(group.rollouts[i], reward=reward)
+        for i, reward in zip(indices, rewards, strict=True)
+    ]
     for rollout in rollouts:
         rollout.metrics = dict(rollout.metrics)
     return msgspec.structs.replace(
@@ -57,47 +63,66 @@ def part_of(group: Group, indices: list[int], rewards: list[float]) -> Group:
     )
 
 
-def custom_advantages(part: Group, function: UserFunction, config: CustomCreditConfig) -> list[float]:
-    """Returns the advantages computed by the user's credit function. Raises RunError for an invalid result."""
+def custom_advantages(
+    part: Group, function: UserFunction, config: CustomCreditConfig
+) -> list[float]:
+    """Returns the advantages computed by the user's credit function. Raises RunError for an
+    invalid result."""
     count = len(part.rollouts)
     result = function.within(CALL_S, part, config)
     advantages = as_numbers(result, count)
     if advantages is None:
-        raise function.wrong(returned(result), f"return a list of {count} finite numbers, one for each of group.rollouts")
+        raise function.wrong(
+            returned(result),
+            f"return a list of {count} finite numbers, one for each of group.rollouts",
+        )
     return advantages
 
 
 def may_be_trained(part: Group, function: UserFunction, config: FunctionConfig) -> list[bool]:
-    """Returns for each rollout whether it passes the user's filter. Raises RunError for an invalid result."""
+    """Returns for each rollout whether it passes the user's filter. Raises RunError for an
+    invalid result."""
     count = len(part.rollouts)
     result = function.within(CALL_S, part, config)
     passed = as_bools(result, count)
     if passed is None:
-        raise function.wrong(returned(result), f"return a bool for all of group.rollouts, or a list of {count}, one for each")
+        raise function.wrong(
+            returned(result),
+            f"return a bool for all of group.rollouts, or a list of {count}, one for each",
+        )
     return passed
 
 
 def metrics_function(settings: OrchestratorConfig) -> Callable[[list[Rollout]], None] | None:
-    """Returns a function that adds the user's metrics to finished rollouts; None if none are configured. Raises RunError."""
+    """Returns a function that adds the user's metrics to finished rollouts; None if none are
+    configured. Raises RunError."""
     if not settings.metrics:
         return None
-    function = user_function("orchestrator.metrics.function", settings.metrics.function, "rollout, config")
+    function = user_function(
+        "orchestrator.metrics.function", settings.metrics.function, "rollout, config"
+    )
     return partial(add_metrics, function=function, config=settings.metrics)
 
 
 def add_metrics(rollouts: list[Rollout], function: UserFunction, config: FunctionConfig) -> None:
-    """Adds the user's metrics to the rollouts that did not fail. Raises RunError for non-numbers and for names that are taken."""
+    """Adds the user's metrics to the rollouts that did not fail. Raises RunError for non-numbers
+    and for names that are taken."""
     for rollout in rollouts:
         if rollout.error:
             continue
-        result = function.within(CALL_S, msgspec.structs.replace(rollout, metrics=dict(rollout.metrics)), config)
+        result = function.within(
+            CALL_S, msgspec.structs.replace(rollout, metrics=dict(rollout.metrics)), config
+        )
         if not isinstance(result, dict) or not all(isinstance(name, str) for name in result):
             raise function.wrong(returned(result), "return a dict of numbers by name")
         for name, value in result.items():
             if fault := name_fault(name, rollout):
                 raise function.wrong(f"returned a metric {name!r}", f"give it {fault}")
             if (number := as_number(value)) is None:
-                raise function.wrong(f"{returned(value)} as {name!r}", "return finite numbers, and leave out a metric that has none")
+                raise function.wrong(
+                    f"{returned(value)} as {name!r}",
+                    "return finite numbers, and leave out a metric that has none",
+                )
             rollout.metrics[name] = number
 
 
@@ -107,4 +132,6 @@ def name_fault(name: str, rollout: Rollout) -> str:
         return "a name without spaces and slashes"
     if TAKEN.fullmatch(name):
         return "another name: this one is a built-in metric's"
-    return "another name: the environment has a metric of that name" if name in rollout.metrics else ""
+    return (
+        "another name: the environment has a metric of that name" if name in rollout.metrics else ""
+    )

@@ -15,7 +15,12 @@ from rl.config.orchestrator import (
 )
 from rl.orchestrator.batches.samples import is_trained
 from rl.orchestrator.groups.credit import group_advantages, length_penalties, reinforce_pp
-from rl.orchestrator.groups.functions import custom_advantages, may_be_trained, part_of, user_function
+from rl.orchestrator.groups.functions import (
+    custom_advantages,
+    may_be_trained,
+    part_of,
+    user_function,
+)
 from rl.system.user_function import UserFunction
 from rl.wire.rollouts import Group
 
@@ -31,13 +36,15 @@ class Rules:
     filter_function: UserFunction | None = None
     """Set if there is a filter."""
     has_teacher: bool = False
-    """Whether a teacher scores the tokens: then there is something to learn regardless of the rewards."""
+    """Whether a teacher scores the tokens: then there is something to learn regardless of the
+    rewards."""
     replace_no_signal: bool = True
     mask_truncated: bool = False
 
 
 def rules_of(settings: OrchestratorConfig, env: EnvConfig, has_teacher: bool) -> Rules:
-    """Returns the rules configured for an environment. Raises RunError for functions that cannot be loaded."""
+    """Returns the rules configured for an environment. Raises RunError for functions that cannot
+    be loaded."""
     credit, custom = env.credit or settings.credit, None
     if isinstance(credit, CustomCreditConfig):
         place = settings.environment.index(env) if env.credit else None
@@ -47,7 +54,9 @@ def rules_of(settings: OrchestratorConfig, env: EnvConfig, has_teacher: bool) ->
         credit=credit,
         credit_function=custom,
         filter=settings.filter,
-        filter_function=user_function("orchestrator.filter.function", settings.filter.function) if settings.filter else None,
+        filter_function=user_function("orchestrator.filter.function", settings.filter.function)
+        if settings.filter
+        else None,
         has_teacher=has_teacher,
         replace_no_signal=settings.replace_no_signal,
         mask_truncated=settings.mask_truncated,
@@ -57,7 +66,8 @@ def rules_of(settings: OrchestratorConfig, env: EnvConfig, has_teacher: bool) ->
 def credit_group(group: Group, rules: Rules) -> Group:
     """Sets a finished group's advantages, and the reason if it is not to be trained.
 
-    A group with a failed rollout is not trained at all: the rest is biased, as failing may depend on the answer.
+    A group with a failed rollout is not trained at all: the rest is biased, as failing may depend
+    on the answer.
     """
     rollouts = group.rollouts
     group.advantages, group.penalties = [0.0] * len(rollouts), [0.0] * len(rollouts)
@@ -75,8 +85,12 @@ def credit_group(group: Group, rules: Rules) -> Group:
             group.penalties[i] = penalty
         for i, advantage in zip(own, advantages_of(group, own, left, rules), strict=True):
             group.advantages[i] = advantage
-    only_batch_can_tell = isinstance(rules.credit, ReinforcePlusPlusConfig) and not rules.credit.group_baseline
-    group.signal = rules.has_teacher or any(group.advantages) or (None if only_batch_can_tell else False)
+    only_batch_can_tell = (
+        isinstance(rules.credit, ReinforcePlusPlusConfig) and not rules.credit.group_baseline
+    )
+    group.signal = (
+        rules.has_teacher or any(group.advantages) or (None if only_batch_can_tell else False)
+    )
     trainable = [rollout for rollout in rollouts if rollout.trainable]
     if not any(rollout.num_sampled for rollout in trainable):
         group.why = "overlong" if any(rollout.overlong for rollout in trainable) else "empty"
@@ -90,12 +104,16 @@ def credit_group(group: Group, rules: Rules) -> Group:
 
 
 def is_judged(group: Group) -> bool:
-    """Whether a group was judged already, before its teacher was asked, and no rollout has failed since."""
-    return bool(group.advantages) and (group.why is not None or not any(rollout.error for rollout in group.rollouts))
+    """Whether a group was judged already, before its teacher was asked, and no rollout has
+    failed since."""
+    return bool(group.advantages) and (
+        group.why is not None or not any(rollout.error for rollout in group.rollouts)
+    )
 
 
 def advantages_of(group: Group, own: list[int], rewards: list[float], rules: Rules) -> list[float]:
-    """Returns the advantages of the rollouts `own` of a group, which are compared with each other."""
+    """Returns the advantages of the rollouts `own` of a group, which are compared with each
+    other."""
     if isinstance(rules.credit, CustomCreditConfig):
         assert rules.credit_function
         return custom_advantages(part_of(group, own, rewards), rules.credit_function, rules.credit)
@@ -108,16 +126,23 @@ def filter_rollouts(group: Group, rules: Rules) -> None:
         return
     own = [i for i, rollout in enumerate(group.rollouts) if rollout.trainable]
     part = part_of(group, own, [group.rollouts[i].reward for i in own])
-    for i, passed in zip(own, may_be_trained(part, rules.filter_function, rules.filter), strict=True):
+    for i, passed in zip(
+        own, may_be_trained(part, rules.filter_function, rules.filter), strict=True
+    ):
         group.rollouts[i].filtered = not passed
-    left = [i for i, rollout in enumerate(group.rollouts) if is_trained(rollout, rules.mask_truncated)]
-    only_zeros = not rules.has_teacher and group.signal and not any(group.advantages[i] for i in left)
+    left = [
+        i for i, rollout in enumerate(group.rollouts) if is_trained(rollout, rules.mask_truncated)
+    ]
+    only_zeros = (
+        not rules.has_teacher and group.signal and not any(group.advantages[i] for i in left)
+    )
     if not left or (rules.replace_no_signal and only_zeros):
         group.why = "filtered"
 
 
 def compared(group: Group) -> dict[str, list[int]]:
-    """Returns by agent the indices of the rollouts compared with each other, without untrained agents."""
+    """Returns by agent the indices of the rollouts compared with each other, without untrained
+    agents."""
     indices: dict[str, list[int]] = defaultdict(list)
     for i, rollout in enumerate(group.rollouts):
         if rollout.trainable:
@@ -126,7 +151,8 @@ def compared(group: Group) -> dict[str, list[int]]:
 
 
 def normalise(used: list[Group], rules: Mapping[str, Rules]) -> None:
-    """Finalises the advantages of a batch's groups with credit over the batch, separately for each environment and agent."""
+    """Finalises the advantages of a batch's groups with credit over the batch, separately for
+    each environment and agent."""
     members: dict[tuple[str, str], list[tuple[Group, list[int]]]] = defaultdict(list)
     for group in used:
         if isinstance(rules[group.env].credit, ReinforcePlusPlusConfig):
@@ -135,7 +161,11 @@ def normalise(used: list[Group], rules: Mapping[str, Rules]) -> None:
     for (env, _), parts in members.items():
         credit = rules[env].credit
         assert isinstance(credit, ReinforcePlusPlusConfig)
-        rewards = [[group.rollouts[i].reward - group.penalties[i] for i in own] for group, own in parts]
-        for (group, own), advantages in zip(parts, reinforce_pp(rewards, credit.group_baseline), strict=True):
+        rewards = [
+            [group.rollouts[i].reward - group.penalties[i] for i in own] for group, own in parts
+        ]
+        for (group, own), advantages in zip(
+            parts, reinforce_pp(rewards, credit.group_baseline), strict=True
+        ):
             for i, advantage in zip(own, advantages, strict=True):
                 group.advantages[i] = advantage

@@ -1,8 +1,10 @@
-"""The teacher of on-policy distillation: log-probabilities of the sampled tokens from any OpenAI-compatible vLLM server.
+"""The teacher of on-policy distillation: log-probabilities of the sampled tokens from any
+OpenAI-compatible vLLM server.
 
-Token ids are sent as `prompt` of /completions, and `prompt_logprobs` come back, each given the preceding tokens. vLLM computes them at
-temperature 1 and without top_p and the like, whatever the request and the server's --logprobs-mode say, so distilled rollouts have to be
-sampled at temperature 1 (`rl.config.check.check` ensures this).
+Token ids are sent as `prompt` of /completions, and `prompt_logprobs` come back, each given the
+preceding tokens. vLLM computes them at temperature 1 and without top_p and the like, whatever the
+request and the server's --logprobs-mode say, so distilled rollouts have to be sampled at
+temperature 1 (`rl.config.check.check` ensures this).
 """
 
 import asyncio
@@ -28,13 +30,16 @@ from rl.wire.turns import pack_logprobs
 TRY_AGAIN = (408, 425, 429)
 """Statuses below 500 after which the same request may succeed later."""
 NO_SUCH_ROUTE = (404, 405, 501)
-PROBE = "The teacher and the model must share their tokens: 1 + 2 = 3, naïve café, def f(x): return x"
+PROBE = (
+    "The teacher and the model must share their tokens: 1 + 2 = 3, naïve café, def f(x): return x"
+)
 
 T = TypeVar("T")
 
 
 class UnreadableError(RunError):
-    """An answer lacks what was asked for. Caught for a teacher that passed `check`, which is then asked again."""
+    """An answer lacks what was asked for. Caught for a teacher that passed `check`, which is
+    then asked again."""
 
 
 class PromptToken(msgspec.Struct):
@@ -90,22 +95,30 @@ class Teacher:
         self.headers = {"Authorization": f"Bearer {key}"} if key and not self.withheld else {}
 
     async def check(self, model_path: str, max_model_len: int) -> None:
-        """Waits until the server is up, then checks its model, its sequence length, its tokenizer, and that it gives prompt_logprobs.
+        """Waits until the server is up, then checks its model, its sequence length, its tokenizer,
+        and that it gives prompt_logprobs.
 
         Raises RunError with the remedy.
         """
-        served = (await self._ask("GET", f"{self.url}/models", None, lambda content: decode(content, ServedModels))).data
+        served = (
+            await self._ask(
+                "GET", f"{self.url}/models", None, lambda content: decode(content, ServedModels)
+            )
+        ).data
         names = [model.id for model in served]
         if not names or (self.model or names[0]) not in names:
             raise RunError(
-                f"teacher {self.url} serves {', '.join(names) or 'no model'}, not {self.model}: set teacher.model to one of its names"
+                f"teacher {self.url} serves {', '.join(names) or 'no model'}, not "
+                f"{self.model}: set teacher.model to one of its names"
             )
         self.model = self.model or names[0]
         longest = served[names.index(self.model)].max_model_len
         if longest is not None and longest <= max_model_len:
             raise RunError(
-                f"teacher {self.url} takes sequences of {longest} tokens, one of which it generates itself; model.max_model_len = "
-                f"{max_model_len} needs {max_model_len + 1}: start it with a higher --max-model-len, or lower model.max_model_len"
+                f"teacher {self.url} takes sequences of {longest} tokens, one of which it "
+                "generates itself; model.max_model_len = "
+                f"{max_model_len} needs {max_model_len + 1}: start it with a higher "
+                "--max-model-len, or lower model.max_model_len"
             )
         probe = [0, 1]
         if (path := Path(model_path) / "tokenizer.json").exists():
@@ -117,33 +130,48 @@ class Teacher:
         self.checked = True
 
     async def _check_tokens(self, ids: list[int], expected: str) -> None:
-        """Checks that the teacher decodes the policy's ids to the same text. Servers without /detokenize are trusted.
+        """Checks that the teacher decodes the policy's ids to the same text. Servers without
+        /detokenize are trusted.
 
-        Scoring ids that the teacher may lack is not an alternative: an id just past its vocabulary crashes the engine of vLLM 0.29.
+        Scoring ids that the teacher may lack is not an alternative: an id just past its vocabulary
+        crashes the engine of vLLM 0.29.
         """
-        url, body = f"{self.url.removesuffix('/v1')}/detokenize", {"model": self.model, "tokens": ids}
+        url, body = (
+            f"{self.url.removesuffix('/v1')}/detokenize",
+            {"model": self.model, "tokens": ids},
+        )
         try:
-            text = (await self._ask("POST", url, body, lambda content: decode(content, Detokenized))).prompt
+            text = (
+                await self._ask("POST", url, body, lambda content: decode(content, Detokenized))
+            ).prompt
         except RefusedError as error:
             if error.status in NO_SUCH_ROUTE:
                 return
             raise
         if "".join(text.split()) != "".join(expected.split()):
             raise RunError(
-                f"teacher {self.url} has another tokenizer: ids {ids[0]}... are {expected!r} to the model and {text!r} to it. "
+                f"teacher {self.url} has another tokenizer: ids {ids[0]}... are {expected!r} "
+                f"to the model and {text!r} to it. "
                 "A teacher must have the tokenizer of the trained model: use one of the same family"
             )
 
     async def score_group(self, group: Group, mask_truncated: bool) -> None:
-        """Scores every rollout that will be trained. A rollout that cannot be scored fails with cause `teacher`."""
+        """Scores every rollout that will be trained. A rollout that cannot be scored fails with
+        cause `teacher`."""
         rollouts = [rollout for rollout in group.rollouts if is_trained(rollout, mask_truncated)]
         await asyncio.gather(*(self._score_rollout(rollout) for rollout in rollouts))
 
     async def _score_rollout(self, rollout: Rollout) -> None:
         turns = rollout.turns
-        chains = [(number, answers) for number, answers in enumerate(turns.by_chain()) if any(answer.logprobs for answer in answers)]
+        chains = [
+            (number, answers)
+            for number, answers in enumerate(turns.by_chain())
+            if any(answer.logprobs for answer in answers)
+        ]
         try:
-            scores = await asyncio.gather(*(self.score(turns.ids(number).tolist()) for number, _ in chains))
+            scores = await asyncio.gather(
+                *(self.score(turns.ids(number).tolist()) for number, _ in chains)
+            )
         except RunError as error:
             rollout.error, rollout.cause = redact(str(error)), "teacher"
             return
@@ -152,12 +180,27 @@ class Teacher:
                 answer.teacher_logprobs = pack_logprobs(logprobs[answer.start : answer.end])
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Returns the log-probability of each token given the preceding ones, [T], nats; 0.0 for the first. Raises RunError."""
-        body = {"model": self.model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        return await self._ask("POST", f"{self.url}/completions", body, lambda content: read_logprobs(content, token_ids))
+        """Returns the log-probability of each token given the preceding ones, [T], nats; 0.0 for
+        the first. Raises RunError."""
+        body = {
+            "model": self.model,
+            "prompt": token_ids,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+        }
+        return await self._ask(
+            "POST",
+            f"{self.url}/completions",
+            body,
+            lambda content: read_logprobs(content, token_ids),
+        )
 
-    async def _ask(self, method: str, url: str, body: dict[str, Any] | None, read: Callable[[bytes], T]) -> T:
-        """Returns the answer as parsed by `read`. Retries until the deadline while the server is away or busy, or `read` raises."""
+    async def _ask(
+        self, method: str, url: str, body: dict[str, Any] | None, read: Callable[[bytes], T]
+    ) -> T:
+        """Returns the answer as parsed by `read`. Retries until the deadline while the server is
+        away or busy, or `read` raises."""
         problem = "no answer yet"
         try:
             async with asyncio.timeout(self.config.timeout_s):
@@ -168,7 +211,10 @@ class Teacher:
                             return read(content)
                         problem = describe_refusal(status, content)
                         if status not in TRY_AGAIN:
-                            raise RefusedError(status, f"teacher {url} refused: it {problem}. {self._remedy(status)}")
+                            raise RefusedError(
+                                status,
+                                f"teacher {url} refused: it {problem}. {self._remedy(status)}",
+                            )
                     except AwayError as error:
                         problem = str(error)
                     except UnreadableError as error:
@@ -178,18 +224,28 @@ class Teacher:
                     await asyncio.sleep(RETRY_S)
         except TimeoutError:
             raise RunError(
-                f"waited {self.config.timeout_s:.0f} s for the teacher at {url} ({problem}). Is the server up and base_url right? "
+                f"waited {self.config.timeout_s:.0f} s for the teacher at {url} ({problem}). "
+                "Is the server up and base_url right? "
                 "If it is just slow, raise teacher.timeout_s or give it more resources"
             ) from None
 
     def _remedy(self, status: int) -> str:
         if status in (401, 403) and self.withheld:
-            return f"Its key (${self.config.api_key_var}) is not sent over plain http: use an https address, or set teacher.key_over_http"
+            return (
+                f"Its key (${self.config.api_key_var}) is not sent over plain http: use an https "
+                "address, or set teacher.key_over_http"
+            )
         if status in (401, 403):
-            return f"Put its key into the environment variable {self.config.api_key_var} (teacher.api_key_var)"
+            return (
+                f"Put its key into the environment variable {self.config.api_key_var} "
+                "(teacher.api_key_var)"
+            )
         if status == 404:
             return "Check teacher.base_url (it usually ends in /v1) and teacher.model"
-        return "A teacher must have the tokenizer of the trained model, and accept sequences of model.max_model_len + 1 tokens"
+        return (
+            "A teacher must have the tokenizer of the trained model, and accept sequences of "
+            "model.max_model_len + 1 tokens"
+        )
 
     async def close(self) -> None:
         await self.http.close()
@@ -201,27 +257,37 @@ def decode(content: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(content, type=kind)
     except UNREADABLE as error:
         raise UnreadableError(
-            f"the teacher's answer cannot be read ({error}): {content[:200]!r}. Is it vLLM's OpenAI-compatible server?"
+            f"the teacher's answer cannot be read ({error}): {content[:200]!r}. Is it vLLM's "
+            "OpenAI-compatible server?"
         ) from None
 
 
 def read_logprobs(content: bytes, token_ids: list[int]) -> list[float]:
-    """Returns the log-probabilities of `token_ids` in an answer of /completions, [T], nats; 0.0 for the first. Raises UnreadableError."""
+    """Returns the log-probabilities of `token_ids` in an answer of /completions, [T], nats; 0.0
+    for the first. Raises UnreadableError."""
     choices = decode(content, Completion).choices
     entries = choices[0].prompt_logprobs if choices else None
     if entries is None or len(entries) != len(token_ids):
-        raise UnreadableError("the teacher's answer has no prompt_logprobs for the tokens that were sent; vLLM servers return them")
+        raise UnreadableError(
+            "the teacher's answer has no prompt_logprobs for the tokens that were sent; vLLM "
+            "servers return them"
+        )
     logprobs = [0.0]
     for token, entry in zip(token_ids[1:], entries[1:], strict=True):
         value = entry[token].logprob if entry and token in entry else math.nan
         if not math.isfinite(value):
-            raise UnreadableError(f"the teacher's answer has no finite log-probability for token {token}")
+            raise UnreadableError(
+                f"the teacher's answer has no finite log-probability for token {token}"
+            )
         logprobs.append(value)
     return logprobs
 
 
-def make_teachers(default: TeacherConfig | None, own: dict[str, TeacherConfig | None]) -> dict[str, Teacher]:
-    """Returns the teacher of each environment that has one, by its own setting or the default; equal settings share a teacher."""
+def make_teachers(
+    default: TeacherConfig | None, own: dict[str, TeacherConfig | None]
+) -> dict[str, Teacher]:
+    """Returns the teacher of each environment that has one, by its own setting or the default;
+    equal settings share a teacher."""
     by_env: dict[str, Teacher] = {}
     for env, config in own.items():
         if config := config or default:

@@ -1,4 +1,5 @@
-"""Probes: completions without a reward, on which the trainer compares its log-probabilities with inference's."""
+"""Probes: completions without a reward, on which the trainer compares its log-probabilities with
+inference's."""
 
 import asyncio
 import math
@@ -21,23 +22,35 @@ def first_of_groups(batch: Path) -> list[TrainingSample]:
     return [*found.values()]
 
 
-async def probe(servers: InferenceServers, samples: list[TrainingSample], max_model_len: int) -> list[TrainingSample]:
-    """Returns completions by the loaded version of the samples' prompts. Prompts that fill the context are cut from the left. Raises what
-    InferenceServers.generate raises."""
+async def probe(
+    servers: InferenceServers, samples: list[TrainingSample], max_model_len: int
+) -> list[TrainingSample]:
+    """Returns completions by the loaded version of the samples' prompts. Prompts that fill the
+    context are cut from the left. Raises what InferenceServers.generate raises."""
     room = max(1, max_model_len - TOKENS)
 
     async def one(sample: TrainingSample) -> TrainingSample:
         prompt = sample.token_ids[: sample.spans[0].start][-room:].tolist()
-        return await complete(servers, prompt, sample.temperature, TOKENS, sample.group_id, sample.routes is not None)
+        return await complete(
+            servers, prompt, sample.temperature, TOKENS, sample.group_id, sample.routes is not None
+        )
 
     return await asyncio.gather(*map(one, samples))
 
 
 async def complete(
-    servers: InferenceServers, prompt: list[int], temperature: float, num_tokens: int, group_id: int, routes: bool = False
+    servers: InferenceServers,
+    prompt: list[int],
+    temperature: float,
+    num_tokens: int,
+    group_id: int,
+    routes: bool = False,
 ) -> TrainingSample:
-    """Returns one completion of a prompt as a sample, with all sampled tokens in the loss mask, and with its routes if so wanted."""
-    sampling = {"max_tokens": num_tokens, "temperature": temperature} | ({"routes_from": 0} if routes else {})
+    """Returns one completion of a prompt as a sample, with all sampled tokens in the loss mask,
+    and with its routes if so wanted."""
+    sampling = {"max_tokens": num_tokens, "temperature": temperature} | (
+        {"routes_from": 0} if routes else {}
+    )
     answer = await servers.generate(0, prompt, sampling)
     n, m = len(prompt), len(answer.token_ids)
     return TrainingSample.of(

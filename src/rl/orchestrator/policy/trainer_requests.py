@@ -1,4 +1,5 @@
-"""Answers to the trainer's requests: batches, acknowledged versions, probes, and the end of the run."""
+"""Answers to the trainer's requests: batches, acknowledged versions, probes, and the end of the
+run."""
 
 import asyncio
 import logging
@@ -27,12 +28,15 @@ from rl.wire.messages import (
 from rl.wire.transport import ANSWER_WITHIN_S, TrainerServer
 
 END_NOTICE_S = 120.0
-"""How long the trainer may take to ask for the next batch after an early end: it may still be writing its checkpoint."""
+"""How long the trainer may take to ask for the next batch after an early end: it may still be
+writing its checkpoint."""
 POLL_S = 0.2
 DEAD_S = 60.0
-"""A trainer counts as dead if its last checkpoint exists and its heartbeat has not changed for this long by this process's clock."""
+"""A trainer counts as dead if its last checkpoint exists and its heartbeat has not changed for
+this long by this process's clock."""
 PROBE_S = 60.0
-"""Longest wait for the completions of a probe, which a server that hangs would hold up; the trainer has long trained on by then."""
+"""Longest wait for the completions of a probe, which a server that hangs would hold up; the
+trainer has long trained on by then."""
 SEND_S = 0.5
 """Time for the last answer to be sent."""
 
@@ -42,23 +46,40 @@ log = logging.getLogger(__name__)
 class TrainerRequests:
     """Answers the trainer's requests. Each may be repeated, for example by a restarted trainer."""
 
-    def __init__(self, run_dir: RunDir, progress: Progress, policy: ServedPolicy | None, status: Status, max_model_len: int):
-        """policy: None if nobody samples from it; then only its newest version is kept, and no probe answered."""
-        self.run_dir, self.progress, self.policy, self.status, self.max_model_len = run_dir, progress, policy, status, max_model_len
+    def __init__(
+        self,
+        run_dir: RunDir,
+        progress: Progress,
+        policy: ServedPolicy | None,
+        status: Status,
+        max_model_len: int,
+    ):
+        """policy: None if nobody samples from it; then only its newest version is kept, and no
+        probe answered."""
+        self.run_dir, self.progress, self.policy, self.status, self.max_model_len = (
+            run_dir,
+            progress,
+            policy,
+            status,
+            max_model_len,
+        )
         status.writes_at_once = False  # from here on the event loop says what it does
         self.activity = 0
-        """Number of versions announced plus batches served: grows while the trainer makes progress."""
+        """Number of versions announced plus batches served: grows while the trainer makes
+        progress."""
         self.asked = 0
         """The newest batch that the trainer has asked for."""
         self.published = 0
         """The newest version that it has announced."""
         self.end_delivered = asyncio.Event()
         self.has_trainer = False
-        """Whether a trainer with a status file has asked; trainers without one (tests) are not waited for."""
+        """Whether a trainer with a status file has asked; trainers without one (tests) are not
+        waited for."""
         self.staleness = Staleness()
 
     async def serve(self, server: TrainerServer, group: asyncio.TaskGroup) -> None:
-        """Loop. Consumes the trainer's requests. Produces answers, in separate tasks if they may have to wait."""
+        """Loop. Consumes the trainer's requests. Produces answers, in separate tasks if they may
+        have to wait."""
         while True:
             sender, request = await server.receive()
             self.has_trainer = self.has_trainer or self.run_dir.status("trainer").exists()
@@ -85,19 +106,25 @@ class TrainerRequests:
         return Acknowledged(*self.policy.needed(self.progress.final))
 
     async def answer_batch(self, server: TrainerServer, sender: bytes, step: int) -> None:
-        """Answers BatchReady, RunEnded, or within a few seconds NotReady. Raises CorruptFileError for a damaged batch."""
+        """Answers BatchReady, RunEnded, or within a few seconds NotReady. Raises
+        CorruptFileError for a damaged batch."""
         progress = self.progress
-        if not await progress.wait_until(lambda: step <= progress.newest or step > progress.final, ANSWER_WITHIN_S):
+        if not await progress.wait_until(
+            lambda: step <= progress.newest or step > progress.final, ANSWER_WITHIN_S
+        ):
             return await server.reply(sender, NotReady(self.status.current))
         if step > progress.final:
             self.end_delivered.set()
-            return await server.reply(sender, RunEnded(progress.end_reason or f"max_steps = {progress.final} reached"))
+            return await server.reply(
+                sender, RunEnded(progress.end_reason or f"max_steps = {progress.final} reached")
+            )
         self.activity += 1
         return await server.reply(sender, batch_head(self.run_dir.batch(step)))
 
     async def answer_probe(self, server: TrainerServer, sender: bytes, version: int) -> None:
-        """Answers with completions by a version once inference holds it, with none if it holds a later one, is slow or fails, or NotReady
-        if it holds neither. Raises CorruptFileError for a damaged batch."""
+        """Answers with completions by a version once inference holds it, with none if it holds a
+        later one, is slow or fails, or NotReady if it holds neither. Raises CorruptFileError for
+        a damaged batch."""
         policy = self.policy
         if policy is None:
             return await server.reply(sender, Probe([]))
@@ -114,17 +141,22 @@ class TrainerRequests:
                         log.warning("inference did not answer a probe: %s", error)
         return await server.reply(sender, Probe(samples))
 
-    async def wait_for_trainer(self, holds: Callable[[], bool], what: str, deadline_s: float) -> None:
-        """Waits until `holds()`, after what the trainer does. Raises RunError after `deadline_s` seconds without progress: a finished group
-        (of which there are no more than the window has) or a new batch, for which the trainer itself waits, an announced version, or a
-        batch served to the trainer (which may train steps again after a restart)."""
+    async def wait_for_trainer(
+        self, holds: Callable[[], bool], what: str, deadline_s: float
+    ) -> None:
+        """Waits until `holds()`, after what the trainer does. Raises RunError after `deadline_s`
+        seconds without progress: a finished group (of which there are no more than the window
+        has) or a new batch, for which the trainer itself waits, an announced version, or a batch
+        served to the trainer (which may train steps again after a restart)."""
 
         def made() -> tuple[int, int, int]:
             return self.status.progress, self.progress.newest, self.activity
 
         while not holds():
             before = made()
-            if not await self.progress.wait_until(lambda before=before: holds() or made() != before, deadline_s):
+            if not await self.progress.wait_until(
+                lambda before=before: holds() or made() != before, deadline_s
+            ):
                 remedy = "if a step just takes long, raise orchestrator.trainer_timeout_s"
                 seen = last_seen(self.run_dir.status("trainer"))
                 raise RunError(f"waited {deadline_s:.0f} s for {what}; {remedy}. Trainer: {seen}")
@@ -132,7 +164,8 @@ class TrainerRequests:
     async def wait_for_trainer_end(self, timeout_s: float) -> None:
         """Waits until the trainer has ended; gives up after `timeout_s` seconds without progress.
 
-        After an early end the trainer asks for one more batch; a trainer that died before its last checkpoint asks for batches again.
+        After an early end the trainer asks for one more batch; a trainer that died before its last
+        checkpoint asks for batches again.
         """
         if self.progress.end_reason:
             with suppress(TimeoutError):
@@ -145,14 +178,20 @@ class TrainerRequests:
             if activity != self.activity:
                 activity, since = self.activity, time.monotonic()
             if time.monotonic() - since > timeout_s:
-                log.warning("waited %.0f s for the trainer to end. Trainer: %s", timeout_s, last_seen(self.run_dir.status("trainer")))
+                log.warning(
+                    "waited %.0f s for the trainer to end. Trainer: %s",
+                    timeout_s,
+                    last_seen(self.run_dir.status("trainer")),
+                )
                 return
         await asyncio.sleep(SEND_S)
 
     def trainer_has_ended(self) -> bool:
-        """Whether the trainer's last checkpoint exists and its status file is gone, or is that of a dead process."""
+        """Whether the trainer's last checkpoint exists and its status file is gone, or is that
+        of a dead process."""
         final = self.progress.final
-        if max(numbers(self.run_dir.checkpoints), default=0) < final:  # a later one exists if max_steps was lowered
+        # a later one exists if max_steps was lowered
+        if max(numbers(self.run_dir.checkpoints), default=0) < final:
             return False
         status = read_status(self.run_dir.status("trainer"))
         if status is None:

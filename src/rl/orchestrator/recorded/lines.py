@@ -1,5 +1,5 @@
-"""A line of recorded rollouts, as docs/recorded.md describes it, and its conversion to a rollout. Checks everything that could train
-something else than what was sampled."""
+"""A line of recorded rollouts, as docs/recorded.md describes it, and its conversion to a
+rollout. Checks everything that could train something else than what was sampled."""
 
 import math
 from collections import Counter
@@ -52,7 +52,8 @@ class Line(msgspec.Struct, kw_only=True):
     task: int | str | None = None
     """Missing: rollouts with equal prompts are of one task."""
     group_id: int | str | None = None
-    """Rollouts of one task are compared with each other; with this, only those that have the same one."""
+    """Rollouts of one task are compared with each other; with this, only those that have the
+    same one."""
     sample: int | str | None = None
     """Rollouts with the same one are agents of one episode. Missing: an episode of its own."""
     agent: str = "agent"
@@ -75,7 +76,9 @@ class Line(msgspec.Struct, kw_only=True):
     @property
     def failure(self) -> str | None:
         """The error of a rollout that failed."""
-        return self.error or (f"its outcome is {self.outcome}" if self.outcome in ("failed", "timeout") else None)
+        return self.error or (
+            f"its outcome is {self.outcome}" if self.outcome in ("failed", "timeout") else None
+        )
 
     @property
     def is_trainable(self) -> bool:
@@ -86,8 +89,17 @@ class Line(msgspec.Struct, kw_only=True):
     def prompt(self) -> Any:
         """What tells the task of a rollout without a name for it."""
         if self.messages:
-            first = next((i for i, message in enumerate(self.messages) if message.get("role") == "assistant"), None)
-            return self.messages[: first if self.num_prompt_messages is None else self.num_prompt_messages]
+            first = next(
+                (
+                    i
+                    for i, message in enumerate(self.messages)
+                    if message.get("role") == "assistant"
+                ),
+                None,
+            )
+            return self.messages[
+                : first if self.num_prompt_messages is None else self.num_prompt_messages
+            ]
         return self.turns[0].prompt_ids if self.turns else None
 
 
@@ -103,13 +115,18 @@ def parse(row: dict[str, Any], place: str) -> Line:
         try:
             msgspec.json.encode(getattr(line, name))
         except (ValueError, RecursionError) as error:  # half of a surrogate pair, say
-            raise RunError(f"{place}: {name}: cannot be written again ({error}); correct it, or leave the line out") from None
+            raise RunError(
+                f"{place}: {name}: cannot be written again ({error}); correct it, or leave "
+                "the line out"
+            ) from None
     return line
 
 
 def weighs_by_sampler(loss: AnyLossConfig) -> bool:
     """Whether a loss depends on the log-probabilities of the sampler."""
-    return not isinstance(loss, CrossEntropyConfig) and not (isinstance(loss, PolicyGradientConfig) and loss.importance == "none")
+    return not isinstance(loss, CrossEntropyConfig) and not (
+        isinstance(loss, PolicyGradientConfig) and loss.importance == "none"
+    )
 
 
 class Converter:
@@ -124,15 +141,30 @@ class Converter:
         """Returns a line's rollout. Raises RunError that names the place and the field."""
         error = line.failure
         if line.reward is None and not error:
-            raise RunError(f"{place}: reward: null, but the rollout did not fail; give a number, or leave the line out")
+            raise RunError(
+                f"{place}: reward: null, but the rollout did not fail; give a number, or "
+                "leave the line out"
+            )
         turns = [] if error else self.rendered(line, place) if line.turns is None else line.turns
         made = Turns.of(self.turn(turn, f"{place}: turns[{i}]") for i, turn in enumerate(turns))
         if any(turn.logprobs is None for turn in turns):
-            self.counts["have no log-probabilities: no ratio to their sampler is computed, and no mask on it acts on them"] += 1
+            self.counts[
+                "have no log-probabilities: no ratio to their sampler is computed, and no "
+                "mask on it acts on them"
+            ] += 1
         if any(turn.policy_versions is None for turn in turns):
-            self.counts["do not say which version sampled them: their lag is neither counted nor bounded"] += 1
-            if line.is_trainable and line.temperature is None and any(turn.logprobs is not None for turn in turns):
-                self.counts["have log-probabilities, but neither temperature nor versions: nothing compares them with the trainer's"] += 1
+            self.counts[
+                "do not say which version sampled them: their lag is neither counted nor bounded"
+            ] += 1
+            if (
+                line.is_trainable
+                and line.temperature is None
+                and any(turn.logprobs is not None for turn in turns)
+            ):
+                self.counts[
+                    "have log-probabilities, but neither temperature nor versions: nothing "
+                    "compares them with the trainer's"
+                ] += 1
         rollout = Rollout(
             turns=made,
             text=line.messages,
@@ -161,7 +193,9 @@ class Converter:
                 prompt_ids=turn.prompt_ids,
                 completion_ids=turn.completion_ids,
                 logprobs=[math.nan] * count if turn.logprobs is None else turn.logprobs,
-                policy_versions=[VersionSpan(NO_VERSION, count)] if turn.policy_versions is None else turn.policy_versions,
+                policy_versions=[VersionSpan(NO_VERSION, count)]
+                if turn.policy_versions is None
+                else turn.policy_versions,
                 finish_reason=turn.finish_reason,
                 routes=turn.routes,
                 routes_from=turn.routes_from,
@@ -170,43 +204,75 @@ class Converter:
             raise RunError(f"{place}: {error}") from None
 
     def fault(self, turn: RecordedTurn) -> str:
-        """Names the first field of a turn that cannot be trained, and the remedy; empty if there is none."""
+        """Names the first field of a turn that cannot be trained, and the remedy; empty if there
+        is none."""
         limit = self.vocabulary or MAX_IDS
         for name, ids in (("prompt_ids", turn.prompt_ids), ("completion_ids", turn.completion_ids)):
             if ids and not (min(ids) >= 0 and max(ids) < limit):
                 place, id = next((i, id) for i, id in enumerate(ids) if not 0 <= id < limit)
-                return f"{name}[{place}]: {id} is not in the model's vocabulary of {limit}: was it recorded with another model?"
-        if (length := len(turn.prompt_ids) + len(turn.completion_ids)) > self.config.model.max_model_len:
-            return f"completion_ids: ends after {length} tokens, but model.max_model_len = {self.config.model.max_model_len}: raise it"
+                return (
+                    f"{name}[{place}]: {id} is not in the model's vocabulary of {limit}: was it "
+                    "recorded with another model?"
+                )
+        if (
+            length := len(turn.prompt_ids) + len(turn.completion_ids)
+        ) > self.config.model.max_model_len:
+            return (
+                f"completion_ids: ends after {length} tokens, but model.max_model_len = "
+                f"{self.config.model.max_model_len}: raise it"
+            )
         loss = self.config.trainer.loss
         if turn.logprobs is None and weighs_by_sampler(loss):
-            of_loss = "trainer.loss.importance = none" if loss.type == "policy_gradient" else "type = policy_gradient, importance = none"
-            remedy = f"record them, or choose a loss without: {of_loss}, or trainer.loss.type = cross_entropy"
-            return f"logprobs: missing, and trainer.loss.type = {loss.type} weighs tokens by them: {remedy}"
+            of_loss = (
+                "trainer.loss.importance = none"
+                if loss.type == "policy_gradient"
+                else "type = policy_gradient, importance = none"
+            )
+            remedy = (
+                f"record them, or choose a loss without: {of_loss}, or trainer.loss.type = "
+                "cross_entropy"
+            )
+            return (
+                f"logprobs: missing, and trainer.loss.type = {loss.type} weighs tokens by them: "
+                f"{remedy}"
+            )
         for i, logprob in enumerate(turn.logprobs or ()):
             if not -math.inf < logprob <= MOST_LIKELY:
-                return f"logprobs[{i}]: {logprob} is not the logarithm of a probability: give a finite number of at most 0, in nats"
+                return (
+                    f"logprobs[{i}]: {logprob} is not the logarithm of a probability: give a "
+                    "finite number of at most 0, in nats"
+                )
         if turn.policy_versions is None and not self.config.max_lag:
             return (
-                "policy_versions: missing, and max_lag = 0 trains only tokens of exactly the trained version: give them, or raise max_lag"
+                "policy_versions: missing, and max_lag = 0 trains only tokens of exactly the "
+                "trained version: give them, or raise max_lag"
             )
         if any(span.policy_version < 0 for span in turn.policy_versions or ()):
             return "policy_versions: a version is 0, the model that the run begins with, or more"
         return ""
 
     def rendered(self, line: Line, place: str) -> list[RecordedTurn]:
-        """Returns the turns of a rollout that is only text, with the ids that our renderer gives it. Raises RunError."""
+        """Returns the turns of a rollout that is only text, with the ids that our renderer gives
+        it. Raises RunError."""
         if line.truncated or line.outcome in ("truncated", "overlong", "empty"):
-            self.counts["are truncated and have no token ids: they are not trained, but their rewards count"] += 1
+            self.counts[
+                "are truncated and have no token ids: they are not trained, but their rewards count"
+            ] += 1
             return []
         answers = list(self.answers(line, place))
         try:
             self.renderer = self.renderer or load_renderer(
-                self.model_path, self.config.renderer, trust_remote_code=self.config.model.trust_remote_code
+                self.model_path,
+                self.config.renderer,
+                trust_remote_code=self.config.model.trust_remote_code,
             )
             turns = []
-            for i, _, prompt, answer in conversation_ids(self.renderer, line.messages, answers, line.tools):
-                if lost := missing_text(self.renderer, prompt, answer, line.messages[i], line.tools):
+            for i, _, prompt, answer in conversation_ids(
+                self.renderer, line.messages, answers, line.tools
+            ):
+                if lost := missing_text(
+                    self.renderer, prompt, answer, line.messages[i], line.tools
+                ):
                     raise RunError(lost)
                 turns.append(RecordedTurn(prompt_ids=prompt, completion_ids=answer))
         except RunError as error:
@@ -217,13 +283,22 @@ class Converter:
     def answers(self, line: Line, place: str) -> Iterable[int]:
         """Returns the indices of the messages that the policy wrote. Raises RunError."""
         if not line.messages:
-            raise RunError(f"{place}: has neither turns nor messages; docs/recorded.md has the form of a line")
+            raise RunError(
+                f"{place}: has neither turns nor messages; docs/recorded.md has the form of a line"
+            )
         for i, message in enumerate(line.messages):
             if not isinstance(message.get("role"), str):
                 raise RunError(f"{place}: messages[{i}].role: missing")
         first = line.num_prompt_messages or 0
-        found = [i for i, message in enumerate(line.messages) if i >= first and message.get("role") == "assistant" and has_content(message)]
+        found = [
+            i
+            for i, message in enumerate(line.messages)
+            if i >= first and message.get("role") == "assistant" and has_content(message)
+        ]
         if line.num_turns and line.num_turns < len(found):
             remedy = "record token ids (turns)"
-            raise RunError(f"{place}: the policy sampled {line.num_turns} of its {len(found)} answers, and nothing says which: {remedy}")
+            raise RunError(
+                f"{place}: the policy sampled {line.num_turns} of its {len(found)} answers, "
+                f"and nothing says which: {remedy}"
+            )
         return found

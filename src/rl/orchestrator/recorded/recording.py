@@ -1,4 +1,5 @@
-"""Reads recorded rollouts: checked row by row, and compared with each other in the groups of their tasks."""
+"""Reads recorded rollouts: checked row by row, and compared with each other in the groups of
+their tasks."""
 
 import glob
 import hashlib
@@ -20,7 +21,10 @@ from rl.system.jsonl import json_objects
 from rl.wire.batch_file import check_given
 from rl.wire.rollouts import Group
 
-EXAMPLE = '{"task": 3, "reward": 1.0, "messages": [...], "turns": [{"prompt_ids": [...], "completion_ids": [...], ...}]}'
+EXAMPLE = (
+    '{"task": 3, "reward": 1.0, "messages": [...], "turns": [{"prompt_ids": [...], '
+    '"completion_ids": [...], ...}]}'
+)
 
 
 @dataclass
@@ -45,12 +49,16 @@ def files_of(pattern: str) -> list[Path]:
     found = [Path(pattern)] if Path(pattern).is_file() else sorted(map(Path, glob.glob(pattern)))
     files = [path for path in found if path.is_file() and path.name != PENDING_ROLLOUTS]
     if not files:
-        raise RunError(f"recorded.rollouts = {pattern!r}: there is no such file; give a JSONL file, or a pattern (data/*.jsonl)")
+        raise RunError(
+            f"recorded.rollouts = {pattern!r}: there is no such file; give a JSONL file, or "
+            "a pattern (data/*.jsonl)"
+        )
     return files
 
 
 def digests(files: list[Path]) -> dict[str, str]:
-    """Returns the SHA-256 of each file, by path. Raises RunError for a damaged file of another run's rollouts."""
+    """Returns the SHA-256 of each file, by path. Raises RunError for a damaged file of another
+    run's rollouts."""
     found = {}
     for path in files:
         check_given(path)
@@ -60,7 +68,8 @@ def digests(files: list[Path]) -> dict[str, str]:
 
 
 def read(config: RLConfig, model_path: str, first_group: int) -> Recording:
-    """Reads the files. Group ids count from `first_group`. Raises RunError with file, line and field of the first fault."""
+    """Reads the files. Group ids count from `first_group`. Raises RunError with file, line and
+    field of the first fault."""
     assert config.recorded
     recording, files = Recording(), files_of(config.recorded.rollouts)
     convert = Converter(config, model_path, vocab_size(Path(model_path)))
@@ -73,28 +82,53 @@ def read(config: RLConfig, model_path: str, first_group: int) -> Recording:
         for place, row in json_objects(path, EXAMPLE):
             for line in parsed(row, place):
                 task = line.prompt if line.task is None else line.task
-                key = msgspec.json.encode([line.env, task, line.group_id, str(path.parent) if line.group_id is not None else ""])
+                key = msgspec.json.encode(
+                    [
+                        line.env,
+                        task,
+                        line.group_id,
+                        str(path.parent) if line.group_id is not None else "",
+                    ]
+                )
                 if (group := groups.get(key)) is None:
-                    number = task if isinstance(task, int) else tasks.setdefault((line.env, msgspec.json.encode(task)), len(tasks))
-                    group = groups[key] = Group(group_id=first_group + len(groups), env=line.env, task=number, rollouts=[])
+                    number = (
+                        task
+                        if isinstance(task, int)
+                        else tasks.setdefault((line.env, msgspec.json.encode(task)), len(tasks))
+                    )
+                    group = groups[key] = Group(
+                        group_id=first_group + len(groups), env=line.env, task=number, rollouts=[]
+                    )
                 if line.is_trainable and not line.failure:
                     heat = temperature(line, config, place)
                     group.temperature, first = heats.setdefault(group.group_id, (heat, place))
                     if heat != group.temperature:
-                        why = f"not that of {first}, a rollout of the same task; give them different group_ids"
+                        why = (
+                            f"not that of {first}, a rollout of the same task; give them "
+                            "different group_ids"
+                        )
                         raise RunError(f"{place}: temperature: {why}")
                 rollout = convert.rollout(line, place)
-                if line.prompt != prompts.setdefault((group.group_id, line.agent, bool(line.messages)), line.prompt):
-                    convert.counts["have another prompt than the first of their task: give rows of several environments their `env`"] += 1
+                if line.prompt != prompts.setdefault(
+                    (group.group_id, line.agent, bool(line.messages)), line.prompt
+                ):
+                    convert.counts[
+                        "have another prompt than the first of their task: give rows of "
+                        "several environments their `env`"
+                    ] += 1
                 whose = (group.group_id, place if line.sample is None else (str(path), line.sample))
-                episode = episodes.setdefault(whose, Episode(len({one.episode for one in group.rollouts})))
+                episode = episodes.setdefault(
+                    whose, Episode(len({one.episode for one in group.rollouts}))
+                )
                 episode.add(line, place)
                 rollout.episode = episode.number
                 group.rollouts.append(rollout)
                 recording.places.setdefault(group.group_id, []).append(place)
     recording.groups, recording.counts = list(groups.values()), convert.counts
     if not groups:
-        raise RunError(f"{', '.join(map(str, files))}: has no rollouts; write one a line, like {EXAMPLE}")
+        raise RunError(
+            f"{', '.join(map(str, files))}: has no rollouts; write one a line, like {EXAMPLE}"
+        )
     return recording
 
 
@@ -105,15 +139,23 @@ def parsed(row: dict[str, Any], place: str) -> list[Line]:
     except RunError as error:
         raise RunError(f"{place}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise RunError(f"{place}: not as verifiers writes it ({type(error).__name__}: {error}); save it again") from None
+        raise RunError(
+            f"{place}: not as verifiers writes it ({type(error).__name__}: {error}); save it again"
+        ) from None
     return [parse(line, place) for line in lines]
 
 
 def temperature(line: Line, config: RLConfig, place: str) -> float:
-    """Returns the temperature at which a rollout was sampled. Raises RunError for one at which nothing can be trained."""
-    found = config.orchestrator.sampling.temperature if line.temperature is None else line.temperature
+    """Returns the temperature at which a rollout was sampled. Raises RunError for one at which
+    nothing can be trained."""
+    found = (
+        config.orchestrator.sampling.temperature if line.temperature is None else line.temperature
+    )
     if not 0 < found < math.inf:
-        raise RunError(f"{place}: temperature: {found} is not a finite number above 0, at which the trainer can score its tokens")
+        raise RunError(
+            f"{place}: temperature: {found} is not a finite number above 0, at which the "
+            "trainer can score its tokens"
+        )
     return found
 
 
@@ -126,10 +168,13 @@ class Episode:
         """(agent, rollout_id) -> place of the first line."""
 
     def add(self, line: Line, place: str) -> None:
-        """Raises RunError for a second line of the same rollout. Rows of verifiers, and episodes that say how many lines they have, may
-        have several of one agent."""
+        """Raises RunError for a second line of the same rollout. Rows of verifiers, and episodes
+        that say how many lines they have, may have several of one agent."""
         first = self.firsts.setdefault((line.agent, line.rollout_id), place)
         if first != place and self.size >= line.agents:
             remedy = "did two programs write the file? Give each rollout a sample of its own"
-            raise RunError(f"{place}: sample: {line.sample!r} of agent {line.agent!r} is in {first} already; {remedy}")
+            raise RunError(
+                f"{place}: sample: {line.sample!r} of agent {line.agent!r} is in {first} "
+                f"already; {remedy}"
+            )
         self.size += 1

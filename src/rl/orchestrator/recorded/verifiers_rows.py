@@ -1,4 +1,5 @@
-"""Rows that verifiers has saved, as lines of ours: results.jsonl of its classic API, and traces.jsonl of its v1 API."""
+"""Rows that verifiers has saved, as lines of ours: results.jsonl of its classic API, and
+traces.jsonl of its v1 API."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,9 @@ Row = dict[str, Any]
 
 
 def lines_of(row: Row) -> Iterator[Row]:
-    """Yields the lines of a row: of a v1 episode one for each trace, of any row that is not verifiers' itself. Raises KeyError, TypeError
-    and AttributeError for a row that lacks what verifiers writes, RunError for one that cannot be trained."""
+    """Yields the lines of a row: of a v1 episode one for each trace, of any row that is not
+    verifiers' itself. Raises KeyError, TypeError and AttributeError for a row that lacks what
+    verifiers writes, RunError for one that cannot be trained."""
     if isinstance(row.get("traces"), list):
         yield from (line_of_trace(trace, row) for trace in row["traces"])
     elif "example_id" in row and "completion" in row:
@@ -21,18 +23,32 @@ def lines_of(row: Row) -> Iterator[Row]:
 
 
 def line_of_result(row: Row) -> Row:
-    """Returns the line of a row of the classic API. Token ids are in its `trajectory`, if that is among the saved state columns."""
+    """Returns the line of a row of the classic API. Token ids are in its `trajectory`, if that
+    is among the saved state columns."""
     error, prompt, completion = row.get("error"), row["prompt"], row["completion"]
     info = row.get("info")
-    of_group = info.get("env_id") if isinstance(info, dict) else None  # an EnvGroup's name, or names, of the environment
+    # an EnvGroup's name, or names, of the environment
+    of_group = info.get("env_id") if isinstance(info, dict) else None
     line = {
-        **({"env": of_group if isinstance(of_group, str) else "/".join(of_group)} if of_group else {}),
+        **(
+            {"env": of_group if isinstance(of_group, str) else "/".join(of_group)}
+            if of_group
+            else {}
+        ),
         "task": row["example_id"],
         "reward": None if error else row["reward"],
         "metrics": row.get("metrics") or {},
         "stop": row.get("stop_condition") or "",
         "truncated": bool(row.get("is_truncated")),
-        **({"error": str(error.get("error_chain_repr", error) if isinstance(error, dict) else error)} if error else {}),
+        **(
+            {
+                "error": str(
+                    error.get("error_chain_repr", error) if isinstance(error, dict) else error
+                )
+            }
+            if error
+            else {}
+        ),
     }
     steps = row.get("trajectory")
     if steps and all(step.get("tokens") for step in steps):
@@ -44,33 +60,48 @@ def line_of_result(row: Row) -> Row:
             "tools": tools_of(row.get("tool_defs")),
         }
     elif "turns" not in line and not error:
-        raise RunError("completion: is text without token ids; save them, with trajectory among verifiers' state columns")
+        raise RunError(
+            "completion: is text without token ids; save them, with trajectory among "
+            "verifiers' state columns"
+        )
     return line
 
 
 def turn_of_step(tokens: Row) -> Row:
-    """Returns the turn of a step of a trajectory. Masked tokens of a completion are not the policy's: nothing says how to train it then."""
+    """Returns the turn of a step of a trajectory. Masked tokens of a completion are not the
+    policy's: nothing says how to train it then."""
     if not all(tokens["completion_mask"]):
         raise RunError("trajectory: an answer has masked tokens, which the policy did not sample")
     reason = "length" if tokens.get("is_truncated") else "stop"
-    turn = {"prompt_ids": tokens["prompt_ids"], "completion_ids": tokens["completion_ids"], "finish_reason": reason}
+    turn = {
+        "prompt_ids": tokens["prompt_ids"],
+        "completion_ids": tokens["completion_ids"],
+        "finish_reason": reason,
+    }
     return turn | {"logprobs": logprobs_of(turn, tokens.get("completion_logprobs"))}
 
 
 def logprobs_of(turn: Row, saved: list[float] | None) -> list[float] | None:
-    """Returns the log-probabilities of a turn: verifiers writes an empty list also for those that it does not have."""
+    """Returns the log-probabilities of a turn: verifiers writes an empty list also for those
+    that it does not have."""
     return saved or (None if turn["completion_ids"] else [])
 
 
 def message_of(message: Row) -> Row:
-    """Returns a message in the form of chat APIs: calls are JSON text in the classic API, and have no `function` in v1."""
+    """Returns a message in the form of chat APIs: calls are JSON text in the classic API, and
+    have no `function` in v1."""
     made = [chat_call(call) for call in message.get("tool_calls") or ()]
-    return {key: value for key, value in message.items() if value is not None} | ({"tool_calls": made} if made else {})
+    return {key: value for key, value in message.items() if value is not None} | (
+        {"tool_calls": made} if made else {}
+    )
 
 
 def tools_of(tools: list[Row] | None) -> list[Row] | None:
     """Returns tool definitions in the form of chat APIs."""
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()] or None
+    return [
+        tool if "function" in tool else {"type": "function", "function": tool}
+        for tool in tools or ()
+    ] or None
 
 
 def line_of_trace(trace: Row, episode: Row) -> Row:
@@ -88,28 +119,45 @@ def line_of_trace(trace: Row, episode: Row) -> Row:
         "group_id": (episode.get("group") or {}).get("id"),
         "sample": episode["id"],
         "agent": agent.get("name", "agent"),
-        "reward": None if failed else sum(reward["score"] * reward.get("weight", 1.0) for reward in rewards),
-        "metrics": scores | {name: value for name, value in trace.get("metrics", {}).items() if value is not None},
+        "reward": None
+        if failed
+        else sum(reward["score"] * reward.get("weight", 1.0) for reward in rewards),
+        "metrics": scores
+        | {name: value for name, value in trace.get("metrics", {}).items() if value is not None},
         "stop": trace.get("stop_condition") or "",
         "truncated": any(call.get("finish_reason") == "length" for call in trace.get("calls", ())),
         "messages": [message_of(nodes[i]["message"]) for i in path],
-        "num_prompt_messages": next((at for at, i in enumerate(path) if nodes[i].get("sampled")), len(path)),
+        "num_prompt_messages": next(
+            (at for at, i in enumerate(path) if nodes[i].get("sampled")), len(path)
+        ),
         "tools": tools_of(trace.get("tools")),
         "num_turns": len(sampled),
-        **({"error": str(errors[-1]["message"] if errors else "the episode was not completed")} if failed else {}),
-        **({"temperature": temperature_of(trace)} if agent.get("trainable", True) else {"trainable": False}),
+        **(
+            {"error": str(errors[-1]["message"] if errors else "the episode was not completed")}
+            if failed
+            else {}
+        ),
+        **(
+            {"temperature": temperature_of(trace)}
+            if agent.get("trainable", True)
+            else {"trainable": False}
+        ),
     }
     with_ids = sampled and all(nodes[i].get("token_ids") for i in sampled)
     return line | ({"turns": [turn_of_node(nodes, i) for i in sampled]} if with_ids else {})
 
 
 def temperature_of(trace: Row) -> float | None:
-    """Returns the temperature of the calls of a trace that were answered; None if it is not recorded. Raises RunError if they differ."""
+    """Returns the temperature of the calls of a trace that were answered; None if it is not
+    recorded. Raises RunError if they differ."""
     answered = [call for call in trace.get("calls", ()) if not call.get("error")]
     found = {(call.get("sampling") or {}).get("temperature") for call in answered} or {None}
     if len(found) > 1:
         values = ", ".join(sorted(map(str, found)))
-        raise RunError(f"calls: sampled at several temperatures ({values}), but a rollout is trained at one; leave it out")
+        raise RunError(
+            f"calls: sampled at several temperatures ({values}), but a rollout is trained at "
+            "one; leave it out"
+        )
     return found.pop()
 
 
@@ -129,6 +177,8 @@ def turn_of_node(nodes: list[Row], index: int) -> Row:
     ids, mask = nodes[index]["token_ids"], nodes[index]["mask"]
     first = mask.index(True) if True in mask else len(mask)
     if not all(mask[first:]):
-        raise RunError(f"nodes[{index}].mask: an answer has masked tokens, which the policy did not sample")
+        raise RunError(
+            f"nodes[{index}].mask: an answer has masked tokens, which the policy did not sample"
+        )
     turn = {"prompt_ids": before + ids[:first], "completion_ids": ids[first:]}
     return turn | {"logprobs": logprobs_of(turn, nodes[index].get("logprobs"))}

@@ -1,19 +1,23 @@
 """Admission: how many groups may be in flight, and from which environments.
 
-Lag is bounded by construction: batch N+1 makes version N+1 from N, so a token of version v in it lags N - v. With `loaded` the version
-in inference and `newest` the last batch, at most (loaded + 1 + max_lag - newest) batches' worth of episodes are playing or waiting. If
-they finish in order, the last of them goes into batch loaded + 1 + max_lag, where its tokens, of version >= loaded, lag at most
-max_lag. Dropped groups make room for their replacements. With max_lag = 0 no group can be overtaken, and lag is always 0.
+Lag is bounded by construction: batch N+1 makes version N+1 from N, so a token of version v in it
+lags N - v. With `loaded` the version in inference and `newest` the last batch, at most (loaded + 1
++ max_lag - newest) batches' worth of episodes are playing or waiting. If they finish in order, the
+last of them goes into batch loaded + 1 + max_lag, where its tokens, of version >= loaded, lag at
+most max_lag. Dropped groups make room for their replacements. With max_lag = 0 no group can be
+overtaken, and lag is always 0.
 
-With max_lag = 0, a batch would have to wait for each round of replacements while the servers are nearly idle. To avoid that, the number of
-groups started is what the batch is expected to need, given the share of recent groups that were trainable. The batch takes the trainable
-groups that started first, not those that finished first, which would favor short ones. Groups started after these are discarded, finished
-or not, and their tasks are played next.
+With max_lag = 0, a batch would have to wait for each round of replacements while the servers are
+nearly idle. To avoid that, the number of groups started is what the batch is expected to need,
+given the share of recent groups that were trainable. The batch takes the trainable groups that
+started first, not those that finished first, which would favor short ones. Groups started after
+these are discarded, finished or not, and their tasks are played next.
 
-With max_lag > 0 a batch does not wait for a slow minority: a group that has played for longer than SLOW times the typical time gives up
-its place once a group that started later has finished; in an outage, when none finishes, all keep theirs. It continues, is trained when it
-finishes, and may lag by more than max_lag, up to max_off_policy_steps. So a slow environment plays as many groups at once as its share
-requires, without holding up the others.
+With max_lag > 0 a batch does not wait for a slow minority: a group that has played for longer than
+SLOW times the typical time gives up its place once a group that started later has finished; in an
+outage, when none finishes, all keep theirs. It continues, is trained when it finishes, and may lag
+by more than max_lag, up to max_off_policy_steps. So a slow environment plays as many groups at once
+as its share requires, without holding up the others.
 """
 
 import asyncio
@@ -29,13 +33,14 @@ from rl.orchestrator.tasks.task_source import TaskRef, TaskSource
 from rl.wire.rollouts import Group
 
 SLOW = 2.0
-"""A group that has played for longer than this multiple of the typical time no longer holds a place once a later one has finished."""
+"""A group that has played for longer than this multiple of the typical time no longer holds a
+place once a later one has finished."""
 PACE_GROUPS = 32
 """Number of an environment's newest groups over which its median time is taken."""
 
 KEPT_GROUPS, KEPT_AT_LEAST = 24, 8
-"""The trainable share of an environment is estimated from its newest KEPT_GROUPS groups; with fewer than KEPT_AT_LEAST, the missing ones
-count as trained."""
+"""The trainable share of an environment is estimated from its newest KEPT_GROUPS groups; with
+fewer than KEPT_AT_LEAST, the missing ones count as trained."""
 
 
 class Pace:
@@ -44,7 +49,8 @@ class Pace:
     def __init__(self, shares: dict[str, float]):
         self.shares = shares
         self.newest_start = -math.inf
-        """Latest start of a group that has finished, in monotonic time: unfinished groups that started earlier were overtaken."""
+        """Latest start of a group that has finished, in monotonic time: unfinished groups that
+        started earlier were overtaken."""
         self.seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=PACE_GROUPS))
 
     def add(self, env: str, seconds: float) -> None:
@@ -53,8 +59,11 @@ class Pace:
         self.newest_start = max(self.newest_start, time.monotonic() - seconds)
 
     def typical_s(self) -> float:
-        """Returns the weighted median of the environments' median times, seconds; inf until environments with half the weight have one."""
-        medians = sorted((statistics.median(self.seconds[env]), env) for env in self.shares if self.seconds[env])
+        """Returns the weighted median of the environments' median times, seconds; inf until
+        environments with half the weight have one."""
+        medians = sorted(
+            (statistics.median(self.seconds[env]), env) for env in self.shares if self.seconds[env]
+        )
         reached = 0.0
         for seconds, env in medians:
             reached += self.shares[env]
@@ -104,23 +113,34 @@ def eligible(
 ) -> list[str]:
     """Returns the environments from which a group may be started now; empty if there is no room.
 
-    batches_ahead: how many batches may still be sampled. max_in_flight: how many episodes may play at once in total, slow ones included;
-    each environment has its share of them. A slow environment that has used up its share leaves the places to the others.
+    batches_ahead: how many batches may still be sampled. max_in_flight: how many episodes may play
+    at once in total, slow ones included; each environment has its share of them. A slow environment
+    that has used up its share leaves the places to the others.
 
-    Shares are of the episodes played: replacements for dropped groups are shared like the rest, so that an environment that is solved, or
-    that fails, does not take all of them. At most `max_refill` batches' worth are played for each batch that may be sampled; if all of
-    these were dropped, more are played until there is something to train on. `kept`: by environment, the share of episodes in flight that
-    is likely to be trained (default 1); the rest are replaced in advance, within the same limit.
+    Shares are of the episodes played: replacements for dropped groups are shared like the rest, so
+    that an environment that is solved, or that fails, does not take all of them. At most
+    `max_refill` batches' worth are played for each batch that may be sampled; if all of these were
+    dropped, more are played until there is something to train on. `kept`: by environment, the share
+    of episodes in flight that is likely to be trained (default 1); the rest are replaced in
+    advance, within the same limit.
     """
     window, most = batch_size * batches_ahead, max_refill * batch_size * batches_ahead
     all_dropped = places.dropped.total() >= most and not places.usable
     if places.dropped.total() + places.held >= most and not all_dropped:
         return []
-    lost = sum((1.0 - max(kept.get(env, 1.0), 1.0 / max_refill)) * count for env, count in places.playing.items() if not all_dropped)
+    lost = sum(
+        (1.0 - max(kept.get(env, 1.0), 1.0 / max_refill)) * count
+        for env, count in places.playing.items()
+        if not all_dropped
+    )
     if places.held - lost >= window:
         return []
     dropped = places.dropped.total() + lost
-    below_cap = [env for env, share in shares.items() if places.playing[env] + places.slow[env] < max(1.0, share * max_in_flight)]
+    below_cap = [
+        env
+        for env, share in shares.items()
+        if places.playing[env] + places.slow[env] < max(1.0, share * max_in_flight)
+    ]
     played = places.usable + places.playing + places.dropped
     return [env for env in below_cap if played[env] < shares[env] * (window + dropped)] or below_cap
 
@@ -138,14 +158,21 @@ class Admission:
         """Whether each of the newest groups of an environment can be trained."""
 
     def kept(self) -> Mapping[str, float]:
-        """Returns the share of each environment's groups likely to be trained; empty with max_lag > 0, where no group waits for another."""
+        """Returns the share of each environment's groups likely to be trained; empty with
+        max_lag > 0, where no group waits for another."""
         if self.config.max_lag:
             return {}
-        lacking = {env: max(0, KEPT_AT_LEAST - len(newest)) for env, newest in self.outcomes.items()}
-        return {env: (sum(newest) + lacking[env]) / (len(newest) + lacking[env]) for env, newest in self.outcomes.items()}
+        lacking = {
+            env: max(0, KEPT_AT_LEAST - len(newest)) for env, newest in self.outcomes.items()
+        }
+        return {
+            env: (sum(newest) + lacking[env]) / (len(newest) + lacking[env])
+            for env, newest in self.outcomes.items()
+        }
 
     def places(self, finished: Iterable[Group]) -> Places:
-        """Counts the episodes of each environment by state; `finished` are the groups that no batch has used yet."""
+        """Counts the episodes of each environment by state; `finished` are the groups that no
+        batch has used yet."""
         places, now = Places(), time.monotonic()
         for group in finished:
             if group.why != "surplus":  # surplus groups belong to the previous batch
@@ -159,19 +186,25 @@ class Admission:
         return places
 
     def eligible(self, places: Places, batches_ahead: int) -> list[str]:
-        """Returns the environments from which a group may be started, by the lag bound, the run's end, the refill limit and the shares."""
+        """Returns the environments from which a group may be started, by the lag bound, the
+        run's end, the refill limit and the shares."""
         if self.source.retry and batches_ahead > 0:
             return list(self.source.shares)  # lost groups were already given a place
         settings = self.config.orchestrator
         limits = (settings.max_in_flight, settings.max_refill)
-        return eligible(self.source.shares, places, settings.batch_size, batches_ahead, *limits, self.kept())
+        return eligible(
+            self.source.shares, places, settings.batch_size, batches_ahead, *limits, self.kept()
+        )
 
     def first(self) -> float:
         """Returns the lowest id of a group in flight or lost; infinity if there is none."""
-        return min([*self.in_flight, *(ref.group_id for ref in self.source.retry)], default=math.inf)
+        return min(
+            [*self.in_flight, *(ref.group_id for ref in self.source.retry)], default=math.inf
+        )
 
     def give_back(self, finished: Iterable[TaskRef]) -> int:
-        """Cancels all groups in flight and queues their tasks, and those of `finished` groups, next. Returns the number cancelled."""
+        """Cancels all groups in flight and queues their tasks, and those of `finished` groups,
+        next. Returns the number cancelled."""
         playing = list(self.in_flight.values())
         for play in playing:
             play.task.cancel()
@@ -180,19 +213,33 @@ class Admission:
         return len(playing)
 
     def cancel_stale(self, loaded: int, arrived: Iterable[Group]) -> list[InFlight]:
-        """Cancels groups whose oldest token would be too far behind the version `loaded`, and issues their tasks again.
+        """Cancels groups whose oldest token would be too far behind the version `loaded`, and
+        issues their tasks again.
 
-        Keeps groups that have `arrived`: they are finished, just not durable yet. Returns the cancelled groups.
+        Keeps groups that have `arrived`: they are finished, just not durable yet. Returns the
+        cancelled groups.
         """
-        oldest, kept = loaded - self.config.orchestrator.max_off_policy_steps, {group.group_id for group in arrived}
-        stale = [play for play in self.in_flight.values() if play.start_version < oldest and play.ref.group_id not in kept]
+        oldest, kept = (
+            loaded - self.config.orchestrator.max_off_policy_steps,
+            {group.group_id for group in arrived},
+        )
+        stale = [
+            play
+            for play in self.in_flight.values()
+            if play.start_version < oldest and play.ref.group_id not in kept
+        ]
         for play in stale:
             play.task.cancel()
             self.source.retry.append(self.in_flight.pop(play.ref.group_id).ref)
         return stale
 
     def lose_env(self, env: str, arrived: Iterable[Group]) -> None:
-        """Excludes an environment until the next start, with its groups that have not `arrived`; its share goes to the others."""
+        """Excludes an environment until the next start, with its groups that have not `arrived`;
+        its share goes to the others."""
         played = {group.group_id for group in arrived}
-        lost = [group_id for group_id, play in self.in_flight.items() if play.ref.env == env and group_id not in played]
+        lost = [
+            group_id
+            for group_id, play in self.in_flight.items()
+            if play.ref.env == env and group_id not in played
+        ]
         self.source.lose_env(env, [self.in_flight.pop(group_id).ref for group_id in lost])

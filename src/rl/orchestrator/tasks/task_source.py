@@ -1,4 +1,5 @@
-"""Chooses the next task, as a function of the seed, counters and the solve rates at the last batch, so that its state is small."""
+"""Chooses the next task, as a function of the seed, counters and the solve rates at the last
+batch, so that its state is small."""
 
 import logging
 import math
@@ -58,7 +59,8 @@ class EnvTasks:
 
 @dataclass
 class Lost:
-    """A group in flight when a process died; its lost id was above `after` and below `before`, ids of the same environment."""
+    """A group in flight when a process died; its lost id was above `after` and below `before`,
+    ids of the same environment."""
 
     after: int
     before: int
@@ -67,30 +69,42 @@ class Lost:
 
 def pool(rate: float, difficulty: DifficultyConfig) -> Literal["hard", "normal", "easy"]:
     """Returns the difficulty pool of a task with this solve rate."""
-    return "hard" if rate <= difficulty.hard_up_to else "easy" if rate > difficulty.easy_above else "normal"
+    return (
+        "hard"
+        if rate <= difficulty.hard_up_to
+        else "easy"
+        if rate > difficulty.easy_above
+        else "normal"
+    )
 
 
 def packed(rates: "array[float]") -> bytes:
-    """Returns the solve rates of an environment's tasks, 8 bytes each, in order, compressed: 1 to 2 MB for a million tasks."""
+    """Returns the solve rates of an environment's tasks, 8 bytes each, in order, compressed: 1
+    to 2 MB for a million tasks."""
     return zlib.compress(rates.tobytes(), 1)
 
 
 def unpacked(data: bytes, size: int) -> "array[float]":
-    """Returns the solve rates of `size` tasks; `data` may have more or fewer, as `max_samples` may change on resume. Raises RunError."""
+    """Returns the solve rates of `size` tasks; `data` may have more or fewer, as `max_samples`
+    may change on resume. Raises RunError."""
     rates = array("d")
     try:
         rates.frombytes(zlib.decompressobj().decompress(data, 8 * size))
-    except (zlib.error, ValueError) as error:  # not damage, as the file's checksum was verified: another program wrote it
-        raise RunError(f"the solve rates in the newest batch cannot be read ({error}); start another run") from None
+    # not damage, as the file's checksum was verified: another program wrote it
+    except (zlib.error, ValueError) as error:
+        raise RunError(
+            f"the solve rates in the newest batch cannot be read ({error}); start another run"
+        ) from None
     return rates[:size] + array("d", [UNPLAYED]) * (size - len(rates))
 
 
 class TaskSource:
-    """Gives each environment its share of the rollouts, and walks its tasks in an order that is reshuffled every epoch.
+    """Gives each environment its share of the rollouts, and walks its tasks in an order that is
+    reshuffled every epoch.
 
-    With difficulty pools, tasks may be skipped when their turn comes. This is decided by the rates at the last batch
-    (`update_solve_rates`), never by newer ones, so the draws between two batches do not depend on when groups finish, and
-    `restore` can repeat them.
+    With difficulty pools, tasks may be skipped when their turn comes. This is decided by the rates
+    at the last batch (`update_solve_rates`), never by newer ones, so the draws between two batches
+    do not depend on when groups finish, and `restore` can repeat them.
     """
 
     def __init__(self, envs: dict[str, EnvTasks], seed: int):
@@ -100,7 +114,11 @@ class TaskSource:
         self.issued = dict.fromkeys(envs, 0)
         self.skipped = dict.fromkeys(envs, 0)
         self.skipped_before = dict.fromkeys(envs, 0)
-        self.pooled = {name: env.difficulty for name, env in envs.items() if env.difficulty and env.size is not None}
+        self.pooled = {
+            name: env.difficulty
+            for name, env in envs.items()
+            if env.difficulty and env.size is not None
+        }
         self.rates = {env: array("d", [UNPLAYED]) * (envs[env].size or 0) for env in self.pooled}
         self.sizes = {env: Counter[str]() for env in self.pooled}
         """Number of played tasks in each pool, by environment."""
@@ -117,8 +135,8 @@ class TaskSource:
         self.shares = {name: env.weight / total for name, env in envs.items()}
 
     def next(self, eligible: Collection[str]) -> TaskRef:
-        """Returns the next group to play: a cancelled or lost one, a returned one, else a new one of the eligible environment furthest
-        behind its share."""
+        """Returns the next group to play: a cancelled or lost one, a returned one, else a new
+        one of the eligible environment furthest behind its share."""
         if self.retry:
             return self.retry.popleft()
         if ref := next((ref for ref in self.requeued if ref.env in eligible), None):
@@ -126,10 +144,13 @@ class TaskSource:
             return ref
         rollouts = {name: self.issued[name] * self.envs[name].group_size for name in self.shares}
         total = sum(rollouts.values())
-        return self._draw(max(eligible, key=lambda name: self.shares[name] * (total + 1) - rollouts[name]))
+        return self._draw(
+            max(eligible, key=lambda name: self.shares[name] * (total + 1) - rollouts[name])
+        )
 
     def _draw(self, env: str) -> TaskRef:
-        """Draws the environment's next task that is not skipped; after skipping as many as there are, it takes the next one anyway."""
+        """Draws the environment's next task that is not skipped; after skipping as many as there
+        are, it takes the next one anyway."""
         skips_left = self.envs[env].size or 0
         while skips_left > 0 and self._skips(env):
             self.skipped[env] += 1
@@ -145,16 +166,20 @@ class TaskSource:
         return place if size is None else self._order(env, size, place // size)[place % size]
 
     def _skips(self, env: str) -> bool:
-        """Whether the next task is skipped: by its pool's weight, with a fixed random draw for each turn."""
+        """Whether the next task is skipped: by its pool's weight, with a fixed random draw for
+        each turn."""
         difficulty = self.pooled.get(env)
         if difficulty is None or (rate := self.rates[env][self._task(env)]) == UNPLAYED:
             return False
-        weight = {"hard": difficulty.hard_weight, "normal": 1.0, "easy": difficulty.easy_weight}[pool(rate, difficulty)]
+        weight = {"hard": difficulty.hard_weight, "normal": 1.0, "easy": difficulty.easy_weight}[
+            pool(rate, difficulty)
+        ]
         turn = self.issued[env] + self.skipped[env]
         return random.Random(f"{self.seed}/{env}/{turn}/pool").random() >= weight
 
     def _order(self, env: str, size: int, epoch: int) -> "array[int]":
-        """Returns the order of an epoch. Making one takes a second for two million tasks, once an epoch."""
+        """Returns the order of an epoch. Making one takes a second for two million tasks, once
+        an epoch."""
         known, order = self.orders.get(env, (-1, array("i")))
         if known != epoch:
             order = array("i", range(size))
@@ -163,11 +188,12 @@ class TaskSource:
         return order
 
     def _redraw(self, later: list[TaskRef], env: str, num_missing: int) -> list[Lost]:
-        """Repeats an environment's draws until all groups in `later` (issued after the state was written) are drawn. Returns the other
-        groups drawn, which were in flight when the process died.
+        """Repeats an environment's draws until all groups in `later` (issued after the state was
+        written) are drawn. Returns the other groups drawn, which were in flight when the process
+        died.
 
-        These have at most the `num_missing` ids. If there are more, the environment's tasks have changed since, and the groups in flight
-        remain unknown: none are returned.
+        These have at most the `num_missing` ids. If there are more, the environment's tasks have
+        changed since, and the groups in flight remain unknown: none are returned.
         """
         numbers: dict[int, deque[int]] = {}
         for ref in later:
@@ -184,13 +210,19 @@ class TaskSource:
                 between.append(ref)
         if left:
             self.issued[env], self.skipped[env] = issued + len(later), skipped
-            text = "environment %s: its tasks, or their order, are not those of the groups finished since the newest batch; "
-            log.warning(text + "those started since then that did not finish are not issued again", env)
+            text = (
+                "environment %s: its tasks, or their order, are not those of the groups finished "
+                "since the newest batch; "
+            )
+            log.warning(
+                text + "those started since then that did not finish are not issued again", env
+            )
             return []
         return lost
 
     def give_back(self, begun: Iterable[TaskRef]) -> None:
-        """Requeues the tasks of groups that a batch did without as the next ones, in starting order, under new group ids."""
+        """Requeues the tasks of groups that a batch did without as the next ones, in starting
+        order, under new group ids."""
         refs = [*sorted([*begun, *self.retry], key=lambda ref: ref.group_id), *self.requeued]
         renumbered = [TaskRef(self.next_group + i, ref.env, ref.task) for i, ref in enumerate(refs)]
         self.next_group += len(refs)
@@ -200,11 +232,13 @@ class TaskSource:
 
     def note(self, env: str, task: int, rewards: Sequence[float]) -> None:
         """Keeps the rewards of a finished group for the next `update_solve_rates`."""
-        if env in self.pooled and rewards and task < len(self.rates[env]):  # max_samples may have been lowered
+        # max_samples may have been lowered
+        if env in self.pooled and rewards and task < len(self.rates[env]):
             self.noted.append((env, task, sum(rewards) / len(rewards)))
 
     def update_solve_rates(self) -> dict[str, float]:
-        """Updates the solve rates with the rewards since the last batch; call it before `state`. Returns metrics of the pools."""
+        """Updates the solve rates with the rewards since the last batch; call it before `state`.
+        Returns metrics of the pools."""
         for env, task, reward in self.noted:
             rates, sizes, difficulty = self.rates[env], self.sizes[env], self.pooled[env]
             before = rates[task]
@@ -221,16 +255,20 @@ class TaskSource:
         return metrics
 
     def lose_env(self, env: str, in_flight: Iterable[TaskRef]) -> None:
-        """Excludes an environment: its share goes to the others, its groups `in_flight` are issued again at the next start."""
+        """Excludes an environment: its share goes to the others, its groups `in_flight` are
+        issued again at the next start."""
         del self.shares[env]
         total = sum(self.shares.values())
         self.shares |= {name: share / total for name, share in self.shares.items()}
-        self.suspended += [ref for ref in [*in_flight, *self.retry, *self.requeued] if ref.env == env]
+        self.suspended += [
+            ref for ref in [*in_flight, *self.retry, *self.requeued] if ref.env == env
+        ]
         self.retry = deque(ref for ref in self.retry if ref.env != env)
         self.requeued = deque(ref for ref in self.requeued if ref.env != env)
 
     def state(self, in_flight: Iterable[TaskRef]) -> TaskState:
-        """Returns the state to write with a batch, after `update_solve_rates`, without the rates. `in_flight`: the groups being played."""
+        """Returns the state to write with a batch, after `update_solve_rates`, without the
+        rates. `in_flight`: the groups being played."""
         return TaskState(
             next_group=self.next_group,
             issued=dict(self.issued),
@@ -239,12 +277,15 @@ class TaskSource:
         )
 
     def packed_rates(self) -> dict[str, bytes]:
-        """Returns the state's `rates`. Safe in a thread, because only `update_solve_rates` changes them."""
+        """Returns the state's `rates`. Safe in a thread, because only `update_solve_rates`
+        changes them."""
         return {env: packed(rates) for env, rates in self.rates.items()}
 
-    def restore(self, state: TaskState | None, done: Iterable[TaskRef], begun: Iterable[TaskRef] = ()) -> None:
-        """Continues from a state, or from the beginning. Groups in `done` are finished and not played again; those in `begun` have finished
-        members, and are played under their old id."""
+    def restore(
+        self, state: TaskState | None, done: Iterable[TaskRef], begun: Iterable[TaskRef] = ()
+    ) -> None:
+        """Continues from a state, or from the beginning. Groups in `done` are finished and not
+        played again; those in `begun` have finished members, and are played under their old id."""
         done, begun = ([ref for ref in refs if ref.env in self.envs] for refs in (done, begun))
         finished = {ref.group_id for ref in done}
         if state is not None:
@@ -255,15 +296,29 @@ class TaskSource:
             for env, data in state.rates.items():
                 if difficulty := self.pooled.get(env):
                     self.rates[env] = unpacked(data, self.envs[env].size or 0)
-                    self.sizes[env] = Counter(pool(rate, difficulty) for rate in self.rates[env] if rate != UNPLAYED)
-            self.retry.extend(task for task in state.in_flight if task.env in self.envs and task.group_id not in finished)
-        begun = [ref for ref in begun if ref.group_id >= self.next_group]  # the others are in the state
+                    self.sizes[env] = Counter(
+                        pool(rate, difficulty) for rate in self.rates[env] if rate != UNPLAYED
+                    )
+            self.retry.extend(
+                task
+                for task in state.in_flight
+                if task.env in self.envs and task.group_id not in finished
+            )
+        # the others are in the state
+        begun = [ref for ref in begun if ref.group_id >= self.next_group]
         self.retry.extend(begun)
-        later = sorted([*begun, *(ref for ref in done if ref.group_id >= self.next_group)], key=lambda ref: ref.group_id)
+        later = sorted(
+            [*begun, *(ref for ref in done if ref.group_id >= self.next_group)],
+            key=lambda ref: ref.group_id,
+        )
         first, end = self.next_group, max([self.next_group, *(ref.group_id + 1 for ref in later)])
         self.next_group = end
         missing = sorted({*range(first, end)} - {ref.group_id for ref in later})
-        lost = [one for env in self.envs for one in self._redraw([ref for ref in later if ref.env == env], env, len(missing))]
+        lost = [
+            one
+            for env in self.envs
+            for one in self._redraw([ref for ref in later if ref.env == env], env, len(missing))
+        ]
         for number in missing:
             if fitting := [one for one in lost if one.after < number]:
                 one = min(fitting, key=lambda one: one.before)

@@ -1,8 +1,10 @@
-"""The pool of environment workers: starts them, hands out groups, and restarts dead ones with the groups they had.
+"""The pool of environment workers: starts them, hands out groups, and restarts dead ones with the
+groups they had.
 
-A group that kills its worker must not take others down with it. One death says little, since machines fail too: the worker's groups are
-resumed together. Groups in flight at MAX_KILLS - 1 deaths are suspects: each is played alone, so that the next death has a single cause,
-and only that group is given up. Once no suspects are left, groups are played together again.
+A group that kills its worker must not take others down with it. One death says little, since
+machines fail too: the worker's groups are resumed together. Groups in flight at MAX_KILLS - 1
+deaths are suspects: each is played alone, so that the next death has a single cause, and only that
+group is given up. Once no suspects are left, groups are played together again.
 """
 
 import asyncio
@@ -58,7 +60,8 @@ from rl.wire.worker_messages import (
 log = logging.getLogger(__name__)
 ENCODER = msgspec.msgpack.Encoder()
 BARREN_DEATHS = 6
-"""An environment is lost after this many deaths per worker with nothing finished in between: two tasks in a row were given up."""
+"""An environment is lost after this many deaths per worker with nothing finished in between: two
+tasks in a row were given up."""
 SOCKET_ROOM = len("/rl-workers-12345678/inference")
 RESTART_S, RESTART_LIMIT_S, CHECK_EVERY_S = 0.5, 10.0, 2.0
 CLOSE_S = 5.0
@@ -66,13 +69,18 @@ CLOSE_S = 5.0
 
 
 class WorkerPool:
-    """All workers of all environments. `play` waits for a group; cancelling `play` also cancels the group in the worker."""
+    """All workers of all environments. `play` waits for a group; cancelling `play` also cancels
+    the group in the worker."""
 
-    def __init__(self, log_dir: Path, *, memory_gib: float = float("inf"), silence_s: float = float("inf")):
+    def __init__(
+        self, log_dir: Path, *, memory_gib: float = float("inf"), silence_s: float = float("inf")
+    ):
         self.log_dir = log_dir
         log_dir.mkdir(parents=True, exist_ok=True)
         self.memory_gib, self.silence_s = memory_gib, silence_s
-        self.directory = tempfile.TemporaryDirectory(prefix="rl-workers-", dir=socket_base(SOCKET_ROOM))
+        self.directory = tempfile.TemporaryDirectory(
+            prefix="rl-workers-", dir=socket_base(SOCKET_ROOM)
+        )
         self.address = f"{self.directory.name}/pool"
         self.workers: dict[str, Worker] = {}
         self.launcher = WorkerLauncher()
@@ -86,7 +94,8 @@ class WorkerPool:
         self.lost: dict[str, str] = {}
         """Environment that is lost until the next start -> the reason."""
         self.on_lost: Callable[[str, str], None] | None = None
-        """Called with a lost environment and the reason; its exceptions go to `failed`. If None, the loss itself goes there."""
+        """Called with a lost environment and the reason; its exceptions go to `failed`. If None,
+        the loss itself goes there."""
         self.on_death: Callable[[str, str], None] = lambda _env, text: log.warning(text)
         """Called when a worker died, with its environment and a message."""
         self.add_metrics: Callable[[list[Rollout]], None] | None = None
@@ -96,12 +105,15 @@ class WorkerPool:
         self.watchers: set[asyncio.Task[None]] = set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the exception that ends the run."""
-        self.server = MessageServer(self.address, self._watch, self.workers.__contains__, self._take, self._refuse)
+        self.server = MessageServer(
+            self.address, self._watch, self.workers.__contains__, self._take, self._refuse
+        )
 
-    # Processes ----------------------------------------------------------------------------------------------------------
+    # Processes ------------------------------------------------------------------------------------
 
     async def start_all(self, setups: Sequence[WorkerSetup]) -> None:
-        """Starts worker processes; `sizes` waits until they are ready. The first one per interpreter does the imports for the others."""
+        """Starts worker processes; `sizes` waits until they are ready. The first one per
+        interpreter does the imports for the others."""
         first = {setup.python: setup for setup in reversed(setups) if not setup.sandbox}
         for setup in [*first.values(), *(setup for setup in setups if setup.sandbox)]:
             self.start(setup)
@@ -117,12 +129,19 @@ class WorkerPool:
         setup_path = Path(self.directory.name) / f"{setup.worker_id}.json"
         log = self.log_dir / f"worker-{setup.worker_id}.log"
         given, sandbox = self.sandbox.enter(setup, setup_path)
-        self.workers[setup.worker_id] = Worker(setup, self.launcher.start(given, setup_path, log, marker, warm, sandbox))
+        self.workers[setup.worker_id] = Worker(
+            setup, self.launcher.start(given, setup_path, log, marker, warm, sandbox)
+        )
         return self.workers[setup.worker_id]
 
     def _end(self, worker: Worker) -> None:
-        """Kills the processes that a dead worker left, and reaps it. Spares other workers: they may be its copies and have its marker."""
-        others = {other.child.pid for other in self.workers.values() if other is not worker and not other.child.reaped}
+        """Kills the processes that a dead worker left, and reaps it. Spares other workers: they
+        may be its copies and have its marker."""
+        others = {
+            other.child.pid
+            for other in self.workers.values()
+            if other is not worker and not other.child.reaped
+        }
         worker.child.kill_tree(others | self.launcher.waiting())
         worker.child.reap()
         process_table.reap_session(worker.child.pid)
@@ -141,7 +160,8 @@ class WorkerPool:
         return result
 
     async def _first_ready(self, worker_id: str, timeout_s: float) -> Ready:
-        """Waits for a worker; one killed by a signal is restarted, as it would be later in the run."""
+        """Waits for a worker; one killed by a signal is restarted, as it would be later in the
+        run."""
         for attempt in range(1, MAX_KILLS + 1):
             worker = self.workers[worker_id]
             try:
@@ -165,10 +185,11 @@ class WorkerPool:
             self.failed.set_exception(error)
 
     async def _revive(self, worker: Worker, timeout_s: float) -> None:
-        """Loop. Waits for a worker's death, kills the processes it left, and starts a new one with its groups.
+        """Loop. Waits for a worker's death, kills the processes it left, and starts a new one with
+        its groups.
 
-        If that does not come up, its groups go to the environment's other workers; while one of these is up, this does not count as a
-        death of the environment.
+        If that does not come up, its groups go to the environment's other workers; while one of
+        these is up, this does not count as a death of the environment.
         """
         failed_starts = 0
         while True:
@@ -181,16 +202,29 @@ class WorkerPool:
             if not (failed_starts and await self._hand_over(worker)):
                 self.barren[env] += 1
             if self.barren[env] >= BARREN_DEATHS * len(self._workers_of(env)):
-                deaths = f"its workers died {self.barren[env]} times and finished nothing in between; the last time: {reason}"
+                deaths = (
+                    f"its workers died {self.barren[env]} times and finished nothing in between; "
+                    f"the last time: {reason}"
+                )
                 return self._lose(env, f"{deaths} (output: {worker.child.log})")
-            self.on_death(env, f"worker {worker.setup.worker_id} is restarted: {reason} (its output: {worker.child.log})")
-            await asyncio.sleep(RestartPolicy(RESTART_S, RESTART_LIMIT_S).delay_s(max(self.barren[env], failed_starts)) or 0.0)
+            self.on_death(
+                env,
+                f"worker {worker.setup.worker_id} is restarted: {reason} (its output: "
+                f"{worker.child.log})",
+            )
+            await asyncio.sleep(
+                RestartPolicy(RESTART_S, RESTART_LIMIT_S).delay_s(
+                    max(self.barren[env], failed_starts)
+                )
+                or 0.0
+            )
             count_death(worker, reason)
             try:
                 if warm := self.barren[env] == 1 and not failed_starts:
                     await self.launcher.copy(worker.setup.python)
                 dead, worker = worker, self.start(worker.setup, warm=warm)
-            except RunError as error:  # its interpreter is gone, or the system refuses another process
+            # its interpreter is gone, or the system refuses another process
+            except RunError as error:
                 worker.kill_reason = str(error)
                 failed_starts += 1
                 continue
@@ -198,8 +232,8 @@ class WorkerPool:
             failed_starts = 0 if await self._join(worker, timeout_s) else failed_starts + 1
 
     async def _join(self, worker: Worker, timeout_s: float) -> bool:
-        """Waits until a worker that was started later is ready, and sends it its groups. If it does not come up, it is killed. Returns
-        whether it came up."""
+        """Waits until a worker that was started later is ready, and sends it its groups. If it
+        does not come up, it is killed. Returns whether it came up."""
         try:
             ready = await wait_ready(worker, timeout_s)
             log.info("worker %s is up with %s tasks", worker.setup.worker_id, ready.num_train)
@@ -213,7 +247,8 @@ class WorkerPool:
         return True
 
     async def _hand_over(self, worker: Worker) -> bool:
-        """Moves the groups of a worker that did not come up to others of its environment. Returns False if none of these is up."""
+        """Moves the groups of a worker that did not come up to others of its environment.
+        Returns False if none of these is up."""
         while (other := self._least_busy(worker.setup.env.name)) and worker.waiting:
             play = worker.waiting.popleft()
             (other.waiting.appendleft if play.is_suspect else other.waiting.append)(play)
@@ -221,7 +256,8 @@ class WorkerPool:
         return other is not None
 
     def _least_busy(self, env: str) -> Worker | None:
-        """Returns the worker of an environment with the fewest groups, of those that are up; None if none is."""
+        """Returns the worker of an environment with the fewest groups, of those that are up;
+        None if none is."""
         up = [worker for worker in self._workers_of(env) if worker.is_up]
         return min(up, key=lambda worker: worker.num_plays, default=None)
 
@@ -229,7 +265,8 @@ class WorkerPool:
         return [worker for worker in self.workers.values() if worker.setup.env.name == env]
 
     def _lose(self, env: str, reason: str) -> None:
-        """Counts an environment as lost: kills its workers, and fails their groups with EnvLostError."""
+        """Counts an environment as lost: kills its workers, and fails their groups with
+        EnvLostError."""
         self.lost[env] = reason
         for worker in self.workers.values():
             if worker.setup.env.name == env:
@@ -248,13 +285,20 @@ class WorkerPool:
             boxed = [worker.child.pid for worker in self.workers.values() if worker.setup.sandbox]
             inner = await asyncio.to_thread(innermost, boxed) if boxed else {}
             for worker in self.workers.values():
-                worker.heard += late_s  # this process was stopped or busy, and read no messages meanwhile
-                kill_if_due(worker, inner.get(worker.child.pid, worker.child.pid), self.memory_gib, self.silence_s)
+                # this process was stopped or busy, and read no messages meanwhile
+                worker.heard += late_s
+                kill_if_due(
+                    worker,
+                    inner.get(worker.child.pid, worker.child.pid),
+                    self.memory_gib,
+                    self.silence_s,
+                )
 
-    # Groups -------------------------------------------------------------------------------------------------------------
+    # Groups ---------------------------------------------------------------------------------------
 
     async def _take(self, worker_id: str, data: bytes) -> None:
-        """Handles a worker's message. Raises the exceptions in UNREADABLE if it is invalid or impossible."""
+        """Handles a worker's message. Raises the exceptions in UNREADABLE if it is invalid or
+        impossible."""
         worker = self.workers[worker_id]
         worker.heard = time.monotonic()
         message = ANSWERS.decode(data)
@@ -300,10 +344,11 @@ class WorkerPool:
     ) -> list[Rollout]:
         """Plays a group on the environment's least busy worker.
 
-        members: its finished rollouts, of whole episodes, which are not played again; if the environment scores groups together, they are
-        ignored unless they are all. `on_members` is called with further ones as they finish, before the user's metrics are added to all at
-        the end; with the last ones if `keeps_last`, as the group is not done then.
-        Raises EnvLostError, and RunError if the user's metrics are faulty.
+        members: its finished rollouts, of whole episodes, which are not played again; if the
+        environment scores groups together, they are ignored unless they are all. `on_members` is
+        called with further ones as they finish, before the user's metrics are added to all at the
+        end; with the last ones if `keeps_last`, as the group is not done then. Raises EnvLostError,
+        and RunError if the user's metrics are faulty.
         """
         if env in self.lost:
             raise EnvLostError(f"environment {env}: {self.lost[env]}")
@@ -315,12 +360,17 @@ class WorkerPool:
         if is_whole:
             play.done.set_result(kept)
         else:
-            worker = self._least_busy(env) or min(self._workers_of(env), key=lambda worker: worker.num_plays)
+            worker = self._least_busy(env) or min(
+                self._workers_of(env), key=lambda worker: worker.num_plays
+            )
             worker.waiting.append(play)
             await self._pump(worker)
         try:
             # Copies, because metrics added to them must not get into the stored members.
-            rollouts = [msgspec.structs.replace(rollout, metrics=dict(rollout.metrics)) for rollout in await play.done]
+            rollouts = [
+                msgspec.structs.replace(rollout, metrics=dict(rollout.metrics))
+                for rollout in await play.done
+            ]
             if self.add_metrics:
                 await in_thread(self.add_metrics, rollouts)
             return rollouts
@@ -340,10 +390,13 @@ class WorkerPool:
         await self._pump(worker)
 
     async def _pump(self, worker: Worker) -> None:
-        """Sends waiting groups: suspects first, each while nothing else is played, then all others at once."""
+        """Sends waiting groups: suspects first, each while nothing else is played, then all
+        others at once."""
         while worker.is_up and worker.waiting:
             play = worker.waiting[0]
-            if worker.sent and (play.is_suspect or any(other.is_suspect for other in worker.sent.values())):
+            if worker.sent and (
+                play.is_suspect or any(other.is_suspect for other in worker.sent.values())
+            ):
                 return
             worker.waiting.popleft()
             worker.sent[play.order.play_id] = play
@@ -356,8 +409,11 @@ class WorkerPool:
             if worker.ready.done():
                 await self._send(worker, server_set)
 
-    async def describe(self, env: str, split: Split, num_tasks: int, timeout_s: float, first: int = 0) -> Description:
-        """Returns the description of an environment, with tasks of a split; see Describe. Raises RunError."""
+    async def describe(
+        self, env: str, split: Split, num_tasks: int, timeout_s: float, first: int = 0
+    ) -> Description:
+        """Returns the description of an environment, with tasks of a split; see Describe. Raises
+        RunError."""
         worker = next(worker for worker in self.workers.values() if worker.setup.env.name == env)
         answer: asyncio.Future[Description] = asyncio.get_running_loop().create_future()
         worker.descriptions.append(answer)
@@ -369,7 +425,8 @@ class WorkerPool:
         self.server.post(worker.setup.worker_id, ENCODER.encode(message))
 
     async def close(self) -> None:
-        """Ends all workers. They have no state to lose, but their environments may have started servers."""
+        """Ends all workers. They have no state to lose, but their environments may have started
+        servers."""
         for task in self.watchers:
             task.cancel()
         self.launcher.close()

@@ -24,16 +24,19 @@ from rl.wire.worker_messages import Description, FromWorker, Played, PlayGroup, 
 
 ANSWERS = msgspec.msgpack.Decoder(FromWorker)
 STOPPED_S = 10.0
-"""How long a worker may be stopped (SIGSTOP) before it is killed; a busy one may be silent for longer."""
+"""How long a worker may be stopped (SIGSTOP) before it is killed; a busy one may be silent for
+longer."""
 GIB = 2**30
 MAX_KILLS = 3
-"""A group is given up as the cause after this many deaths of its worker, at the last of which it was played alone."""
+"""A group is given up as the cause after this many deaths of its worker, at the last of which it
+was played alone."""
 OTHER_API = re.compile(r"\b(AttributeError|ImportError|ModuleNotFoundError|NameError|TypeError)\b")
 """What code raises that is written for another version of a package."""
 
 
 class EnvLostError(RunError):
-    """An environment cannot be played any more: its workers keep dying or do not come back. Caught where other environments continue."""
+    """An environment cannot be played any more: its workers keep dying or do not come back.
+    Caught where other environments continue."""
 
 
 @dataclass(eq=False)
@@ -45,14 +48,17 @@ class Play:
     rollouts: list[Rollout]
     """The rollouts of finished episodes."""
     on_members: Callable[[list[Rollout]], None] | None
-    """Called with the rollouts of episodes that finish before the last of the group, with `keeps_last` also with those of the last."""
+    """Called with the rollouts of episodes that finish before the last of the group, with
+    `keeps_last` also with those of the last."""
     keeps_last: bool = False
     kills: int = 0
     """Number of workers that died while playing it."""
 
     def take(self, played: Played) -> None:
         """Adds finished episodes; the last of them resolve `done`."""
-        self.rollouts = sorted([*self.rollouts, *played.rollouts], key=lambda rollout: rollout.episode)
+        self.rollouts = sorted(
+            [*self.rollouts, *played.rollouts], key=lambda rollout: rollout.episode
+        )
         if self.on_members and played.rollouts and (played.unfinished or self.keeps_last):
             self.on_members(played.rollouts)
         if not played.unfinished:
@@ -60,7 +66,9 @@ class Play:
 
     def order_left(self) -> PlayGroup:
         """Returns the order for the unfinished rest of the group."""
-        return msgspec.structs.replace(self.order, done=sorted({rollout.episode for rollout in self.rollouts}))
+        return msgspec.structs.replace(
+            self.order, done=sorted({rollout.episode for rollout in self.rollouts})
+        )
 
     def give_up(self, reason: str) -> None:
         """Fails the unfinished episodes."""
@@ -85,12 +93,16 @@ class Worker:
 
     setup: WorkerSetup
     child: Child
-    ready: "asyncio.Future[Ready]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ready: "asyncio.Future[Ready]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     sent: dict[int, Play] = field(default_factory=dict)
     waiting: deque[Play] = field(default_factory=deque)
-    """Suspects first: groups that are played alone, because one of them may be what kills the worker."""
+    """Suspects first: groups that are played alone, because one of them may be what kills the
+    worker."""
     heard: float = field(default_factory=time.monotonic)
-    """Monotonic time of its last message, moved forward by the time in which the pool could not read any."""
+    """Monotonic time of its last message, moved forward by the time in which the pool could not
+    read any."""
     kill_reason: str = ""
     """Why the pool killed it; empty if it did not."""
     descriptions: "deque[asyncio.Future[Description]]" = field(default_factory=deque)
@@ -98,7 +110,12 @@ class Worker:
     @property
     def is_up(self) -> bool:
         """Whether it has loaded its environment, and is neither dead nor to be killed."""
-        return self.ready.done() and not self.ready.exception() and self.child.exit_code is None and not self.kill_reason
+        return (
+            self.ready.done()
+            and not self.ready.exception()
+            and self.child.exit_code is None
+            and not self.kill_reason
+        )
 
     @property
     def plays(self) -> list[Play]:
@@ -114,7 +131,10 @@ class Worker:
 
     def fail_descriptions(self, reason: str) -> None:
         """Fails pending descriptions with RunError: the worker is dead."""
-        text = f"environment {self.setup.env.name}: its worker died while describing it: {reason}; see {self.child.log}"
+        text = (
+            f"environment {self.setup.env.name}: its worker died while describing it: {reason}; "
+            f"see {self.child.log}"
+        )
         for answer in self.descriptions:
             if not answer.done():
                 answer.set_exception(RunError(text))
@@ -137,8 +157,8 @@ def kill_if_due(worker: Worker, pid: int, memory_gib: float, silence_s: float) -
 
 
 def kill_reason(worker: Worker, pid: int, memory_gib: float, silence_s: float) -> str:
-    """Returns why a worker, whose own process is `pid`, is to be killed: it is stopped, uses too much memory, or its environment blocks
-    its event loop. Empty if there is no reason."""
+    """Returns why a worker, whose own process is `pid`, is to be killed: it is stopped, uses too
+    much memory, or its environment blocks its event loop. Empty if there is no reason."""
     try:
         process = psutil.Process(pid)
         memory, stopped = process.memory_info(), process.status() == psutil.STATUS_STOPPED
@@ -153,16 +173,23 @@ def kill_reason(worker: Worker, pid: int, memory_gib: float, silence_s: float) -
     if not worker.ready.done():
         return ""
     blocked = f"its environment blocked the event loop for {silent_s:.0f} s"
-    return f"{blocked} (a call that does not return, or time.sleep; orchestrator.worker_silence_s)" if silent_s > silence_s else ""
+    return (
+        f"{blocked} (a call that does not return, or time.sleep; orchestrator.worker_silence_s)"
+        if silent_s > silence_s
+        else ""
+    )
 
 
 async def wait_ready(worker: Worker, timeout_s: float) -> Ready:
     """Waits until a worker has loaded its environment. Raises RunError if it cannot."""
     ended = asyncio.create_task(worker.child.wait_async())
     try:
-        await asyncio.wait({worker.ready, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {worker.ready, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
         if not worker.ready.done() and ended.done():
-            await asyncio.wait({worker.ready}, timeout=1.0)  # its last message may still be in transit
+            # its last message may still be in transit
+            await asyncio.wait({worker.ready}, timeout=1.0)
         if worker.ready.done():
             return worker.ready.result()
     finally:
@@ -170,29 +197,51 @@ async def wait_ready(worker: Worker, timeout_s: float) -> Ready:
     name, code, path = worker.setup.env.name, worker.child.exit_code, worker.child.log
     log_end = redact("\n".join(path.read_text(errors="replace").splitlines()[-5:]))
     if code is not None:
-        lacks = code == 1 and "ModuleNotFoundError" in log_end and worker.setup.python  # for the environment's own module: LoadFailed
-        remedy = f"; its interpreter lacks packages that workers need: {lacking_remedy(worker.setup.python)}" if lacks else ""
-        raise RunError(f"the worker of environment {name} ended with code {code} while loading it{remedy}; {path} ends:\n{log_end}")
+        # for the environment's own module: LoadFailed
+        lacks = code == 1 and "ModuleNotFoundError" in log_end and worker.setup.python
+        remedy = (
+            "; its interpreter lacks packages that workers need: "
+            f"{lacking_remedy(worker.setup.python)}"
+            if lacks
+            else ""
+        )
+        raise RunError(
+            f"the worker of environment {name} ended with code {code} while loading "
+            f"it{remedy}; {path} ends:\n{log_end}"
+        )
     limit = f"orchestrator.worker_timeout_s = {timeout_s:.0f}"
     raise RunError(f"environment {name} did not load within {limit}; {path} ends:\n{log_end}")
 
 
-async def wait_described(worker: Worker, answer: "asyncio.Future[Description]", timeout_s: float) -> Description:
-    """Waits for the description that a worker was asked for. Raises RunError if it dies or does not answer."""
+async def wait_described(
+    worker: Worker, answer: "asyncio.Future[Description]", timeout_s: float
+) -> Description:
+    """Waits for the description that a worker was asked for. Raises RunError if it dies or does
+    not answer."""
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
     except TimeoutError:
         limit = f"orchestrator.worker_timeout_s = {timeout_s:g}"
-        raise RunError(f"environment {worker.setup.env.name} was not described within {limit}; see {worker.child.log}") from None
+        raise RunError(
+            f"environment {worker.setup.env.name} was not described within {limit}; see "
+            f"{worker.child.log}"
+        ) from None
 
 
 def likely_reason(python: str, message: str) -> str:
-    """Returns a line for the error of an environment that does not load, if its home has another verifiers than it requires; else empty."""
+    """Returns a line for the error of an environment that does not load, if its home has another
+    verifiers than it requires; else empty."""
     place = Path(python).parents[1]
     reason = unmet(place) if home_of(python) and place.is_dir() else ""
-    begin = "The likely reason" if OTHER_API.search(message) else "If it is not that, a possible reason"
-    return f"\n{begin}: {reason}; use a version of the package that was written for it" if reason else ""
+    begin = (
+        "The likely reason" if OTHER_API.search(message) else "If it is not that, a possible reason"
+    )
+    return (
+        f"\n{begin}: {reason}; use a version of the package that was written for it"
+        if reason
+        else ""
+    )
 
 
 def lacking_remedy(python: str) -> str:
@@ -204,7 +253,8 @@ def lacking_remedy(python: str) -> str:
 
 
 def count_death(worker: Worker, reason: str) -> None:
-    """Gives up the groups of a dead worker that this death is one too many for; the others wait, suspects first."""
+    """Gives up the groups of a dead worker that this death is one too many for; the others wait,
+    suspects first."""
     for play in worker.sent.values():
         play.kills += 1
         if play.failed and not play.done.done():

@@ -1,5 +1,5 @@
-"""Decides which of this machine's files a sandboxed worker sees: those its settings name, its interpreter and its packages, and nothing
-else in the directories that contain them."""
+"""Decides which of this machine's files a sandboxed worker sees: those its settings name, its
+interpreter and its packages, and nothing else in the directories that contain them."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -14,7 +14,8 @@ from rl.wire.worker_messages import EnvSpec
 
 
 def named_files(env: EnvSpec, python: str, read: Collection[str], run_dir: Path) -> set[Path]:
-    """Returns the absolute paths that an environment's settings name: its module or folder, its rows, its reward, and `read`.
+    """Returns the absolute paths that an environment's settings name: its module or folder, its
+    rows, its reward, and `read`.
 
     Raises RunError for paths that do not exist, and for paths that no sandbox shows.
     """
@@ -23,9 +24,17 @@ def named_files(env: EnvSpec, python: str, read: Collection[str], run_dir: Path)
         path = straight(text)
         real, run = path.resolve(), run_dir.resolve()
         if not path.exists():
-            raise RunError(f"read names {text!r}, but {path} does not exist: correct it, or leave it out")
-        if str(real) in OWN or any(real.is_relative_to(one) for one in ("/proc", "/sys", "/dev", run)):
-            what = "a part of the run directory, which is always hidden" if real.is_relative_to(run) else "its own: name files in it"
+            raise RunError(
+                f"read names {text!r}, but {path} does not exist: correct it, or leave it out"
+            )
+        if str(real) in OWN or any(
+            real.is_relative_to(one) for one in ("/proc", "/sys", "/dev", run)
+        ):
+            what = (
+                "a part of the run directory, which is always hidden"
+                if real.is_relative_to(run)
+                else "its own: name files in it"
+            )
             raise RunError(f"{text!r} cannot be shown in a sandbox, in which {path} is {what}")
     return {straight(text) for text in (*rows, *read)} | set(modules(env, python))
 
@@ -36,11 +45,16 @@ def straight(text: str | Path) -> Path:
 
 
 def modules(env: EnvSpec, python: str) -> Iterator[Path]:
-    """Yields the environment's own folder, or the file or package folder of its module, and those of its reward function. If the home is a
-    package's, the environment's module is not looked for in the working directory."""
+    """Yields the environment's own folder, or the file or package folder of its module, and
+    those of its reward function. If the home is a package's, the environment's module is not
+    looked for in the working directory."""
     if env.id and env.id.startswith((".", "/", "~")):
         yield straight(env.id)
-    elif env.id and not is_of_package(python) and (file := module_file(Path.cwd(), module_name(env.id))):
+    elif (
+        env.id
+        and not is_of_package(python)
+        and (file := module_file(Path.cwd(), module_name(env.id)))
+    ):
         yield whole(file)
     source = env.reward.rpartition(":")[0] if env.reward else ""
     if source.endswith(".py"):
@@ -54,12 +68,13 @@ def whole(file: Path) -> Path:
     return file.parent if file.name == "__init__.py" else file
 
 
-# Interpreters -----------------------------------------------------------------------------------------------------------
+# Interpreters -------------------------------------------------------------------------------------
 
 
 def interpreter_places(python: Path) -> tuple[set[Path], dict[Path, Path]]:
-    """Returns the directories of an interpreter (its virtual environment, its base installation, packages elsewhere), and a map from the
-    links outside of these by which it is started to their targets. Raises RunError if one of them contains the home directory."""
+    """Returns the directories of an interpreter (its virtual environment, its base installation,
+    packages elsewhere), and a map from the links outside of these by which it is started to
+    their targets. Raises RunError if one of them contains the home directory."""
     python = straight(python)
     place, started = python.parent.parent, [python]
     found, packages = set[Path](), set[Path]()
@@ -73,10 +88,22 @@ def interpreter_places(python: Path) -> tuple[set[Path], dict[Path, Path]]:
     for one in found - {Path("/")}:
         if Path.home().resolve().is_relative_to(one.resolve()) and not is_system(one):
             remedy = "use one that has a directory of its own, such as a virtual environment"
-            raise RunError(f"the interpreter {python} belongs to {one}, all of which would be visible in its sandbox; {remedy}")
+            raise RunError(
+                f"the interpreter {python} belongs to {one}, all of which would be visible "
+                f"in its sandbox; {remedy}"
+            )
     found |= packages
-    links = {link: one.resolve() for one in started for link in hops(one) if link != one.resolve() and not is_system(link)}
-    return found, {link: real for link, real in links.items() if not any(link.is_relative_to(one) for one in found - {Path("/")})}
+    links = {
+        link: one.resolve()
+        for one in started
+        for link in hops(one)
+        if link != one.resolve() and not is_system(link)
+    }
+    return found, {
+        link: real
+        for link, real in links.items()
+        if not any(link.is_relative_to(one) for one in found - {Path("/")})
+    }
 
 
 def is_system(path: Path) -> bool:
@@ -99,7 +126,8 @@ def with_targets(folder: Path) -> Iterator[Path]:
 
 
 def followed(paths: set[Path]) -> set[Path]:
-    """Returns the paths; one that is reached through a link in a visible directory is replaced by its target, since the link is visible."""
+    """Returns the paths; one that is reached through a link in a visible directory is replaced
+    by its target, since the link is visible."""
     found = set()
     for path in paths:
         holders = [one for one in paths if path != one and path.is_relative_to(one)]
@@ -109,26 +137,35 @@ def followed(paths: set[Path]) -> set[Path]:
     return found
 
 
-# The run directory ------------------------------------------------------------------------------------------------------
+# The run directory --------------------------------------------------------------------------------
 
 
 def hidden_places(run_dir: Path, seen: set[Path]) -> set[Path]:
-    """Returns every path at which the run directory, or the folder of all runs, would be visible in `seen`, through any link or mount.
+    """Returns every path at which the run directory, or the folder of all runs, would be visible in
+    `seen`, through any link or mount.
 
-    Raises RunError if that folder itself is to be seen: runs that start later will have their tokens there.
+    Raises RunError if that folder itself is to be seen: runs that start later will have their
+    tokens there.
     """
     real = run_dir.resolve()
-    found = {path for path in (run_dir.absolute(), real) if not any(path.is_relative_to(one) for one in seen)}
+    found = {
+        path
+        for path in (run_dir.absolute(), real)
+        if not any(path.is_relative_to(one) for one in seen)
+    }
     found |= set(places_of(real, seen))
     runs = set(places_of(real.parent, seen))
     if runs & seen:
         remedy = "set output_dir (`rl eval`, `rl collect`: TMPDIR) to a folder that holds only runs"
-        raise RunError(f"its sandbox would show {min(runs & seen)} with the tokens of all runs in it: {remedy}")
+        raise RunError(
+            f"its sandbox would show {min(runs & seen)} with the tokens of all runs in it: {remedy}"
+        )
     return {path for path in found if not any(path.is_relative_to(one) for one in runs)} | runs
 
 
 def places_of(directory: Path, seen: set[Path]) -> Iterator[Path]:
-    """Yields the paths at which a directory is visible in `seen`. `directory` must not contain links."""
+    """Yields the paths at which a directory is visible in `seen`. `directory` must not contain
+    links."""
     for one in filter(Path.is_dir, seen):
         for i in range(1, len(directory.parts) + 1):
             rest = directory.parts[i:]

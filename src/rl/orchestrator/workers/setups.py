@@ -1,4 +1,5 @@
-"""Makes the setup of each environment worker and the source of training tasks from the configuration."""
+"""Makes the setup of each environment worker and the source of training tasks from the
+configuration."""
 
 import logging
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ log = logging.getLogger("rl.orchestrator")
 
 @dataclass(frozen=True)
 class EvalEnv:
-    """The workers that play an evaluation: those of a training environment with the same source, else its own."""
+    """The workers that play an evaluation: those of a training environment with the same source,
+    else its own."""
 
     worker_env: str
     num_tasks: int
@@ -25,25 +27,38 @@ class EvalEnv:
 
 
 def eval_workers(config: RLConfig) -> dict[str, str]:
-    """Returns the worker environment of each eval, by label: a training environment with the same source if there is one."""
+    """Returns the worker environment of each eval, by label: a training environment with the
+    same source if there is one."""
     return {
-        entry.label: next((env.label for env in config.orchestrator.environment if env.source == entry.source), f"eval-{entry.label}")
+        entry.label: next(
+            (env.label for env in config.orchestrator.environment if env.source == entry.source),
+            f"eval-{entry.label}",
+        )
         for entry in config.orchestrator.eval
     }
 
 
 def env_spec(entry: EnvSource, name: str, config: RLConfig, worker: int = 0) -> EnvSpec:
-    """Returns the spec for one worker of an environment, by its number. Limits are for all workers together, so each gets its part, and the
-    first ones what is left over."""
-    given: dict[str, Any] = {key: value for key, value in entry.source.items() if key in EnvSpec.__struct_fields__ and value is not None}
+    """Returns the spec for one worker of an environment, by its number. Limits are for all
+    workers together, so each gets its part, and the first ones what is left over."""
+    given: dict[str, Any] = {
+        key: value
+        for key, value in entry.source.items()
+        if key in EnvSpec.__struct_fields__ and value is not None
+    }
     for key in ("max_generating", "max_scoring"):
-        given[key] = -1 if given[key] < 0 else max(1, given[key] // entry.workers + (worker < given[key] % entry.workers))
+        given[key] = (
+            -1
+            if given[key] < 0
+            else max(1, given[key] // entry.workers + (worker < given[key] % entry.workers))
+        )
     given["timeout_s"] = entry.timeout_s or config.orchestrator.rollout_timeout_s
     return EnvSpec(name=name, **given)
 
 
 def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
-    """Returns the policy served by the run's inference servers, for the model in the folder `model_path`."""
+    """Returns the policy served by the run's inference servers, for the model in the folder
+    `model_path`."""
     return PolicySpec(
         model_path=model_path,
         max_model_len=config.model.max_model_len,
@@ -78,33 +93,53 @@ def worker_setups(config: RLConfig, policy: PolicySpec, address: str) -> list[Wo
 
 
 def smallest(*limits: int | None) -> int | None:
-    """Returns the smallest of some limits on the number of tasks. None and negative values mean no limit; None if there is no limit."""
+    """Returns the smallest of some limits on the number of tasks. None and negative values mean
+    no limit; None if there is no limit."""
     return min((limit for limit in limits if limit is not None and limit >= 0), default=None)
 
 
 def task_faults(config: RLConfig, ready: dict[str, Ready]) -> list[str]:
-    """Returns the reasons why the tasks of the run's environments cannot be used, one sentence each."""
+    """Returns the reasons why the tasks of the run's environments cannot be used, one sentence
+    each."""
     faults, workers = [], eval_workers(config)
     for env in config.orchestrator.environment:
         if smallest(ready[env.label].num_train, env.max_samples) == 0:
-            faults.append(f"environment {env.label} has no training examples; check its arguments (args) and max_samples")
+            faults.append(
+                f"environment {env.label} has no training examples; check its arguments "
+                "(args) and max_samples"
+            )
     for entry in config.orchestrator.eval:
         held_out = ready[workers[entry.label]].num_eval
         size = smallest(held_out, entry.num_examples)
         if held_out == 0:
-            remedy = "give it some (its args, eval_dataset), evaluate on another environment, or leave the evaluation out"
-            faults.append(f"eval {entry.label} has no examples, because its environment has no held-out ones: {remedy}")
+            remedy = (
+                "give it some (its args, eval_dataset), evaluate on another environment, or "
+                "leave the evaluation out"
+            )
+            faults.append(
+                f"eval {entry.label} has no examples, because its environment has no "
+                f"held-out ones: {remedy}"
+            )
         elif size == 0:
-            faults.append(f"eval {entry.label} has no examples, because its num_examples is 0: raise it, or leave the evaluation out")
+            faults.append(
+                f"eval {entry.label} has no examples, because its num_examples is 0: raise "
+                "it, or leave the evaluation out"
+            )
         elif size is None:
-            faults.append(f"eval {entry.label}: its tasks are endless; limit them with num_examples")
+            faults.append(
+                f"eval {entry.label}: its tasks are endless; limit them with num_examples"
+            )
     return faults
 
 
 def eval_envs(config: RLConfig, ready: dict[str, Ready]) -> dict[str, EvalEnv]:
-    """Returns by label which workers play each evaluation, and how many tasks. Requires that `task_faults` found no faults."""
+    """Returns by label which workers play each evaluation, and how many tasks. Requires that
+    `task_faults` found no faults."""
     workers = eval_workers(config)
-    sizes = {entry.label: smallest(ready[workers[entry.label]].num_eval, entry.num_examples) for entry in config.orchestrator.eval}
+    sizes = {
+        entry.label: smallest(ready[workers[entry.label]].num_eval, entry.num_examples)
+        for entry in config.orchestrator.eval
+    }
     return {label: EvalEnv(workers[label], size) for label, size in sizes.items() if size}
 
 
@@ -114,6 +149,12 @@ def task_source(config: RLConfig, ready: dict[str, Ready]) -> TaskSource:
     for env in config.orchestrator.environment:
         size = smallest(ready[env.label].num_train, env.max_samples)
         if size is None and env.difficulty:
-            log.warning("environment %s has endless tasks: difficulty has no effect since none repeats; set max_samples", env.label)
-        envs[env.label] = EnvTasks(size, env.weight, env.group_size or config.orchestrator.group_size, env.difficulty)
+            log.warning(
+                "environment %s has endless tasks: difficulty has no effect since none "
+                "repeats; set max_samples",
+                env.label,
+            )
+        envs[env.label] = EnvTasks(
+            size, env.weight, env.group_size or config.orchestrator.group_size, env.difficulty
+        )
     return TaskSource(envs, config.seed)

@@ -1,7 +1,8 @@
 """A batch as the Tinker API's data, and the metrics of its answer.
 
-A datum has the tokens of a sample up to the one before its last trained one, and at each the token after it. The API sums the loss over all
-tokens; the weight of each token in our loss (trainer.loss.aggregation) is therefore a factor of its advantage.
+A datum has the tokens of a sample up to the one before its last trained one, and at each the token
+after it. The API sums the loss over all tokens; the weight of each token in our loss
+(trainer.loss.aggregation) is therefore a factor of its advantage.
 """
 
 import math
@@ -18,7 +19,8 @@ from rl.wire.messages import TrainBatch, TrainingSample
 MAX_LOG_RATIO = 10.0
 """As of our own losses, see rl.trainer.loss.kl."""
 LOWEST = -1e4
-"""Stands for a log-probability of -inf, which the API does not take; the ratio is clamped far above."""
+"""Stands for a log-probability of -inf, which the API does not take; the ratio is clamped far
+above."""
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
 
@@ -48,10 +50,17 @@ def prepare(batch: TrainBatch, config: RLConfig) -> Prepared:
     name, settings = service_loss(loss) or ("", {})  # the configuration was checked
     constant_length = loss.constant_length or config.orchestrator.sampling.max_tokens
     weights = loss.sample_weights([sample.num_trained for sample in batch.samples], constant_length)
-    used = [(sample, weight) for sample, weight in zip(batch.samples, weights, strict=True) if sample.spans]
+    used = [
+        (sample, weight)
+        for sample, weight in zip(batch.samples, weights, strict=True)
+        if sample.spans
+    ]
     samples = [sample for sample, _ in used]
     masks = [mask_of(sample) for sample in samples]
-    data = [datum(sample, weight, mask, name) for (sample, weight), mask in zip(used, masks, strict=True)]
+    data = [
+        datum(sample, weight, mask, name)
+        for (sample, weight), mask in zip(used, masks, strict=True)
+    ]
     return Prepared(
         cast(tinker.types.LossFnType, name),
         settings,
@@ -87,20 +96,32 @@ def datum(sample: TrainingSample, weight: float, mask: np.ndarray, loss_fn: str)
     if loss_fn == "gspo":
         inputs["sequence_ratio_mask"] = mask.astype(np.float32)
     tensors = {key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()}
-    return tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=tensors)
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=tensors
+    )
 
 
 def metrics_of(batch: Prepared, output: tinker.ForwardBackwardOutput) -> dict[str, float]:
-    """Returns the metrics of an answer: the loss, and the agreement of trainer and sampler, of all tokens and of each environment's."""
-    found = [one["logprobs"].to_numpy().reshape(-1)[mask] for one, mask in zip(output.loss_fn_outputs, batch.masks, strict=True)]
-    log_ratio = np.clip(np.concatenate(found).astype(np.float64) - batch.logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    """Returns the metrics of an answer: the loss, and the agreement of trainer and sampler, of
+    all tokens and of each environment's."""
+    found = [
+        one["logprobs"].to_numpy().reshape(-1)[mask]
+        for one, mask in zip(output.loss_fn_outputs, batch.masks, strict=True)
+    ]
+    log_ratio = np.clip(
+        np.concatenate(found).astype(np.float64) - batch.logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO
+    )
     metrics = {"loss/mean": output.metrics["loss:sum"]} if "loss:sum" in output.metrics else {}
     for env in ("", *sorted({*batch.envs.tolist()})):
         of = np.full(len(log_ratio), True) if not env else batch.envs == env
         metrics |= agreement(f"{env}/" if env else "", log_ratio[of], batch.fresh[of])
         if batch.loss_fn == "ppo":
-            low, high = (math.log(bound) if bound else -math.inf for bound in batch.loss_fn_config.values())
-            clipped = np.where(batch.advantages > 0, log_ratio > high, (batch.advantages < 0) & (log_ratio < low))
+            low, high = (
+                math.log(bound) if bound else -math.inf for bound in batch.loss_fn_config.values()
+            )
+            clipped = np.where(
+                batch.advantages > 0, log_ratio > high, (batch.advantages < 0) & (log_ratio < low)
+            )
             metrics[f"masked_fraction/{env}".rstrip("/")] = float(clipped[of].mean())
     fresh = np.abs(log_ratio[batch.fresh])
     metrics["parity/tokens"] = len(fresh)
@@ -117,11 +138,17 @@ def metrics_of(batch: Prepared, output: tinker.ForwardBackwardOutput) -> dict[st
 def agreement(inner: str, log_ratio: np.ndarray, fresh: np.ndarray) -> dict[str, float]:
     """Returns the metrics of log r [N]; `inner` is part of their names."""
     found = {f"ratio/{inner}mean": float(np.exp(log_ratio).mean())}
-    found |= {f"ratio/{inner}{name}": float(np.exp(np.quantile(log_ratio, q))) for name, q in QUANTILES.items()}
+    found |= {
+        f"ratio/{inner}{name}": float(np.exp(np.quantile(log_ratio, q)))
+        for name, q in QUANTILES.items()
+    }
     parts = {"mismatch_kl": log_ratio[fresh], "lag_kl": log_ratio[~fresh]}
-    return found | {f"{name}/{inner}mean": float(k3(part).mean()) for name, part in parts.items() if len(part)}
+    return found | {
+        f"{name}/{inner}mean": float(k3(part).mean()) for name, part in parts.items() if len(part)
+    }
 
 
 def k3(log_ratio: np.ndarray) -> np.ndarray:
-    """Returns the estimates k3 of the KL divergence of the trainer from the sampler, see rl.trainer.loss.kl."""
+    """Returns the estimates k3 of the KL divergence of the trainer from the sampler, see
+    rl.trainer.loss.kl."""
     return np.expm1(log_ratio) - log_ratio

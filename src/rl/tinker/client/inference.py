@@ -1,4 +1,5 @@
-"""`inference` with `trainer.backend = "tinker"`: answers the run's requests with samples of a service, each of one version.
+"""`inference` with `trainer.backend = "tinker"`: answers the run's requests with samples of a
+service, each of one version.
 
 Requests with the same prompt that come together, as those of a group do, are one request there.
 """
@@ -28,7 +29,16 @@ from rl.run_dir.status import Phase, RunWarning, Status
 from rl.system.errors import RunError
 from rl.system.linux import bind
 from rl.tinker.client.places import sound_version
-from rl.tinker.client.service import ERRORS, answered, asking, base_model, is_refusal, main, url_of, wait_for_service
+from rl.tinker.client.service import (
+    ERRORS,
+    answered,
+    asking,
+    base_model,
+    is_refusal,
+    main,
+    url_of,
+    wait_for_service,
+)
 from rl.wire import serving
 from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL, Generation, HeldVersion
@@ -41,7 +51,8 @@ TOGETHER_S = 0.02
 WARN_S = 600.0
 """The least time between two warnings that the service does not sample."""
 MAX_SEED = 2**31 - 1
-"""skyrl-tx, for one, takes no larger seeds, and answers none of the requests that it has put together with such a one."""
+"""skyrl-tx, for one, takes no larger seeds, and answers none of the requests that it has put
+together with such a one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +71,8 @@ class BadRequestError(Exception):
 
 
 class Sampler:
-    """Samples from one version after another. An answer is of the version that was held when its request came."""
+    """Samples from one version after another. An answer is of the version that was held when its
+    request came."""
 
     def __init__(self, config: RLConfig, status: Status):
         self.config, self.status = config, status
@@ -79,23 +91,35 @@ class Sampler:
         name = base_model(self.config)
         try:
             with asking(self.config, f"sample from {path or name}"):
-                self.service = self.service or tinker.ServiceClient({"run": self.config.name}, base_url=url_of(self.config))
-                client = answered(self.service.create_sampling_client(path, None if path else name), self.timeout_s)
+                self.service = self.service or tinker.ServiceClient(
+                    {"run": self.config.name}, base_url=url_of(self.config)
+                )
+                client = answered(
+                    self.service.create_sampling_client(path, None if path else name),
+                    self.timeout_s,
+                )
         except RunError:
             self.service = None  # its session may be at fault
             raise
         return Held(number, content, path, client)
 
     def begin(self) -> None:
-        """Holds the newest version that is whole, here and at the service, or the base model. Raises RunError."""
+        """Holds the newest version that is whole, here and at the service, or the base model.
+        Raises RunError."""
         run_dir = self.config.run_dir
         for number, folder in reversed(numbered(run_dir.weights_dir).items()):
             self.status.enter(Phase.LOADING_MODEL, policy_version=number)
             try:
-                self.held = self.open(number, content_id(run_dir.digests(number)), sound_version(folder).path)
+                self.held = self.open(
+                    number, content_id(run_dir.digests(number)), sound_version(folder).path
+                )
                 return
             except RunError as error:
-                print(f"inference: WARNING: skipping policy version {number}: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"inference: WARNING: skipping policy version {number}: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         self.held = self.open(0, "", None)
 
     async def load(self, asked: LoadWeightsRequest) -> None:
@@ -107,7 +131,8 @@ class Sampler:
     async def generate(self, asked: GenerateRequest) -> Generation:
         """Waits for: the service. Raises BadRequestError, and RunError if there is no answer."""
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        alone = None if asked.sampling.seed is None else answer  # the second answer to a seed is another one
+        # the second answer to a seed is another one
+        alone = None if asked.sampling.seed is None else answer
         key = (self.held, tuple(asked.token_ids), msgspec.json.encode(asked.sampling), alone)
         answers = self.together.setdefault(key, [])
         answers.append(answer)
@@ -139,35 +164,49 @@ class Sampler:
                 answer.cancel()  # those without one, which then ask again
 
     async def _sample(self, held: Held, asked: GenerateRequest, count: int) -> list[Generation]:
-        prompt, params = tinker.ModelInput.from_ints(asked.token_ids), sampling_params(asked.sampling)
+        prompt, params = (
+            tinker.ModelInput.from_ints(asked.token_ids),
+            sampling_params(asked.sampling),
+        )
         try:
             with asking(self.config, "sample"):
                 try:
                     async with asyncio.timeout(self.timeout_s):
                         request = held.client.sample(prompt, count, params)
-                        answer = await (request if hasattr(request, "__await__") else asyncio.wrap_future(request))  # an older SDK's
+                        # an older SDK's
+                        answer = await (
+                            request
+                            if hasattr(request, "__await__")
+                            else asyncio.wrap_future(request)
+                        )
                 except ERRORS as error:
                     if is_refusal(error):
-                        raise BadRequestError(f"{url_of(self.config)} refuses to sample: {error}") from None
+                        raise BadRequestError(
+                            f"{url_of(self.config)} refuses to sample: {error}"
+                        ) from None
                     raise
         except RunError as error:
             if time.monotonic() - self.warned_at > WARN_S:
                 self.warned_at = time.monotonic()
-                self.status.warn(RunWarning("service", "", f"{error}; it is asked again until it does"))
+                self.status.warn(
+                    RunWarning("service", "", f"{error}; it is asked again until it does")
+                )
             await self._open_again(held)
             raise
         self.status.advance(sum(len(one.tokens) for one in answer.sequences))
         return [generation(one, held.number) for one in answer.sequences]
 
     async def _open_again(self, held: Held) -> None:
-        """Makes a new session for a version that did not answer, unless that has been done. Raises RunError."""
+        """Makes a new session for a version that did not answer, unless that has been done.
+        Raises RunError."""
         async with self.opening:
             if self.held is held:
                 self.service = None
                 self.held = await self._opened(held.number, held.content, held.path)
 
     async def _opened(self, number: int, content: str, path: str | None) -> Held:
-        """Returns `open` of a version. Raises RunError, also after `timeout_s`: an older SDK has no deadline of its own."""
+        """Returns `open` of a version. Raises RunError, also after `timeout_s`: an older SDK has
+        no deadline of its own."""
         with asking(self.config, f"sample from {path or base_model(self.config)}"):
             async with asyncio.timeout(self.timeout_s):
                 return await asyncio.to_thread(self.open, number, content, path)
@@ -176,9 +215,19 @@ class Sampler:
 def sampling_params(sampling: Sampling) -> tinker.SamplingParams:
     """Returns the API's parameters. Raises BadRequestError for what it does not have."""
     if sampling.stop and sampling.stop_token_ids:
-        raise BadRequestError("the Tinker API ends answers at texts or at tokens, not both: leave sampling.stop out")
-    if sampling.min_p or sampling.ignore_eos or sampling.prompt_logprobs or sampling.routes_from is not None:
-        raise BadRequestError("this run's inference has no min_p, ignore_eos, prompt_logprobs and routes: leave them out")
+        raise BadRequestError(
+            "the Tinker API ends answers at texts or at tokens, not both: leave sampling.stop out"
+        )
+    if (
+        sampling.min_p
+        or sampling.ignore_eos
+        or sampling.prompt_logprobs
+        or sampling.routes_from is not None
+    ):
+        raise BadRequestError(
+            "this run's inference has no min_p, ignore_eos, prompt_logprobs and routes: "
+            "leave them out"
+        )
     return tinker.SamplingParams(
         max_tokens=sampling.max_tokens,
         seed=None if sampling.seed is None else sampling.seed & MAX_SEED,
@@ -193,7 +242,12 @@ def generation(sampled: tinker.SampledSequence, version: int) -> Generation:
     """Returns a sampled sequence as an answer. Raises RunError for one that is none."""
     logprobs: list[float | None] = [*(sampled.logprobs or ())]
     try:
-        return Generation(sampled.tokens, logprobs, [VersionSpan(version, len(sampled.tokens))], sampled.stop_reason)
+        return Generation(
+            sampled.tokens,
+            logprobs,
+            [VersionSpan(version, len(sampled.tokens))],
+            sampled.stop_reason,
+        )
     except ValueError as error:
         raise RunError(f"the service's answer cannot be trained: {error}") from error
 
@@ -209,7 +263,10 @@ class Api:
             body = msgspec.json.decode(await request.body(), type=GenerateRequest)
             if len(body.token_ids) >= self.model.max_model_len:
                 size, limit = len(body.token_ids), self.model.max_model_len
-                message = f"the prompt has {size} tokens; model.max_model_len = {limit} must hold prompt and answer together"
+                message = (
+                    f"the prompt has {size} tokens; model.max_model_len = {limit} must hold "
+                    "prompt and answer together"
+                )
                 return refusal(400, "prompt_too_long", message)
             return reply(await self.sampler.generate(body))
         except (*UNREADABLE, BadRequestError) as error:
@@ -224,7 +281,12 @@ class Api:
         except UNREADABLE as error:
             return refusal(400, "bad_request", str(error))
         except CorruptFileError as error:
-            return refusal(422 if Path(asked.path).exists() else 404, "bad_weights", str(error), policy_version=self.sampler.held.number)
+            return refusal(
+                422 if Path(asked.path).exists() else 404,
+                "bad_weights",
+                str(error),
+                policy_version=self.sampler.held.number,
+            )
         except RunError as error:
             return refusal(503, "away", str(error))
         return reply(self._held())
@@ -235,7 +297,11 @@ class Api:
     def _held(self) -> HeldVersion:
         held = self.sampler.held
         return HeldVersion(
-            held.number, content=held.content, served_model=self.model.name, max_model_len=self.model.max_model_len, protocol=PROTOCOL
+            held.number,
+            content=held.content,
+            served_model=self.model.name,
+            max_model_len=self.model.max_model_len,
+            protocol=PROTOCOL,
         )
 
 
@@ -265,7 +331,11 @@ async def serve(config: RLConfig, status: Status, sock: socket.socket) -> None:
 def run(config: RLConfig, status: Status) -> None:
     settings = config.inference
     sock = bind(settings.host, settings.port, "inference.port")
-    wait_for_service(config, config.tinker.answer_timeout_s, lambda what: status.enter(Phase.WAITING_FOR_SERVICE, detail=what))
+    wait_for_service(
+        config,
+        config.tinker.answer_timeout_s,
+        lambda what: status.enter(Phase.WAITING_FOR_SERVICE, detail=what),
+    )
     asyncio.run(serve(config, status, sock))
 
 

@@ -1,7 +1,9 @@
-"""Where a run's versions and states are at the service: `tinker.json` in the folders of `weights/` and `checkpoints/`, with checksums as
-every version and checkpoint has them. Old ones are deleted here and there.
+"""Where a run's versions and states are at the service: `tinker.json` in the folders of `weights/`
+and `checkpoints/`, with checksums as every version and checkpoint has them. Old ones are deleted
+here and there.
 
-The versions after a state are of the same model of the service until the trainer starts again, which makes a new model from that state.
+The versions after a state are of the same model of the service until the trainer starts again,
+which makes a new model from that state.
 """
 
 import json
@@ -31,7 +33,8 @@ class Place(msgspec.Struct, frozen=True):
     """Number of batches that it was trained on."""
     model_id: str = ""
     calls: tuple[int, int] = (0, 0)
-    """The first and the last number (`seq_id`) of the model's calls that trained this step; 0: none."""
+    """The first and the last number (`seq_id`) of the model's calls that trained this step; 0:
+    none."""
 
 
 def read_place(folder: Path) -> Place:
@@ -49,7 +52,8 @@ def sound_version(folder: Path) -> Place:
 
 
 def write_version(run_dir: RunDir, place: Place, fence: Callable[[], None]) -> None:
-    """Writes the folder of a version, in place of an older one, and the record by which versions with the same number differ."""
+    """Writes the folder of a version, in place of an older one, and the record by which versions
+    with the same number differ."""
     text, step = msgspec.json.encode(place), place.step
     content = {"hash": HASH, "tensors": {"path": digest(place.path.encode())}}
 
@@ -66,14 +70,20 @@ def write_checkpoint(run_dir: RunDir, place: Place, model: str, fence: Callable[
 
     def fill(folder: Path) -> None:
         (folder / REMOTE).write_bytes(msgspec.json.encode(place))
-        manifest = {"step": place.step, "world_size": 1, "model": model, "files": {REMOTE: checksum(folder / REMOTE)}}
+        manifest = {
+            "step": place.step,
+            "world_size": 1,
+            "model": model,
+            "files": {REMOTE: checksum(folder / REMOTE)},
+        }
         (folder / MANIFEST).write_text(json.dumps(manifest))
 
     write_directory(run_dir.checkpoint(place.step), fill, fence=fence)
 
 
 class RemoteRetention(Retention):
-    """Deletes old entries at the service, too, which need not succeed: what is left over there costs only its room."""
+    """Deletes old entries at the service, too, which need not succeed: what is left over there
+    costs only its room."""
 
     rest: "tinker.RestClient"
 
@@ -81,7 +91,8 @@ class RemoteRetention(Retention):
         folder = self.directory / f"{number:06d}"
         try:
             request: Any = self.rest.delete_checkpoint_from_tinker_path(read_place(folder).path)
-            getattr(request, "future", lambda: request)().add_done_callback(tell_failure)  # an older SDK returns the future itself
+            # an older SDK returns the future itself
+            getattr(request, "future", lambda: request)().add_done_callback(tell_failure)
         except (CorruptFileError, *ERRORS) as error:
             print(f"not deleted at the service: {error}", file=sys.stderr, flush=True)
         super()._delete(number)

@@ -1,6 +1,8 @@
-"""A service with the Tinker API, through its SDK: the key, the wait until it answers, its errors as ours, and its models.
+"""A service with the Tinker API, through its SDK: the key, the wait until it answers, its errors as
+ours, and its models.
 
-`python -m rl.tinker.client.service RUN/config.toml` checks that the service answers, takes the key, and has the run's base model.
+`python -m rl.tinker.client.service RUN/config.toml` checks that the service answers, takes the key,
+and has the run's base model.
 """
 
 import os
@@ -45,7 +47,8 @@ def base_model(config: RLConfig) -> str:
 
 
 def take_key(folder: Path) -> None:
-    """Sets the key's variable from the file `.env` of a folder, unless the environment has it; logs then have its name in its place."""
+    """Sets the key's variable from the file `.env` of a folder, unless the environment has it;
+    logs then have its name in its place."""
     if not os.environ.get(KEY) and (folder / ".env").is_file():
         from dotenv import dotenv_values
 
@@ -62,16 +65,24 @@ def is_refusal(error: Exception) -> bool:
 
 @contextmanager
 def asking(
-    config: RLConfig, what: str, exit_code: int = RESTART, away: Callable[[str], None] = lambda text: None, remedy: str = ""
+    config: RLConfig,
+    what: str,
+    exit_code: int = RESTART,
+    away: Callable[[str], None] = lambda text: None,
+    remedy: str = "",
 ) -> Iterator[None]:
-    """Turns the SDK's errors into RunError. `what`: the request. `exit_code`, `remedy`: of a request that is refused; all others may be
-    repeated. `away`: called with the sentence if the request is not at fault."""
+    """Turns the SDK's errors into RunError. `what`: the request. `exit_code`, `remedy`: of a
+    request that is refused; all others may be repeated. `away`: called with the sentence if the
+    request is not at fault."""
     url = url_of(config)
     try:
         yield
     except TimeoutError:
         away(f"{url} to {what}")
-        late = f"waited {config.tinker.answer_timeout_s:.0f} s (tinker.answer_timeout_s) for {url} to {what}"
+        late = (
+            f"waited {config.tinker.answer_timeout_s:.0f} s (tinker.answer_timeout_s) for {url} "
+            f"to {what}"
+        )
         raise RunError(f"{late}: is it up, and not just slow?", RESTART) from None
     except ERRORS as error:
         if isinstance(error, tinker.APIStatusError) and error.status_code in KEY_REFUSED:
@@ -82,18 +93,25 @@ def asking(
         if not refused:
             away(f"{url} to {what}")
         why = f"{type(error).__name__}: {error}" + f"; {remedy}" * (refused and bool(remedy))
-        raise RunError(f"{url} does not {what}: {why}", exit_code if refused else RESTART) from error
+        raise RunError(
+            f"{url} does not {what}: {why}", exit_code if refused else RESTART
+        ) from error
 
 
 def answered(request: Any, timeout_s: float) -> Any:
-    """Returns what a method of the SDK answers: older SDKs, which older services need, return some of it themselves, newer ones a future.
-    Raises TimeoutError, but where an older SDK has waited already. Waits for: the service."""
+    """Returns what a method of the SDK answers: older SDKs, which older services need, return
+    some of it themselves, newer ones a future. Raises TimeoutError, but where an older SDK has
+    waited already. Waits for: the service."""
     return request.result(timeout_s) if hasattr(request, "result") else request
 
 
 def rest_client(url: str) -> Any:
     """Returns the SDK's client for all that a key has at the service."""
-    return tinker.RestClient(base_url=url) if hasattr(tinker, "RestClient") else tinker.ServiceClient(base_url=url).create_rest_client()
+    return (
+        tinker.RestClient(base_url=url)
+        if hasattr(tinker, "RestClient")
+        else tinker.ServiceClient(base_url=url).create_rest_client()
+    )
 
 
 def problem_of(url: str) -> str:
@@ -106,7 +124,8 @@ def problem_of(url: str) -> str:
 
 
 def wait_for_service(config: RLConfig, within_s: float, say: Callable[[str], None]) -> None:
-    """Waits until the service answers anything, and says what it waits for. Raises RunError after `within_s` seconds."""
+    """Waits until the service answers anything, and says what it waits for. Raises RunError
+    after `within_s` seconds."""
     url, since, told = url_of(config), time.monotonic(), False
     while problem := problem_of(url):
         if not told:
@@ -114,7 +133,8 @@ def wait_for_service(config: RLConfig, within_s: float, say: Callable[[str], Non
             told = True
         if time.monotonic() - since > within_s:
             raise RunError(
-                f"{url} does not answer for {within_s:.0f} s ({problem}): start that service, or give its address (tinker.base_url, or "
+                f"{url} does not answer for {within_s:.0f} s ({problem}): start that "
+                "service, or give its address (tinker.base_url, or "
                 "the environment variable TINKER_BASE_URL)",
                 RESTART,
             )
@@ -122,26 +142,34 @@ def wait_for_service(config: RLConfig, within_s: float, say: Callable[[str], Non
 
 
 def check(config: RLConfig) -> str:
-    """Returns a sentence on the service that a configuration names. Raises RunError if it cannot train that model."""
+    """Returns a sentence on the service that a configuration names. Raises RunError if it cannot
+    train that model."""
     url, name = url_of(config), base_model(config)
     wait_for_service(config, REACH_S, lambda text: None)
     with asking(config, "tell what it has"):
         client = getattr(tinker, "RestClient", tinker.ServiceClient)(base_url=url)
         offered = answered(client.get_server_capabilities(), REACH_S).supported_models
-    trained = {model.model_name: model for model in offered if model.model_name and getattr(model, "trainable", None) is not False}
+    trained = {
+        model.model_name: model
+        for model in offered
+        if model.model_name and getattr(model, "trainable", None) is not False
+    }
     if (found := trained.get(name)) is None:
         remedy = f"set tinker.base_model to one of these: {', '.join(sorted(trained)) or 'none'}"
         raise RunError(f"{url} does not train {name!r}; {remedy}")
     longest = getattr(found, "max_context_length", None)
     if longest and config.model.max_model_len > longest:
-        limit = f"model.max_model_len = {config.model.max_model_len} is more than the {longest} tokens of {name}"
+        limit = (
+            f"model.max_model_len = {config.model.max_model_len} is more than the {longest} "
+            f"tokens of {name}"
+        )
         raise RunError(f"{limit} at {url}: set it to at most that")
     return f"{url} trains {name}"
 
 
 def main(role: str, run: Callable[[RLConfig, Status], None]) -> NoReturn:
-    """Runs the process of a role. Its exit code is 0 at a good end, otherwise that of the error. SIGTERM may end it at any moment: every
-    write is atomic."""
+    """Runs the process of a role. Its exit code is 0 at a good end, otherwise that of the error.
+    SIGTERM may end it at any moment: every write is atomic."""
     die_with_parent()
     config, _ = load_config_or_exit(sys.argv[1:], role, usage=PROCESS_USAGE)
     take_key(Path.cwd())

@@ -1,8 +1,9 @@
 """Several adapters over one model, each trained with its own optimizer: the trainer of `rl serve`.
 
-The model has adapters of the largest rank. Those of a client lie in it while its calls are computed, and beside it otherwise. A smaller
-rank is padded with zeros: where A and B are both 0 so are their gradients, and AdamW leaves them 0, so the first `rank` rows of A and
-columns of B are trained as if there were no others. The scale alpha / rank is the client's own.
+The model has adapters of the largest rank. Those of a client lie in it while its calls are
+computed, and beside it otherwise. A smaller rank is padded with zeros: where A and B are both 0 so
+are their gradients, and AdamW leaves them 0, so the first `rank` rows of A and columns of B are
+trained as if there were no others. The scale alpha / rank is the client's own.
 """
 
 import json
@@ -47,11 +48,13 @@ A, B = ".lora_A.", ".lora_B."
 
 @dataclass
 class Adapters:
-    """One client's adapters. While they are in the model, `tensors` and `gradients` are out of date."""
+    """One client's adapters. While they are in the model, `tensors` and `gradients` are out of
+    date."""
 
     rank: int
     tensors: dict[str, Tensor]
-    """By `weight.`, `exp_avg.`, `exp_avg_sq.` or `step.` and the parameter's name; padded to the model's rank."""
+    """By `weight.`, `exp_avg.`, `exp_avg_sq.` or `step.` and the parameter's name; padded to the
+    model's rank."""
     gradients: dict[str, Tensor]
     """By the parameter's name; empty if there are none."""
 
@@ -68,18 +71,28 @@ class AdapterLearner:
         self.optimizer = make_optimizer(self.model, config.trainer.optim)
         self.parameters = lora.trainable(self.model)
         text = self.model.config.get_text_config()
-        self.vocab_size, self.hidden_size, self.max_rank = text.vocab_size, text.hidden_size, self.settings.rank
+        self.vocab_size, self.hidden_size, self.max_rank = (
+            text.vocab_size,
+            text.hidden_size,
+            self.settings.rank,
+        )
         self.adapters: dict[str, Adapters] = {}
         self.inside = ""
         """Whose adapters are in the model; empty for nobody's."""
 
-    # Whose adapters are in the model ------------------------------------------------------------------------------------
+    # Whose adapters are in the model --------------------------------------------------------------
 
     def _live(self) -> dict[str, Tensor]:
         """Returns the tensors in model and optimizer by their keys in `Adapters.tensors`."""
-        found = {f"weight.{name}": local(parameter.detach()) for name, parameter in self.parameters.items()}
+        found = {
+            f"weight.{name}": local(parameter.detach())
+            for name, parameter in self.parameters.items()
+        }
         for name, parameter in self.parameters.items():
-            found |= {f"{key}.{name}": local(self.optimizer.state[parameter][key]) for key in (*MOMENTS, "step")}
+            found |= {
+                f"{key}.{name}": local(self.optimizer.state[parameter][key])
+                for key in (*MOMENTS, "step")
+            }
         return found
 
     def _own(self, name: str) -> Adapters:
@@ -102,7 +115,11 @@ class AdapterLearner:
             for key, gradient in own.gradients.items():
                 parameter = self.parameters[key]
                 on_mesh = isinstance(parameter, DTensor)
-                parameter.grad = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements) if on_mesh else gradient
+                parameter.grad = (
+                    DTensor.from_local(gradient, parameter.device_mesh, parameter.placements)
+                    if on_mesh
+                    else gradient
+                )
             for layer in lora.layers(self.model).values():
                 layer.scaling[lora.ADAPTER] = self.settings.alpha / own.rank
             own.gradients, self.inside = {}, name
@@ -113,7 +130,9 @@ class AdapterLearner:
         if own := self.adapters.get(self.inside):
             for key, tensor in self._live().items():
                 own.tensors[key].copy_(tensor)
-            own.gradients = {key: local(p.grad) for key, p in self.parameters.items() if p.grad is not None}
+            own.gradients = {
+                key: local(p.grad) for key, p in self.parameters.items() if p.grad is not None
+            }
         self.optimizer.zero_grad()
         self.inside = ""
 
@@ -123,13 +142,24 @@ class AdapterLearner:
             self._leave()
 
     def create(self, name: str, rank: int, seed: int) -> None:
-        """See Learner. A is drawn as peft draws it, uniformly within 1 / sqrt(its columns), from `seed` alone."""
+        """See Learner. A is drawn as peft draws it, uniformly within 1 / sqrt(its columns), from
+        `seed` alone."""
         if not 1 <= rank <= self.max_rank:
-            raise CallError(f"rank {rank}: this server trains ranks from 1 to {self.max_rank}; start it with --trainer.lora.rank {rank}")
-        needed = 0 if name in self.adapters else COPIES * sum(local(p).nbytes for p in self.parameters.values())
+            raise CallError(
+                f"rank {rank}: this server trains ranks from 1 to {self.max_rank}; start it "
+                f"with --trainer.lora.rank {rank}"
+            )
+        needed = (
+            0
+            if name in self.adapters
+            else COPIES * sum(local(p).nbytes for p in self.parameters.values())
+        )
         free = free_bytes(self.world.device)
         if needed > free:
-            raise NoRoomError(f"another model takes {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB of memory are free: unload one")
+            raise NoRoomError(
+                f"another model takes {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB "
+                "of memory are free: unload one"
+            )
         self.forget(name)
         generator = torch.Generator().manual_seed(seed)
         tensors = {key: torch.zeros_like(tensor) for key, tensor in self._live().items()}
@@ -138,31 +168,54 @@ class AdapterLearner:
             tensors[key][:rank] = drawn / math.sqrt(drawn.shape[1])
         self.adapters[name] = Adapters(rank, tensors, {})
 
-    # Computing ----------------------------------------------------------------------------------------------------------
+    # Computing ------------------------------------------------------------------------------------
 
-    def forward_backward(self, name: str, examples: list[Example], loss: LossCall, backward: bool) -> Scored:
+    def forward_backward(
+        self, name: str, examples: list[Example], loss: LossCall, backward: bool
+    ) -> Scored:
         settings = loss_settings(loss)
         self._enter(name)
         starts = np.cumsum([0, *(example.targets.size for example in examples)])
-        flat = {key: torch.from_numpy(joined(examples, key)) for key in ("targets", "advantages", "logprobs", "trained")}
+        flat = {
+            key: torch.from_numpy(joined(examples, key))
+            for key in ("targets", "advantages", "logprobs", "trained")
+        }
         logprobs, losses = torch.zeros(int(starts[-1])), torch.zeros(int(starts[-1]))
-        packed = prepare(as_batch(examples), self.config, self.world, self.hidden_size, mode=mode_of(self.model))
+        packed = prepare(
+            as_batch(examples), self.config, self.world, self.hidden_size, mode=mode_of(self.model)
+        )
         for row in packed.micro_batches:
             own = {key: values[row.token_index] for key, values in flat.items()}
-            batch = replace(row, **{key: own[key] for key in ("targets", "advantages", "logprobs")}).to(self.world.device)
+            batch = replace(
+                row, **{key: own[key] for key in ("targets", "advantages", "logprobs")}
+            ).to(self.world.device)
             with nullcontext() if backward else torch.no_grad():
                 scores = score(self.model, batch, self.world)
                 inputs = loss_inputs(batch, len(packed.batch.samples), scores, self.world)
                 terms = self._terms(inputs, own["trained"].to(self.world.device), settings)
                 if backward:
                     terms.sum().backward()
-            logprobs[row.token_index], losses[row.token_index] = scores.logprobs.detach().cpu(), terms.detach().cpu()
+            logprobs[row.token_index], losses[row.token_index] = (
+                scores.logprobs.detach().cpu(),
+                terms.detach().cpu(),
+            )
         if not bool(losses.isfinite().all()):
             if backward:
                 self.optimizer.zero_grad()
-            raise CallError("the loss is not finite" + ("; the gradient of this model is discarded" if backward else ""))
-        shapes = [(example.targets.T.shape, slice(a, b)) for example, a, b in zip(examples, starts, starts[1:], strict=False)]
-        return Scored(*([values[part].numpy().reshape(shape).T for shape, part in shapes] for values in (logprobs, losses)))
+            raise CallError(
+                "the loss is not finite"
+                + ("; the gradient of this model is discarded" if backward else "")
+            )
+        shapes = [
+            (example.targets.T.shape, slice(a, b))
+            for example, a, b in zip(examples, starts, starts[1:], strict=False)
+        ]
+        return Scored(
+            *(
+                [values[part].numpy().reshape(shape).T for shape, part in shapes]
+                for values in (logprobs, losses)
+            )
+        )
 
     def _terms(self, inputs, chosen: Tensor, settings) -> Tensor:
         """Returns the loss of each target [N], 0 for others than the `chosen` [N]."""
@@ -171,33 +224,52 @@ class AdapterLearner:
         names = ("trainer_logprobs", "logprobs", "advantages", "entropies", "weights", "sequences")
         part = replace(inputs, **{name: getattr(inputs, name)[chosen] for name in names})
         number = int(inputs.sequences.max()) + 1
-        part = replace(part, sequence_sum=lambda values: values.new_zeros(number).index_add(0, part.sequences, values))
-        return torch.zeros_like(inputs.weights).masked_scatter(chosen, loss_function(settings)(part, settings)[0])
+        part = replace(
+            part,
+            sequence_sum=lambda values: values.new_zeros(number).index_add(
+                0, part.sequences, values
+            ),
+        )
+        return torch.zeros_like(inputs.weights).masked_scatter(
+            chosen, loss_function(settings)(part, settings)[0]
+        )
 
     def optimizer_step(self, name: str, step: Step) -> float:
         self._enter(name)
         if all(parameter.grad is None for parameter in self.parameters.values()):
-            raise CallError("optim_step without a gradient: no forward_backward has succeeded since the last one")
+            raise CallError(
+                "optim_step without a gradient: no forward_backward has succeeded since the "
+                "last one"
+            )
         for group in self.optimizer.param_groups:
             group |= {"betas": step.betas, "eps": step.eps, "weight_decay": step.weight_decay}
-        limit = self.config.trainer.optim.model_copy(update={"max_grad_norm": step.max_grad_norm or math.inf})
+        limit = self.config.trainer.optim.model_copy(
+            update={"max_grad_norm": step.max_grad_norm or math.inf}
+        )
         try:
             return optimizer_step(self.model, self.optimizer, limit, step.lr, 0, 0.0)
         except RunError as error:
             self.optimizer.zero_grad()
             raise CallError(f"the gradient is not finite and was discarded ({error})") from None
 
-    # Files --------------------------------------------------------------------------------------------------------------
+    # Files ----------------------------------------------------------------------------------------
 
     def save(self, name: str, folder: Path, notes: Mapping[str, Any]) -> None:
-        """See Learner. A gradient is not saved: it is computed again from the calls that made it."""
+        """See Learner. A gradient is not saved: it is computed again from the calls that made
+        it."""
         own = self._own(name)
-        tensors = {key: cut(key, tensor, own.rank).cpu() for key, tensor in self._tensors(name).items()}
+        tensors = {
+            key: cut(key, tensor, own.rank).cpu() for key, tensor in self._tensors(name).items()
+        }
 
         def fill(temporary: Path) -> None:
             require_space(temporary, tensors.values())
             write_tensors(temporary / STATE, tensors)
-            (temporary / RECORD).write_text(json.dumps({**notes, "rank": own.rank, "files": {STATE: checksum(temporary / STATE)}}))
+            (temporary / RECORD).write_text(
+                json.dumps(
+                    {**notes, "rank": own.rank, "files": {STATE: checksum(temporary / STATE)}}
+                )
+            )
 
         write_directory(folder, fill)
 
@@ -213,7 +285,9 @@ class AdapterLearner:
     def load(self, name: str, folder: Path, optimizer: bool) -> None:
         rank, found = self.notes(folder)["rank"], load_file(folder / STATE)
         if found.keys() != self._live().keys():
-            raise CallError(f"{folder.name} is a state of another model or of other trainer.lora.targets")
+            raise CallError(
+                f"{folder.name} is a state of another model or of other trainer.lora.targets"
+            )
         self.create(name, rank, 0)
         own = self.adapters[name]
         for key in (key for key in found if optimizer or key.startswith("weight.")):
@@ -221,18 +295,30 @@ class AdapterLearner:
 
     def publish(self, name: str, folder: Path, record: Path | None) -> None:
         own, dtype, now = self._own(name), DTYPES[self.config.model.dtype], self._tensors(name)
-        names = {f"weight.{parameter}": lora.name_in_file(parameter) for parameter in self.parameters}
-        tensors = {names[key]: cut(key, now[key], own.rank).to(dtype).cpu().contiguous() for key in names}
+        names = {
+            f"weight.{parameter}": lora.name_in_file(parameter) for parameter in self.parameters
+        }
+        tensors = {
+            names[key]: cut(key, now[key], own.rank).to(dtype).cpu().contiguous() for key in names
+        }
         made_by = determinism.conditions(self.config.trainer, self.world, mode_of(self.model))
-        content = {"hash": HASH, "tensors": {key: digest(bytes_of(tensor)) for key, tensor in tensors.items()}, "made_by": made_by}
+        content = {
+            "hash": HASH,
+            "tensors": {key: digest(bytes_of(tensor)) for key, tensor in tensors.items()},
+            "made_by": made_by,
+        }
 
         def fill(temporary: Path) -> None:
             require_space(temporary, tensors.values())
             lora.write_config(temporary, self.model, self.base)
             write_tensors(temporary / lora.WEIGHTS_FILE, tensors)
             config = temporary / "adapter_config.json"
-            config.write_text(json.dumps(json.loads(config.read_text()) | {"r": own.rank}, indent=2))
-            (temporary / DIGESTS).write_text(json.dumps(content | {"files": {config.name: digest_of_file(config)}}, indent=1))
+            config.write_text(
+                json.dumps(json.loads(config.read_text()) | {"r": own.rank}, indent=2)
+            )
+            (temporary / DIGESTS).write_text(
+                json.dumps(content | {"files": {config.name: digest_of_file(config)}}, indent=1)
+            )
 
         if record:
             write_file(record, json.dumps(content, indent=1).encode())
@@ -245,7 +331,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def cut(key: str, tensor: Tensor, rank: int) -> Tensor:
     """Returns the part of a padded tensor that has the client's rank: rows of A, columns of B."""
-    return tensor[:rank] if A in key and tensor.ndim else tensor[:, :rank] if B in key and tensor.ndim else tensor
+    return (
+        tensor[:rank]
+        if A in key and tensor.ndim
+        else tensor[:, :rank]
+        if B in key and tensor.ndim
+        else tensor
+    )
 
 
 def joined(examples: list[Example], name: str) -> np.ndarray:
@@ -254,14 +346,23 @@ def joined(examples: list[Example], name: str) -> np.ndarray:
 
 
 def as_batch(examples: list[Example]) -> TrainBatch:
-    """Returns one sample for each example and column of targets. What they predict is replaced afterwards, since an example may ask for any
-    target: a sample's own are the tokens that follow."""
+    """Returns one sample for each example and column of targets. What they predict is replaced
+    afterwards, since an example may ask for any target: a sample's own are the tokens that
+    follow."""
     samples = []
     for example in examples:
         count = len(example.token_ids)
         tokens, none = [*example.token_ids.tolist(), 0], [0.0] * (count + 1)
-        values = {"logprobs": none, "advantages": none, "policy_versions": [VersionSpan(-1, count)], "env": "", "group_id": 0}
-        sample = TrainingSample.of(token_ids=tokens, loss_mask=[False] + [True] * count, rollout_id=0, **values)
+        values = {
+            "logprobs": none,
+            "advantages": none,
+            "policy_versions": [VersionSpan(-1, count)],
+            "env": "",
+            "group_id": 0,
+        }
+        sample = TrainingSample.of(
+            token_ids=tokens, loss_mask=[False] + [True] * count, rollout_id=0, **values
+        )
         samples += [sample] * example.targets.shape[1]
     return TrainBatch(step=1, samples=samples)
 
@@ -271,4 +372,6 @@ def loss_settings(call: LossCall):
     try:
         return TypeAdapter(LossConfig).validate_python({"type": call.type, **call.settings})
     except ValidationError as error:
-        raise CallError(f"{call.type}: {error.errors()[0]['msg']}, not {error.errors()[0]['input']!r}") from None
+        raise CallError(
+            f"{call.type}: {error.errors()[0]['msg']}, not {error.errors()[0]['input']!r}"
+        ) from None

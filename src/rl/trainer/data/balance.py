@@ -1,6 +1,8 @@
-"""Cuts the sorted samples into micro batches of equal cost and assigns them to the ranks. Pure: numbers only.
+"""Cuts the sorted samples into micro batches of equal cost and assigns them to the ranks. Pure:
+numbers only.
 
-A micro batch is a part of the sorted samples. A cut within a group makes its shared prefix be computed again; a cut between groups is free.
+A micro batch is a part of the sorted samples. A cut within a group makes its shared prefix be
+computed again; a cut between groups is free.
 """
 
 from dataclasses import dataclass
@@ -10,37 +12,48 @@ import numpy as np
 from rl.trainer.data.prefix_tree import MicroBatchRange, SortedSamples
 
 OVERHEAD_PART = 64
-"""The fixed cost of a micro batch (gathered weights, kernel launches) is 1/64 of the cost of `max_tokens` tokens."""
+"""The fixed cost of a micro batch (gathered weights, kernel launches) is 1/64 of the cost of
+`max_tokens` tokens."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The rank that a batch is packed for, the number of ranks, and the size limit of micro batches."""
+    """The rank that a batch is packed for, the number of ranks, and the size limit of micro
+    batches."""
 
     rank: int
     """Index among the data-parallel ranks, those that have samples of their own."""
     num_ranks: int
     max_tokens: int
-    """The most tokens of a micro batch; a longer sample gets a micro batch of its own. 0: every sample does."""
+    """The most tokens of a micro batch; a longer sample gets a micro batch of its own. 0: every
+    sample does."""
     hidden_size: int
-    """The model's hidden size: it determines how a token's matrix products compare with its attention, see `path_cost`."""
+    """The model's hidden size: it determines how a token's matrix products compare with its
+    attention, see `path_cost`."""
 
 
 def plan(ordered: SortedSamples, layout: Layout) -> list[list[MicroBatchRange]]:
     """Returns the parts of each rank; every rank gets the same number of them. Deterministic.
 
-    Makes as few micro batches as possible, or up to an eighth more if that is cheaper because it cuts fewer groups.
+    Makes as few micro batches as possible, or up to an eighth more if that is cheaper because it
+    cuts fewer groups.
     """
     furthest = furthest_ends(ordered, layout.max_tokens)
     needed = ranges_needed(furthest)
     least = max(1, -(-int(needed[0]) // layout.num_ranks))
     rounds = sorted({least + -(-least * extra // 64) for extra in range(9)})
-    plans = [assign_to_ranks(ordered, layout, cut_ranges(ordered, layout, furthest, needed, n * layout.num_ranks)) for n in rounds]
+    plans = [
+        assign_to_ranks(
+            ordered, layout, cut_ranges(ordered, layout, furthest, needed, n * layout.num_ranks)
+        )
+        for n in rounds
+    ]
     return min(plans, key=lambda plan: plan[1])[0]
 
 
 def ranges_needed(furthest: np.ndarray) -> np.ndarray:
-    """Returns [n + 1]: the fewest parts that hold all items from i on. This falls with i, so taking the longest parts is optimal."""
+    """Returns [n + 1]: the fewest parts that hold all items from i on. This falls with i, so
+    taking the longest parts is optimal."""
     needed = [0] * (len(furthest) + 1)
     for i, end in reversed(list(enumerate(furthest.tolist()))):
         needed[i] = 1 + needed[end]
@@ -48,21 +61,27 @@ def ranges_needed(furthest: np.ndarray) -> np.ndarray:
 
 
 def furthest_ends(ordered: SortedSamples, max_tokens: int) -> np.ndarray:
-    """Returns [n]: the end of the longest part that begins with item i and has at most `max_tokens`; one item always fits."""
+    """Returns [n]: the end of the longest part that begins with item i and has at most
+    `max_tokens`; one item always fits."""
     tokens = np.concatenate([[0], np.cumsum(ordered.lengths - ordered.shared)])
     ends = np.searchsorted(tokens, tokens[:-1] - ordered.shared + max_tokens, side="right") - 1
     return np.maximum(ends, np.arange(1, len(tokens)))
 
 
-def cut_ranges(ordered: SortedSamples, layout: Layout, furthest: np.ndarray, needed: np.ndarray, num_parts: int) -> list[MicroBatchRange]:
-    """Cuts the sorted samples into parts (first item, end) of about equal cost; `num_parts` must be at least needed[0].
+def cut_ranges(
+    ordered: SortedSamples, layout: Layout, furthest: np.ndarray, needed: np.ndarray, num_parts: int
+) -> list[MicroBatchRange]:
+    """Cuts the sorted samples into parts (first item, end) of about equal cost; `num_parts` must be
+    at least needed[0].
 
-    Each part ends where two costs together are lowest: the difference from its fair share of the rest of the samples, and the prefix that
-    the next part computes again. No part is empty unless there are fewer items than parts. The difference counts less the more parts
-    a rank gets, and only a little with a single rank, since no rank waits for another.
+    Each part ends where two costs together are lowest: the difference from its fair share of the
+    rest of the samples, and the prefix that the next part computes again. No part is empty unless
+    there are fewer items than parts. The difference counts less the more parts a rank gets, and
+    only a little with a single rank, since no rank waits for another.
     """
     count, lengths, hidden_size = len(ordered.items), ordered.lengths, layout.hidden_size
-    repeated = np.append(path_cost(ordered.shared, hidden_size), 0)  # [n + 1]: cost repeated by a part that begins with the item
+    # [n + 1]: cost repeated by a part that begins with the item
+    repeated = np.append(path_cost(ordered.shared, hidden_size), 0)
     cost = np.concatenate([[0], np.cumsum(path_cost(lengths, hidden_size) - repeated[:-1])])
     care = max(0.01, layout.num_ranks / num_parts if layout.num_ranks > 1 else 0)
     parts, start = [], 0
@@ -70,7 +89,8 @@ def cut_ranges(ordered: SortedSamples, layout: Layout, furthest: np.ndarray, nee
         if start == count:
             parts.append((count, count))
             continue
-        last = max(min(int(furthest[start]), count - left + 1), start + 1)  # leave an item for each later part
+        # leave an item for each later part
+        last = max(min(int(furthest[start]), count - left + 1), start + 1)
         ends = np.arange(start + 1, last + 1)
         ends = ends[needed[ends] < left]
         own = cost[ends] - cost[start] + repeated[start]
@@ -81,11 +101,15 @@ def cut_ranges(ordered: SortedSamples, layout: Layout, furthest: np.ndarray, nee
     return parts
 
 
-def assign_to_ranks(ordered: SortedSamples, layout: Layout, parts: list[MicroBatchRange]) -> tuple[list[list[MicroBatchRange]], int]:
-    """Returns the parts of each rank, and the cost of the step if ranks wait for each other after every micro batch.
+def assign_to_ranks(
+    ordered: SortedSamples, layout: Layout, parts: list[MicroBatchRange]
+) -> tuple[list[list[MicroBatchRange]], int]:
+    """Returns the parts of each rank, and the cost of the step if ranks wait for each other after
+    every micro batch.
 
-    Assigns in rounds from the costliest parts to the cheapest: if memory is too small, the first round shows it, and the parts of a round
-    cost about the same. Within a round the rank with the lowest cost so far gets the costliest part.
+    Assigns in rounds from the costliest parts to the cheapest: if memory is too small, the first
+    round shows it, and the parts of a round cost about the same. Within a round the rank with the
+    lowest cost so far gets the costliest part.
     """
     ranks = layout.num_ranks
     costs = [range_cost(ordered, part, layout) for part in parts]
@@ -93,7 +117,11 @@ def assign_to_ranks(ordered: SortedSamples, layout: Layout, parts: list[MicroBat
     assigned: list[list[MicroBatchRange]] = [[] for _ in range(ranks)]
     sums = [0] * ranks
     for start in range(0, len(order), ranks):
-        for part, rank in zip(order[start : start + ranks], sorted(range(ranks), key=lambda r: (sums[r], r)), strict=True):
+        for part, rank in zip(
+            order[start : start + ranks],
+            sorted(range(ranks), key=lambda r: (sums[r], r)),
+            strict=True,
+        ):
             assigned[rank].append(parts[part])
             sums[rank] += costs[part]
     own_cost = int(path_cost(np.array(layout.max_tokens), layout.hidden_size)) // OVERHEAD_PART
@@ -103,20 +131,27 @@ def assign_to_ranks(ordered: SortedSamples, layout: Layout, parts: list[MicroBat
 def range_tokens(ordered: SortedSamples, part: MicroBatchRange) -> int:
     """Returns the number of tokens of a micro batch; its first item is computed in full."""
     start, end = part
-    return int((ordered.lengths - ordered.shared)[start:end].sum() + ordered.shared[start:end][:1].sum())
+    return int(
+        (ordered.lengths - ordered.shared)[start:end].sum() + ordered.shared[start:end][:1].sum()
+    )
 
 
 def range_cost(ordered: SortedSamples, part: MicroBatchRange, layout: Layout) -> int:
     """Returns the cost of a micro batch in the unit of `path_cost`."""
     start, end = part
-    own, repeated = (path_cost(lengths[start:end], layout.hidden_size) for lengths in (ordered.lengths, ordered.shared))
+    own, repeated = (
+        path_cost(lengths[start:end], layout.hidden_size)
+        for lengths in (ordered.lengths, ordered.shared)
+    )
     return int(own.sum() - repeated[1:].sum())
 
 
 def path_cost(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
-    """Returns the cost of the first `lengths` tokens of a sample, in (query, key) pairs of attention.
+    """Returns the cost of the first `lengths` tokens of a sample, in (query, key) pairs of
+    attention.
 
-    A token sees itself and its ancestors. In a transformer layer its matrix products take 24 * hidden_size^2 operations (forward) and
-    each key that it sees takes 4 * hidden_size, so the matrix products cost as much as 6 * hidden_size keys.
+    A token sees itself and its ancestors. In a transformer layer its matrix products take 24 *
+    hidden_size^2 operations (forward) and each key that it sees takes 4 * hidden_size, so the
+    matrix products cost as much as 6 * hidden_size keys.
     """
     return lengths * (6 * hidden_size) + lengths * (lengths + 1) // 2

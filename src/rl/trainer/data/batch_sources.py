@@ -13,30 +13,37 @@ from rl.wire.transport import OrchestratorClient, Wait
 
 
 class BatchSource(Protocol):
-    """Returns batches. Every rank has a source, and all return the same batches. A background thread calls it step by step."""
+    """Returns batches. Every rank has a source, and all return the same batches. A background
+    thread calls it step by step."""
 
     def receive(self, step: int) -> TrainBatch | None:
         """Returns the batch of `step`, or None if the run has ended."""
 
     def validation(self, step: int) -> Iterable[TrainBatch]:
-        """Returns the held-out batches whose loss is due after `step`; an empty list if there are none."""
+        """Returns the held-out batches whose loss is due after `step`; an empty list if there
+        are none."""
         return []
 
     def meaningful(self, metrics: dict[str, float], step: int) -> dict[str, float]:
-        """Returns those of a step's metrics that mean something for this source's batches, and the source's own."""
+        """Returns those of a step's metrics that mean something for this source's batches, and
+        the source's own."""
         return metrics
 
 
 class FromOrchestrator(BatchSource):
-    """Rank 0 asks the orchestrator and broadcasts the bytes; every rank checks and decodes them. Creating it is a collective call."""
+    """Rank 0 asks the orchestrator and broadcasts the bytes; every rank checks and decodes them.
+    Creating it is a collective call."""
 
-    def __init__(self, client: OrchestratorClient | None, wait: Wait, world: World, timeout_s: float):
+    def __init__(
+        self, client: OrchestratorClient | None, wait: Wait, world: World, timeout_s: float
+    ):
         """`timeout_s`: the deadline of the broadcast, once rank 0 has the batch."""
         self.client, self.wait, self.world = client, wait, world
         self.group = world.new_group(timeout_s)
 
     def receive(self, step: int) -> TrainBatch | None:
-        """Waits for: the orchestrator's answer, on rank 0 as long as `wait` allows; the other ranks wait for rank 0.
+        """Waits for: the orchestrator's answer, on rank 0 as long as `wait` allows; the other ranks
+        wait for rank 0.
 
         Returns None on every rank, too, if rank 0 gives up because the trainer leaves.
         """
@@ -64,16 +71,20 @@ class FromLog(BatchSource):
 
 
 def batch_of(step: int, data: bytes, name: str) -> TrainBatch:
-    """Returns the checked content of a batch file. Raises CorruptFileError, or ValueError if it is not a valid batch of this step."""
+    """Returns the checked content of a batch file. Raises CorruptFileError, or ValueError if it
+    is not a valid batch of this step."""
     batch = decode_batch(data, name).batch
     if batch.step != step:
-        raise ValueError(f"{name}: is batch {batch.step}, not {step}: do two runs share this directory?")
+        raise ValueError(
+            f"{name}: is batch {batch.step}, not {step}: do two runs share this directory?"
+        )
     if not batch.num_loss_tokens:
         raise ValueError(f"{name}: has no token to train on")
     return batch
 
 
 def quarantined_steps(run_dir: RunDir, world: World) -> frozenset[int]:
-    """Returns the steps whose batches must not be read, as rank 0 sees them on disk. `rl` marks them while no trainer runs."""
+    """Returns the steps whose batches must not be read, as rank 0 sees them on disk. `rl` marks
+    them while no trainer runs."""
     steps = numbers(run_dir.batches, run_dir.quarantined(0).suffix)
     return frozenset(json.loads(world.broadcast_bytes(json.dumps(steps).encode())))

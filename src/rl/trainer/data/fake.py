@@ -1,4 +1,5 @@
-"""Random samples instead of the orchestrator's, to benchmark the trainer alone and to test whether its memory suffices."""
+"""Random samples instead of the orchestrator's, to benchmark the trainer alone and to test
+whether its memory suffices."""
 
 import math
 import random
@@ -35,14 +36,25 @@ class FakeBatches(BatchSource):
             if rollout == 0:
                 prompt = rng.choices(range(self.vocab_size), k=config.prompt_tokens)
             answer = rng.choices(range(self.vocab_size), k=config.completion_tokens)
-            samples.append(make_sample(prompt, answer, rng.gauss(0.0, 1.0), self.vocab_size, step, group, rollout))
+            samples.append(
+                make_sample(
+                    prompt, answer, rng.gauss(0.0, 1.0), self.vocab_size, step, group, rollout
+                )
+            )
         return TrainBatch(step=step, samples=samples)
 
 
 def make_sample(
-    prompt: list[int], answer: list[int], advantage: float, vocab_size: int, step: int, group: int, rollout: int
+    prompt: list[int],
+    answer: list[int],
+    advantage: float,
+    vocab_size: int,
+    step: int,
+    group: int,
+    rollout: int,
 ) -> TrainingSample:
-    """Makes a sample as if the version before `step` had sampled the answer from the uniform distribution."""
+    """Makes a sample as if the version before `step` had sampled the answer from the uniform
+    distribution."""
     n, m = len(prompt), len(answer)
     return TrainingSample.of(
         token_ids=prompt + answer,
@@ -57,23 +69,34 @@ def make_sample(
 
 
 def full_batch(num_rows: int, row_tokens: int, max_model_len: int, vocab_size: int) -> TrainBatch:
-    """Makes a batch that packs into `num_rows` micro batches of the largest possible size, about `row_tokens` tokens, each with a loss.
+    """Makes a batch that packs into `num_rows` micro batches of the largest possible size, about
+    `row_tokens` tokens, each with a loss.
 
-    A row holds sequences as long as the model allows; a sequence longer than `row_tokens` has a row of its own.
+    A row holds sequences as long as the model allows; a sequence longer than `row_tokens` has a row
+    of its own.
     """
     rng = random.Random(0)
     length = max_model_len - 1
-    lengths = [length] if length >= row_tokens else [length] * (row_tokens // length) + [row_tokens % length] * (row_tokens % length > 0)
+    lengths = (
+        [length]
+        if length >= row_tokens
+        else [length] * (row_tokens // length) + [row_tokens % length] * (row_tokens % length > 0)
+    )
     samples = []
     for group in range(num_rows * len(lengths)):
-        first, *answer = rng.choices(range(vocab_size), k=lengths[group % len(lengths)] + 1)  # the last token is predicted, never an input
+        # the last token is predicted, never an input
+        first, *answer = rng.choices(range(vocab_size), k=lengths[group % len(lengths)] + 1)
         samples.append(make_sample([first], answer, 1.0, vocab_size, 1, group, 0))
     return TrainBatch(step=1, samples=samples)
 
 
 def step_line(step: int, metrics: dict[str, float]) -> str:
     """Returns the line that the benchmark prints after a step."""
-    return f"step {step}: " + ", ".join(text.format(metrics[name]) for name, text in FORMATS.items() if metrics.get(name) is not None)
+    return f"step {step}: " + ", ".join(
+        text.format(metrics[name])
+        for name, text in FORMATS.items()
+        if metrics.get(name) is not None
+    )
 
 
 def summary(lines: Iterable[dict[str, float]]) -> str:
@@ -82,4 +105,6 @@ def summary(lines: Iterable[dict[str, float]]) -> str:
     lines = lines[1:] or lines
     names = [name for name in FORMATS if lines and lines[0].get(name) is not None]
     medians = {name: median(line[name] for line in lines) for name in names}
-    return f"median of {len(lines)} steps: " + ", ".join(FORMATS[name].format(value) for name, value in medians.items())
+    return f"median of {len(lines)} steps: " + ", ".join(
+        FORMATS[name].format(value) for name, value in medians.items()
+    )

@@ -11,35 +11,42 @@ from rl.trainer.model.flex import padded, whole_blocks
 from rl.trainer.model.modes import Mode
 
 MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS_GPU = 4096, 16384
-"""Tokens of one pass on one rank. Smaller passes would leave a GPU waiting for kernel launches, and with recomputed activations the larger
-ones fit in its memory; except with eager attention, whose scores and mask grow quadratically."""
+"""Tokens of one pass on one rank. Smaller passes would leave a GPU waiting for kernel launches,
+and with recomputed activations the larger ones fit in its memory; except with eager attention,
+whose scores and mask grow quadratically."""
 
 
 def micro_batch_tokens(settings: TrainerConfig, device: torch.device, mode: Mode) -> int:
     """Returns the most tokens of one pass on one rank; a longer sample gets a pass of its own."""
-    large = device.type == "cuda" and settings.activation_checkpointing == "full" and mode != "eager"
+    large = (
+        device.type == "cuda" and settings.activation_checkpointing == "full" and mode != "eager"
+    )
     return settings.micro_batch_tokens or (MICRO_BATCH_TOKENS_GPU if large else MICRO_BATCH_TOKENS)
 
 
 @dataclass
 class MicroBatch:
-    """One forward pass over a row of T tokens that holds whole trees one after another; P positions have logits, N tokens a loss.
+    """One forward pass over a row of T tokens that holds whole trees one after another; P positions
+    have logits, N tokens a loss.
 
-    Only `fill_blocks` adds padding. With context parallelism the ranks of a group hold the same row; each has its own `queries` and the
-    predictors and loss tokens that belong to them, and predictors are then indices into its queries.
+    Only `fill_blocks` adds padding. With context parallelism the ranks of a group hold the same
+    row; each has its own `queries` and the predictors and loss tokens that belong to them, and
+    predictors are then indices into its queries.
 
-    Example, samples 0 `a b c` and 1 `a b d e` with everything after `a` trained: T = 3 inputs, P = 3 predictors, N = 5 loss tokens::
+    Example, samples 0 `a b c` and 1 `a b d e` with everything after `a` trained: T = 3 inputs, P =
+    3 predictors, N = 5 loss tokens::
 
         input_ids   a b d        predictor_of  0 0 1 1 2   index into predictors
         predictors  0 1 2        targets       b b c d e   token that is predicted
                                  sequences     0 1 0 1 1   sample in the batch
-                                 token_index   0 2 1 3 4   loss token in the batch: those of sample 0 are 0 and 1
+                                 token_index   0 2 1 3 4   loss token in the batch (sample 0: 0, 1)
     """
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, index of the token in its sample
     subtree_ends: Tensor  # [T] int64: token i sees token j if j <= i < subtree_ends[j]
-    queries: Tensor | None  # [T'] int64 ascending: the positions that this rank computes (context parallelism); None: all T
+    # [T'] int64 ascending: the positions that this rank computes (context parallelism); None: all T
+    queries: Tensor | None
     predictors: Tensor  # [P] int64 ascending: packed positions that predict some loss token
     temperatures: Tensor  # [P] float32
     predictor_of: Tensor  # [N] int64, ascending: which of the P positions predicts the token
@@ -48,15 +55,21 @@ class MicroBatch:
     advantages: Tensor  # [N] float32
     weights: Tensor  # [N] float32, see minibatches.sample_weights
     sequences: Tensor  # [N] int64: index of the token's sample in the batch
-    token_index: Tensor  # [N] int64: index of the token among all loss tokens of the batch, sample after sample
+    # [N] int64: index of the token among all loss tokens of the batch, sample after sample
+    token_index: Tensor
     envs: Tensor  # [N] int64: index of the token's environment in TrainBatch.envs
-    teacher_logprobs: Tensor | None  # [N] float32, nan for tokens without a teacher; None if no token has one
+    # [N] float32, nan for tokens without a teacher; None if no token has one
+    teacher_logprobs: Tensor | None
     fresh: Tensor  # [N] bool: sampled by exactly the version that is being trained
-    routes: Tensor | None = None  # [T, width] uint8 (context parallelism: [T', width]), see Routers; None: the routers choose
-    old_logprobs: Tensor | None = None  # [N] float32, of the policy that the batch began with; None until computed
-    reference_logprobs: Tensor | None = None  # [N] float32, of the reference model; None until computed
+    # [T, width] uint8 (context parallelism: [T', width]), see Routers; None: the routers choose
+    routes: Tensor | None = None
+    # [N] float32, of the policy that the batch began with; None until computed
+    old_logprobs: Tensor | None = None
+    # [N] float32, of the reference model; None until computed
+    reference_logprobs: Tensor | None = None
     padding: int = 0
-    """Number of padding tokens at the end of the T tokens: each sees itself, no other token sees it, and it has no loss."""
+    """Number of padding tokens at the end of the T tokens: each sees itself, no other token sees
+    it, and it has no loss."""
 
     @property
     def is_chain(self) -> bool:
@@ -64,7 +77,8 @@ class MicroBatch:
         return bool((self.subtree_ends == len(self.subtree_ends)).all())
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Returns a copy on the device. From pinned memory it returns at once: the device does the copy in stream order."""
+        """Returns a copy on the device. From pinned memory it returns at once: the device does
+        the copy in stream order."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "MicroBatch":
@@ -72,22 +86,40 @@ class MicroBatch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        return MicroBatch(**{name: function(value) if isinstance(value, Tensor) else value for name, value in vars(self).items()})
+        return MicroBatch(
+            **{
+                name: function(value) if isinstance(value, Tensor) else value
+                for name, value in vars(self).items()
+            }
+        )
 
 
 def fill_blocks(batch: MicroBatch, ranks: int) -> MicroBatch:
-    """Pads the micro batch so that each of the `ranks` that share its row holds whole FlexAttention blocks."""
+    """Pads the micro batch so that each of the `ranks` that share its row holds whole
+    FlexAttention blocks."""
     length = len(batch.input_ids)
-    row = padded(batch.input_ids, batch.position_ids, batch.subtree_ends, whole_blocks(length, ranks))
+    row = padded(
+        batch.input_ids, batch.position_ids, batch.subtree_ends, whole_blocks(length, ranks)
+    )
     padding = len(row[0]) - length
     routes = batch.routes
-    if routes is not None:  # to the experts of the last token: one route for all of the padding of a run would burden its experts alone
+    # to the experts of the last token: one route for all of the padding of a run would burden its
+    # experts alone
+    if routes is not None:
         routes = torch.cat([routes, routes[-1:].expand(padding, -1)])
-    return replace(batch, input_ids=row[0], position_ids=row[1], subtree_ends=row[2], routes=routes, padding=padding)
+    return replace(
+        batch,
+        input_ids=row[0],
+        position_ids=row[1],
+        subtree_ends=row[2],
+        routes=routes,
+        padding=padding,
+    )
 
 
 def empty_micro_batch() -> MicroBatch:
-    """Returns one token without any loss, so that a rank without work still takes part in the collectives."""
+    """Returns one token without any loss, so that a rank without work still takes part in the
+    collectives."""
     zero, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     row = {
         "input_ids": zero,

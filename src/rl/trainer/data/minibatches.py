@@ -1,8 +1,10 @@
-"""Defines what each optimizer step trains on: the minibatches of a batch, their tokens' weights, and the policy that the batch began with.
+"""Defines what each optimizer step trains on: the minibatches of a batch, their tokens' weights,
+and the policy that the batch began with.
 
-A minibatch consists of whole groups, so it keeps the batch's baselines and shared prompts. All epochs go through the same minibatches in
-the same order. Weights are published and saved only between batches: a policy version is the result of one whole batch.
-docs/algorithms.md has the sources.
+A minibatch consists of whole groups, so it keeps the batch's baselines and shared prompts. All
+epochs go through the same minibatches in the same order. Weights are published and saved only
+between batches: a policy version is the result of one whole batch. docs/algorithms.md has the
+sources.
 """
 
 from collections import defaultdict
@@ -23,8 +25,8 @@ from rl.wire.messages import TrainBatch, TrainingSample
 def cut(batch: TrainBatch, count: int, seed: int) -> list[list[int]]:
     """Returns the indices of each minibatch's samples, in training order.
 
-    Shuffles the groups by seed and step; the minibatches' numbers of groups differ by at most one. A batch with fewer groups than `count`
-    has fewer minibatches: none is empty.
+    Shuffles the groups by seed and step; the minibatches' numbers of groups differ by at most one.
+    A batch with fewer groups than `count` has fewer minibatches: none is empty.
     """
     if count == 1:
         return [list(range(len(batch.samples)))]
@@ -37,29 +39,48 @@ def cut(batch: TrainBatch, count: int, seed: int) -> list[list[int]]:
     return [[index for group in part.tolist() for index in groups[group]] for part in parts]
 
 
-def sample_weights(samples: Sequence[TrainingSample], config: LossSettings, constant_length: int) -> list[float]:
-    """Returns the weight of each sample's loss tokens in the batch's loss, see LossSettings.sample_weights."""
+def sample_weights(
+    samples: Sequence[TrainingSample], config: LossSettings, constant_length: int
+) -> list[float]:
+    """Returns the weight of each sample's loss tokens in the batch's loss, see
+    LossSettings.sample_weights."""
     return config.sample_weights([sample.num_trained for sample in samples], constant_length)
 
 
-def minibatch_weights(batch: TrainBatch, parts: Sequence[Sequence[int]], config: LossSettings, constant_length: int) -> list[float]:
-    """Returns the weight of each sample's loss tokens in the loss of its own minibatch, see `sample_weights`."""
+def minibatch_weights(
+    batch: TrainBatch, parts: Sequence[Sequence[int]], config: LossSettings, constant_length: int
+) -> list[float]:
+    """Returns the weight of each sample's loss tokens in the loss of its own minibatch, see
+    `sample_weights`."""
     weights = [0.0] * len(batch.samples)
     for indices in parts:
-        for index, weight in zip(indices, sample_weights([batch.samples[i] for i in indices], config, constant_length), strict=True):
+        for index, weight in zip(
+            indices,
+            sample_weights([batch.samples[i] for i in indices], config, constant_length),
+            strict=True,
+        ):
             weights[index] = weight
     return weights
 
 
 def compares_with_old(settings: TrainerConfig) -> bool:
-    """Whether the loss compares with the policy that the batch began with, and so needs its log-probabilities. Clipped and custom losses do
-    if a batch has several optimizer steps; with a single one that policy is the one being trained."""
-    return settings.minibatches * settings.epochs > 1 and isinstance(settings.loss, ClippedSettings | CustomConfig)
+    """Whether the loss compares with the policy that the batch began with, and so needs its
+    log-probabilities. Clipped and custom losses do if a batch has several optimizer steps; with
+    a single one that policy is the one being trained."""
+    return settings.minibatches * settings.epochs > 1 and isinstance(
+        settings.loss, ClippedSettings | CustomConfig
+    )
 
 
 @torch.no_grad()
-def keep_old_logprobs(model: PreTrainedModel, micro_batches: Iterable[MicroBatch], world: World, advance: Callable[[], None]) -> None:
-    """Scores `micro_batches`: all but those of the first optimizer step, which scores its own. Every rank calls this before that step."""
+def keep_old_logprobs(
+    model: PreTrainedModel,
+    micro_batches: Iterable[MicroBatch],
+    world: World,
+    advance: Callable[[], None],
+) -> None:
+    """Scores `micro_batches`: all but those of the first optimizer step, which scores its own.
+    Every rank calls this before that step."""
     for micro_batch in micro_batches:
         keep_old(model, micro_batch, score(model, micro_batch.to(world.device), world))
         advance()

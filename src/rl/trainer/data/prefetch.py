@@ -24,7 +24,8 @@ class Skipped:
 
 
 class Prefetch:
-    """Fetches one batch ahead and packs it. `ask` returns at once, `take` waits and raises the errors of the thread."""
+    """Fetches one batch ahead and packs it. `ask` returns at once, `take` waits and raises the
+    errors of the thread."""
 
     def __init__(
         self,
@@ -34,9 +35,16 @@ class Prefetch:
         deadline_s: float,
         quarantined: Collection[int] = (),
     ):
-        """`wait`: the source's wait, entered while the trainer is blocked. `deadline_s`: every rank's deadline, longer than the source's.
-        `quarantined`: batches that are never requested, because a trainer that reads one dies."""
-        self.source, self.pack, self.wait, self.deadline_s, self.quarantined = source, pack, wait, deadline_s, quarantined
+        """`wait`: the source's wait, entered while the trainer is blocked. `deadline_s`: every
+        rank's deadline, longer than the source's. `quarantined`: batches that are never
+        requested, because a trainer that reads one dies."""
+        self.source, self.pack, self.wait, self.deadline_s, self.quarantined = (
+            source,
+            pack,
+            wait,
+            deadline_s,
+            quarantined,
+        )
         self.step = 0
         """The step requested last."""
         self.thread = SingleTaskThread()
@@ -55,14 +63,17 @@ class Prefetch:
             return None if batch is None else self.pack(batch)
 
     def take(self, step: int, others: Iterable[SingleTaskThread] = ()) -> Packed | Skipped | None:
-        """Returns the batch of `step`, or None if the run has ended. An error of `others` ends the wait.
+        """Returns the batch of `step`, or None if the run has ended. An error of `others` ends the
+        wait.
 
         Waits for: the thread, and through it whatever the source waits for.
         """
         if self.step != step:
             self.ask(step)
         with self.wait:
-            return self.thread.result(f"batch {step} from rank 0; see its log", self.deadline_s, others)
+            return self.thread.result(
+                f"batch {step} from rank 0; see its log", self.deadline_s, others
+            )
 
 
 def prepare(
@@ -74,17 +85,22 @@ def prepare(
     mode: Mode = "blocks",
     routers: Routers | None = None,
 ) -> Packed:
-    """Packs a batch for this rank into minibatches, and gives each token its weight in the loss of its minibatch.
+    """Packs a batch for this rank into minibatches, and gives each token its weight in the loss of
+    its minibatch.
 
-    `mode`: how the model computes rows, see rl.trainer.model.policy.mode_of. `routers`: those of the model if routes are replayed; RunError
-    is raised for routes that they cannot take.
+    `mode`: how the model computes rows, see rl.trainer.model.policy.mode_of. `routers`: those of
+    the model if routes are replayed; RunError is raised for routes that they cannot take.
     """
-    settings, several = config.trainer, mode != "unpacked"  # whether a row may hold more than one sample
+    # whether a row may hold more than one sample
+    settings, several = config.trainer, mode != "unpacked"
     constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
-    max_tokens = micro_batch_tokens(settings, world.device, mode) * world.context_size * several  # of a row, which context_size ranks share
+    # of a row, which context_size ranks share
+    max_tokens = micro_batch_tokens(settings, world.device, mode) * world.context_size * several
     layout = Layout(world.data_rank, world.data_size, max_tokens, hidden_size)
     parts = cut(batch, minibatches, config.seed)
-    packed = pack(batch, minibatch_weights(batch, parts, settings.loss, constant_length), layout, parts)
+    packed = pack(
+        batch, minibatch_weights(batch, parts, settings.loss, constant_length), layout, parts
+    )
     for row in packed.micro_batches if routers else ():
         if row.routes is not None:
             routers.check(row.routes)
@@ -92,4 +108,6 @@ def prepare(
     if on_gpu and several:
         rows = [[fill_blocks(row, world.context_size) for row in part] for part in rows]
     rows = [[localise(row, world) for row in part] for part in rows]
-    return replace(packed, minibatches=[[row.pinned() for row in part] for part in rows] if on_gpu else rows)
+    return replace(
+        packed, minibatches=[[row.pinned() for row in part] for part in rows] if on_gpu else rows
+    )

@@ -1,9 +1,12 @@
-"""Computes shared prefixes once: sorts the samples of a batch, and lays out the samples of each micro batch as trees.
+"""Computes shared prefixes once: sorts the samples of a batch, and lays out the samples of each
+micro batch as trees.
 
-The samples of a group share a prefix (prompt, history, often the first answer tokens). They are sorted within groups, and each is stored
-with the length of the prefix that it shares with the one before it. A range of them, laid out depth first, is one row in which each token
-sees its ancestors and itself. In that order the descendants of token j are the tokens j+1..subtree_ends[j]-1, so "token i sees token j"
-means `j <= i < subtree_ends[j]`: one integer per token describes the whole mask.
+The samples of a group share a prefix (prompt, history, often the first answer tokens). They are
+sorted within groups, and each is stored with the length of the prefix that it shares with the one
+before it. A range of them, laid out depth first, is one row in which each token sees its ancestors
+and itself. In that order the descendants of token j are the tokens j+1..subtree_ends[j]-1, so
+"token i sees token j" means `j <= i < subtree_ends[j]`: one integer per token describes the whole
+mask.
 
 Example: samples `a b c` and `a b d e`, everything after `a` trained::
 
@@ -33,14 +36,21 @@ class Item:
     sample: TrainingSample
     sample_index: int  # index among the batch's samples
     trained: np.ndarray  # [n] indices of its loss tokens
-    inputs: np.ndarray  # [L] uint32: all tokens before the last loss token, which are the ones that loss tokens depend on
+    # [L] uint32: all tokens before the last loss token, which are the ones that loss tokens depend
+    # on
+    inputs: np.ndarray
     routes: np.ndarray | None  # [L, width] uint8: their routes, if the sampler gave them
 
     @property
     def key(self) -> bytes:
-        """Sorts items by their tokens, and tokens by their numbers (big-endian bytes do), then by their routes."""
+        """Sorts items by their tokens, and tokens by their numbers (big-endian bytes do), then
+        by their routes."""
         ids = self.inputs.astype(">u4")
-        return ids.tobytes() if self.routes is None else np.hstack([ids[:, None].view(np.uint8), self.routes]).tobytes()
+        return (
+            ids.tobytes()
+            if self.routes is None
+            else np.hstack([ids[:, None].view(np.uint8), self.routes]).tobytes()
+        )
 
 
 @dataclass(frozen=True)
@@ -49,30 +59,44 @@ class SortedSamples:
 
     items: list[Item]
     lengths: np.ndarray  # [n] int64: input tokens of each item
-    shared: np.ndarray  # [n] int64: length of the prefix that each item shares with the one before it, 0 where a tree begins
+    # [n] int64: length of the prefix that each item shares with the one before it, 0 where a tree
+    # begins
+    shared: np.ndarray
 
 
 def sort_samples(batch: TrainBatch, indices: Iterable[int] | None = None) -> SortedSamples:
-    """Returns the samples at these indices of a batch (default: all), ordered so that neighbours share the longest prefixes."""
+    """Returns the samples at these indices of a batch (default: all), ordered so that neighbours
+    share the longest prefixes."""
     groups: dict[tuple[int, float], list[Item]] = defaultdict(list)
     for index in range(len(batch.samples)) if indices is None else indices:
         sample = batch.samples[index]
         if sample.spans:
             trained = sample.trained
             inputs = sample.token_ids[: trained[-1]].view(np.uint32)
-            routes = np.frombuffer(sample.routes, dtype=np.uint8).reshape(len(inputs), -1) if sample.routes else None
-            groups[sample.group_id, sample.temperature].append(Item(sample, index, trained, inputs, routes))
+            routes = (
+                np.frombuffer(sample.routes, dtype=np.uint8).reshape(len(inputs), -1)
+                if sample.routes
+                else None
+            )
+            groups[sample.group_id, sample.temperature].append(
+                Item(sample, index, trained, inputs, routes)
+            )
     items: list[Item] = []
     shared: list[int] = []
     for key in sorted(groups):
         group = sorted(groups[key], key=lambda item: item.key)
         items += group
         shared += [0, *(common_prefix(a, b) for a, b in pairwise(group))]
-    return SortedSamples(items, np.array([len(item.inputs) for item in items], dtype=np.int64), np.array(shared, dtype=np.int64))
+    return SortedSamples(
+        items,
+        np.array([len(item.inputs) for item in items], dtype=np.int64),
+        np.array(shared, dtype=np.int64),
+    )
 
 
 def common_prefix(a: Item, b: Item) -> int:
-    """Returns the length of the longest common prefix: of tokens with the same routes, for a token is computed by one."""
+    """Returns the length of the longest common prefix: of tokens with the same routes, for a
+    token is computed by one."""
     shortest = min(len(a.inputs), len(b.inputs))
     differs = a.inputs[:shortest] != b.inputs[:shortest]
     if a.routes is not None and b.routes is not None:
@@ -84,8 +108,8 @@ def common_prefix(a: Item, b: Item) -> int:
 def lay_out(
     ordered: SortedSamples, part: MicroBatchRange
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray], np.ndarray | None]:
-    """Lays the part out depth first. Returns token ids, positions and ends, [T] each, the packed positions of each item's tokens, and the
-    routes [T, width] if all items have them."""
+    """Lays the part out depth first. Returns token ids, positions and ends, [T] each, the packed
+    positions of each item's tokens, and the routes [T, width] if all items have them."""
     start, end = part
     items, shared = ordered.items[start:end], ordered.shared[start:end].copy()
     shared[:1] = 0
@@ -95,11 +119,24 @@ def lay_out(
     paths: list[np.ndarray] = []
     path, used = np.zeros(0, dtype=np.int64), 0
     for tokens, n in zip(new, shared.tolist(), strict=True):
-        subtree_ends[path[n:]] = used  # no later item descends from the tokens of the previous one that this item does not share
+        # no later item descends from the tokens of the previous one that this item does not share
+        subtree_ends[path[n:]] = used
         path = np.concatenate([path[:n], np.arange(used, used + len(tokens))])
         used += len(tokens)
         paths.append(path)
-    positions = [np.arange(n, n + len(tokens)) for tokens, n in zip(new, shared.tolist(), strict=True)]
-    routes = [item.routes[n:] for item, n in zip(items, shared.tolist(), strict=True) if item.routes is not None]
+    positions = [
+        np.arange(n, n + len(tokens)) for tokens, n in zip(new, shared.tolist(), strict=True)
+    ]
+    routes = [
+        item.routes[n:]
+        for item, n in zip(items, shared.tolist(), strict=True)
+        if item.routes is not None
+    ]
     whole = np.concatenate(routes) if len(routes) == len(items) else None
-    return np.concatenate(new).astype(np.int64), np.concatenate(positions), subtree_ends, paths, whole
+    return (
+        np.concatenate(new).astype(np.int64),
+        np.concatenate(positions),
+        subtree_ends,
+        paths,
+        whole,
+    )

@@ -1,19 +1,24 @@
 """The parts that all losses share. Pure: tensors to tensors. docs/algorithms.md has the sources.
 
-For a trained token, let p be its probability under the trainer, q that under the sampler (inference), and A its advantage::
+For a trained token, let p be its probability under the trainer, q that under the sampler
+(inference), and A its advantage::
 
     r = exp(clamp(log p - log q, -10, 10))           importance ratio
 
-r is the product of two factors: the change of the policy since the token was sampled, and the numerical mismatch with the inference
-engine. Clips act on r with its gradient; truncation and masks act on r without gradient. With several optimizer steps per batch, clipped
-losses split r at o, the policy that the batch began with: p / o is clipped, and o / q is used for weights and masks.
+r is the product of two factors: the change of the policy since the token was sampled, and the
+numerical mismatch with the inference engine. Clips act on r with its gradient; truncation and masks
+act on r without gradient. With several optimizer steps per batch, clipped losses split r at o, the
+policy that the batch began with: p / o is clipped, and o / q is used for weights and masks.
 
-A loss function (see losses.py) returns one number per token, and which tokens its own clip leaves without gradient. The objective is
-the sum of these numbers, weighted by `LossInputs.weights` (see minibatches.py), over all tokens of all samples, micro batches and ranks.
+A loss function (see losses.py) returns one number per token, and which tokens its own clip leaves
+without gradient. The objective is the sum of these numbers, weighted by `LossInputs.weights` (see
+minibatches.py), over all tokens of all samples, micro batches and ranks.
 
-All results are finite for finite log-probabilities (the sampler's may be -inf): the clamp bounds r by e^10 before anything multiplies
-it, sums over sequences are clamped as well or stay logarithms, and masked tokens are dropped by selection, because multiplying by 0 would
-keep an inf or nan. Outside the clamp r has no gradient: no policy moves that far in a step, only engine mismatch goes that far.
+All results are finite for finite log-probabilities (the sampler's may be -inf): the clamp bounds r
+by e^10 before anything multiplies it, sums over sequences are clamped as well or stay logarithms,
+and masked tokens are dropped by selection, because multiplying by 0 would keep an inf or nan.
+Outside the clamp r has no gradient: no policy moves that far in a step, only engine mismatch goes
+that far.
 """
 
 import math
@@ -30,9 +35,11 @@ from rl.trainer.loss.kl import MAX_LOG_RATIO, k3, reference_kl, teacher_advantag
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One rank's N loss tokens of whole sequences, of which the batch has S. All are [N] float32 unless noted otherwise.
+    """One rank's N loss tokens of whole sequences, of which the batch has S. All are [N] float32
+    unless noted otherwise.
 
-    With context parallelism a rank has only some tokens of a sequence; `sequence_sum` then sums over the ranks that share it.
+    With context parallelism a rank has only some tokens of a sequence; `sequence_sum` then sums
+    over the ranks that share it.
     """
 
     trainer_logprobs: Tensor
@@ -41,13 +48,15 @@ class LossInputs:
     """log q."""
     advantages: Tensor
     entropies: Tensor
-    """Entropy of the trainer's distribution at the token, in nats; with gradient if entropy_coefficient is not 0."""
+    """Entropy of the trainer's distribution at the token, in nats; with gradient if
+    entropy_coefficient is not 0."""
     weights: Tensor
     """Weight of the token's loss in the batch's loss, e.g. 1 / (loss tokens of the batch)."""
     sequences: Tensor
     """[N] int64: index of the token's sequence, in 0..S-1."""
     sequence_sum: Callable[[Tensor], Tensor]
-    """[N] -> [S]: sums a value over each sequence's tokens on all ranks that hold some; gradients flow through."""
+    """[N] -> [S]: sums a value over each sequence's tokens on all ranks that hold some;
+    gradients flow through."""
     reference_logprobs: Tensor | None = None
     """Log-probability under the frozen reference model."""
     teacher_logprobs: Tensor | None = None
@@ -57,7 +66,8 @@ class LossInputs:
 
 
 LossFunction = Callable[[LossInputs, Any], tuple[Tensor, Tensor]]
-"""(inputs, settings) -> ([N] float32: loss of each token, with gradient; [N] bool: tokens that its own clip leaves without gradient)."""
+"""(inputs, settings) -> ([N] float32: loss of each token, with gradient; [N] bool: tokens that
+its own clip leaves without gradient)."""
 
 
 @dataclass(frozen=True)
@@ -73,26 +83,34 @@ class LossTerms:
     ratio: Tensor
     """r."""
     kl: Tensor
-    """k3 of the log ratio that masks act on: an estimate of KL(q || p), or of KL(q || o) if o is known."""
+    """k3 of the log ratio that masks act on: an estimate of KL(q || p), or of KL(q || o) if o is
+    known."""
     reference_kl: Tensor | None
-    """The `kl_estimator`'s estimate of KL(p || reference), before the coefficient; None without a reference."""
+    """The `kl_estimator`'s estimate of KL(p || reference), before the coefficient; None without
+    a reference."""
     update_kl: Tensor | None
-    """k3 of log p - log o: an estimate of KL(o || p), how far the batch's optimizer steps have moved the policy; None without o."""
+    """k3 of log p - log o: an estimate of KL(o || p), how far the batch's optimizer steps have
+    moved the policy; None without o."""
 
     @property
     def without_gradient(self) -> Tensor:
-        """Bool: the policy term has no gradient at the token, clipped or outside; `masked_fraction` counts these."""
+        """Bool: the policy term has no gradient at the token, clipped or outside;
+        `masked_fraction` counts these."""
         return self.clipped | self.outside
 
 
 def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunction) -> LossTerms:
-    """Computes the loss `function` of each token with the teacher, KL and entropy terms; 0 for tokens that a mask on r excludes.
+    """Computes the loss `function` of each token with the teacher, KL and entropy terms; 0 for
+    tokens that a mask on r excludes.
 
-    An excluded token is not trained at all, so it has no KL or entropy term either. A token that the loss's own clip stops keeps both.
+    An excluded token is not trained at all, so it has no KL or entropy term either. A token that
+    the loss's own clip stops keeps both.
     """
     kl = None
     if inputs.teacher_logprobs is not None:
-        bonus = teacher_advantages(inputs.trainer_logprobs, inputs.teacher_logprobs, config.teacher_coefficient)
+        bonus = teacher_advantages(
+            inputs.trainer_logprobs, inputs.teacher_logprobs, config.teacher_coefficient
+        )
         inputs = replace(inputs, advantages=inputs.advantages + bonus)
     loss, clipped = function(inputs, config)
     if config.kl_coefficient:
@@ -100,7 +118,9 @@ def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunctio
         kl = reference_kl(inputs.trainer_logprobs, inputs.reference_logprobs, config.kl_estimator)
         loss = loss + config.kl_coefficient * kl
     if config.entropy_coefficient:
-        assert inputs.entropies.requires_grad or not inputs.trainer_logprobs.requires_grad, "the entropies have no gradient"
+        assert inputs.entropies.requires_grad or not inputs.trainer_logprobs.requires_grad, (
+            "the entropies have no gradient"
+        )
         loss = loss - config.entropy_coefficient * inputs.entropies
     log_mismatch = mismatch(inputs)
     excluded = outside_masks(inputs, config, log_mismatch)
@@ -122,31 +142,37 @@ def log_ratio(inputs: LossInputs) -> Tensor:
 
 def log_update(inputs: LossInputs) -> Tensor:
     """Returns log p - log o [N], with gradient; log r if o is not known."""
-    return log_ratio(inputs if inputs.old_logprobs is None else replace(inputs, logprobs=inputs.old_logprobs))
+    return log_ratio(
+        inputs if inputs.old_logprobs is None else replace(inputs, logprobs=inputs.old_logprobs)
+    )
 
 
 def mismatch(inputs: LossInputs) -> Tensor:
-    """Returns the log ratio [N] that masks act on, without gradient: log o - log q if o is known, else log r."""
+    """Returns the log ratio [N] that masks act on, without gradient: log o - log q if o is
+    known, else log r."""
     first = inputs.trainer_logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
     return (first - inputs.logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_means(inputs: LossInputs, values: Tensor) -> Tensor:
-    """Returns the mean [S] of `values` [N] over the tokens of each sequence, on all ranks that hold some."""
+    """Returns the mean [S] of `values` [N] over the tokens of each sequence, on all ranks that
+    hold some."""
     return inputs.sequence_sum(values) / inputs.sequence_sum(torch.ones_like(values)).clamp(min=1.0)
 
 
 def outside(log_values: Tensor, band: Band) -> Tensor:
-    """Returns where exp(log_values) lies outside the band, whose bounds are inclusive. Compares logarithms, which do not overflow."""
+    """Returns where exp(log_values) lies outside the band, whose bounds are inclusive. Compares
+    logarithms, which do not overflow."""
     low, high = (math.log(bound) if bound > 0 else -math.inf for bound in band)
     return (log_values < low) | (log_values > high)
 
 
 def outside_masks(inputs: LossInputs, config: LossSettings, log_r: Tensor) -> Tensor:
-    """Returns [N] bool: the token's r, or the product or geometric mean of r over its sequence, lies outside its band.
+    """Returns [N] bool: the token's r, or the product or geometric mean of r over its sequence,
+    lies outside its band.
 
-    Tokens: IcePop (https://arxiv.org/abs/2510.18855). Sequences: masked importance sampling and the geometric mask
-    (https://yingru.notion.site/271211a558b7808d8b12d403fd15edda).
+    Tokens: IcePop (https://arxiv.org/abs/2510.18855). Sequences: masked importance sampling and the
+    geometric mask (https://yingru.notion.site/271211a558b7808d8b12d403fd15edda).
     """
     excluded = outside(log_r, config.token_mask)
     if config.sequence_mask != EVERYTHING:

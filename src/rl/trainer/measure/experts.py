@@ -1,4 +1,5 @@
-"""How evenly a mixture of experts uses its experts: the tokens that each layer's router sends to each of them in training."""
+"""How evenly a mixture of experts uses its experts: the tokens that each layer's router sends to
+each of them in training."""
 
 from typing import Any
 
@@ -11,7 +12,8 @@ from rl.trainer.parallel.world import World
 
 
 def count_tokens(model: PreTrainedModel, device: torch.device) -> None:
-    """Makes the experts of each layer count the tokens that they get in passes with a gradient. Call it before experts are divided."""
+    """Makes the experts of each layer count the tokens that they get in passes with a gradient.
+    Call it before experts are divided."""
     for experts in experts_of(model).values():
         experts.load = torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
         experts.register_forward_pre_hook(count)
@@ -25,7 +27,8 @@ def count(experts: Any, inputs: tuple[Any, ...]) -> None:
 
 
 def load_metrics(model: PreTrainedModel, world: World) -> dict[str, float]:
-    """Returns the metrics of all ranks' tokens since the last call; empty for a model without experts. Every rank calls this."""
+    """Returns the metrics of all ranks' tokens since the last call; empty for a model without
+    experts. Every rank calls this."""
     layers = [experts.load for experts in experts_of(model).values()]
     if not layers:
         return {}

@@ -1,4 +1,5 @@
-"""The plan by which trainer/model/attention.py computes a row: queries form blocks, and blocks form bundles that are computed together."""
+"""The plan by which trainer/model/attention.py computes a row: queries form blocks, and blocks
+form bundles that are computed together."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,15 +9,19 @@ import torch
 from torch import Tensor
 
 CALL_COST = 8192
-"""Fixed cost of a call, in (query, key) pairs: its two dozen small operations take as long as 90 queries on 90 keys."""
+"""Fixed cost of a call, in (query, key) pairs: its two dozen small operations take as long as 90
+queries on 90 keys."""
 BLOCK_PAIRS = 1 << 19
-"""The most pairs that are computed together: with more, the scores of all heads no longer fit in the CPU's caches."""
+"""The most pairs that are computed together: with more, the scores of all heads no longer fit in
+the CPU's caches."""
 BLOCK_QUERIES = range(32, 129)
-"""The least number of queries of a block, whatever it sees, and the largest of a block without branches."""
+"""The least number of queries of a block, whatever it sees, and the largest of a block without
+branches."""
 TREE_QUERIES = 256
 """The most queries of a block with branches."""
 WHOLE_KEYS = 16
-"""The keys of a bundle are padded to a multiple of this: a softmax over 144 numbers is faster than one over 140."""
+"""The keys of a bundle are padded to a multiple of this: a softmax over 144 numbers is faster
+than one over 140."""
 
 
 @dataclass(frozen=True)
@@ -26,26 +31,34 @@ class Block:
     queries: slice
     """Indices among the queries of this rank."""
     keys: list[tuple[int, int]]
-    """Runs of consecutive keys, ascending, as (first, last + 1): the contiguous parts of a path from a root."""
+    """Runs of consecutive keys, ascending, as (first, last + 1): the contiguous parts of a path
+    from a root."""
     mask: Tensor  # [q, k], 0 where the query sees the key, else -inf
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All queries of a row in bundles, for `heads` key heads, each shared by `group` query heads. A bundle's blocks are computed together,
-    each padded to the largest numbers of queries and keys among them.
+    """All queries of a row in bundles, for `heads` key heads, each shared by `group` query heads. A
+    bundle's blocks are computed together, each padded to the largest numbers of queries and keys
+    among them.
 
-    A slot is one query of one head in the padded bundles. Slots are ordered by bundle, key head, block, query head and query.
+    A slot is one query of one head in the padded bundles. Slots are ordered by bundle, key head,
+    block, query head and query.
     """
 
-    masks: list[Tensor]  # for each bundle: [B, q, k]; a padded query sees everything, a padded key is seen by padded queries only
-    slots: Tensor  # [N] int64: for each slot, the row of a query tensor [T', heads * group, D] that it holds
+    # for each bundle: [B, q, k]; a padded query sees everything, a padded key is seen by padded
+    # queries only
+    masks: list[Tensor]
+    # [N] int64: for each slot, the row of a query tensor [T', heads * group, D] that it holds
+    slots: Tensor
     rows: Tensor  # [T' * heads * group] int64: for each of these rows, the slot that holds it
     padding: Tensor  # [n] int64: the slots that are padding
-    keys: list[Tensor]  # for each bundle: [heads * B * k] int64, rows of a key tensor [T, heads, D]; empty for a single block
+    # for each bundle: [heads * B * k] int64, rows of a key tensor [T, heads, D]; empty for a single
+    # block
+    keys: list[Tensor]
     runs: list[Tensor]
-    """For each bundle the runs of its keys: [n, 4] int64 in CPU memory, each run's block within the bundle, its offset among the block's
-    keys, its first key and the key after its last."""
+    """For each bundle the runs of its keys: [n, 4] int64 in CPU memory, each run's block within
+    the bundle, its offset among the block's keys, its first key and the key after its last."""
 
 
 def is_unbranched(positions: np.ndarray) -> bool:
@@ -53,8 +66,11 @@ def is_unbranched(positions: np.ndarray) -> bool:
     return bool((np.diff(positions) == 1).all())
 
 
-def visible_keys(queries: np.ndarray, subtree_ends: np.ndarray, positions: np.ndarray, window: int | None) -> np.ndarray:
-    """Returns the keys that any of the consecutive `queries` sees, ascending: ancestors of the first query, and the queries themselves."""
+def visible_keys(
+    queries: np.ndarray, subtree_ends: np.ndarray, positions: np.ndarray, window: int | None
+) -> np.ndarray:
+    """Returns the keys that any of the consecutive `queries` sees, ascending: ancestors of the
+    first query, and the queries themselves."""
     first = queries[0]
     seen = subtree_ends[:first] > first
     if window is not None:
@@ -71,9 +87,10 @@ def runs_of(ascending: np.ndarray) -> list[tuple[int, int]]:
 def cut_blocks(queries: np.ndarray, positions: np.ndarray) -> list[slice]:
     """Cuts the queries into blocks of consecutive tokens.
 
-    In depth-first order a block [a, b) sees the positions[a] ancestors of its first token and itself, whatever branches it holds. So it
-    costs (b - a) * (positions[a] + b - a) pairs. If branches share a block, many of these pairs are masked; branches share a block
-    if that costs less than one more call.
+    In depth-first order a block [a, b) sees the positions[a] ancestors of its first token and
+    itself, whatever branches it holds. So it costs (b - a) * (positions[a] + b - a) pairs. If
+    branches share a block, many of these pairs are masked; branches share a block if that costs
+    less than one more call.
     """
 
     def pairs(a: int, b: int) -> int:
@@ -86,18 +103,25 @@ def cut_blocks(queries: np.ndarray, positions: np.ndarray) -> list[slice]:
         last = blocks[-1] if blocks and not token_jumps[start - 1] else None
         if last and end - last.start <= TREE_QUERIES:
             together = pairs(last.start, end)
-            if together <= BLOCK_PAIRS and together <= pairs(last.start, start) + pairs(start, end) + CALL_COST:
+            if (
+                together <= BLOCK_PAIRS
+                and together <= pairs(last.start, start) + pairs(start, end) + CALL_COST
+            ):
                 blocks[-1] = slice(last.start, end)
                 continue
         while start < end:
-            size = min(max(BLOCK_PAIRS // (int(positions[queries[start]]) + 1), BLOCK_QUERIES.start), BLOCK_QUERIES.stop - 1)
+            size = min(
+                max(BLOCK_PAIRS // (int(positions[queries[start]]) + 1), BLOCK_QUERIES.start),
+                BLOCK_QUERIES.stop - 1,
+            )
             blocks.append(slice(start, min(start + size, end)))
             start = blocks[-1].stop
     return blocks
 
 
 def bundle(blocks: list[Block]) -> list[list[Block]]:
-    """Bundles the blocks, largest number of keys first. A block joins a bundle if its padding costs less than one more call."""
+    """Bundles the blocks, largest number of keys first. A block joins a bundle if its padding
+    costs less than one more call."""
     bundles: list[list[Block]] = []
     height, cost = 0, 0
     for block in sorted(blocks, key=lambda block: block.mask.shape[::-1], reverse=True):
@@ -141,10 +165,21 @@ def make_plan(bundles: list[list[Block]], heads: int, group: int) -> Plan:
         runs.append(torch.tensor(own))
         of_heads = np.arange(heads * group).reshape(heads, 1, group, 1)
         slots.append((places.clip(0)[None, :, None] * heads * group + of_heads).ravel())
-        real.append(np.broadcast_to(places[None, :, None] >= 0, (heads, len(places), group, places.shape[1])).ravel())
-        keys.append((seen.clip(0)[None] * heads + np.arange(heads)[:, None, None]).ravel() if len(seen) > 1 else np.zeros(0, np.int64))
+        real.append(
+            np.broadcast_to(
+                places[None, :, None] >= 0, (heads, len(places), group, places.shape[1])
+            ).ravel()
+        )
+        keys.append(
+            (seen.clip(0)[None] * heads + np.arange(heads)[:, None, None]).ravel()
+            if len(seen) > 1
+            else np.zeros(0, np.int64)
+        )
     slot, is_real = np.concatenate(slots), np.concatenate(real)
     rows = np.flatnonzero(is_real)[np.argsort(slot[is_real])]
     device = masks[0].device
-    found = (torch.from_numpy(places).to(device) for places in (slot, rows, np.flatnonzero(~is_real), *keys))
+    found = (
+        torch.from_numpy(places).to(device)
+        for places in (slot, rows, np.flatnonzero(~is_real), *keys)
+    )
     return Plan(masks, next(found), next(found), next(found), list(found), runs)

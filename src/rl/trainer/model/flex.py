@@ -1,4 +1,5 @@
-"""torch's FlexAttention over prefix trees, for GPUs: a mask in blocks of keys, and one compiled callable for each kind of layer."""
+"""torch's FlexAttention over prefix trees, for GPUs: a mask in blocks of keys, and one compiled
+callable for each kind of layer."""
 
 import functools
 from collections.abc import Callable
@@ -14,29 +15,43 @@ from rl.trainer.model.compiled import compiled
 BLOCK = 128
 """FlexAttention's own block size."""
 COMPILED_ON = ("cuda",)
-"""Devices on which FlexAttention is compiled; elsewhere it is only a reference for tests, without a backward pass."""
+"""Devices on which FlexAttention is compiled; elsewhere it is only a reference for tests,
+without a backward pass."""
 LEAST_BLOCKS = 2
-"""Blocks of the shortest row: for fewer queries torch uses another kernel, and a size of one cannot be a symbol in a graph."""
+"""Blocks of the shortest row: for fewer queries torch uses another kernel, and a size of one
+cannot be a symbol in a graph."""
 
 
 def whole_blocks(length: int, ranks: int = 1) -> int:
-    """Returns the length of the shortest row that holds `length` tokens in whole blocks on each of the ranks that share it."""
+    """Returns the length of the shortest row that holds `length` tokens in whole blocks on each
+    of the ranks that share it."""
     return BLOCK * ranks * max(LEAST_BLOCKS, -(-length // (BLOCK * ranks)))
 
 
-def padded(ids: Tensor, positions: Tensor, subtree_ends: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pads a row [T] to `length` with tokens that see only themselves and that no other token sees."""
+def padded(
+    ids: Tensor, positions: Tensor, subtree_ends: Tensor, length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pads a row [T] to `length` with tokens that see only themselves and that no other token
+    sees."""
     missing = (0, length - len(ids))
     return (
         pad(ids, missing),
         pad(positions, missing),
-        torch.cat([subtree_ends, torch.arange(len(subtree_ends) + 1, length + 1, device=subtree_ends.device)]),
+        torch.cat(
+            [
+                subtree_ends,
+                torch.arange(len(subtree_ends) + 1, length + 1, device=subtree_ends.device),
+            ]
+        ),
     )
 
 
-def make_mask(subtree_ends: Tensor, positions: Tensor, queries: Tensor | None, window: int | None) -> BlockMask:
-    """Returns the mask of a row, see TreeMask. Uses each block's extremes to find the blocks of keys that a block of queries sees partly
-    or fully, so it needs no [T, T] tensor and does not wait for the device."""
+def make_mask(
+    subtree_ends: Tensor, positions: Tensor, queries: Tensor | None, window: int | None
+) -> BlockMask:
+    """Returns the mask of a row, see TreeMask. Uses each block's extremes to find the blocks of
+    keys that a block of queries sees partly or fully, so it needs no [T, T] tensor and does not
+    wait for the device."""
     index = torch.arange(len(subtree_ends), device=subtree_ends.device)
     queries = index if queries is None else queries
     first_q, last_q = extremes(queries)
@@ -56,7 +71,11 @@ def make_mask(subtree_ends: Tensor, positions: Tensor, queries: Tensor | None, w
         return seen if window is None else seen & (positions[row] - positions[k] < window)
 
     return BlockMask.from_kv_blocks(
-        *block_list(some & ~every), *block_list(every), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(len(queries), len(subtree_ends))
+        *block_list(some & ~every),
+        *block_list(every),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(len(queries), len(subtree_ends)),
     )
 
 
@@ -68,34 +87,52 @@ def extremes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_list(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[Q, K] bool -> the number of chosen key blocks of each query block, and the indices of all key blocks, chosen ones first."""
+    """[Q, K] bool -> the number of chosen key blocks of each query block, and the indices of all
+    key blocks, chosen ones first."""
     order = torch.argsort(chosen.to(torch.int32), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
 def kernel(scale: float, cap: float | None, sums: bool, is_whole: bool) -> Callable[..., Any]:
-    """Returns FlexAttention with these settings: (query, key, value, mask) -> output [1, H, T', D], with `sums` also its log-sum-exps.
+    """Returns FlexAttention with these settings: (query, key, value, mask) -> output [1, H, T', D],
+    with `sums` also its log-sum-exps.
 
-    `is_whole`: T and T' are whole blocks. The compiler cannot know that of lengths that are symbols, and would check every bound.
+    `is_whole`: T and T' are whole blocks. The compiler cannot know that of lengths that are
+    symbols, and would check every bound.
     """
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    settings: dict[str, Any] = {"score_mod": capped if cap else None, "scale": scale, "return_aux": AuxRequest(lse=True) if sums else None}
+    settings: dict[str, Any] = {
+        "score_mod": capped if cap else None,
+        "scale": scale,
+        "return_aux": AuxRequest(lse=True) if sums else None,
+    }
     settings["kernel_options"] = {"IS_DIVISIBLE": is_whole}
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Any:
-        return flex_attention(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1], **settings)
+        return flex_attention(
+            query,
+            key,
+            value,
+            block_mask=mask,
+            enable_gqa=query.shape[1] != key.shape[1],
+            **settings,
+        )
 
     return attend
 
 
 @functools.cache
-def compiled_kernel(scale: float, cap: float | None, sums: bool, is_whole: bool, window: int | None, gradient: bool) -> Callable[..., Any]:
-    """Returns the compiled `kernel` for layers with these settings and this window, and for passes with or without gradient.
+def compiled_kernel(
+    scale: float, cap: float | None, sums: bool, is_whole: bool, window: int | None, gradient: bool
+) -> Callable[..., Any]:
+    """Returns the compiled `kernel` for layers with these settings and this window, and for passes
+    with or without gradient.
 
-    Torch limits compilations per code object, so each kernel gets its own; between its calls only the row's length differs.
+    Torch limits compilations per code object, so each kernel gets its own; between its calls only
+    the row's length differs.
     """
     attend = kernel(scale, cap, sums, is_whole)
     attend.__code__ = attend.__code__.replace()
@@ -112,16 +149,19 @@ def attend(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Computes attention with the mask of the layers with this window; the other arguments are as in attention.block_attention."""
+    """Computes attention with the mask of the layers with this window; the other arguments are
+    as in attention.block_attention."""
     kind = (scale, cap, sinks is not None, query.shape[2] % BLOCK == key.shape[2] % BLOCK == 0)
     function = kernel(*kind)
     if query.device.type in COMPILED_ON:
         function = compiled_kernel(*kind, window, torch.is_grad_enabled())
         for tensor in (query, key, value):
-            torch._dynamo.mark_static(tensor, [1, 3])  # number of heads (the row's number of blocks may equal it) and their width
+            # number of heads (the row's number of blocks may equal it) and their width
+            torch._dynamo.mark_static(tensor, [1, 3])
     if sinks is None:
         return function(query, key, value, mask).transpose(1, 2).contiguous()
     out, extra = function(query, key, value, mask)
-    # The sink is one more term of the softmax's sum, which leaves exp(lse) / (exp(lse) + exp(sink)) of the weight.
+    # The sink is one more term of the softmax's sum, which leaves exp(lse) / (exp(lse) + exp(sink))
+    # of the weight.
     left = torch.sigmoid(extra.lse - sinks.to(extra.lse.dtype)[:, None])
     return (out * left[..., None].to(out.dtype)).transpose(1, 2).contiguous()

@@ -22,16 +22,19 @@ class Scores:
 
 
 class LossHead:
-    """The forward pass of the model's head: log-probabilities and entropies of a micro batch's loss tokens instead of logits.
+    """The forward pass of the model's head: log-probabilities and entropies of a micro batch's loss
+    tokens instead of logits.
 
-    The model is still called as a whole: FSDP's hooks depend on that, and a tied head stays tied. A model's forward passes nothing but
-    hidden states to its head, so `score` sets the micro batch in attributes that `__call__` reads.
+    The model is still called as a whole: FSDP's hooks depend on that, and a tied head stays tied. A
+    model's forward passes nothing but hidden states to its head, so `score` sets the micro batch in
+    attributes that `__call__` reads.
     """
 
     def __init__(self, head: nn.Module, mode: Mode, routers: Routers | None = None) -> None:
         self.head, self.logits, self.mode, self.routers = head, head.forward, mode, routers
         self.fused = type(head) is nn.Linear
-        """False for other heads and for models that change the logits after the head: the logits of the predictors are then returned."""
+        """False for other heads and for models that change the logits after the head: the logits
+        of the predictors are then returned."""
         self.batch: MicroBatch | None = None
         """The micro batch to score; None if the head is to return all logits."""
         self.entropy_gradient = False
@@ -45,22 +48,35 @@ class LossHead:
         if not self.fused:
             return self.logits(predicting)
         tokens = (batch.temperatures, batch.predictor_of, batch.targets)
-        logprobs, entropies = head_logprobs(predicting[0], self.head.weight, self.head.bias, *tokens, self.entropy_gradient)
+        logprobs, entropies = head_logprobs(
+            predicting[0], self.head.weight, self.head.bias, *tokens, self.entropy_gradient
+        )
         self.scores = torch.stack([logprobs, entropies[batch.predictor_of]])
         return self.scores
 
-    def score(self, model: PreTrainedModel, batch: MicroBatch, row: tuple[Tensor, Tensor, TreeMask], entropy_gradient: bool) -> Scores:
-        """Scores a batch's loss tokens. `row`: ids [T'] and positions [T'] of the tokens to compute, and their mask."""
+    def score(
+        self,
+        model: PreTrainedModel,
+        batch: MicroBatch,
+        row: tuple[Tensor, Tensor, TreeMask],
+        entropy_gradient: bool,
+    ) -> Scores:
+        """Scores a batch's loss tokens. `row`: ids [T'] and positions [T'] of the tokens to
+        compute, and their mask."""
         self.batch, self.entropy_gradient, self.scores = batch, entropy_gradient, None
         if self.routers:
             self.routers.set(batch)
         output = call(model, self.mode, *row)
-        if self.fused and output is not self.scores:  # the model scales or caps its logits, so it must not get scores instead
-            self.fused, self.scores, output = False, None, None  # else both passes' activations would be in memory
+        # the model scales or caps its logits, so it must not get scores instead
+        if self.fused and output is not self.scores:
+            # else both passes' activations would be in memory
+            self.fused, self.scores, output = False, None, None
             output = call(model, self.mode, *row)
         self.batch, scores, self.scores = None, self.scores, None
         if not self.fused:
-            logprobs, entropies = token_logprobs(output[0], batch.temperatures, batch.predictor_of, batch.targets, entropy_gradient)
+            logprobs, entropies = token_logprobs(
+                output[0], batch.temperatures, batch.predictor_of, batch.targets, entropy_gradient
+            )
             return Scores(logprobs, entropies[batch.predictor_of])
         assert scores is not None
         return Scores(scores[0], scores[1] if entropy_gradient else scores[1].detach())

@@ -1,7 +1,8 @@
-"""Log-probability and entropy of given tokens, a few rows at a time, so that memory never holds all logits or float32 copies of them.
+"""Log-probability and entropy of given tokens, a few rows at a time, so that memory never holds all
+logits or float32 copies of them.
 
-Chunks are recomputed in the backward pass (torch's `checkpoint`). Logits have the type that the model computes in, as in the inference
-engine; the softmax is float32.
+Chunks are recomputed in the backward pass (torch's `checkpoint`). Logits have the type that the
+model computes in, as in the inference engine; the softmax is float32.
 """
 
 from collections.abc import Callable
@@ -16,22 +17,31 @@ from torch.utils.checkpoint import checkpoint
 from rl.trainer.model.compiled import compiled
 
 LOWEST = -200.0
-"""Lower bound of log p in the product p log p: below -104 p is 0 in float32, and 0 * -inf would be nan."""
+"""Lower bound of log p in the product p log p: below -104 p is 0 in float32, and 0 * -inf would
+be nan."""
 CHUNK_ELEMENTS = 1 << 22
 """The most logits that are processed in float32 at once; a few such buffers exist at a time."""
 SLICE_BYTES = 1 << 28
-"""Bytes of logits that exist at once, in the model's type. If all logits fit they are computed once, else again in the backward pass."""
+"""Bytes of logits that exist at once, in the model's type. If all logits fit they are computed
+once, else again in the backward pass."""
 FUSED_ON = ("cuda",)
-"""Devices on which the work on logits is compiled instead, into one or two passes that keep no copies."""
+"""Devices on which the work on logits is compiled instead, into one or two passes that keep no
+copies."""
 
 Score = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(some rows, their temperatures, indices into these rows, targets) -> (log-probabilities of the targets, entropies of the rows)."""
+"""(some rows, their temperatures, indices into these rows, targets) -> (log-probabilities of the
+targets, entropies of the rows)."""
 
 
 def token_logprobs(
-    logits: Tensor, temperatures: Tensor, rows: Tensor, targets: Tensor, entropy_gradient: bool = False
+    logits: Tensor,
+    temperatures: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns log softmax(logits[rows] / temperatures[rows])[targets] in nats, and the entropy of every row.
+    """Returns log softmax(logits[rows] / temperatures[rows])[targets] in nats, and the entropy of
+    every row.
 
     Several targets may share a row (samples that continue the same tokens differently).
 
@@ -44,17 +54,28 @@ def token_logprobs(
 
     Returns: log-probabilities [N] float32 with gradient to `logits`; entropies [P] float32 in nats.
     """
-    assert logits.ndim == 2 and temperatures.shape == logits.shape[:1] and rows.shape == targets.shape
+    assert (
+        logits.ndim == 2 and temperatures.shape == logits.shape[:1] and rows.shape == targets.shape
+    )
     if logits.device.type in FUSED_ON:
         return fused(score_rows)(entropy_gradient, logits, temperatures, rows, targets)
     size = max(1, CHUNK_ELEMENTS // logits.shape[1])
-    return in_chunks(partial(score_rows, entropy_gradient), logits, size, temperatures, rows, targets)
+    return in_chunks(
+        partial(score_rows, entropy_gradient), logits, size, temperatures, rows, targets
+    )
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor, rows: Tensor, targets: Tensor, entropy_gradient: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperatures: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `token_logprobs` of the logits hidden @ weight^T + bias, at most SLICE_BYTES of which exist at a time.
+    """Returns `token_logprobs` of the logits hidden @ weight^T + bias, at most SLICE_BYTES of which
+    exist at a time.
 
     Args:
         hidden: [P, H].
@@ -64,8 +85,12 @@ def head_logprobs(
     Returns: as `token_logprobs`, with gradient to `hidden`, `weight` and `bias`.
     """
 
-    def score(hidden: Tensor, temperatures: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(linear(hidden, weight, bias), temperatures, rows, targets, entropy_gradient)
+    def score(
+        hidden: Tensor, temperatures: Tensor, rows: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return token_logprobs(
+            linear(hidden, weight, bias), temperatures, rows, targets, entropy_gradient
+        )
 
     size = max(1, SLICE_BYTES // (len(weight) * hidden.element_size()))
     if len(hidden) <= size:
@@ -73,21 +98,31 @@ def head_logprobs(
     return in_chunks(score, hidden, size, temperatures, rows, targets)
 
 
-def in_chunks(score: Score, inputs: Tensor, size: int, temperatures: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Applies `score` to all rows of `inputs`, `size` at a time; chunks keep nothing but their inputs for the backward pass."""
+def in_chunks(
+    score: Score, inputs: Tensor, size: int, temperatures: Tensor, rows: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Applies `score` to all rows of `inputs`, `size` at a time; chunks keep nothing but their
+    inputs for the backward pass."""
     chosen, entropies = torch.zeros(len(rows), device=inputs.device), list[Tensor]()
-    for number, (part, own_temperatures) in enumerate(zip(inputs.split(size), temperatures.split(size), strict=True)):
-        # Each chunk looks up all targets and drops those of other chunks: counting its own would mean waiting for the device.
+    for number, (part, own_temperatures) in enumerate(
+        zip(inputs.split(size), temperatures.split(size), strict=True)
+    ):
+        # Each chunk looks up all targets and drops those of other chunks: counting its own would
+        # mean waiting for the device.
         places = rows - number * size
         own = (places >= 0) & (places < len(part))
         arguments = (part, own_temperatures, places.clamp(0, len(part) - 1), targets)
-        logprobs, of_rows = checkpoint(score, *arguments, use_reentrant=False, preserve_rng_state=False)
+        logprobs, of_rows = checkpoint(
+            score, *arguments, use_reentrant=False, preserve_rng_state=False
+        )
         chosen = torch.where(own, logprobs, chosen)
         entropies.append(of_rows)
     return chosen, torch.cat(entropies)
 
 
-def score_rows(entropy_gradient: bool, logits: Tensor, temperatures: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def score_rows(
+    entropy_gradient: bool, logits: Tensor, temperatures: Tensor, rows: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
     """Computes `token_logprobs` for all rows at once."""
     logprobs = (logits / temperatures[:, None]).log_softmax(-1)
     known = logprobs if entropy_gradient else logprobs.detach()

@@ -1,8 +1,10 @@
-"""Low-rank adapters: y = W x + (alpha / rank) B A x, where W is frozen and B starts at 0 (Hu et al., https://arxiv.org/abs/2106.09685).
+"""Low-rank adapters: y = W x + (alpha / rank) B A x, where W is frozen and B starts at 0 (Hu et
+al., https://arxiv.org/abs/2106.09685).
 
-The layers, their names and the files are peft's. The base model is kept in the dtype that it computes in, the adapters are float32
-masters; both are sharded by FSDP2 like any model, so norm, clipping, optimizer and checkpoints need no special case.
-peft is imported only where it is used, so runs without adapters do not need it.
+The layers, their names and the files are peft's. The base model is kept in the dtype that it
+computes in, the adapters are float32 masters; both are sharded by FSDP2 like any model, so norm,
+clipping, optimizer and checkpoints need no special case. peft is imported only where it is used, so
+runs without adapters do not need it.
 """
 
 import copy
@@ -34,13 +36,16 @@ ADAPTER = "default"
 """peft's name for a single adapter; it is part of parameter names, but not of names in files."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 BYPASSED = re.compile(r"\b(mamba|mixer)\.(dt|out)_proj$|\bindexer\.|\bcorrection_coefs$")
-"""Layers whose weights kernels of state spaces take, that choose tokens without a gradient, and whose weight Gemma 3n clamps."""
+"""Layers whose weights kernels of state spaces take, that choose tokens without a gradient, and
+whose weight Gemma 3n clamps."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Freezes the model and gives its target layers trainable float32 adapters. Call it before the model is sharded.
+    """Freezes the model and gives its target layers trainable float32 adapters. Call it before the
+    model is sharded.
 
-    A is drawn from torch's generator, so ranks with the same seed get the same adapters. Raises RunError for invalid targets.
+    A is drawn from torch's generator, so ranks with the same seed get the same adapters. Raises
+    RunError for invalid targets.
     """
     import peft
 
@@ -52,7 +57,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         lora_dropout=0.0,
         target_modules=targets,
         target_parameters=stacked or None,
-        fan_in_fan_out=bool(targets) and isinstance(model.get_submodule(targets[0]), Conv1D),  # GPT-2's layers, with transposed weights
+        # GPT-2's layers, with transposed weights
+        fan_in_fan_out=bool(targets) and isinstance(model.get_submodule(targets[0]), Conv1D),
     )
     with as_they_are(model):
         peft.inject_adapter_in_model(settings, model, ADAPTER)
@@ -63,10 +69,15 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 
 @contextmanager
 def as_they_are(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which peft gives adapters to the layers that it is told. The meshes of parameters have no names: it takes a named one
-    (HSDP's) for tensor parallelism, and gives adapters the shape of a shard. The model has no type: of many mixtures it takes the shared
+    """Context in which peft gives adapters to the layers that it is told. The meshes of
+    parameters have no names: it takes a named one (HSDP's) for tensor parallelism, and gives
+    adapters the shape of a shard. The model has no type: of many mixtures it takes the shared
     experts' `gate_proj` for that of the routed ones in transformers 4."""
-    meshes = {id(mesh): mesh for parameter in model.parameters() if isinstance(parameter, DTensor) and (mesh := parameter.device_mesh)}
+    meshes = {
+        id(mesh): mesh
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor) and (mesh := parameter.device_mesh)
+    }
     names = [(mesh, mesh._mesh_dim_names) for mesh in meshes.values()]
     for mesh in meshes.values():
         mesh._mesh_dim_names = None
@@ -79,36 +90,64 @@ def as_they_are(model: PreTrainedModel) -> Iterator[None]:
 
 
 def target_layers(model: PreTrainedModel, targets: list[str] | str) -> tuple[list[str], list[str]]:
-    """Returns the names of the layers and of the stacked matrices of experts that get an adapter: all linear layers but the head for
-    all-linear, all such matrices for experts, and layers whose names end with another target.
+    """Returns the names of the layers and of the stacked matrices of experts that get an adapter:
+    all linear layers but the head for all-linear, all such matrices for experts, and layers whose
+    names end with another target.
 
-    A router that also chooses the experts (Llama 4, PhiMoE) gets none: peft cannot add to its result. Nor does a layer whose weight is
-    used without it. Raises RunError for a target without a layer, and names the targets that exist.
+    A router that also chooses the experts (Llama 4, PhiMoE) gets none: peft cannot add to its
+    result. Nor does a layer whose weight is used without it. Raises RunError for a target without a
+    layer, and names the targets that exist.
     """
     targets = [targets] if isinstance(targets, str) else targets
     head = model.get_output_embeddings()
     every = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and "Router" not in type(module).__name__
+        if isinstance(module, nn.Linear | Conv1D)
+        and module is not head
+        and "Router" not in type(module).__name__
     ]
-    linear, bypassed = [name for name in every if not BYPASSED.search(name)], last_names(filter(BYPASSED.search, every))
-    fused = last_names(name for name, p in model.named_parameters() if p.ndim == 3 and not name.endswith(".weight"))
-    stacked = [f"{path}.{name}" for path, module in experts_of(model).items() for name, p in module.named_parameters() if p.ndim == 3]
+    linear, bypassed = (
+        [name for name in every if not BYPASSED.search(name)],
+        last_names(filter(BYPASSED.search, every)),
+    )
+    fused = last_names(
+        name for name, p in model.named_parameters() if p.ndim == 3 and not name.endswith(".weight")
+    )
+    stacked = [
+        f"{path}.{name}"
+        for path, module in experts_of(model).items()
+        for name, p in module.named_parameters()
+        if p.ndim == 3
+    ]
     also = f'; "{EXPERTS}" in trainer.lora.targets trains them' if stacked else ""
     if fused and EXPERTS not in targets:
-        warn(f"{', '.join(fused)} hold all experts of a layer in one parameter and stay frozen{also}")
+        warn(
+            f"{', '.join(fused)} hold all experts of a layer in one parameter and stay frozen{also}"
+        )
     if bypassed and ALL_LINEAR in targets:
-        warn(f"{', '.join(bypassed)} get no adapter, which would never learn: the model does not compute with the layer as it is")
+        warn(
+            f"{', '.join(bypassed)} get no adapter, which would never learn: the model does "
+            "not compute with the layer as it is"
+        )
     if EXPERTS in targets and not stacked:
-        raise RunError(f"trainer.lora.targets: {type(model).__name__} has no experts that can have adapters; leave {EXPERTS} out")
+        raise RunError(
+            f"trainer.lora.targets: {type(model).__name__} has no experts that can have "
+            f"adapters; leave {EXPERTS} out"
+        )
     for target in (target for target in targets if target not in (EXPERTS, ALL_LINEAR)):
         if not any(is_named(name, target) for name in linear):
             raise RunError(
-                f"trainer.lora.targets: {target} is not a linear layer of {type(model).__name__} that can have an adapter (embedding and "
-                f"head cannot, nor what holds all experts of a layer); choose from {', '.join(last_names(linear))}, or {ALL_LINEAR}{also}"
+                f"trainer.lora.targets: {target} is not a linear layer of "
+                f"{type(model).__name__} that can have an adapter (embedding and "
+                "head cannot, nor what holds all experts of a layer); choose from "
+                f"{', '.join(last_names(linear))}, or {ALL_LINEAR}{also}"
             )
-    chosen = [name for name in linear if ALL_LINEAR in targets or any(is_named(name, target) for target in targets)]
+    chosen = [
+        name
+        for name in linear
+        if ALL_LINEAR in targets or any(is_named(name, target) for target in targets)
+    ]
     return chosen, stacked if EXPERTS in targets else []
 
 
@@ -124,21 +163,26 @@ def warn(message: str) -> None:
 def adapt_experts(model: nn.Module) -> None:
     """Makes experts compute with the adapters that peft gave to their stacked matrices.
 
-    peft itself would add the product of the two factors to each matrix, which autograd would keep: a second copy of all experts."""
+    peft itself would add the product of the two factors to each matrix, which autograd would
+    keep: a second copy of all experts."""
     from peft.tuners.lora.layer import ParamWrapper
 
     adapters: dict[nn.Module, dict[str, Any]] = defaultdict(dict)
     for layer in layers(model).values():
         if isinstance(layer, ParamWrapper):
-            layer.forward = layer.base_layer.__call__  # one wraps the other, and the innermost the experts
+            # one wraps the other, and the innermost the experts
+            layer.forward = layer.base_layer.__call__
             adapters[layer.get_base_layer()][layer.parameter_name] = layer
     for experts, of_matrix in adapters.items():
         experts.forward = partial(adapted_experts, experts, of_matrix)
 
 
-def adapted_experts(experts: Any, adapters: dict[str, Any], hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Returns the sum of the chosen experts' results for each token, [T, D], as transformers' `grouped_mm` computes it, each matrix with
-    its adapter. `hidden`: [T, D]; `index`, `weights`: [T, k], each token's experts, among those that this rank holds, and their weights.
+def adapted_experts(
+    experts: Any, adapters: dict[str, Any], hidden: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
+    """Returns the sum of the chosen experts' results for each token, [T, D], as transformers'
+    `grouped_mm` computes it, each matrix with its adapter. `hidden`: [T, D]; `index`, `weights`:
+    [T, k], each token's experts, among those that this rank holds, and their weights.
     """
     chosen, order = index.flatten().sort(stable=True)
     ends = torch.bincount(chosen, minlength=experts.num_experts).cumsum(0, dtype=torch.int32)
@@ -148,27 +192,39 @@ def adapted_experts(experts: Any, adapters: dict[str, Any], hidden: Tensor, inde
         result = _grouped_linear(inputs, getattr(experts, name), ends, bias, experts.is_transposed)
         if name not in adapters or adapters[name].disable_adapters:
             return result
-        a, b = factors(adapters[name], getattr(experts, "first_expert", 0), experts.num_experts, inputs.dtype)
-        return result + adapters[name].scaling[ADAPTER] * _grouped_linear(_grouped_linear(inputs, a, ends), b, ends)
+        a, b = factors(
+            adapters[name], getattr(experts, "first_expert", 0), experts.num_experts, inputs.dtype
+        )
+        return result + adapters[name].scaling[ADAPTER] * _grouped_linear(
+            _grouped_linear(inputs, a, ends), b, ends
+        )
 
-    inner = product(hidden[order // index.shape[1]], "gate_up_proj" if experts.has_gate else "up_proj")
-    result = product(experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner), "down_proj")
+    inner = product(
+        hidden[order // index.shape[1]], "gate_up_proj" if experts.has_gate else "up_proj"
+    )
+    result = product(
+        experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner), "down_proj"
+    )
     result = (result * weights.flatten()[order, None])[order.argsort()]
     return result.view(*index.shape, -1).sum(1).to(hidden.dtype)
 
 
 def factors(adapter: Any, first: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns A [count, rank, in] and B [count, out, rank] of the experts from `first` on, out of peft's [experts * rank, in] and
-    [out, rank * experts], with zeros up to a multiple of 8 ranks, as grouped_mm's alignment wants it."""
+    """Returns A [count, rank, in] and B [count, out, rank] of the experts from `first` on, out
+    of peft's [experts * rank, in] and [out, rank * experts], with zeros up to a multiple of 8
+    ranks, as grouped_mm's alignment wants it."""
     a, b = adapter.lora_A[ADAPTER].weight, adapter.lora_B[ADAPTER].weight
     a = a.view(adapter.num_experts, -1, a.shape[1])[first : first + count]
     b = b.view(b.shape[0], -1, adapter.num_experts).permute(2, 0, 1)[first : first + count]
     missing = -a.shape[1] % 8
-    return functional.pad(a, (0, 0, 0, missing)).to(dtype), functional.pad(b, (0, missing)).to(dtype).contiguous()
+    return functional.pad(a, (0, 0, 0, missing)).to(dtype), functional.pad(b, (0, missing)).to(
+        dtype
+    ).contiguous()
 
 
 def is_named(name: str, target: str) -> bool:
-    """Whether a target matches a layer's name as in peft: the whole name, or its end after a dot."""
+    """Whether a target matches a layer's name as in peft: the whole name, or its end after a
+    dot."""
     return name == target or name.endswith(f".{target}")
 
 
@@ -177,8 +233,11 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the trained parameters by name; in a model with adapters these are the adapters' parameters only."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Returns the trained parameters by name; in a model with adapters these are the adapters'
+    parameters only."""
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -190,7 +249,8 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Context in which a model computes without its adapters, if it has any, as its base model would."""
+    """Context in which a model computes without its adapters, if it has any, as its base model
+    would."""
     adapted = layers(model).values() if has_adapters(model) else ()
     # peft's enable_adapters would also switch requires_grad, without FSDP noticing.
     for layer in adapted:
@@ -202,40 +262,51 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-# Files ------------------------------------------------------------------------------------------------------------------
+# Files --------------------------------------------------------------------------------------------
 
 
 def name_in_file(name: str) -> str:
-    """Returns a parameter's name as peft writes it: with the prefix `base_model.model.`, without the adapter's name."""
+    """Returns a parameter's name as peft writes it: with the prefix `base_model.model.`, without
+    the adapter's name."""
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def write_config(folder: Path, model: PreTrainedModel, base: Path | str) -> None:
-    """Writes adapter_config.json, as peft does. `base`: the base model's folder, or its name on the hub."""
+    """Writes adapter_config.json, as peft does. `base`: the base model's folder, or its name on
+    the hub."""
     config = copy.copy(model.peft_config[ADAPTER])  # type: ignore[attr-defined, operator]
     config.base_model_name_or_path, config.inference_mode = str(base), True
-    config.target_modules = sorted(config.target_modules)  # it is a set, whose order differs between processes
+    # it is a set, whose order differs between processes
+    config.target_modules = sorted(config.target_modules)
     config.save_pretrained(str(folder))
 
 
 @torch.no_grad()
 def read_adapters(folder: Path, model: PreTrainedModel) -> None:
-    """Reads published or exported adapters into an unsharded model. Raises RunError if the model's adapters are different."""
+    """Reads published or exported adapters into an unsharded model. Raises RunError if the
+    model's adapters are different."""
     tensors, parameters = load_file(folder / WEIGHTS_FILE), trainable(model)
     names = {name_in_file(name): name for name in parameters}
-    if names.keys() != tensors.keys() or any(tensors[key].shape != parameters[name].shape for key, name in names.items()):
-        raise RunError(f"{folder}: its adapters do not match {type(model).__name__} with trainer.lora of the run's config.toml")
+    if names.keys() != tensors.keys() or any(
+        tensors[key].shape != parameters[name].shape for key, name in names.items()
+    ):
+        raise RunError(
+            f"{folder}: its adapters do not match {type(model).__name__} with trainer.lora "
+            "of the run's config.toml"
+        )
     for key, name in names.items():
         parameters[name].copy_(tensors[key])
 
 
 def merge_adapters(model: PreTrainedModel) -> None:
-    """Merges every adapter into its layer's weight, in the weight's dtype, and removes it, which leaves a plain model."""
+    """Merges every adapter into its layer's weight, in the weight's dtype, and removes it, which
+    leaves a plain model."""
     adapted = layers(model)
     for layer in adapted.values():
         layer.merge()
     for name, layer in adapted.items():
-        if name.rpartition(".")[0] not in adapted:  # the outermost of those that wrap the same experts
+        # the outermost of those that wrap the same experts
+        if name.rpartition(".")[0] not in adapted:
             model.set_submodule(name, layer.get_base_layer())
         layer.get_base_layer().__dict__.pop("forward", None)
     del model.peft_config

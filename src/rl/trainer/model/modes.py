@@ -1,7 +1,10 @@
-"""The modes in which a model can compute a micro batch's row. trainer/model/selftest.py finds out which of them are exact for a model.
+"""The modes in which a model can compute a micro batch's row. trainer/model/selftest.py finds out
+which of them are exact for a model.
 
-* `blocks`, `flex`, `eager`: the whole packed row in one pass, with an attention over prefix trees, see trainer/model/attention.py.
-* `unpacked`: the row is one sample, and the model is called in plain Hugging Face fashion: for models with state or unusual attention.
+* `blocks`, `flex`, `eager`: the whole packed row in one pass, with an attention over prefix trees,
+  see trainer/model/attention.py.
+* `unpacked`: the row is one sample, and the model is called in plain Hugging Face fashion: for
+  models with state or unusual attention.
 """
 
 from typing import Literal
@@ -16,16 +19,21 @@ from rl.trainer.model.attention import TreeMask
 from rl.trainer.parallel.world import World
 
 Mode = Literal["blocks", "flex", "eager", "unpacked"]
-"""Ordered from longest to shortest supported row: the masks of eager are dense, and a row of unpacked is one sample."""
+"""Ordered from longest to shortest supported row: the masks of eager are dense, and a row of
+unpacked is one sample."""
 
 
 def possible_modes(settings: TrainerConfig, world: World) -> list[Mode]:
-    """Returns the modes to try, fastest first, or only the one that trainer.attention names. Raises RunError if that cannot work here."""
+    """Returns the modes to try, fastest first, or only the one that trainer.attention names.
+    Raises RunError if that cannot work here."""
     on_gpu, shared = world.device.type == "cuda", world.context_size > 1
     if settings.attention == "flex" and not on_gpu:
         raise RunError("trainer.attention = flex has no backward pass on CPUs; use blocks")
     if settings.attention in ("eager", "unpacked") and shared:
-        raise RunError(f"trainer.attention = {settings.attention} cannot share a sequence over ranks; set trainer.context_parallel to 1")
+        raise RunError(
+            f"trainer.attention = {settings.attention} cannot share a sequence over ranks; "
+            "set trainer.context_parallel to 1"
+        )
     if settings.attention != "auto":
         return [settings.attention]
     packed: list[Mode] = ["flex", "blocks"] if on_gpu else ["blocks"]
@@ -44,30 +52,45 @@ def implementation(mode: Mode, model_class: type[PreTrainedModel]) -> str:
     return mode if mode == "eager" else f"rl_{mode}"
 
 
-def call(model: PreTrainedModel, mode: Mode, input_ids: Tensor, position_ids: Tensor, tree: TreeMask) -> Tensor:
-    """Returns the model's output for a row, [T'] ids at [T'] positions: its head's result, as changed by the model after the head.
+def call(
+    model: PreTrainedModel, mode: Mode, input_ids: Tensor, position_ids: Tensor, tree: TreeMask
+) -> Tensor:
+    """Returns the model's output for a row, [T'] ids at [T'] positions: its head's result, as
+    changed by the model after the head.
 
     Raises RunError if the model does not pass the prefix tree on to its attention.
     """
     if mode == "unpacked":
         return model(input_ids=input_ids[None], use_cache=False).logits
     attention = {"attention_mask": dense_masks(model, tree)} if mode == "eager" else {"tree": tree}
-    output = model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **attention).logits
+    output = model(
+        input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **attention
+    ).logits
     unknown = {window for window in layer_windows(model) if window} - tree.windows
     if mode != "eager" and (unknown or not tree.windows):
-        missing = f"pass its window of {max(unknown)} tokens to its attention function" if tree.windows else "call its attention function"
+        missing = (
+            f"pass its window of {max(unknown)} tokens to its attention function"
+            if tree.windows
+            else "call its attention function"
+        )
         raise RunError(f"{type(model).__name__} does not {missing}; set trainer.attention = auto")
     return output
 
 
 def dense_masks(model: PreTrainedModel, tree: TreeMask) -> Tensor | dict[str, Tensor]:
-    """Returns the additive masks for transformers' own attention, [1, 1, T, T]: one per kind of layer if there are several."""
+    """Returns the additive masks for transformers' own attention, [1, 1, T, T]: one per kind of
+    layer if there are several."""
 
     def dense(window: int | None) -> Tensor:
         seen = tree.dense(window)[None, None]
-        return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, torch.finfo(torch.bfloat16).min)
+        return torch.zeros(seen.shape, device=seen.device).masked_fill_(
+            ~seen, torch.finfo(torch.bfloat16).min
+        )
 
-    kinds, windows = getattr(model.config.get_text_config(), "layer_types", None), layer_windows(model)
+    kinds, windows = (
+        getattr(model.config.get_text_config(), "layer_types", None),
+        layer_windows(model),
+    )
     if not kinds or not any(windows):
         return dense(windows[0])
     return {kind: dense(window) for kind, window in dict(zip(kinds, windows, strict=True)).items()}
@@ -76,8 +99,14 @@ def dense_masks(model: PreTrainedModel, tree: TreeMask) -> Tensor | dict[str, Te
 def layer_windows(model: PreTrainedModel) -> list[int | None]:
     """Returns each layer's window in tokens from the model's config; None for full attention."""
     config = model.config.get_text_config()
-    window, slides = getattr(config, "sliding_window", None) or None, getattr(config, "use_sliding_window", True)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
+    window, slides = (
+        getattr(config, "sliding_window", None) or None,
+        getattr(config, "use_sliding_window", True),
+    )
+    kinds = (
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
+    )
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
@@ -86,8 +115,10 @@ WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 
 
 def widen_windows(model: PreTrainedModel) -> None:
-    """Gives Command models the windows that vLLM serves them with (vllm/model_executor/models/commandr.py): they were trained with layers
-    that see `sliding_window` tokens in addition to the query's own, but transformers includes the query's own in the window."""
+    """Gives Command models the windows that vLLM serves them with
+    (vllm/model_executor/models/commandr.py): they were trained with layers that see
+    `sliding_window` tokens in addition to the query's own, but transformers includes the query's
+    own in the window."""
     if model.config.model_type in WIDER_WINDOWS:
         model.config.sliding_window += 1
         for module in model.modules():
@@ -96,15 +127,19 @@ def widen_windows(model: PreTrainedModel) -> None:
 
 
 def turn_off_randomness(model: PreTrainedModel) -> None:
-    """Puts the model into training mode without randomness: the sampler has neither dropout nor router noise, and the ratio of trainer to
-    sampler must be 1 on-policy."""
+    """Puts the model into training mode without randomness: the sampler has neither dropout nor
+    router noise, and the ratio of trainer to sampler must be 1 on-policy."""
     model.train()
     for module in model.modules():
         if type(module).__name__ == "PhimoeTopKRouter":
-            module.eval()  # in training mode it samples experts; its "jitter" is a threshold that evaluation uses too
+            # in training mode it samples experts; its "jitter" is a threshold that evaluation uses
+            # too
+            module.eval()
             continue
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and any(word in name for word in ("dropout", "layerdrop", "jitter", "input_noise")):
+            if isinstance(value, float) and any(
+                word in name for word in ("dropout", "layerdrop", "jitter", "input_noise")
+            ):
                 setattr(module, name, 0.0)

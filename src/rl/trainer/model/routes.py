@@ -1,11 +1,13 @@
-"""Router replay: which experts each layer's router chooses for each token, its route, is kept, and chosen again in another pass.
+"""Router replay: which experts each layer's router chooses for each token, its route, is kept, and
+chosen again in another pass.
 
-Routers choose by a top-k over the scores of the experts. Here the chosen indices may be given ones; their scores are gathered from the
-router's own, so the weights of experts are computed, and have their gradient, as without replay. Rollout routing replay:
-https://arxiv.org/abs/2510.11370.
+Routers choose by a top-k over the scores of the experts. Here the chosen indices may be given ones;
+their scores are gathered from the router's own, so the weights of experts are computed, and have
+their gradient, as without replay. Rollout routing replay: https://arxiv.org/abs/2510.11370.
 
-A free choice and a given one are the same operations, with a route of -1 for "choose freely" that the choice replaces. So a pass gives the
-same bits again with its own routes, and recomputed activations take the route of the first time, in compiled layers, too.
+A free choice and a given one are the same operations, with a route of -1 for "choose freely" that
+the choice replaces. So a pass gives the same bits again with its own routes, and recomputed
+activations take the route of the first time, in compiled layers, too.
 """
 
 from typing import Any, NamedTuple
@@ -31,18 +33,29 @@ class TopK(NamedTuple):
 
 
 class Choice(TorchFunctionMode):
-    """Within it, the top-k over a layer's experts takes the route of each token, and completes it."""
+    """Within it, the top-k over a layer's experts takes the route of each token, and completes
+    it."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
         self.experts, self.count = experts, 0
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         found = function(*args, **(kwargs or {}))
         if function not in (torch.topk, Tensor.topk):
             return found
         scores, route = args[0], self.experts.route
-        if scores.dim() != 2 or scores.shape[1] != self.experts.num_routed or found[1].shape[1] != route.shape[1]:
+        if (
+            scores.dim() != 2
+            or scores.shape[1] != self.experts.num_routed
+            or found[1].shape[1] != route.shape[1]
+        ):
             return found  # of groups of experts, or of keys in sparse attention
         self.count += 1
         chosen = torch.where(route < 0, found[1], route)
@@ -51,19 +64,26 @@ class Choice(TorchFunctionMode):
 
 
 class Routers:
-    """The routers of a model. Routes of T tokens are [T, width] uint8: for each of the model's layers, with experts or not, the indices of
-    the token's experts, one byte each, or two (little-endian) if there are more than 256 experts."""
+    """The routers of a model. Routes of T tokens are [T, width] uint8: for each of the model's
+    layers, with experts or not, the indices of the token's experts, one byte each, or two
+    (little-endian) if there are more than 256 experts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Takes over the choice of experts. Call it before adapters are added, which hide experts. Raises RunError without experts."""
+        """Takes over the choice of experts. Call it before adapters are added, which hide
+        experts. Raises RunError without experts."""
         named, self.name = experts_of(model), type(model).__name__
         if not named:
-            raise RunError(f"trainer.router_replay: {self.name} has no experts whose choice could be replayed; set it to off")
+            raise RunError(
+                f"trainer.router_replay: {self.name} has no experts whose choice could be "
+                "replayed; set it to off"
+            )
         text = model.config.get_text_config()
         self.layers, self.experts = text.num_hidden_layers, list(named.values())
         self.numbers = [int(next(filter(str.isdecimal, name.split(".")))) for name in named]
         """The layer of each of `experts`."""
-        self.chosen = next((getattr(text, key) for key in CHOSEN if isinstance(getattr(text, key, None), int)), 0)
+        self.chosen = next(
+            (getattr(text, key) for key in CHOSEN if isinstance(getattr(text, key, None), int)), 0
+        )
         self.count = self.experts[0].num_experts
         self.dtype = torch.uint8 if self.count <= 256 else torch.int16
         for name, experts in named.items():
@@ -83,14 +103,19 @@ class Routers:
             with Choice(experts) as choice:
                 output = forward(*args, **kwargs)
             if choice.count != 1:
-                raise RunError(f"{name} chooses experts in a way of its own, which cannot be replayed; set trainer.router_replay = off")
+                raise RunError(
+                    f"{name} chooses experts in a way of its own, which cannot be replayed; "
+                    "set trainer.router_replay = off"
+                )
             return output
 
-        # A compiled layer leaves it out: the experts, which must stay out of a graph, would break one within this context.
+        # A compiled layer leaves it out: the experts, which must stay out of a graph, would break
+        # one within this context.
         block.forward = torch.compiler.disable(routed)
 
     def set(self, batch: MicroBatch) -> None:
-        """Sets the routes of the next pass: the batch's, or free choice. They stay, for activations may be computed again."""
+        """Sets the routes of the next pass: the batch's, or free choice. They stay, for
+        activations may be computed again."""
         if batch.routes is not None:
             given = batch.routes.view(self.dtype).view(-1, self.layers, self.chosen)
             for number, experts in zip(self.numbers, self.experts, strict=True):
@@ -102,22 +127,36 @@ class Routers:
 
     def taken(self) -> Tensor:
         """Returns the routes of the last pass, [T', width] uint8."""
-        found = torch.zeros(len(self.experts[0].route), self.layers, self.chosen, dtype=self.dtype, device=self.experts[0].route.device)
+        found = torch.zeros(
+            len(self.experts[0].route),
+            self.layers,
+            self.chosen,
+            dtype=self.dtype,
+            device=self.experts[0].route.device,
+        )
         for number, experts in zip(self.numbers, self.experts, strict=True):
             found[:, number] = experts.route
         return found.flatten(1).view(torch.uint8)
 
     def check(self, routes: Tensor) -> None:
-        """Raises RunError unless routes [T, width] are of this model: k different experts in each layer that has some."""
+        """Raises RunError unless routes [T, width] are of this model: k different experts in
+        each layer that has some."""
         if routes.shape[1] != self.width:
             raise RunError(
-                f"trainer.router_replay: inference gave routes of {routes.shape[1]} bytes a token, but {self.name} has {self.layers} "
-                f"layers and {self.chosen} of {self.count} experts a token, {self.width} bytes; does inference serve the same model?"
+                f"trainer.router_replay: inference gave routes of {routes.shape[1]} bytes a "
+                f"token, but {self.name} has {self.layers} "
+                f"layers and {self.chosen} of {self.count} experts a token, {self.width} "
+                "bytes; does inference serve the same model?"
             )
         given = routes.view(self.dtype).view(-1, self.layers, self.chosen)[:, self.numbers]
         pairs = ((i, j) for i in range(self.chosen) for j in range(i))
-        if int(given.max()) >= self.count or int(given.min()) < 0 or any(bool((given[..., i] == given[..., j]).any()) for i, j in pairs):
+        if (
+            int(given.max()) >= self.count
+            or int(given.min()) < 0
+            or any(bool((given[..., i] == given[..., j]).any()) for i, j in pairs)
+        ):
             raise RunError(
-                f"trainer.router_replay: inference gave a route that {self.name} cannot take: not {self.chosen} different ones of "
+                f"trainer.router_replay: inference gave a route that {self.name} cannot "
+                f"take: not {self.chosen} different ones of "
                 f"{self.count} experts; set trainer.router_replay = trainer or off"
             )

@@ -1,8 +1,10 @@
-"""Expert parallelism: each rank holds some of the experts of every layer, and tokens travel to their experts and back.
+"""Expert parallelism: each rank holds some of the experts of every layer, and tokens travel to
+their experts and back.
 
-The ranks of an expert group are neighbours, and hold all experts together. Ranks of several groups that would hold the same experts shard
-them (FSDP), and sum their gradients: with that of its own group's tokens, which have come to the experts, each gradient is whole. The
-dispatch of tokens is transformers' own.
+The ranks of an expert group are neighbours, and hold all experts together. Ranks of several groups
+that would hold the same experts shard them (FSDP), and sum their gradients: with that of its own
+group's tokens, which have come to the experts, each gradient is whole. The dispatch of tokens is
+transformers' own.
 """
 
 from typing import Any
@@ -13,20 +15,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel, replace_layer_number_by_wildcard
+from transformers.distributed.tensor_parallel import (
+    EpDispatchExpertsParallel,
+    replace_layer_number_by_wildcard,
+)
 
 from rl.system.errors import RunError
 from rl.trainer.parallel.world import World
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
-    """Returns the modules, by name, that hold all routed experts of a layer as stacked matrices, and whose computation transformers can
-    replace."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+    """Returns the modules, by name, that hold all routed experts of a layer as stacked matrices,
+    and whose computation transformers can replace."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "_is_expert_parallel")
+    }
 
 
 def check_experts(folder: str, trust_remote_code: bool, world: World) -> None:
-    """Raises RunError unless the experts of the model in `folder` can be divided as `world` says. Reads no weights."""
+    """Raises RunError unless the experts of the model in `folder` can be divided as `world`
+    says. Reads no weights."""
     if not world.experts:
         return
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -35,31 +45,46 @@ def check_experts(folder: str, trust_remote_code: bool, world: World) -> None:
     name, experts, groups = type(model).__name__, experts_of(model), world.experts["expert"].size()
     setting = f"trainer.expert_parallel = {groups}"
     if not experts:
-        raise RunError(f"{setting}: {name} has no experts that transformers could divide; set it to 1")
-    if any(model.ep_plan.get(replace_layer_number_by_wildcard(module)) != "ep_dispatch_experts" for module in experts):
-        raise RunError(f"{setting}: transformers has no plan that sends tokens to the experts of {name}; set it to 1")
+        raise RunError(
+            f"{setting}: {name} has no experts that transformers could divide; set it to 1"
+        )
+    if any(
+        model.ep_plan.get(replace_layer_number_by_wildcard(module)) != "ep_dispatch_experts"
+        for module in experts
+    ):
+        raise RunError(
+            f"{setting}: transformers has no plan that sends tokens to the experts of "
+            f"{name}; set it to 1"
+        )
     for module in experts.values():
         for parameter in module.parameters(recurse=False):
             count, shards = len(parameter), world.experts["shard"].size()
             if count % groups:
                 divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-                raise RunError(f"{setting} does not divide the {count} experts of {name}; set one of {divisors}")
+                raise RunError(
+                    f"{setting} does not divide the {count} experts of {name}; set one of "
+                    f"{divisors}"
+                )
             if shard_of(parameter, world.experts).dim and parameter.shape[1] % shards:
                 raise RunError(
-                    f"{setting}: {shards} ranks share {count // groups} experts of {name}, but divide neither their number nor their rows "
-                    f"({parameter.shape[1]}); set a larger trainer.expert_parallel or trainer.dp_replicate"
+                    f"{setting}: {shards} ranks share {count // groups} experts of {name}, "
+                    "but divide neither their number nor their rows "
+                    f"({parameter.shape[1]}); set a larger trainer.expert_parallel or "
+                    "trainer.dp_replicate"
                 )
 
 
 def shard_of(parameter: Tensor, mesh: DeviceMesh) -> Shard:
-    """Returns along which dimension FSDP shards a parameter [experts, ...] over the ranks that hold the same experts: whole experts if
-    that is even, else the rows of each, because FSDP's uneven shards of a divided dimension would be wrong."""
+    """Returns along which dimension FSDP shards a parameter [experts, ...] over the ranks that
+    hold the same experts: whole experts if that is even, else the rows of each, because FSDP's
+    uneven shards of a divided dimension would be wrong."""
     return Shard(int(len(parameter) % (mesh["shard"].size() * mesh["expert"].size()) > 0))
 
 
 def placements_of(parameter: Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """Returns the placements of a parameter [experts, ...] on a mesh of (shard, expert) or (replicate, shard, expert), as FSDP makes them:
-    first divided over the expert groups, then within."""
+    """Returns the placements of a parameter [experts, ...] on a mesh of (shard, expert) or
+    (replicate, shard, expert), as FSDP makes them: first divided over the expert groups, then
+    within."""
     inner: Placement = shard_of(parameter, mesh)
     if inner == Shard(0):
         inner = _StridedShard(0, split_factor=mesh["expert"].size())
@@ -67,7 +92,8 @@ def placements_of(parameter: Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
 
 
 def dispatch_tokens(model: PreTrainedModel, world: World) -> None:
-    """Makes each layer send its tokens to their experts' ranks. Every rank of an expert group then calls every layer at the same time."""
+    """Makes each layer send its tokens to their experts' ranks. Every rank of an expert group
+    then calls every layer at the same time."""
     for experts in experts_of(model).values() if world.experts else ():
         experts.num_experts //= world.experts["expert"].size()
         experts.first_expert = experts.num_experts * world.experts["expert"].get_local_rank()

@@ -1,9 +1,11 @@
-"""Loads a model with transformers such that each rank reads and holds only its own rows of every matrix.
+"""Loads a model with transformers such that each rank reads and holds only its own rows of every
+matrix.
 
-Matrices that a file stores as the model has them (same name, after transformers' renamings, and shape), or expert by expert, are read row
-by row. Matrices that transformers converts in another way (fused projections, another order of dimensions) are made whole, one parameter
-after the other, and all but this rank's rows are dropped at once. `from_pretrained` itself makes everything else: buffers, values derived
-from the config, tied weights.
+Matrices that a file stores as the model has them (same name, after transformers' renamings, and
+shape), or expert by expert, are read row by row. Matrices that transformers converts in another way
+(fused projections, another order of dimensions) are made whole, one parameter after the other, and
+all but this rank's rows are dropped at once. `from_pretrained` itself makes everything else:
+buffers, values derived from the config, tied weights.
 """
 
 import copy
@@ -42,8 +44,8 @@ ROUTER = re.compile(r"\b(gate|router)\.")
 
 
 class LocalShards:
-    """This rank's rows of the matrices of a model, which holds tensors on the meta device instead while FSDP shards it: FSDP takes no
-    DTensors."""
+    """This rank's rows of the matrices of a model, which holds tensors on the meta device
+    instead while FSDP shards it: FSDP takes no DTensors."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.rows: dict[str, Tensor] = {}
@@ -55,14 +57,18 @@ class LocalShards:
                 return parameter
             self.rows[names[parameter]] = parameter.detach().to_local()
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            if "expert" in (parameter.device_mesh.mesh_dim_names or ()):  # FSDP divides further what this rank's experts are
-                empty = distribute_tensor(empty, parameter.device_mesh["expert"], [Shard(0)], src_data_rank=None)
+            # FSDP divides further what this rank's experts are
+            if "expert" in (parameter.device_mesh.mesh_dim_names or ()):
+                empty = distribute_tensor(
+                    empty, parameter.device_mesh["expert"], [Shard(0)], src_data_rank=None
+                )
             return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
         replace_parameters(model, take)
 
     def attach_shards(self, model: PreTrainedModel) -> None:
-        """Gives the sharded model its rows. Raises RunError naming the parameters and buffers that have no values."""
+        """Gives the sharded model its rows. Raises RunError naming the parameters and buffers
+        that have no values."""
         names = {parameter: name for name, parameter in model.named_parameters()}
 
         def fill(parameter: nn.Parameter) -> nn.Parameter:
@@ -76,11 +82,15 @@ class LocalShards:
         replace_parameters(model, fill)
         tensors = (*model.named_parameters(), *model.named_buffers())
         if empty := [*(name for name, tensor in tensors if tensor.is_meta), *self.rows]:
-            raise RunError(f"{type(model).__name__}: {', '.join(empty)} got no values from its files; please report this")
+            raise RunError(
+                f"{type(model).__name__}: {', '.join(empty)} got no values from its files; "
+                "please report this"
+            )
 
 
 def replace_parameters(model: nn.Module, new_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Replaces each parameter by `new_of` it; a parameter that is used in several places remains a single one."""
+    """Replaces each parameter by `new_of` it; a parameter that is used in several places remains
+    a single one."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -90,31 +100,45 @@ def replace_parameters(model: nn.Module, new_of: Callable[[nn.Parameter], nn.Par
                 setattr(module, name, replaced[parameter])
 
 
-def dtensor(rows: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:
+def dtensor(
+    rows: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> DTensor:
     """Returns the tensor of `shape` of which this rank has `rows`, on the device of the mesh."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def load_rows(folder: str | Path, world: World | None, **arguments: Any) -> PreTrainedModel:
-    """Returns the causal language model of `folder`, made by `from_pretrained` with `arguments`; its matrices are DTensors, cut by rows.
-    Without a world it is whole.
+    """Returns the causal language model of `folder`, made by `from_pretrained` with `arguments`;
+    its matrices are DTensors, cut by rows. Without a world it is whole.
 
-    Needs memory for these rows and one tensor. Every rank calls this. Raises RunError for parameters and buffers that are missing from
-    the files.
+    Needs memory for these rows and one tensor. Every rank calls this. Raises RunError for
+    parameters and buffers that are missing from the files.
     """
     reader = Reader(world)
     with reader.in_transformers():
-        model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **arguments)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, **arguments
+        )
     for name in reader.kept:
         model.get_parameter(name).file_type = torch.float32  # see layout.dtype_of
-    for experts in experts_of(model).values() if world and world.experts else ():  # those of a model that was read whole
+    # those of a model that was read whole
+    for experts in experts_of(model).values() if world and world.experts else ():
         for leaf, parameter in list(experts.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):
-                setattr(experts, leaf, nn.Parameter(reader.rows_of(experts, parameter), requires_grad=parameter.requires_grad))
+                setattr(
+                    experts,
+                    leaf,
+                    nn.Parameter(
+                        reader.rows_of(experts, parameter), requires_grad=parameter.requires_grad
+                    ),
+                )
     if missing := sorted(found["missing_keys"]):
         few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise RunError(f"{folder}: its files lack {few}, which {type(model).__name__} needs; are they complete, and of this model?")
+        raise RunError(
+            f"{folder}: its files lack {few}, which {type(model).__name__} needs; are they "
+            "complete, and of this model?"
+        )
     if world and world.is_main and (note := reader.note(model)):
         print(f"{folder}: {note}", flush=True)
     return model
@@ -126,8 +150,9 @@ class Reader:
     def __init__(self, world: World | None) -> None:
         self.world = world
         self.kept: list[str] = []
-        """Parameters that stay in float32, as files have them that are in another type else: routers, and what is no layer's weight, such
-        as rates of state spaces. Rounded, a router sends tokens to other experts. They are small, so each rank holds them whole."""
+        """Parameters that stay in float32, as files have them that are in another type else:
+        routers, and what is no layer's weight, such as rates of state spaces. Rounded, a router
+        sends tokens to other experts. They are small, so each rank holds them whole."""
         self.whole = "its class has its own way of loading"
         """The reason why the model is read whole; empty if it is not."""
         self.converted: dict[str, int] = {}
@@ -138,11 +163,15 @@ class Reader:
         """Context in which `from_pretrained` uses this reader."""
         original = PreTrainedModel._load_pretrained_model
 
-        def load(model: PreTrainedModel, state_dict: None, files: list[str], settings: Any, **more: Any) -> Any:
+        def load(
+            model: PreTrainedModel, state_dict: None, files: list[str], settings: Any, **more: Any
+        ) -> Any:
             with ExitStack() as opened:
                 self.whole = why_whole(model, settings)
                 if not self.whole:
-                    state_dict = {name: part for file in files for name, part in slices(opened, file)}
+                    state_dict = {
+                        name: part for file in files for name, part in slices(opened, file)
+                    }
                     self.place_rows(model, state_dict, settings.weight_mapping or [])
                     if self.world:
                         opened.enter_context(self.keeping_rows(model))
@@ -155,14 +184,20 @@ class Reader:
             PreTrainedModel._load_pretrained_model = staticmethod(original)
 
     def place_rows(self, model: PreTrainedModel, parts: dict[str, Any], mapping: list[Any]) -> None:
-        """Replaces matrices of the model (on the meta device) that a file stores as such by DTensors: transformers reads their rows."""
+        """Replaces matrices of the model (on the meta device) that a file stores as such by
+        DTensors: transformers reads their rows."""
         mapping = copy.deepcopy(mapping)  # some rules remember what they have seen
-        renamings, converters = ([rule for rule in mapping if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter))
+        renamings, converters = (
+            [rule for rule in mapping if isinstance(rule, kind)]
+            for kind in (WeightRenaming, WeightConverter)
+        )
         state, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
         stacked: dict[str, list[list[int]]] = defaultdict(list)
         mixed = len({part.get_dtype() for part in parts.values()}) > 1
         for key in sorted(parts, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+            name, pattern = rename_source_key(
+                key, renamings, converters, model.base_model_prefix, state
+            )
             if name not in state and key in state:
                 name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
             if name in parameters and pattern and self.world:
@@ -174,26 +209,46 @@ class Reader:
             elif name in parameters and list(parameters[name].shape) == parts[key].get_shape():
                 self.place(model, name, parameters[name], mixed and parts[key].get_dtype() == "F32")
 
-    def place(self, model: PreTrainedModel, name: str, parameter: nn.Parameter, in_float32: bool = False) -> None:
-        """Replaces a matrix on the meta device by a DTensor, and what stays in float32 by a parameter of that type."""
+    def place(
+        self, model: PreTrainedModel, name: str, parameter: nn.Parameter, in_float32: bool = False
+    ) -> None:
+        """Replaces a matrix on the meta device by a DTensor, and what stays in float32 by a
+        parameter of that type."""
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         is_layer = not [*module.children()]
-        if in_float32 and (ROUTER.search(name) or not is_layer) and not hasattr(module, "_is_expert_parallel"):
+        if (
+            in_float32
+            and (ROUTER.search(name) or not is_layer)
+            and not hasattr(module, "_is_expert_parallel")
+        ):
             self.kept.append(name)
             setattr(module, leaf, nn.Parameter(parameter.float()))
             if is_layer:  # it may not take a weight of another type than its inputs
                 module.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
         elif parameter.ndim >= 2 and self.world:
             value = self.rows_of(module, parameter)
-            # transformers decides by type whether a parameter has a gradient, whatever its class has set.
+            # transformers decides by type whether a parameter has a gradient, whatever its class
+            # has set.
             setattr(module, leaf, nn.Parameter(value, requires_grad=value.is_floating_point()))
 
-    def stacks_rows(self, rule: WeightConverter, module: nn.Module, parameter: nn.Parameter, shapes: list[list[int]]) -> bool:
-        """Whether a rule builds a parameter from exactly these tensors, one per row (experts), and every rank has rows: transformers then
-        reads only this rank's tensors."""
-        kinds = [(type(operation), getattr(operation, "dim", None)) for operation in rule.operations]
-        rows, sources, ranks = parameter.shape[0], len(rule.source_patterns), self.world.mesh.size(-1)
+    def stacks_rows(
+        self,
+        rule: WeightConverter,
+        module: nn.Module,
+        parameter: nn.Parameter,
+        shapes: list[list[int]],
+    ) -> bool:
+        """Whether a rule builds a parameter from exactly these tensors, one per row (experts),
+        and every rank has rows: transformers then reads only this rank's tensors."""
+        kinds = [
+            (type(operation), getattr(operation, "dim", None)) for operation in rule.operations
+        ]
+        rows, sources, ranks = (
+            parameter.shape[0],
+            len(rule.source_patterns),
+            self.world.mesh.size(-1),
+        )
         _, placements = self.layout(module, parameter)
         by_rows = not any(placement.is_shard(1) for placement in placements)
         return (
@@ -206,16 +261,25 @@ class Reader:
 
     @contextmanager
     def keeping_rows(self, model: PreTrainedModel) -> Iterator[None]:
-        """Context in which a matrix that is loaded whole is cut to its rows when it is set on a module, one matrix after the other."""
+        """Context in which a matrix that is loaded whole is cut to its rows when it is set on a
+        module, one matrix after the other."""
         names = {module: name for name, module in model.named_modules()}
 
         def keep(module: nn.Module, leaf: str, parameter: nn.Parameter) -> nn.Parameter | None:
-            loaded = getattr(parameter, "_is_hf_initialized", False)  # parameters missing from the files are initialised whole
+            # parameters missing from the files are initialised whole
+            loaded = getattr(parameter, "_is_hf_initialized", False)
             name = f"{names.get(module)}.{leaf}"
-            if not loaded or isinstance(parameter, DTensor) or parameter.ndim < 2 or name in self.kept:
+            if (
+                not loaded
+                or isinstance(parameter, DTensor)
+                or parameter.ndim < 2
+                or name in self.kept
+            ):
                 return None
             self.converted[name] = parameter.nbytes
-            rows = nn.Parameter(self.rows_of(module, parameter), requires_grad=parameter.requires_grad)
+            rows = nn.Parameter(
+                self.rows_of(module, parameter), requires_grad=parameter.requires_grad
+            )
             rows._is_hf_initialized = True
             return rows
 
@@ -230,7 +294,9 @@ class Reader:
             if before is not None:
                 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
 
-    def layout(self, module: nn.Module, parameter: nn.Parameter) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    def layout(
+        self, module: nn.Module, parameter: nn.Parameter
+    ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Returns how FSDP will place a parameter of `module`."""
         if self.world.experts and experts_of(module):
             return self.world.experts, placements_of(parameter, self.world.experts)
@@ -240,8 +306,15 @@ class Reader:
         """Returns the matrix as a DTensor with a copy of this rank's rows."""
         mesh, placements = self.layout(module, parameter)
         sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-        own = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-        return dtensor(parameter.detach()[own].clone(memory_format=torch.contiguous_format), mesh, placements, parameter.shape)
+        own = tuple(
+            slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)
+        )
+        return dtensor(
+            parameter.detach()[own].clone(memory_format=torch.contiguous_format),
+            mesh,
+            placements,
+            parameter.shape,
+        )
 
     def note(self, model: PreTrainedModel) -> str:
         """Describes what was not read row by row and its memory; empty if everything was."""
@@ -250,7 +323,10 @@ class Reader:
             return f"each rank reads the whole model, {size:.2f} GiB, because {self.whole}"
         if self.converted:
             largest, count = max(self.converted.values()) / GIB, len(self.converted)
-            return f"each rank loads {count} whole matrices, one after the other, and keeps its rows; the largest has {largest:.2f} GiB"
+            return (
+                f"each rank loads {count} whole matrices, one after the other, and keeps its "
+                f"rows; the largest has {largest:.2f} GiB"
+            )
         return ""
 
 
@@ -266,7 +342,8 @@ def why_whole(model: PreTrainedModel, settings: Any) -> str:
 
 
 def changes_loaded_embeddings(model: PreTrainedModel) -> bool:
-    """Whether the code that initialises missing parameters also changes a loaded embedding (Youtu's does, at the padding token)."""
+    """Whether the code that initialises missing parameters also changes a loaded embedding
+    (Youtu's does, at the padding token)."""
     loaded = nn.Embedding.from_pretrained(torch.ones(2, 1), freeze=False, padding_idx=0)
     loaded.weight._is_hf_initialized = True  # type: ignore[assignment]
     try:
@@ -277,9 +354,11 @@ def changes_loaded_embeddings(model: PreTrainedModel) -> bool:
 
 
 def slices(opened: ExitStack, file: str) -> list[tuple[str, Any]]:
-    """Returns (name, reader of any part) for the tensors of a safetensors file, which stays open as long as `opened`.
+    """Returns (name, reader of any part) for the tensors of a safetensors file, which stays open as
+    long as `opened`.
 
-    Files are read, not mapped, because mapped pages count as this process's memory, once for each rank.
+    Files are read, not mapped, because mapped pages count as this process's memory, once for each
+    rank.
     """
     handle = opened.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
     return [(name, handle.get_slice(name)) for name in handle.keys()]  # noqa: SIM118

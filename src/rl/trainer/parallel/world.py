@@ -20,7 +20,8 @@ from rl.trainer.parallel.meetings import MAIN, Meetings
 from rl.trainer.parallel.rendezvous import START_TIMEOUT_S, join_store
 
 SEEN_WITHIN_S = 60.0
-"""Seconds within which a new file becomes visible on other nodes; NFS caches the absence of a name for up to a minute."""
+"""Seconds within which a new file becomes visible on other nodes; NFS caches the absence of a
+name for up to a minute."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,14 @@ class World:
     mesh: DeviceMesh
     """The mesh over which the model is sharded: one dimension, or (replicate, shard)."""
     context_size: int = 1
-    """Number of ranks that share each sequence. Groups are consecutive: ranks 0..context_size-1 are the first."""
+    """Number of ranks that share each sequence. Groups are consecutive: ranks 0..context_size-1
+    are the first."""
     context_group: dist.ProcessGroup | None = None
-    """The process group of the ranks that share sequences with this one; None with context_size 1."""
+    """The process group of the ranks that share sequences with this one; None with context_size
+    1."""
     experts: DeviceMesh | None = None
-    """The mesh over which experts are sharded, (shard, expert) or (replicate, shard, expert); None if they are like any other weights."""
+    """The mesh over which experts are sharded, (shard, expert) or (replicate, shard, expert);
+    None if they are like any other weights."""
     groups: tuple[dist.ProcessGroup, ...] = ()
     """All process groups of training: the default one, those of the mesh, and the context group."""
     meetings: Meetings | None = None
@@ -68,8 +72,13 @@ class World:
         return self.rank == 0
 
     def new_group(self, timeout_s: float) -> dist.ProcessGroup | None:
-        """Returns a gloo group of all ranks for a background thread, None for a single rank. Every rank calls this."""
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.size > 1 else None
+        """Returns a gloo group of all ranks for a background thread, None for a single rank.
+        Every rank calls this."""
+        return (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            if self.size > 1
+            else None
+        )
 
     def set_timeout(self, seconds: float) -> None:
         """Sets the deadline of all collectives of training."""
@@ -81,26 +90,33 @@ class World:
         self.broadcast_int(0, group)
 
     def broadcast_int(self, value: int, group: dist.ProcessGroup | None = None) -> int:
-        """Returns rank 0's value on every rank, and waits as `barrier` does. A background thread needs its own `group`, or its messages mix
-        with the training's."""
+        """Returns rank 0's value on every rank, and waits as `barrier` does. A background thread
+        needs its own `group`, or its messages mix with the training's."""
         if not self.meetings:
             return value
-        return int(self.meetings.meet(str(int(value)).encode(), group.group_name if group else MAIN))
+        return int(
+            self.meetings.meet(str(int(value)).encode(), group.group_name if group else MAIN)
+        )
 
     def broadcast_bytes(self, data: bytes, group: dist.ProcessGroup | None = None) -> bytes:
-        """Returns rank 0's bytes on every rank. Sends their length, for which it waits as `barrier` does, then the bytes as uint8, so that
-        nothing is pickled."""
+        """Returns rank 0's bytes on every rank. Sends their length, for which it waits as
+        `barrier` does, then the bytes as uint8, so that nothing is pickled."""
         if self.size == 1:
             return data
         length = self.broadcast_int(len(data), group)
         if not length:  # torch.frombuffer rejects empty buffers
             return b""
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.is_main else torch.empty(length, dtype=torch.uint8)
+        tensor = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if self.is_main
+            else torch.empty(length, dtype=torch.uint8)
+        )
         dist.broadcast(tensor, src=0, group=group)
         return tensor.numpy().tobytes()
 
     def gather_bytes(self, data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-        """Returns each rank's bytes, by rank, on every rank. Sends them as uint8, padded to the longest."""
+        """Returns each rank's bytes, by rank, on every rank. Sends them as uint8, padded to the
+        longest."""
         if self.size == 1:
             return [data]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -111,7 +127,10 @@ class World:
         padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
         found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(found, padded, group=group)
-        return [each[: int(length)].numpy().tobytes() for each, length in zip(found, lengths, strict=True)]
+        return [
+            each[: int(length)].numpy().tobytes()
+            for each, length in zip(found, lengths, strict=True)
+        ]
 
     def close(self) -> None:
         """Ends this rank's part in everything."""
@@ -120,7 +139,8 @@ class World:
             self.meetings.close()
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        """Reduces `values` over the ranks by `operation`, in place, and returns them on every rank."""
+        """Reduces `values` over the ranks by `operation`, in place, and returns them on every
+        rank."""
         if self.size > 1:
             dist.all_reduce(values, op=operation)
         return values
@@ -134,67 +154,110 @@ def start_world(
     expert_parallel: int = 1,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> World:
-    """Joins the process group that torchrun's environment describes; without torchrun, a group of one.
+    """Joins the process group that torchrun's environment describes; without torchrun, a group of
+    one.
 
-    `timeout_s` bounds the meetings of ranks, see meetings.py; `start_timeout_s` the wait for all ranks to appear, and each collective until
-    `set_timeout`. On GPUs, CPU tensors (batch bytes, checkpoint plans) are sent over gloo and CUDA tensors over nccl.
+    `timeout_s` bounds the meetings of ranks, see meetings.py; `start_timeout_s` the wait for all
+    ranks to appear, and each collective until `set_timeout`. On GPUs, CPU tensors (batch bytes,
+    checkpoint plans) are sent over gloo and CUDA tensors over nccl.
 
-    Raises RunError if a rank does not appear or cannot be reached, or if the settings do not divide the number of ranks.
+    Raises RunError if a rank does not appear or cannot be reached, or if the settings do not divide
+    the number of ranks.
     """
     backend, device = "gloo", torch.device("cpu")
     if use_gpus:
         local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if local >= count:
-            raise RunError(f"local rank {local} has no GPU: {socket.gethostname()} has {count}; give torchrun --nproc-per-node {count}")
+            raise RunError(
+                f"local rank {local} has no GPU: {socket.gethostname()} has {count}; give "
+                f"torchrun --nproc-per-node {count}"
+            )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     launched = "RANK" in os.environ
-    rank, size = (int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", 1))) if launched else (0, 1)
+    rank, size = (
+        (int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", 1))) if launched else (0, 1)
+    )
     check_division(size, dp_replicate, context_parallel, expert_parallel)
     store = join_store(rank, size, start_timeout_s) if launched else dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=start_timeout_s))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=start_timeout_s)
+    )
     if dp_replicate > 1:
-        mesh = init_device_mesh(device.type, (dp_replicate, size // dp_replicate), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            device.type, (dp_replicate, size // dp_replicate), mesh_dim_names=("replicate", "shard")
+        )
     else:
         mesh = init_device_mesh(device.type, (size,))
     context = experts = None
     if context_parallel > 1:
         shape = (size // context_parallel, context_parallel)
-        context = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context")).get_group("context")
+        context = init_device_mesh(
+            device.type, shape, mesh_dim_names=("data", "context")
+        ).get_group("context")
     if expert_parallel > 1:
-        sizes = {"replicate": dp_replicate, "shard": size // dp_replicate // expert_parallel, "expert": expert_parallel}
+        sizes = {
+            "replicate": dp_replicate,
+            "shard": size // dp_replicate // expert_parallel,
+            "expert": expert_parallel,
+        }
         if dp_replicate == 1:
             del sizes["replicate"]
         experts = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    meetings = Meetings(dist.PrefixStore("meetings", store), rank, size, timeout_s) if size > 1 else None
+    meetings = (
+        Meetings(dist.PrefixStore("meetings", store), rank, size, timeout_s) if size > 1 else None
+    )
     # Those of meshes have torch's own deadlines, 10 or 30 minutes.
-    world = World(rank, size, device, mesh, context_parallel, context, experts, tuple(c10d._world.pg_map), meetings)
+    world = World(
+        rank,
+        size,
+        device,
+        mesh,
+        context_parallel,
+        context,
+        experts,
+        tuple(c10d._world.pg_map),
+        meetings,
+    )
     world.set_timeout(start_timeout_s)
     return world
 
 
-def check_division(size: int, dp_replicate: int, context_parallel: int, expert_parallel: int = 1) -> None:
-    """Raises RunError unless the settings divide the number of ranks, or `expert_parallel` the ranks of one copy."""
-    divided = [("dp_replicate", dp_replicate, "model copies", size), ("context_parallel", context_parallel, "ranks per row", size)]
-    divided.append(("expert_parallel", expert_parallel, "parts of the experts", size // dp_replicate))
+def check_division(
+    size: int, dp_replicate: int, context_parallel: int, expert_parallel: int = 1
+) -> None:
+    """Raises RunError unless the settings divide the number of ranks, or `expert_parallel` the
+    ranks of one copy."""
+    divided = [
+        ("dp_replicate", dp_replicate, "model copies", size),
+        ("context_parallel", context_parallel, "ranks per row", size),
+    ]
+    divided.append(
+        ("expert_parallel", expert_parallel, "parts of the experts", size // dp_replicate)
+    )
     for key, value, parts, ranks in divided:
         if ranks % value:
             divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
             of = " of a model copy" if ranks < size else ""
             raise RunError(
-                f"trainer.{key} = {value} ({parts}) does not divide {ranks} ranks{of}; set one of {divisors}, or start other ranks"
+                f"trainer.{key} = {value} ({parts}) does not divide {ranks} ranks{of}; set "
+                f"one of {divisors}, or start other ranks"
             )
 
 
 def check_nodes(world: World, directory: Path, config: bytes) -> None:
-    """Checks that all ranks have rank 0's configuration and see its run directory. Raises RunError on every rank if some do not."""
+    """Checks that all ranks have rank 0's configuration and see its run directory. Raises
+    RunError on every rank if some do not."""
     if world.size == 1:
         return
     digest = hashlib.sha256(config).digest()
     others = ranks_without(world, world.broadcast_bytes(digest) == digest)
     if others:
-        raise RunError(f"ranks {others} have a different configuration from rank 0; start every node with the same file and flags")
+        raise RunError(
+            f"ranks {others} have a different configuration from rank 0; start every node "
+            "with the same file and flags"
+        )
     token = world.broadcast_bytes(secrets.token_hex(8).encode()).decode()
     file = directory / f".ranks-{token}"
     if world.is_main:
@@ -209,9 +272,14 @@ def check_nodes(world: World, directory: Path, config: bytes) -> None:
         file.unlink()
     if blind:
         place = directory.absolute()
-        raise RunError(f"ranks {blind} do not see rank 0's run directory {place}: output_dir must be on a file system that all nodes share")
+        raise RunError(
+            f"ranks {blind} do not see rank 0's run directory {place}: output_dir must be on "
+            "a file system that all nodes share"
+        )
 
 
 def ranks_without(world: World, holds: bool) -> list[int]:
     """Returns the ranks on which `holds` is False. Every rank calls this."""
-    return [rank for rank, lacks in enumerate(world.gather_bytes(b"" if holds else b"lacks")) if lacks]
+    return [
+        rank for rank, lacks in enumerate(world.gather_bytes(b"" if holds else b"lacks")) if lacks
+    ]

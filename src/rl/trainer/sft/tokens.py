@@ -1,8 +1,9 @@
 """Converts examples to token ids and masks, once per run, in `data/` of the run directory.
 
-`data/train.arrow` and `data/validation.arrow` hold one example per row: `tokens`, `trained` (which tokens are trained), and `group` (a
-number that examples of the same task share). `data/manifest.json` records their origin. The files are mapped into memory, not read, so
-that all ranks of a host share them.
+`data/train.arrow` and `data/validation.arrow` hold one example per row: `tokens`, `trained` (which
+tokens are trained), and `group` (a number that examples of the same task share).
+`data/manifest.json` records their origin. The files are mapped into memory, not read, so that all
+ranks of a host share them.
 """
 
 import json
@@ -31,7 +32,9 @@ from rl.trainer.sft.rows import Example, files_of, read_examples, sources
 
 PROGRESS_ROWS = 1000
 """Rows between two progress reports, and examples per write."""
-SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("trained", pa.list_(pa.bool_())), ("group", pa.int64())])
+SCHEMA = pa.schema(
+    [("tokens", pa.list_(pa.int32())), ("trained", pa.list_(pa.bool_())), ("group", pa.int64())]
+)
 Tokens = tuple[list[int], list[bool]]
 """(ids of an example, which of them are trained)."""
 
@@ -54,7 +57,8 @@ class Tokenizer:
         self.warnings: set[str] = set()
 
     def samples(self, example: Example, counts: Counter[str]) -> list[Tokens]:
-        """Returns an example's sequences to train: one, several if the template rewrites earlier turns, none if nothing is left."""
+        """Returns an example's sequences to train: one, several if the template rewrites earlier
+        turns, none if nothing is left."""
         if example.text and not self.chat:
             found = [self.plain_text(*example.text)] if example.text[1] else []
         else:
@@ -67,19 +71,28 @@ class Tokenizer:
         return [kept for sample in found if (kept := self.truncated(sample, counts))]
 
     def plain_text(self, prompt: str, completion: str) -> Tokens:
-        """Encodes prompt and completion without a chat template, and adds the end-of-text token. Without a prompt the first token is given.
+        """Encodes prompt and completion without a chat template, and adds the end-of-text token.
+        Without a prompt the first token is given.
 
         They are encoded separately, because the policy samples after the prompt's ids.
         """
         if self.tokenizer.eos_token_id is None:
-            raise RunError("the model's tokenizer has no end-of-text token (eos_token), so it could never learn to stop; set one")
+            raise RunError(
+                "the model's tokenizer has no end-of-text token (eos_token), so it could "
+                "never learn to stop; set one"
+            )
         given = text_ids(self.tokenizer, prompt) if prompt else []
-        answer = self.tokenizer.encode(completion, add_special_tokens=False) if prompt else text_ids(self.tokenizer, completion)
+        answer = (
+            self.tokenizer.encode(completion, add_special_tokens=False)
+            if prompt
+            else text_ids(self.tokenizer, completion)
+        )
         sampled = [*answer, self.tokenizer.eos_token_id]
         return given + sampled, [False] * len(given) + [bool(given)] + [True] * (len(sampled) - 1)
 
     def truncated(self, sample: Tokens, counts: Counter[str]) -> Tokens | None:
-        """Returns the sample if it is not too long; otherwise cuts it or returns None, depending on sft.too_long."""
+        """Returns the sample if it is not too long; otherwise cuts it or returns None, depending
+        on sft.too_long."""
         ids, trained = sample
         if len(ids) <= self.max_length:
             return sample
@@ -89,28 +102,44 @@ class Tokenizer:
         return cut if fits else None
 
     def conversation(self, example: Example) -> list[Tokens]:
-        """Returns a chat's turns to train, each after exactly the ids that would precede it in a rollout. Raises RunError."""
+        """Returns a chat's turns to train, each after exactly the ids that would precede it in a
+        rollout. Raises RunError."""
         if self.renderer is None:
             raise RunError(
-                f"{example.place}: a list of messages needs a chat template, but the model's tokenizer has none; name one: "
+                f"{example.place}: a list of messages needs a chat template, but the model's "
+                "tokenizer has none; name one: "
                 "--model.chat_template chatml, or a file (or give prompt and completion as text)"
             )
-        messages = [without_reasoning(message) for message in example.messages] if self.sft.drop_reasoning else example.messages
+        messages = (
+            [without_reasoning(message) for message in example.messages]
+            if self.sft.drop_reasoning
+            else example.messages
+        )
         first = max(1, example.num_context)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+        answers = [
+            i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first
+        ]
         wanted = set(answers if self.sft.train == "all" else answers[-1:]) - example.untrained
         try:
             return list(self.turns(messages, answers, wanted, example.tools))
         except RendererError as error:
             raise RunError(f"{example.place}: {error}") from None
 
-    def turns(self, messages: list[Message], answers: list[int], wanted: set[int], tools: list[Tool] | None) -> Iterator[Tokens]:
-        """Yields chains of turns in which each turn's ids continue those before it, as in rollouts, if they have anything to train."""
+    def turns(
+        self,
+        messages: list[Message],
+        answers: list[int],
+        wanted: set[int],
+        tools: list[Tool] | None,
+    ) -> Iterator[Tokens]:
+        """Yields chains of turns in which each turn's ids continue those before it, as in
+        rollouts, if they have anything to train."""
         renderer = self.renderer
         assert renderer
         if any(message.get("tool_calls") for message in messages) and not tools:
             self.warnings.add(
-                "examples call tools, but have no tool definitions (sft.columns.tools): the model does not see the available tools"
+                "examples call tools, but have no tool definitions (sft.columns.tools): the "
+                "model does not see the available tools"
             )
         ids, trained = [], []
         for i, continues, prompt, answer in conversation_ids(renderer, messages, answers, tools):
@@ -131,21 +160,30 @@ def without_reasoning(message: Message) -> Message:
     return {key: value for key, value in message.items() if key not in REASONING}
 
 
-# The run's data/ ---------------------------------------------------------------------------------------------------------
+# The run's data/ ----------------------------------------------------------------------------------
 
 
 def write_examples(path: Path, samples: Iterator[tuple[Tokens, int]]) -> dict[str, int]:
     """Writes pairs of (example, its task's number) to an Arrow file; returns the totals."""
     sizes = Counter(examples=0, tokens=0, trained_tokens=0)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as file:
-        while rows := [(ids, trained, group) for (ids, trained), group in islice(samples, PROGRESS_ROWS)]:
-            file.write_batch(pa.record_batch([list(column) for column in zip(*rows, strict=True)], schema=SCHEMA))
-            sizes.update(examples=len(rows), tokens=sum(len(row[0]) for row in rows), trained_tokens=sum(sum(row[1]) for row in rows))
+        while rows := [
+            (ids, trained, group) for (ids, trained), group in islice(samples, PROGRESS_ROWS)
+        ]:
+            file.write_batch(
+                pa.record_batch([list(column) for column in zip(*rows, strict=True)], schema=SCHEMA)
+            )
+            sizes.update(
+                examples=len(rows),
+                tokens=sum(len(row[0]) for row in rows),
+                trained_tokens=sum(sum(row[1]) for row in rows),
+            )
     return dict(sizes)
 
 
 def prepare_data(config: RLConfig, base: str, report: Callable[[Phase, None, str], None]) -> None:
-    """Makes the run's `data/` if it does not exist; a resumed run keeps the examples that it began with. Raises RunError."""
+    """Makes the run's `data/` if it does not exist; a resumed run keeps the examples that it
+    began with. Raises RunError."""
     sft, directory = config.sft, config.run_dir.data
     assert sft
     if (directory / "manifest.json").is_file():
@@ -163,26 +201,50 @@ def prepare_data(config: RLConfig, base: str, report: Callable[[Phase, None, str
         for name, source in sources(sft).items():
             counts, tasks = Counter[str](), dict[int, int]()
             there = files_of(source) or Path(source.dataset).expanduser().exists()
-            report(Phase.READING_DATA, None, source.dataset if there else f"{source.dataset} from the Hugging Face hub")
+            report(
+                Phase.READING_DATA,
+                None,
+                source.dataset if there else f"{source.dataset} from the Hugging Face hub",
+            )
 
             def samples(source=source, counts=counts, tasks=tasks) -> Iterator[tuple[Tokens, int]]:
                 for example in read_examples(source, sft, counts):
                     if counts["rows"] % PROGRESS_ROWS == 0:
-                        report(Phase.READING_DATA, None, f"{source.dataset}: {counts['rows']:,} rows")
-                    for sample in tokenizer.samples(example, counts):  # a task without one must not be held out
+                        report(
+                            Phase.READING_DATA, None, f"{source.dataset}: {counts['rows']:,} rows"
+                        )
+                    # a task without one must not be held out
+                    for sample in tokenizer.samples(example, counts):
                         yield sample, tasks.setdefault(hash(example.group), len(tasks))
 
             sizes = write_examples(folder / f"{name}.arrow", samples())
             rows = counts.pop("rows", 0)
             if not sizes["examples"]:
-                why = ", ".join(f"{number} {what}" for what, number in counts.items()) or "there are no rows"
-                raise RunError(f"{source.key} = {source.dataset!r}: nothing is left of {rows} rows: {why}")
+                why = (
+                    ", ".join(f"{number} {what}" for what, number in counts.items())
+                    or "there are no rows"
+                )
+                raise RunError(
+                    f"{source.key} = {source.dataset!r}: nothing is left of {rows} rows: {why}"
+                )
             if both := trained & tasks.keys():
-                tokenizer.warnings.add(f"{len(both)} of {len(tasks)} prompts of {source.key} are trained on too: hold out others")
+                tokenizer.warnings.add(
+                    f"{len(both)} of {len(tasks)} prompts of {source.key} are trained on "
+                    "too: hold out others"
+                )
             trained = {*tasks}
-            manifest[name] = {"dataset": source.dataset, "rows": rows, **sizes, "left_out": dict(counts)}
+            manifest[name] = {
+                "dataset": source.dataset,
+                "rows": rows,
+                **sizes,
+                "left_out": dict(counts),
+            }
         manifest["warnings"] = sorted(tokenizer.warnings)
-        manifest["files"] = {str(path.relative_to(folder)): checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+        manifest["files"] = {
+            str(path.relative_to(folder)): checksum(path)
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
     write_directory(directory, fill)
@@ -208,20 +270,26 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
         return manifest | {"train": manifest["train"], "files": manifest["files"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptFileError(f"{path}: missing or damaged ({type(error).__name__}: {error}); {remedy(directory)}") from None
+        raise CorruptFileError(
+            f"{path}: missing or damaged ({type(error).__name__}: {error}); {remedy(directory)}"
+        ) from None
 
 
 def open_examples(path: Path) -> pa.Table:
-    """Maps the examples of `data/train.arrow` or `data/validation.arrow`. Raises CorruptFileError if the file is missing or damaged."""
+    """Maps the examples of `data/train.arrow` or `data/validation.arrow`. Raises
+    CorruptFileError if the file is missing or damaged."""
     try:
         with pa.memory_map(str(path)) as file:
             return pa.ipc.open_file(file).read_all()
     except (OSError, ValueError) as error:
-        raise CorruptFileError(f"{path}: missing or damaged ({error}); {remedy(path.parent)}") from None
+        raise CorruptFileError(
+            f"{path}: missing or damaged ({error}); {remedy(path.parent)}"
+        ) from None
 
 
 def main(config_file: Path) -> None:
-    """Makes the data of a run in a separate process, which reports its progress in status/data.json."""
+    """Makes the data of a run in a separate process, which reports its progress in
+    status/data.json."""
     from rl.config.command_line import from_toml
 
     config = from_toml(config_file)

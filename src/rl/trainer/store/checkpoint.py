@@ -1,7 +1,9 @@
-"""Trainer state on disk: float32 weights, optimizer, RNG, step. Written by torch.distributed.checkpoint (DCP), complete by rename.
+"""Trainer state on disk: float32 weights, optimizer, RNG, step. Written by
+torch.distributed.checkpoint (DCP), complete by rename.
 
-`checkpoints/000012/` holds DCP's files and `manifest.json` with the size and checksum of each, which are verified while they are read.
-DCP's own metadata is a pickle, from which `reader` makes only the metadata of tensors.
+`checkpoints/000012/` holds DCP's files and `manifest.json` with the size and checksum of each,
+which are verified while they are read. DCP's own metadata is a pickle, from which `reader` makes
+only the metadata of tensors.
 """
 
 import json
@@ -44,11 +46,14 @@ READ_S = 600.0
 
 
 def tensors_of(model: PreTrainedModel, optimizer: Optimizer, world: World) -> dict[str, Tensor]:
-    """Returns all state that a step depends on and changes, by name; of a model with adapters, without its frozen base.
+    """Returns all state that a step depends on and changes, by name; of a model with adapters,
+    without its frozen base.
 
     These are the live tensors: saving reads them, loading writes them.
     """
-    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {
+        parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     state = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
     for parameter, values in optimizer.state.items():
         state |= {f"optimizer.{key}.{names[parameter]}": value for key, value in values.items()}
@@ -60,43 +65,64 @@ def tensors_of(model: PreTrainedModel, optimizer: Optimizer, world: World) -> di
 
 def fingerprint(model: PreTrainedModel) -> str:
     """Returns a hash of the names and shapes of a model's parameters."""
-    text = json.dumps([(name, list(parameter.shape)) for name, parameter in model.named_parameters()])
+    text = json.dumps(
+        [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
+    )
     return blake2b(text.encode()).hex()
 
 
 def make_stager(world: World) -> StateDictStager:
-    """Returns what copies states to CPU memory, into the same memory each time; on GPUs it is page-locked, so that the GPU writes it.
+    """Returns what copies states to CPU memory, into the same memory each time; on GPUs it is
+    page-locked, so that the GPU writes it.
 
     It is the copying part of torch's DefaultStager, which in torch 2.11 cannot copy a second time.
     """
     return StateDictStager(pin_memory=world.device.type == "cuda", share_memory=False)
 
 
-def snapshot(model: PreTrainedModel, optimizer: Optimizer, world: World, stager: StateDictStager | None = None) -> dict[str, Tensor]:
-    """Copies the state to CPU memory, to be written while training continues: 4 bytes per weight, and 8 more for Adam.
+def snapshot(
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    world: World,
+    stager: StateDictStager | None = None,
+) -> dict[str, Tensor]:
+    """Copies the state to CPU memory, to be written while training continues: 4 bytes per weight,
+    and 8 more for Adam.
 
     `stager`: one that has made an earlier copy, which is overwritten.
     """
     on_gpu = world.device.type == "cuda"
-    copied = (stager or make_stager(world)).stage(tensors_of(model, optimizer, world), non_blocking=on_gpu)
+    copied = (stager or make_stager(world)).stage(
+        tensors_of(model, optimizer, world), non_blocking=on_gpu
+    )
     if on_gpu:
         torch.cuda.synchronize(world.device)
     return copied
 
 
-def require_host_memory(model: PreTrainedModel, optimizer: Optimizer, dtype: torch.dtype, world: World) -> None:
-    """Raises RunError if this machine has less memory than its ranks will hold: the copy for checkpoints and the newest version in `dtype`,
-    which both stay, and offloaded moments. A rank would be killed without a message, at the first checkpoint of each start."""
+def require_host_memory(
+    model: PreTrainedModel, optimizer: Optimizer, dtype: torch.dtype, world: World
+) -> None:
+    """Raises RunError if this machine has less memory than its ranks will hold: the copy for
+    checkpoints and the newest version in `dtype`, which both stay, and offloaded moments. A rank
+    would be killed without a message, at the first checkpoint of each start."""
     state = [local(tensor) for tensor in tensors_of(model, optimizer, world).values()]
-    copied, offloaded = sum(tensor.nbytes for tensor in state), sum(tensor.nbytes for tensor in state if tensor.is_cpu)
-    weights = sum(local(parameter).numel() for parameter in model.parameters() if parameter.requires_grad)
+    copied, offloaded = (
+        sum(tensor.nbytes for tensor in state),
+        sum(tensor.nbytes for tensor in state if tensor.is_cpu),
+    )
+    weights = sum(
+        local(parameter).numel() for parameter in model.parameters() if parameter.requires_grad
+    )
     version = weights * dtype.itemsize // world.num_replicas  # one of them publishes
     ranks, total = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), memory_bytes()[0]
     if ranks * (copied + version + offloaded) > total:
         gib = [f"{ranks * size / 2**30:.1f}" for size in (copied, version, offloaded)]
         raise RunError(
-            f"the copies of {ranks} rank(s) for checkpoints take {gib[0]} GiB of memory, for policy versions {gib[1]} GiB, "
-            f"and trainer.optim.offload {gib[2]} GiB, but this machine has {total / 2**30:.1f} GiB: shard the model over more machines, "
+            f"the copies of {ranks} rank(s) for checkpoints take {gib[0]} GiB of memory, for "
+            f"policy versions {gib[1]} GiB, "
+            f"and trainer.optim.offload {gib[2]} GiB, but this machine has "
+            f"{total / 2**30:.1f} GiB: shard the model over more machines, "
             "do not offload, or train adapters (trainer.lora)"
         )
 
@@ -109,10 +135,15 @@ class HashedFiles(FileSystem):
         """Size and hash of each file by its name."""
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[HashedStream]:  # type: ignore[override]
+    def create_stream(  # type: ignore[override]
+        self, path: str | os.PathLike, mode: str
+    ) -> Iterator[HashedStream]:
         with super().create_stream(path, mode) as stream:
             yield (hashed := HashedStream(stream))
-        self.sums[Path(path).name] = {"size": Path(path).stat().st_size, HASH: hashed.hash.hexdigest()}
+        self.sums[Path(path).name] = {
+            "size": Path(path).stat().st_size,
+            HASH: hashed.hash.hexdigest(),
+        }
 
 
 def write(
@@ -125,29 +156,41 @@ def write(
     fence: Callable[[], None] | None = None,
     base: str = "",
 ) -> None:
-    """Writes a state as the checkpoint of `step`. Every rank calls this with its part; it returns when the checkpoint is complete under its
-    final name. `model`: the model's fingerprint; `base`: the digest of the base model's weights if the run needs them further on.
+    """Writes a state as the checkpoint of `step`. Every rank calls this with its part; it returns
+    when the checkpoint is complete under its final name. `model`: the model's fingerprint; `base`:
+    the digest of the base model's weights if the run needs them further on.
 
-    `group`: a process group used only for this, if it runs in a thread. `fence`: see write_file. Raises OSError if the disk is full,
-    TakenError if there already is a checkpoint of that step.
+    `group`: a process group used only for this, if it runs in a thread. `fence`: see write_file.
+    Raises OSError if the disk is full, TakenError if there already is a checkpoint of that step.
     """
-    temporary = path.with_name(world.broadcast_bytes(temporary_name(path).name.encode(), group).decode())
+    temporary = path.with_name(
+        world.broadcast_bytes(temporary_name(path).name.encode(), group).decode()
+    )
     if world.is_main:
         temporary.mkdir(parents=True)
         require_space(temporary, state.values())
     world.barrier(group)
-    torch.serialization.set_crc32_options(False)  # CRCs take a third of the time; the manifest's checksums are stronger
-    # No sync_files: what is synced is below, and in `commit_directory`. No copying ahead: the tensors are in CPU memory already, and it
-    # would use a stream of the thread's current GPU, so every rank's thread would create a CUDA context (half a GiB) on GPU 0 and wait for
+    # CRCs take a third of the time; the manifest's checksums are stronger
+    torch.serialization.set_crc32_options(False)
+    # No sync_files: what is synced is below, and in `commit_directory`. No copying ahead: the
+    # tensors are in CPU memory already, and it
+    # would use a stream of the thread's current GPU, so every rank's thread would create a CUDA
+    # context (half a GiB) on GPU 0 and wait for
     # the training there.
     writer = FileSystemWriter(temporary, sync_files=False, per_thread_copy_ahead=0)
     writer.fs = files = HashedFiles()
     try:
-        dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True), process_group=group)
+        dcp.save(
+            state,
+            storage_writer=writer,
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            process_group=group,
+        )
     except CheckpointException as error:  # it is not an Exception, so a thread pool would lose it
         raise cause_of(error, temporary, state) from error
     faults.point("checkpoint.saved")
-    own = {name: found for name, found in files.sums.items() if name.startswith("__")}  # without .metadata.tmp
+    # without .metadata.tmp
+    own = {name: found for name, found in files.sums.items() if name.startswith("__")}
     if may_be_elsewhere(world):
         for name in own:
             fsync_path(temporary / name)
@@ -160,12 +203,14 @@ def write(
 
 
 def may_be_elsewhere(world: World) -> bool:
-    """Whether this rank may be on another machine than rank 0, whose fsync covers only the writes of its own machine."""
+    """Whether this rank may be on another machine than rank 0, whose fsync covers only the
+    writes of its own machine."""
     return not world.is_main and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < world.size
 
 
 def cause_of(error: CheckpointException, folder: Path, state: dict[str, Tensor]) -> Exception:
-    """Returns the error that kept a checkpoint from being written; torch's own errors do not show that a disk is full."""
+    """Returns the error that kept a checkpoint from being written; torch's own errors do not
+    show that a disk is full."""
     for failure, _ in error.failures.values():
         if isinstance(failure, OSError):
             return failure
@@ -185,10 +230,14 @@ def write_manifest(folder: Path, step: int, model: str, sums: list[bytes], base:
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def newest(directory: Path, world: World, deadline_s: float = READ_S) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the newest checkpoint with its manifest, the same on every rank; None if there is none. Every rank calls this. Of its files
-    only DCP's metadata are verified, the others by `load`; raises and waits as that does."""
-    step = world.broadcast_int(max(numbers(directory), default=0))  # another rank may not see the newest yet
+def newest(
+    directory: Path, world: World, deadline_s: float = READ_S
+) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the newest checkpoint with its manifest, the same on every rank; None if there is
+    none. Every rank calls this. Of its files only DCP's metadata are verified, the others by
+    `load`; raises and waits as that does."""
+    # another rank may not see the newest yet
+    step = world.broadcast_int(max(numbers(directory), default=0))
     path = directory / f"{step:06d}"
     if not step:
         return None
@@ -199,21 +248,37 @@ def newest(directory: Path, world: World, deadline_s: float = READ_S) -> tuple[P
 def raise_fault(path: Path, fault: str) -> None:
     """Raises CorruptFileError if there is a fault."""
     if fault:
-        raise CorruptFileError(f"{fault}; `rl` moves {path} away and starts from what is before it: without `rl`, do so yourself")
+        raise CorruptFileError(
+            f"{fault}; `rl` moves {path} away and starts from what is before it: without "
+            "`rl`, do so yourself"
+        )
 
 
-def fault_of(path: Path, world: World, deadline_s: float = READ_S, names: Collection[str] | None = None, divided: bool = True) -> str:
-    """Returns on every rank the fault that the first of them has found in a checkpoint's files, or those with `names`; empty if there is
-    none. `divided`: each rank reads its share of them, otherwise all.
+def fault_of(
+    path: Path,
+    world: World,
+    deadline_s: float = READ_S,
+    names: Collection[str] | None = None,
+    divided: bool = True,
+) -> str:
+    """Returns on every rank the fault that the first of them has found in a checkpoint's files, or
+    those with `names`; empty if there is none. `divided`: each rank reads its share of them,
+    otherwise all.
 
     Waits for: the disk; after `deadline_s` seconds raises RunError.
     """
     fault, reading = "", SingleTaskThread()
-    reading.start(verify_checkpoint, path, *((world.rank, world.size) if divided else (0, 1)), names)
+    reading.start(
+        verify_checkpoint, path, *((world.rank, world.size) if divided else (0, 1)), names
+    )
     try:
         reading.result(f"{path} to be read: does that disk answer?", deadline_s)
     except CorruptFileError as error:
-        fault = f"{error}, as rank {world.rank} on {socket.gethostname()} reads it" if world.size > 1 else str(error)
+        fault = (
+            f"{error}, as rank {world.rank} on {socket.gethostname()} reads it"
+            if world.size > 1
+            else str(error)
+        )
     world.barrier()  # for which no collective waits: one rank's disk may be slower than another's
     return next(filter(None, world.gather_bytes(fault.encode())), b"").decode()
 
@@ -228,23 +293,30 @@ def load(
     deadline_s: float = READ_S,
     base: str = "",
 ) -> int:
-    """Reads a checkpoint, which `newest` has found, into model, optimizer and RNG, and verifies it; returns its step. The number of ranks
-    may differ from the writer's. A file that a rank reads as a whole is hashed meanwhile; the ranks divide the others.
+    """Reads a checkpoint, which `newest` has found, into model, optimizer and RNG, and verifies it;
+    returns its step. The number of ranks may differ from the writer's. A file that a rank reads as
+    a whole is hashed meanwhile; the ranks divide the others.
 
-    `group`: one whose collectives may wait for disks. `base`: as in `write`. Raises CorruptFileError on every rank if the checkpoint is
-    damaged: then `rl` repairs the run. Waits for: the disk; after `deadline_s` seconds raises RunError.
+    `group`: one whose collectives may wait for disks. `base`: as in `write`. Raises
+    CorruptFileError on every rank if the checkpoint is damaged: then `rl` repairs the run. Waits
+    for: the disk; after `deadline_s` seconds raises RunError.
     """
     check_model(path, manifest, model, base)
     reader, reading = Reader(path, hashed=True), SingleTaskThread()
     state = without_missing_rng(tensors_of(model, optimizer, world), reader)
-    if manifest["world_size"] != world.size:  # RNG streams belong to ranks, and mean nothing to another number of ranks
+    # RNG streams belong to ranks, and mean nothing to another number of ranks
+    if manifest["world_size"] != world.size:
         state = {name: value for name, value in state.items() if not name.startswith("rng.")}
     reading.start(load_state, state, reader, world, group)
     failed = reading.result(f"{path} to be loaded: does that disk answer?", deadline_s)
     world.barrier()
     read = [json.loads(sums) for sums in world.gather_bytes(json.dumps(reader.sums()).encode())]
     raise_fault(path, misread(path, manifest["files"], read))
-    rest = {name for name, sums in manifest["files"].items() if name != METADATA and sums not in [one.get(name) for one in read]}
+    rest = {
+        name
+        for name, sums in manifest["files"].items()
+        if name != METADATA and sums not in [one.get(name) for one in read]
+    }
     raise_fault(path, fault_of(path, world, deadline_s, rest))
     if failed:
         raise failed
@@ -256,12 +328,20 @@ def load(
 
 
 def without_missing_rng(state: dict[str, Tensor], reader: Reader) -> dict[str, Tensor]:
-    """Returns the state without RNG streams that the checkpoint lacks, of a rank that its writer had not, or of a GPU."""
-    return {name: value for name, value in state.items() if name in reader.metadata.state_dict_metadata or not name.startswith("rng.")}
+    """Returns the state without RNG streams that the checkpoint lacks, of a rank that its writer
+    had not, or of a GPU."""
+    return {
+        name: value
+        for name, value in state.items()
+        if name in reader.metadata.state_dict_metadata or not name.startswith("rng.")
+    }
 
 
-def load_state(state: dict[str, Tensor], reader: Reader, world: World, group: dist.ProcessGroup | None) -> CheckpointException | None:
-    """Reads a checkpoint into `state`. Returns the error of any rank's reading, which every rank gets: damage may be its cause."""
+def load_state(
+    state: dict[str, Tensor], reader: Reader, world: World, group: dist.ProcessGroup | None
+) -> CheckpointException | None:
+    """Reads a checkpoint into `state`. Returns the error of any rank's reading, which every rank
+    gets: damage may be its cause."""
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # of this thread
     try:
@@ -272,8 +352,8 @@ def load_state(state: dict[str, Tensor], reader: Reader, world: World, group: di
 
 
 def misread(path: Path, files: dict[str, Any], read: list[dict[str, Any]]) -> str:
-    """Returns the fault of the first file that a rank has read as a whole and otherwise than it was written; empty if there is none.
-    `read`: size and hash of what each rank has read."""
+    """Returns the fault of the first file that a rank has read as a whole and otherwise than it
+    was written; empty if there is none. `read`: size and hash of what each rank has read."""
     for rank, sums in enumerate(read):
         for name, found in sums.items():
             if found != (right := files.get(name, {})) and found["size"] == right.get("size"):
@@ -281,34 +361,48 @@ def misread(path: Path, files: dict[str, Any], read: list[dict[str, Any]]) -> st
     return ""
 
 
-def load_weights(path: Path, manifest: dict[str, Any], model: PreTrainedModel, base: str = "") -> None:
-    """Reads only the weights of a verified checkpoint, in a single process without a process group. `base`: as in `write`."""
+def load_weights(
+    path: Path, manifest: dict[str, Any], model: PreTrainedModel, base: str = ""
+) -> None:
+    """Reads only the weights of a verified checkpoint, in a single process without a process
+    group. `base`: as in `write`."""
     check_model(path, manifest, model, base)
-    state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    state = {
+        f"model.{name}": parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, storage_reader=Reader(path), no_dist=True)
 
 
 def check_model(path: Path, manifest: dict[str, Any], model: PreTrainedModel, base: str) -> None:
-    """Raises RunError unless the model has the same parameters as the one that wrote the checkpoint, and the same base if it needs one:
-    adapters and the KL term mean nothing to another. Checkpoints of an older rl name none, or one of another length."""
+    """Raises RunError unless the model has the same parameters as the one that wrote the
+    checkpoint, and the same base if it needs one: adapters and the KL term mean nothing to
+    another. Checkpoints of an older rl name none, or one of another length."""
     if manifest["model"] != fingerprint(model):
         raise RunError(
-            f"{path} was written by another model than model.name: names or shapes of parameters differ; "
+            f"{path} was written by another model than model.name: names or shapes of "
+            "parameters differ; "
             "use the run's own model, or another name for a new run"
         )
     if len(manifest["base"]) == len(base) and manifest["base"] != base:
         raise RunError(
-            f"{path} was written beside other files of model.name's weights, on which the adapters or the KL term depend; put these back "
-            "(of a model of the hub, the earlier revision), give a copy of them as model.name, or start a new run"
+            f"{path} was written beside other files of model.name's weights, on which the "
+            "adapters or the KL term depend; put these back "
+            "(of a model of the hub, the earlier revision), give a copy of them as "
+            "model.name, or start a new run"
         )
 
 
 def differing(path: Path, model: PreTrainedModel, optimizer: Optimizer, world: World) -> list[str]:
-    """Returns the names of the tensors in this rank's state that differ from a verified checkpoint. Every rank calls this."""
+    """Returns the names of the tensors in this rank's state that differ from a verified
+    checkpoint. Every rank calls this."""
     reader = Reader(path)
     ours = without_missing_rng(snapshot(model, optimizer, world), reader)
     theirs = {name: torch.zeros_like(value) for name, value in ours.items()}
     dcp.load(theirs, storage_reader=reader)
-    return [name for name, value in ours.items() if not torch.equal(local(value), local(theirs[name]))]
+    return [
+        name for name, value in ours.items() if not torch.equal(local(value), local(theirs[name]))
+    ]

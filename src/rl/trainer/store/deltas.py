@@ -1,4 +1,5 @@
-"""Writes what differs between a version and the one before: XOR of the published bits, compressed. `rl.run_dir.deltas` reads it."""
+"""Writes what differs between a version and the one before: XOR of the published bits,
+compressed. `rl.run_dir.deltas` reads it."""
 
 import os
 from collections.abc import Iterator
@@ -28,20 +29,26 @@ class LastVersion:
 
     def keep(self, number: int, image: Image) -> None:
         """Copies a version."""
-        self.parts = self.parts or {part: np.empty(part[1] - part[0], np.uint8) for part in parts(image)}
+        self.parts = self.parts or {
+            part: np.empty(part[1] - part[0], np.uint8) for part in parts(image)
+        }
         for part, old in self.parts.items():
             np.copyto(old, bytes_of(image, part))
         self.number = number
 
     def write(self, image: Image, folder: Path) -> tuple[str, list[tuple[int, int, int]]]:
-        """Writes this rank's file of the next version's delta, and keeps that version. Returns the file's name and (first, end, size) of
-        its frames. Raises OSError that names the file."""
+        """Writes this rank's file of the next version's delta, and keeps that version. Returns
+        the file's name and (first, end, size) of its frames. Raises OSError that names the file."""
         ranks, number, self.number = image.ranks, self.number + 1, -1
         path = folder / f"delta-{ranks.rank + 1:05d}-of-{ranks.size:05d}.zst"
         frames = []
         try:
             with path.open("xb") as file, ThreadPoolExecutor(MAX_THREADS) as threads:
-                for part, frame in zip(self.parts, threads.map(lambda part: self._changes(image, part), self.parts), strict=True):
+                for part, frame in zip(
+                    self.parts,
+                    threads.map(lambda part: self._changes(image, part), self.parts),
+                    strict=True,
+                ):
                     frames.append((*part, file.write(frame)))
                 file.flush()
                 if ranks.first_here:
@@ -61,7 +68,8 @@ class LastVersion:
 
 
 def parts(image: Image) -> Iterator[tuple[int, int]]:
-    """Yields the ranges (first, end) of a version's bytes that this rank holds, none longer than a frame may be."""
+    """Yields the ranges (first, end) of a version's bytes that this rank holds, none longer than
+    a frame may be."""
     for first, end in ranges(image.slices):
         for start in range(first, end, FRAME_BYTES):
             yield start, min(start + FRAME_BYTES, end)

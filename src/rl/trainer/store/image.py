@@ -1,7 +1,8 @@
 """The memory in which a policy version lies as in a safetensors file, and this rank's part of it.
 
-The ranks of a host share one file in memory (see `rl.run_dir.in_memory`), made by the first of them. Each touches only the pages of its
-own slices. Servers of the host read the whole as one file if all ranks are there.
+The ranks of a host share one file in memory (see `rl.run_dir.in_memory`), made by the first of
+them. Each touches only the pages of its own slices. Servers of the host read the whole as one file
+if all ranks are there.
 """
 
 import itertools
@@ -24,7 +25,17 @@ from rl.run_dir.files import with_path
 from rl.run_dir.in_memory import InMemory
 from rl.run_dir.naming import NO_FLAGS
 from rl.trainer.optim import local
-from rl.trainer.store.layout import PAGE, FileTensor, Slice, converted, dtype_of, file_tensors, header, own_slices, published
+from rl.trainer.store.layout import (
+    PAGE,
+    FileTensor,
+    Slice,
+    converted,
+    dtype_of,
+    file_tensors,
+    header,
+    own_slices,
+    published,
+)
 from rl.trainer.store.ranks import Ranks
 
 ANYONE = InMemory("", 1, 0, "rl-" + "0" * 32)
@@ -42,7 +53,8 @@ class Image:
         """Bytes before the tensors."""
         self.size = self.start + (self.tensors[-1].end if self.tensors else 0)
         self.file: InMemory | None = None
-        """The file, which the first rank of this host holds open; None if the system provides none."""
+        """The file, which the first rank of this host holds open; None if the system provides
+        none."""
         self.memory: Tensor | None = None
         self.is_shared = False
         """Whether this rank's slices lie in the file."""
@@ -69,7 +81,8 @@ class Image:
         self.file = file
 
     def _free(self) -> InMemory | None:
-        """Returns a file that nobody reads, with a new name; None if there is none on this system."""
+        """Returns a file that nobody reads, with a new name; None if there is none on this
+        system."""
         if self.file and (again := in_memory.make_again(self.file)):
             return again
         if self.memory is not None and not self.file:
@@ -77,7 +90,11 @@ class Image:
         try:
             return in_memory.make(self.size)
         except OSError as error:
-            print(f"cannot create a file in memory ({error.strerror}): {FOLDERS}", file=sys.stderr, flush=True)
+            print(
+                f"cannot create a file in memory ({error.strerror}): {FOLDERS}",
+                file=sys.stderr,
+                flush=True,
+            )
             return None
 
     def _map(self, file: InMemory | None) -> Tensor:
@@ -86,11 +103,18 @@ class Image:
         if file:
             try:
                 with open(f"/proc/{file.pid}/fd/{file.fd}", "r+b", buffering=0) as shared:
-                    memory = torch.frombuffer(mmap.mmap(shared.fileno(), self.size), dtype=torch.uint8)
+                    memory = torch.frombuffer(
+                        mmap.mmap(shared.fileno(), self.size), dtype=torch.uint8
+                    )
                 self.is_shared = True
                 return memory
             except OSError as error:
-                print(f"cannot open the memory of rank {self.ranks.first_here} ({error.strerror}): {FOLDERS}", file=sys.stderr, flush=True)
+                print(
+                    f"cannot open the memory of rank {self.ranks.first_here} "
+                    f"({error.strerror}): {FOLDERS}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         return torch.empty(self.size, dtype=torch.uint8)
 
     def bytes_of(self, tensor: FileTensor, first: int = 0, end: int | None = None) -> Tensor:
@@ -101,40 +125,62 @@ class Image:
 
     @torch.no_grad()
     def fill(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Casts the model's values into this rank's slices. Nothing is gathered but the tensors that must be converted, one at a time."""
+        """Casts the model's values into this rank's slices. Nothing is gathered but the tensors
+        that must be converted, one at a time."""
         values, own = published(model), {part.tensor.name for part in self.slices}
-        parts = sorted((part for part in self.slices if part.tensor.offset is not None), key=source_of)
+        parts = sorted(
+            (part for part in self.slices if part.tensor.offset is not None), key=source_of
+        )
         for source, group in itertools.groupby(parts, source_of):
             value = local(values[source].detach())
-            if value.is_cuda:  # cast here: a copy between devices casts after the transfer, with twice the bytes
+            # cast here: a copy between devices casts after the transfer, with twice the bytes
+            if value.is_cuda:
                 value = value.to(dtype_of(values[source], dtype))
             for part in group:
                 target = self.bytes_of(part.tensor, part.first, part.end).view(part.tensor.dtype)
                 target.copy_(value.reshape(-1)[part.element : part.element + len(target)])
         for sources, group in converted(self.tensors).items():
-            whole = {name: gathered(values[name].detach().to(dtype_of(values[name], dtype))) for name in sources}
+            whole = {
+                name: gathered(values[name].detach().to(dtype_of(values[name], dtype)))
+                for name in sources
+            }
             if group[0].name in own:
                 made = revert_weight_conversion(model, whole)
                 for tensor in group:
-                    self.bytes_of(tensor).view(tensor.dtype).view(tensor.shape).copy_(made[tensor.name])
+                    self.bytes_of(tensor).view(tensor.dtype).view(tensor.shape).copy_(
+                        made[tensor.name]
+                    )
 
     def write_header(self) -> None:
         """Makes the file readable for other processes, once all ranks have filled it."""
         if self.file:
             os.pwrite(self.file.fd, header(self.tensors, self.file.mark), 0)
 
-    def write_slices(self, path: Path, tensors: Sequence[FileTensor], past_cache: bool = False) -> None:
-        """Writes this rank's slices of some tensors, which follow each other, into their file at `path`. Raises OSError that names it.
+    def write_slices(
+        self, path: Path, tensors: Sequence[FileTensor], past_cache: bool = False
+    ) -> None:
+        """Writes this rank's slices of some tensors, which follow each other, into their file at
+        `path`. Raises OSError that names it.
 
-        `past_cache`: for a file that nobody will read soon. New pages of the cache cost more than all else of a version, beside the
-        sampling of the next batch: of 270 MB 0.6 s of a processor on a virtual machine, past the cache 0.05.
+        `past_cache`: for a file that nobody will read soon. New pages of the cache cost more than
+        all else of a version, beside the sampling of the next batch: of 270 MB 0.6 s of a processor
+        on a virtual machine, past the cache 0.05.
         """
         data = len(header(tensors)) - tensors[0].start
         try:
             with written(path) as fd, written(path, os.O_DIRECT if past_cache else 0) as direct:
-                for first, end in ranges(part for part in self.slices if tensors[0].start <= part.tensor.start < tensors[-1].end):
+                for first, end in ranges(
+                    part
+                    for part in self.slices
+                    if tensors[0].start <= part.tensor.start < tensors[-1].end
+                ):
                     assert self.memory is not None
-                    write_pages(fd, direct, memoryview(self.memory[self.start + first : self.start + end].numpy()), data + first)
+                    write_pages(
+                        fd,
+                        direct,
+                        memoryview(self.memory[self.start + first : self.start + end].numpy()),
+                        data + first,
+                    )
                 if self.ranks.first_here:
                     os.fsync(fd)  # on rank 0's host its own fsync, later, covers this
         except OSError as error:
@@ -143,7 +189,8 @@ class Image:
 
 @contextmanager
 def written(path: Path, flags: int = 0) -> Iterator[int]:
-    """Opens an existing file to be written, without the flags if its file system does not know them."""
+    """Opens an existing file to be written, without the flags if its file system does not know
+    them."""
     try:
         fd = os.open(path, os.O_WRONLY | flags)
     except OSError as error:
@@ -157,7 +204,8 @@ def written(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def write_pages(fd: int, direct: int, data: memoryview, offset: int) -> None:
-    """Writes `data` into a file at `offset`: its whole pages by the descriptor `direct`, unless the file system refuses that."""
+    """Writes `data` into a file at `offset`: its whole pages by the descriptor `direct`, unless
+    the file system refuses that."""
     begin = min(-offset % PAGE, len(data))
     end = begin + (len(data) - begin) // PAGE * PAGE
     write_at(fd, data[:begin], offset)
@@ -193,7 +241,8 @@ def gathered(value: Tensor) -> Tensor:
 
 
 def ranges(slices: Iterable[Slice]) -> Iterator[tuple[int, int]]:
-    """Yields the ranges (first, end) of a version's bytes that ascending slices cover, as few as possible."""
+    """Yields the ranges (first, end) of a version's bytes that ascending slices cover, as few as
+    possible."""
     first = end = 0
     for part in slices:
         if part.tensor.start + part.first != end:

@@ -1,9 +1,10 @@
 """Where each byte of a policy version lies in its files, and which of them each rank holds.
 
-This follows from names, shapes, types and placements alone, so every rank knows it without asking. A tensor of the files is usually a
-contiguous part of one parameter (all of it, or one expert of many), and FSDP cuts parameters into rows: a rank's part of the tensor is a
-range of its bytes, which that rank casts, hashes and writes by itself. Only tensors that files hold in another order than the model
-(transposed, or joined out of several) are gathered, one at a time, each by one rank.
+This follows from names, shapes, types and placements alone, so every rank knows it without asking.
+A tensor of the files is usually a contiguous part of one parameter (all of it, or one expert of
+many), and FSDP cuts parameters into rows: a rank's part of the tensor is a range of its bytes,
+which that rank casts, hashes and writes by itself. Only tensors that files hold in another order
+than the model (transposed, or joined out of several) are gathered, one at a time, each by one rank.
 """
 
 import itertools
@@ -45,11 +46,13 @@ class FileTensor:
     dtype: torch.dtype
     shape: torch.Size
     start: int
-    """Its first byte, counted from the first byte of the first tensor; tensors follow each other without gaps."""
+    """Its first byte, counted from the first byte of the first tensor; tensors follow each other
+    without gaps."""
     sources: tuple[str, ...]
     """The model's parameters and buffers that it is made of."""
     offset: int | None
-    """Index in its only source of its first element; None if it is no contiguous part of one source, and must be converted."""
+    """Index in its only source of its first element; None if it is no contiguous part of one
+    source, and must be converted."""
 
     @property
     def size(self) -> int:
@@ -73,15 +76,18 @@ class Slice:
 
 
 class Tracing(TorchDispatchMode):
-    """Follows tensors on the meta device through a conversion. A contiguous copy stays a view of what is copied, so that strides tell how
-    elements are ordered; `sources` has the names of the tensors that the content of each storage is made of."""
+    """Follows tensors on the meta device through a conversion. A contiguous copy stays a view of
+    what is copied, so that strides tell how elements are ordered; `sources` has the names of the
+    tensors that the content of each storage is made of."""
 
     def __init__(self, named: dict[str, Tensor]):
         super().__init__()
         self.named, self.seen = named, list(named.values())
         self.sources = {storage(tensor): (name,) for name, tensor in named.items()}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if function is ATEN.clone.default:
             return ATEN.alias(args[0])
         try:
@@ -89,18 +95,29 @@ class Tracing(TorchDispatchMode):
         except RuntimeError:
             if function not in (ATEN.view.default, ATEN._unsafe_view.default):
                 raise
-            result = torch.empty(args[1], dtype=args[0].dtype, device="meta")  # of what is no copy here: its elements are in another order
-        inputs = [self.sources[storage(tensor)] for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+            # of what is no copy here: its elements are in another order
+            result = torch.empty(args[1], dtype=args[0].dtype, device="meta")
+        inputs = [
+            self.sources[storage(tensor)]
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, Tensor)
+        ]
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and storage(tensor) not in self.sources:
-                self.sources[storage(tensor)] = tuple(sorted({name for names in inputs for name in names}))
+                self.sources[storage(tensor)] = tuple(
+                    sorted({name for names in inputs for name in names})
+                )
                 self.seen.append(tensor)  # kept, or a later storage might get its address
         return result
 
     def offset(self, tensor: Tensor) -> int | None:
         """See FileTensor.offset."""
         source = self.named[self.sources[storage(tensor)][0]]
-        return tensor.storage_offset() if storage(source) == storage(tensor) and tensor.is_contiguous() else None
+        return (
+            tensor.storage_offset()
+            if storage(source) == storage(tensor) and tensor.is_contiguous()
+            else None
+        )
 
 
 def storage(tensor: Tensor) -> int:
@@ -109,25 +126,37 @@ def storage(tensor: Tensor) -> int:
 
 
 def published(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the tensors of a version by their names in the model: parameters (a tied head once) and persistent buffers, or of a model
-    with adapters these alone."""
+    """Returns the tensors of a version by their names in the model: parameters (a tied head
+    once) and persistent buffers, or of a model with adapters these alone."""
     if lora.has_adapters(model):
         return {**lora.trainable(model)}
     persistent = model.state_dict().keys()
-    return {**dict(model.named_parameters()), **{name: buffer for name, buffer in model.named_buffers() if name in persistent}}
+    return {
+        **dict(model.named_parameters()),
+        **{name: buffer for name, buffer in model.named_buffers() if name in persistent},
+    }
 
 
 def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Returns the type in which a tensor is published: parameters in the one in which they are computed with, which is `dtype` unless
-    parallel/loading.py has found another in the files. Buffers stay as they are, for nothing casts them: with the biases of a router in
-    bfloat16, tokens would go to other experts than in the trainer."""
-    return getattr(tensor, "file_type", dtype) if tensor.is_floating_point() and isinstance(tensor, Parameter) else tensor.dtype
+    """Returns the type in which a tensor is published: parameters in the one in which they are
+    computed with, which is `dtype` unless parallel/loading.py has found another in the files.
+    Buffers stay as they are, for nothing casts them: with the biases of a router in bfloat16,
+    tokens would go to other experts than in the trainer."""
+    return (
+        getattr(tensor, "file_type", dtype)
+        if tensor.is_floating_point() and isinstance(tensor, Parameter)
+        else tensor.dtype
+    )
 
 
 @torch.no_grad()
 def file_tensors(model: PreTrainedModel, dtype: torch.dtype) -> list[FileTensor]:
-    """Returns the tensors of a version's files, in their order. Raises RunError if a part of them cannot be converted by itself."""
-    empty = {name: torch.empty(value.shape, dtype=dtype_of(value, dtype), device="meta") for name, value in published(model).items()}
+    """Returns the tensors of a version's files, in their order. Raises RunError if a part of
+    them cannot be converted by itself."""
+    empty = {
+        name: torch.empty(value.shape, dtype=dtype_of(value, dtype), device="meta")
+        for name, value in published(model).items()
+    }
     with Tracing(empty) as tracing:
         if lora.has_adapters(model):
             named = {lora.name_in_file(name): tensor for name, tensor in empty.items()}
@@ -135,13 +164,30 @@ def file_tensors(model: PreTrainedModel, dtype: torch.dtype) -> list[FileTensor]
             named = revert_weight_conversion(model, dict(empty))
     tensors: list[FileTensor] = []
     end = 0
-    for name, tensor in sorted(named.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):  # aligns each to its item size
-        tensors.append(FileTensor(name, tensor.dtype, tensor.shape, end, tracing.sources[storage(tensor)], tracing.offset(tensor)))
+    # aligns each to its item size
+    for name, tensor in sorted(named.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+        tensors.append(
+            FileTensor(
+                name,
+                tensor.dtype,
+                tensor.shape,
+                end,
+                tracing.sources[storage(tensor)],
+                tracing.offset(tensor),
+            )
+        )
         end = tensors[-1].end
     for sources, group in converted(tensors).items():
         alone = revert_weight_conversion(model, {name: empty[name] for name in sources})
-        if wrong := [tensor.name for tensor in group if tensor.name not in alone or alone[tensor.name].shape != tensor.shape]:
-            raise RunError(f"{type(model).__name__}: {wrong[0]} cannot be made of {', '.join(sources)} alone; please report this")
+        if wrong := [
+            tensor.name
+            for tensor in group
+            if tensor.name not in alone or alone[tensor.name].shape != tensor.shape
+        ]:
+            raise RunError(
+                f"{type(model).__name__}: {wrong[0]} cannot be made of {', '.join(sources)} "
+                "alone; please report this"
+            )
     return tensors
 
 
@@ -155,33 +201,46 @@ def converted(tensors: Sequence[FileTensor]) -> dict[tuple[str, ...], list[FileT
 
 
 def runs(value: Tensor, is_main: bool) -> Iterator[tuple[int, int, int]]:
-    """Yields (first, end, element) of the elements of a tensor that this rank publishes, in row-major order: first..end in the whole tensor
-    are the elements from `element` on of the rank's own part.
+    """Yields (first, end, element) of the elements of a tensor that this rank publishes, in
+    row-major order: first..end in the whole tensor are the elements from `element` on of the rank's
+    own part.
 
     Of several replicas the first publishes; what is not distributed belongs to rank 0 (`is_main`).
     """
     shape, offset = tuple(value.shape), (0,) * value.ndim
     if isinstance(value, DTensor):
         place = value.device_mesh.get_coordinate()
-        if place is None or any(index and placement.is_replicate() for index, placement in zip(place, value.placements, strict=True)):
+        if place is None or any(
+            index and placement.is_replicate()
+            for index, placement in zip(place, value.placements, strict=True)
+        ):
             return
-        shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        shape, offset = compute_local_shape_and_global_offset(
+            value.shape, value.device_mesh, value.placements
+        )
     elif not is_main:
         return
     if not prod(shape):
         return
-    last = max((dim for dim in range(value.ndim) if shape[dim] != value.shape[dim]), default=0)  # later dimensions are whole
+    # later dimensions are whole
+    last = max((dim for dim in range(value.ndim) if shape[dim] != value.shape[dim]), default=0)
     strides = [prod(value.shape[dim + 1 :]) for dim in range(value.ndim)]
     length = prod(shape[last:])
     for number, index in enumerate(itertools.product(*map(range, shape[:last]))):
         first = sum(
-            (start + i) * stride for start, i, stride in zip(offset, itertools.chain(index, itertools.repeat(0)), strides, strict=False)
+            (start + i) * stride
+            for start, i, stride in zip(
+                offset, itertools.chain(index, itertools.repeat(0)), strides, strict=False
+            )
         )
         yield first, first + length, number * length
 
 
-def own_slices(tensors: Sequence[FileTensor], values: dict[str, Tensor], rank: int, size: int) -> list[Slice]:
-    """Returns what rank `rank` of `size` ranks publishes of each tensor; converted ones are dealt out to the ranks in turn."""
+def own_slices(
+    tensors: Sequence[FileTensor], values: dict[str, Tensor], rank: int, size: int
+) -> list[Slice]:
+    """Returns what rank `rank` of `size` ranks publishes of each tensor; converted ones are
+    dealt out to the ranks in turn."""
     held = {name: list(runs(value, rank == 0)) for name, value in values.items()}
     slices = []
     for tensor in tensors:
@@ -192,12 +251,17 @@ def own_slices(tensors: Sequence[FileTensor], values: dict[str, Tensor], rank: i
                 start, stop = ((index - tensor.offset) * bytes_each for index in (low, high))
                 slices.append(Slice(tensor, start, stop, element + low - first))
     for number, group in enumerate(converted(tensors).values()):
-        slices += [Slice(tensor, 0, tensor.size) for tensor in group if number % size == rank and tensor.size]
+        slices += [
+            Slice(tensor, 0, tensor.size)
+            for tensor in group
+            if number % size == rank and tensor.size
+        ]
     return sorted(slices, key=lambda part: part.tensor.start + part.first)
 
 
 def files(tensors: Sequence[FileTensor], adapters: bool) -> dict[str, list[FileTensor]]:
-    """Divides tensors into files of at most FILE_BYTES, as transformers names them; adapters have one file."""
+    """Divides tensors into files of at most FILE_BYTES, as transformers names them; adapters
+    have one file."""
     if adapters:
         return {lora.WEIGHTS_FILE: [*tensors]}
     parts: list[list[FileTensor]] = [[]]
@@ -207,7 +271,10 @@ def files(tensors: Sequence[FileTensor], adapters: bool) -> dict[str, list[FileT
         parts[-1].append(tensor)
     if len(parts) == 1:
         return {"model.safetensors": parts[0]}
-    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, 1)}
+    return {
+        f"model-{number:05d}-of-{len(parts):05d}.safetensors": part
+        for number, part in enumerate(parts, 1)
+    }
 
 
 @cache
@@ -217,10 +284,11 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def header(tensors: Sequence[FileTensor], begins: bytes = FORMAT) -> bytes:
-    """Returns what a safetensors file with these tensors has in front of them: the length of its JSON and the JSON, which `begins` so.
+    """Returns what a safetensors file with these tensors has in front of them: the length of its
+    JSON and the JSON, which `begins` so.
 
-    Its size is `tensors[0].start`, but for whole pages: a byte of a version lies at the same place of its page in memory and in any file,
-    as `write_pages` needs it.
+    Its size is `tensors[0].start`, but for whole pages: a byte of a version lies at the same place
+    of its page in memory and in any file, as `write_pages` needs it.
     """
     entries = {
         tensor.name: {

@@ -1,8 +1,10 @@
-"""The threads that announce, write and delete policy versions while the next step trains: one on each rank, for the rank's slices.
+"""The threads that announce, write and delete policy versions while the next step trains: one on
+each rank, for the rank's slices.
 
-A version is announced (`Published`) as soon as its digests are known, so that servers can read it from the trainer's memory, and again when
-its files are complete. They are made durable after that, by a thread of rank 0's, because no resume depends on them. Until then older
-versions are kept; meanwhile the next version may be announced and written.
+A version is announced (`Published`) as soon as its digests are known, so that servers can read it
+from the trainer's memory, and again when its files are complete. They are made durable after that,
+by a thread of rank 0's, because no resume depends on them. Until then older versions are kept;
+meanwhile the next version may be announced and written.
 """
 
 import sys
@@ -14,7 +16,13 @@ from typing import Any, Literal
 
 from rl.config.trainer import DISK_S, WeightsConfig
 from rl.run_dir import spans
-from rl.run_dir.checksums import check_record, first_difference, is_delta, read_digests, verify_version
+from rl.run_dir.checksums import (
+    check_record,
+    first_difference,
+    is_delta,
+    read_digests,
+    verify_version,
+)
 from rl.run_dir.digests import Digest
 from rl.run_dir.files import CorruptFileError, make_durable, remove_directory
 from rl.run_dir.lease import check_fence
@@ -36,12 +44,14 @@ from rl.wire.messages import Acknowledged, WeightVersion
 from rl.wire.transport import OrchestratorClient, Wait
 
 MORE_S = 60.0
-"""Seconds allowed for a version in addition to its disk's DISK_S and the orchestrator's timeout, so that theirs end first and name them."""
+"""Seconds allowed for a version in addition to its disk's DISK_S and the orchestrator's timeout,
+so that theirs end first and name them."""
 DISK = "does that disk answer?"
 
 
 class Publisher:
-    """Publishes at most one version at a time. Every rank's publisher writes the rank's slices, rank 0's does everything else."""
+    """Publishes at most one version at a time. Every rank's publisher writes the rank's slices,
+    rank 0's does everything else."""
 
     def __init__(
         self,
@@ -52,7 +62,8 @@ class Publisher:
         warn: Callable[[RunWarning], None] | None = None,
         world: World | None = None,
     ):
-        """Without a client nothing is announced, and no version is kept for evaluations. `warn`: see Status.warn. Every rank calls this."""
+        """Without a client nothing is announced, and no version is kept for evaluations. `warn`:
+        see Status.warn. Every rank calls this."""
         self.warn, self.deadline_s = warn, wait.timeout_s + DISK_S + MORE_S
         self.ranks = Ranks(world, self.deadline_s)  # rank 0 waits for the orchestrator meanwhile
         self.run_dir, self.config, self.client, self.wait = run_dir, config, client, wait
@@ -61,8 +72,11 @@ class Publisher:
         self.last = LastVersion()
         self.registered: Registered | None = None
         """The memory of the versions, if servers read it over the network."""
-        self.over_network = config.transport == "nixl" and self.ranks.of_main(lambda: client is not None)
-        """Whether servers read the versions so: not in a replay or supervised fine-tuning, which have none."""
+        self.over_network = config.transport == "nixl" and self.ranks.of_main(
+            lambda: client is not None
+        )
+        """Whether servers read the versions so: not in a replay or supervised fine-tuning, which
+        have none."""
         if self.over_network:
             if nixl.is_local() and not self.ranks.all_here:
                 raise RunError(f"trainer.weights.transport = nixl: {nixl.SEVERAL_HOSTS}")
@@ -71,20 +85,25 @@ class Publisher:
         self.newest_started = 0
         """The newest version whose publication was started."""
         self.latency_s: float | None = None
-        """Seconds from `start` until the orchestrator acknowledged the version that was announced last."""
+        """Seconds from `start` until the orchestrator acknowledged the version that was
+        announced last."""
         self.announced = -1
         """The version that `latency_s` belongs to."""
 
     def start(self, number: int, version: PublishedVersion, checkpoints: Collection[int]) -> None:
-        """Waits until the version before is written (see `free`), then starts to write and announce version `number`.
+        """Waits until the version before is written (see `free`), then starts to write and announce
+        version `number`.
 
-        `checkpoints`: the newest one, and the one in progress; their versions are kept. Every rank calls this.
+        `checkpoints`: the newest one, and the one in progress; their versions are kept. Every rank
+        calls this.
         """
         self.free()
         self.newest_started = number
         self.thread.start(self._publish, number, version, checkpoints, time.monotonic())
 
-    def _publish(self, number: int, version: PublishedVersion, checkpoints: Collection[int], since: float) -> None:
+    def _publish(
+        self, number: int, version: PublishedVersion, checkpoints: Collection[int], since: float
+    ) -> None:
         path = self.run_dir.weights(number).absolute()
         self.wait.about(Phase.PUBLISHING, number, "writing it")
         is_new = self.ranks.of_main(lambda: not path.exists())
@@ -97,9 +116,11 @@ class Publisher:
                 self._announce(WeightVersion(number, str(path), memory), since)
                 faults.point("weights.in_memory")
             with spans.span("write_version", "publisher", number):
-                # This process, which holds the role, has rejected an existing folder. It may have readers: replace it atomically.
+                # This process, which holds the role, has rejected an existing folder. It may have
+                # readers: replace it atomically.
                 last = self.last if self._is_delta(number) else None
-                version.write(path, new=is_new, fence=fence, last=last, past_cache=bool(memory))  # which servers read first
+                # which servers read first
+                version.write(path, new=is_new, fence=fence, last=last, past_cache=bool(memory))
         if self.config.anchor_every > 1 and self.last.number != number:
             self.last.keep(number, version.image)
         needed = self._announce(WeightVersion(number, str(path)), since)
@@ -108,8 +129,11 @@ class Publisher:
             self.disk.start(self._make_durable, number, path, needed, checkpoints)
 
     def _is_delta(self, number: int) -> bool:
-        """Whether a version is written as what differs from the one before, which must be the one published last."""
-        is_anchor = number % self.config.anchor_every == 0 or (self.config.keep_every and number % self.config.keep_every == 0)
+        """Whether a version is written as what differs from the one before, which must be the
+        one published last."""
+        is_anchor = number % self.config.anchor_every == 0 or (
+            self.config.keep_every and number % self.config.keep_every == 0
+        )
         return not is_anchor and self.last.number == number - 1
 
     def _in_memory(self, version: PublishedVersion) -> Memory | None:
@@ -118,25 +142,36 @@ class Publisher:
             return version.in_memory
         if not self.over_network or lora.has_adapters(version.model):
             return None
-        if not all(self.ranks.share(lambda: self.registered is not None and self.registered.memory is version.image.memory)):
+        if not all(
+            self.ranks.share(
+                lambda: (
+                    self.registered is not None and self.registered.memory is version.image.memory
+                )
+            )
+        ):
             self.registered = Registered(version.image)
             version.image.before_change = self.registered.withdraw
         return self.registered.announce() if self.registered else None
 
-    def _make_durable(self, number: int, path: Path, needed: Acknowledged | None, checkpoints: Collection[int]) -> None:
-        """Only now: after a power cut the version is trained again from the checkpoint and the batches, which are durable."""
+    def _make_durable(
+        self, number: int, path: Path, needed: Acknowledged | None, checkpoints: Collection[int]
+    ) -> None:
+        """Only now: after a power cut the version is trained again from the checkpoint and the
+        batches, which are durable."""
         with spans.span("make_durable", "publisher", number):
             for made in (self.run_dir.digests(number), path):
                 make_durable(made)
         if needed is None:  # the trainer leaves; its next start announces this version again
             return
-        # The next one may become a delta of this version; the best versions of evaluations; and the start of a resume.
+        # The next one may become a delta of this version; the best versions of evaluations; and the
+        # start of a resume.
         keep = {number, *needed.keep, *checkpoints}
         self.retention.delete_old(number, keep, needed.oldest_needed)
 
     def _announce(self, version: WeightVersion, since: float) -> Acknowledged | None:
-        """Announces a version, whose publication began at `since`, to the orchestrator. Returns the versions that it still needs, or None
-        if it does not answer before the trainer leaves."""
+        """Announces a version, whose publication began at `since`, to the orchestrator. Returns
+        the versions that it still needs, or None if it does not answer before the trainer
+        leaves."""
         number = version.policy_version
         needed: Acknowledged | None = Acknowledged(number)
         if self.client:
@@ -147,31 +182,51 @@ class Publisher:
         return needed
 
     def _is_there(self, number: int, path: Path, version: PublishedVersion) -> bool:
-        """Whether the same version is already on disk and intact. It is after a kill, when a resumed run trains it again."""
+        """Whether the same version is already on disk and intact. It is after a kill, when a
+        resumed run trains it again."""
         before = self.ranks.of_main(lambda: self._recorded(number))
         if before is None:
             return False
         found = version.digests_like(before["tensors"])
-        return self.ranks.of_main(lambda: self._is_same(number, path, before, found, version.made_by))
+        return self.ranks.of_main(
+            lambda: self._is_same(number, path, before, found, version.made_by)
+        )
 
     def _recorded(self, number: int) -> dict[str, Any] | None:
         """The record of a version; None, with a warning, if it is damaged."""
         try:
-            return read_digests(self.run_dir.digests(number)) if self.run_dir.digests(number).exists() else None
+            return (
+                read_digests(self.run_dir.digests(number))
+                if self.run_dir.digests(number).exists()
+                else None
+            )
         except CorruptFileError as error:
             return self._warn("damaged", f"{error}; version {number} is written again")
 
-    def _is_same(self, number: int, path: Path, before: dict[str, Any], found: dict[str, Digest], now: dict[str, Any]) -> bool:
-        """Whether the record `before` and the folder are those of the version with the digests `found`, made under the conditions `now`.
-        A delta is not read, which would take the memory for a whole version, but written again.
+    def _is_same(
+        self,
+        number: int,
+        path: Path,
+        before: dict[str, Any],
+        found: dict[str, Digest],
+        now: dict[str, Any],
+    ) -> bool:
+        """Whether the record `before` and the folder are those of the version with the digests
+        `found`, made under the conditions `now`. A delta is not read, which would take the memory
+        for a whole version, but written again.
 
-        Warns if the version on disk differs: then the run is not reproducible, and the new version counts; the deltas that follow the old
-        one are deleted. If only the record differs, and the folder has the new version's weights, then the record is damaged.
+        Warns if the version on disk differs: then the run is not reproducible, and the new version
+        counts; the deltas that follow the old one are deleted. If only the record differs, and the
+        folder has the new version's weights, then the record is damaged.
         """
         try:
             tensor = first_difference(before["tensors"], found)
             if tensor is None:
-                return path.exists() and not is_delta(path) and verify_version(path)["tensors"] == before["tensors"]
+                return (
+                    path.exists()
+                    and not is_delta(path)
+                    and verify_version(path)["tensors"] == before["tensors"]
+                )
             if not is_delta(path) and self._fits(path, found):
                 check_record(self.run_dir.digests(number), path)
         except CorruptFileError as error:
@@ -180,13 +235,20 @@ class Publisher:
         self._delete_changes_since(number)
         made_by = before.get("made_by", {})
         if made_by.get("deterministic") and now.get("deterministic"):
-            why = differing_conditions(made_by, now) or "on the same machine with the same settings: please report this"
-            message = f"version {number} was trained again and differs from before, first in {tensor} ({why}). The new one counts"
+            why = (
+                differing_conditions(made_by, now)
+                or "on the same machine with the same settings: please report this"
+            )
+            message = (
+                f"version {number} was trained again and differs from before, first in {tensor} "
+                f"({why}). The new one counts"
+            )
             self._warn("inexact", message)
         return False
 
     def _delete_changes_since(self, number: int) -> None:
-        """Deletes the deltas that follow a version which is about to be replaced by another one: they cannot be applied to that."""
+        """Deletes the deltas that follow a version which is about to be replaced by another one:
+        they cannot be applied to that."""
         while is_delta(path := self.run_dir.weights(number := number + 1)):
             remove_directory(path)
 
@@ -204,18 +266,22 @@ class Publisher:
             self.warn(RunWarning(about, "", text))
 
     def metrics(self) -> dict[str, float]:
-        """Returns the latency of the newest announced version, which is usually the previous step's."""
+        """Returns the latency of the newest announced version, which is usually the previous
+        step's."""
         return {} if self.latency_s is None else {"time/publish_latency": self.latency_s}
 
     def free(self) -> None:
-        """Waits until the version in progress is written, so that its memory may change, and raises the thread's error.
+        """Waits until the version in progress is written, so that its memory may change, and raises
+        the thread's error.
 
-        Waits for: the thread, and through it the other ranks, the disk and the orchestrator, up to the deadline of `wait`.
+        Waits for: the thread, and through it the other ranks, the disk and the orchestrator, up to
+        the deadline of `wait`.
         """
         self._wait_for(self.thread)
 
     def finish(self) -> None:
-        """Waits until all versions are written and durable, and raises the threads' errors. Waits for: the same as `free`."""
+        """Waits until all versions are written and durable, and raises the threads' errors.
+        Waits for: the same as `free`."""
         self.free()
         self._wait_for(self.disk)
 

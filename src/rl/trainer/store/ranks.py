@@ -1,4 +1,5 @@
-"""Small messages between the threads of all ranks that publish together, without pickles; an error of one rank is raised on all."""
+"""Small messages between the threads of all ranks that publish together, without pickles; an
+error of one rank is raised on all."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from rl.trainer.parallel.world import World
 
 
 class Ranks:
-    """One thread of each rank, or one after the other; they all call the same methods in the same order. Without a world: a rank alone."""
+    """One thread of each rank, or one after the other; they all call the same methods in the
+    same order. Without a world: a rank alone."""
 
     def __init__(self, world: World | None = None, timeout_s: float = 0.0):
         """Every rank of the world calls this. `timeout_s` bounds each wait for the slowest rank."""
@@ -44,7 +46,10 @@ class Ranks:
             if self.failed:
                 raise
             own, message = error, said(error)
-        answers = [json.loads(data) for data in self.world.gather_bytes(json.dumps(message).encode(), self.group)]
+        answers = [
+            json.loads(data)
+            for data in self.world.gather_bytes(json.dumps(message).encode(), self.group)
+        ]
         for rank, answer in enumerate(answers):
             if "result" not in answer:
                 self.failed = True
@@ -52,7 +57,8 @@ class Ranks:
         return [answer["result"] for answer in answers]
 
     def of_main(self, work: Callable[[], Any]) -> Any:
-        """Returns rank 0's result of `work`, which only rank 0 does, on every rank. Otherwise as `share`."""
+        """Returns rank 0's result of `work`, which only rank 0 does, on every rank. Otherwise as
+        `share`."""
         return self.share(work if self.is_main else lambda: None)[0]
 
     def sum_to_main(self, values: Tensor) -> None:
@@ -70,4 +76,8 @@ def said(error: OSError | RunError) -> dict[str, Any]:
 def heard(rank: int, answer: dict[str, Any]) -> OSError | RunError:
     """The error of another rank."""
     text = f"{answer['text']} (on rank {rank})"
-    return OSError(answer["errno"], text, answer["file"]) if "errno" in answer else RunError(text, answer["code"])
+    return (
+        OSError(answer["errno"], text, answer["file"])
+        if "errno" in answer
+        else RunError(text, answer["code"])
+    )

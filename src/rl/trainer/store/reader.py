@@ -1,7 +1,8 @@
 """Reads torch.distributed.checkpoint's files without running what they say.
 
-DCP's `.metadata` is a pickle, and the manifest with its hash lies beside it: whoever made the checkpoint controls both. So only what DCP
-itself writes for tensors is made of it. What it keeps of other objects would be unpickled by torch, and is refused with the rest.
+DCP's `.metadata` is a pickle, and the manifest with its hash lies beside it: whoever made the
+checkpoint controls both. So only what DCP itself writes for tensors is made of it. What it keeps of
+other objects would be unpickled by torch, and is refused with the rest.
 """
 
 import pickle
@@ -48,12 +49,16 @@ class TensorsOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in NAMES:
-            raise pickle.UnpicklingError(f"{module}.{name} does not occur in checkpoints written by rl")
-        return Path if name == "PosixPath" else super().find_class(module, name)  # its module has another name in Python 3.13
+            raise pickle.UnpicklingError(
+                f"{module}.{name} does not occur in checkpoints written by rl"
+            )
+        # its module has another name in Python 3.13
+        return Path if name == "PosixPath" else super().find_class(module, name)
 
 
 class Reader(FileSystemReader):
-    """The reader of one checkpoint. Raises RunError for one that another program than rl's trainer has written."""
+    """The reader of one checkpoint. Raises RunError for one that another program than rl's
+    trainer has written."""
 
     def __init__(self, path: Path, hashed: bool = False):
         """`hashed`: whether to hash what is read."""
@@ -64,7 +69,10 @@ class Reader(FileSystemReader):
 
     def sums(self) -> dict[str, dict[str, Any]]:
         """Returns size and hash, as in a manifest, of what was read of each file."""
-        return {name: {"size": size, HASH: found.hexdigest()} for name, (size, found) in self.hashes.items()}
+        return {
+            name: {"size": size, HASH: found.hexdigest()}
+            for name, (size, found) in self.hashes.items()
+        }
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Has each file read from its beginning to its end."""
@@ -78,9 +86,12 @@ class Reader(FileSystemReader):
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         size, found = self.hashes.setdefault(sinfo.relative_path, (0, blake3()))
-        if self.hashed and size == sinfo.offset:  # in small pieces, which need no new memory; torch then reads from the page cache
+        # in small pieces, which need no new memory; torch then reads from the page cache
+        if self.hashed and size == sinfo.offset:
             file.seek(size)
-            while (left := sinfo.offset + sinfo.length - size) and (piece := file.read(min(left, PIECE_BYTES))):
+            while (left := sinfo.offset + sinfo.length - size) and (
+                piece := file.read(min(left, PIECE_BYTES))
+            ):
                 found.update(piece)
                 size += len(piece)
             self.hashes[sinfo.relative_path] = size, found
@@ -97,9 +108,20 @@ def metadata_of(path: Path) -> Metadata:
             metadata = TensorsOnly(file).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"a {type(metadata).__name__}")
-        if not all(DATA_FILE.fullmatch(info.relative_path) for info in metadata.storage_data.values()):
+        if not all(
+            DATA_FILE.fullmatch(info.relative_path) for info in metadata.storage_data.values()
+        ):
             raise ValueError("it names files outside of the checkpoint")
-    except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, EOFError, IndexError, KeyError, RuntimeError) as error:
+    except (
+        pickle.UnpicklingError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        IndexError,
+        KeyError,
+        RuntimeError,
+    ) as error:
         raise RunError(
             f"{path / METADATA}: not written by rl's trainer ({error}), and nothing of it was run. "
             f"Do not trust this run directory; to go on without this checkpoint move {path} away"

@@ -1,7 +1,8 @@
 """An image that servers read over the network, each rank's slices out of that rank's memory.
 
-The index, in rank 0's memory, says where: the name of the content, which is overwritten before any rank changes a byte, and a JSON object
-with the header of the version's file, and for each rank its agent, the address of the first byte of the first tensor, and its slices.
+The index, in rank 0's memory, says where: the name of the content, which is overwritten before any
+rank changes a byte, and a JSON object with the header of the version's file, and for each rank its
+agent, the address of the first byte of the first tensor, and its slices.
 """
 
 import base64
@@ -19,7 +20,8 @@ from rl.trainer.store.layout import header
 
 
 class Registered:
-    """The slices of an image's ranks. Every rank makes it together with the others, and calls every method."""
+    """The slices of an image's ranks. Every rank makes it together with the others, and calls
+    every method."""
 
     def __init__(self, image: Image):
         """Raises RunError if NIXL cannot be used on any rank."""
@@ -34,7 +36,9 @@ class Registered:
         assert self.memory is not None
         start, self.agent = self.memory.data_ptr() + self.image.start, nixl.make_agent(serves=True)
         with nixl.blamed("the weights cannot be registered"):
-            if pieces := [(start + first, end - first, 0, "") for first, end in ranges(self.image.slices)]:
+            if pieces := [
+                (start + first, end - first, 0, "") for first, end in ranges(self.image.slices)
+            ]:
                 self.agent.register_memory(pieces, nixl.DRAM)
             agent = base64.b64encode(self.agent.get_agent_metadata()).decode()
         numbers = {tensor.name: number for number, tensor in enumerate(self.image.tensors)}
@@ -42,14 +46,19 @@ class Registered:
         return {"agent": agent, "start": start, "slices": slices}
 
     def _write_index(self, ranks: list[dict[str, Any]]) -> None:
-        content = json.dumps({"header": header(self.image.tensors)[8:].decode(), "ranks": ranks}).encode()
+        content = json.dumps(
+            {"header": header(self.image.tensors)[8:].decode(), "ranks": ranks}
+        ).encode()
         self.index = torch.frombuffer(bytearray(self.name.encode() + content), dtype=torch.uint8)
         with nixl.blamed("the index of the weights cannot be registered"):
-            registered = self.agent.register_memory([(self.index.data_ptr(), len(self.index), 0, "")], nixl.DRAM)
+            registered = self.agent.register_memory(
+                [(self.index.data_ptr(), len(self.index), 0, "")], nixl.DRAM
+            )
             self.metadata = self.agent.get_partial_agent_metadata(registered, True, ["UCX"])
 
     def announce(self) -> OverNetwork | None:
-        """Returns where the content is, once all ranks have filled their slices; None on ranks other than 0."""
+        """Returns where the content is, once all ranks have filled their slices; None on ranks
+        other than 0."""
         self.image.ranks.share(lambda: None)
         if not self.image.ranks.is_main:
             return None
@@ -59,7 +68,8 @@ class Registered:
         return OverNetwork(place, self.metadata, self.index.data_ptr(), len(self.index), self.name)
 
     def withdraw(self) -> None:
-        """Tells readers, which look at the mark after they have read, that the content is about to change."""
+        """Tells readers, which look at the mark after they have read, that the content is about
+        to change."""
         self._mark(bytes(len(self.name)))
 
     def _mark(self, mark: bytes) -> None:

@@ -1,4 +1,5 @@
-"""Decides when checkpoints are due, and writes them in a thread, from a copy of the state, while the next steps train."""
+"""Decides when checkpoints are due, and writes them in a thread, from a copy of the state, while
+the next steps train."""
 
 import math
 import time
@@ -20,22 +21,35 @@ from rl.trainer.store import checkpoint
 from rl.trainer.store.single_task_thread import SingleTaskThread
 
 PAUSE = 20.0
-"""With an interval in seconds, the least pause after a checkpoint, as a multiple of its cost: at least 20/21 of the time is free."""
+"""With an interval in seconds, the least pause after a checkpoint, as a multiple of its cost: at
+least 20/21 of the time is free."""
 
 
 class Saver:
-    """Writes at most one checkpoint at a time, so there is only one copy in memory. Every rank calls its saver for the same steps.
+    """Writes at most one checkpoint at a time, so there is only one copy in memory. Every rank
+    calls its saver for the same steps.
 
-    The cost of a checkpoint is the time from the start of the copy, during which training is paused, until all ranks have written their
-    files. Writing counts in full, although training continues: it takes memory, cores and disk from training and from versions. How much
-    differs between machines, so counting all of it keeps the bound valid everywhere. A resumed run measures the cost again.
+    The cost of a checkpoint is the time from the start of the copy, during which training is
+    paused, until all ranks have written their files. Writing counts in full, although training
+    continues: it takes memory, cores and disk from training and from versions. How much differs
+    between machines, so counting all of it keeps the bound valid everywhere. A resumed run measures
+    the cost again.
     """
 
-    def __init__(self, run_dir: RunDir, settings: TrainerConfig, world: World, step: int, base: str = ""):
+    def __init__(
+        self, run_dir: RunDir, settings: TrainerConfig, world: World, step: int, base: str = ""
+    ):
         """`step`: the step of the newest existing checkpoint. `base`: see checkpoint.write."""
         self.base = base
-        self.run_dir, self.config, self.world, self.deadline_s = run_dir, settings.checkpoint, world, settings.patience_s
-        self.retention = Retention(run_dir.checkpoints, ("",), self.config.keep_last, self.config.keep_every)
+        self.run_dir, self.config, self.world, self.deadline_s = (
+            run_dir,
+            settings.checkpoint,
+            world,
+            settings.patience_s,
+        )
+        self.retention = Retention(
+            run_dir.checkpoints, ("",), self.config.keep_last, self.config.keep_every
+        )
         self.never_due = bool(settings.data.fake) and settings.checkpoint.interval is None
         """A benchmark writes only what the user asks for."""
         self.step = step
@@ -43,29 +57,40 @@ class Saver:
         self.newest_started = step
         """The step of the newest checkpoint that was started, complete or in progress."""
         self.since: float | None = None
-        """Start of the interval in seconds (time.monotonic): the first batch, then the end of each checkpoint."""
+        """Start of the interval in seconds (time.monotonic): the first batch, then the end of
+        each checkpoint."""
         self.last_began: float | None = None
-        """When the newest checkpoint began (time.monotonic); before the first one, when training began."""
+        """When the newest checkpoint began (time.monotonic); before the first one, when training
+        began."""
         self.cost_s = 0.0
-        """Cost of the newest complete checkpoint in seconds; 0 before the first one of this process."""
+        """Cost of the newest complete checkpoint in seconds; 0 before the first one of this
+        process."""
         self.fraction = 0.0
-        """That cost divided by the seconds from the start of the previous checkpoint, or of training, to the start of this one."""
+        """That cost divided by the seconds from the start of the previous checkpoint, or of
+        training, to the start of this one."""
         self.stager = checkpoint.make_stager(world)
         self.thread = SingleTaskThread()
-        self.group = world.new_group(self.deadline_s)  # its collectives wait for the disks of other ranks
+        # its collectives wait for the disks of other ranks
+        self.group = world.new_group(self.deadline_s)
 
     def start_clock(self) -> None:
-        """Starts the interval in seconds if it has not started: it counts training, not the wait for inference to start."""
+        """Starts the interval in seconds if it has not started: it counts training, not the wait
+        for inference to start."""
         if self.since is None:
             self.since = self.last_began = time.monotonic()
 
     def due(self, step: int, last: int) -> bool:
-        """Whether to save the state after `step`. Every rank calls this; rank 0's clock decides for all.
+        """Whether to save the state after `step`. Every rank calls this; rank 0's clock decides for
+        all.
 
-        Raises the error of the checkpoint in progress if it has failed, or if it takes longer than a wait for it would.
+        Raises the error of the checkpoint in progress if it has failed, or if it takes longer than
+        a wait for it would.
         """
         self.thread.raise_errors()
-        if self.step != self.newest_started and (waited_s := time.monotonic() - (self.last_began or math.inf)) > self.deadline_s:
+        if (
+            self.step != self.newest_started
+            and (waited_s := time.monotonic() - (self.last_began or math.inf)) > self.deadline_s
+        ):
             self.thread.on_error()
             raise RunError(f"waited {waited_s:.0f} s for {self._in_progress()}", RESTART)
         if self.never_due:
@@ -74,40 +99,73 @@ class Saver:
             due = step % self.config.interval == 0
         else:
             pause_s = max(self.config.interval_s, PAUSE * self.cost_s)
-            due = self.step == self.newest_started and self.since is not None and time.monotonic() - self.since >= pause_s
+            due = (
+                self.step == self.newest_started
+                and self.since is not None
+                and time.monotonic() - self.since >= pause_s
+            )
         return bool(self.world.broadcast_int(due or step == last))
 
     def save(self, step: int, model: PreTrainedModel, optimizer: Optimizer) -> None:
-        """Copies the state after `step` and starts to write it. Waits for: the previous checkpoint, see `finish`."""
+        """Copies the state after `step` and starts to write it. Waits for: the previous
+        checkpoint, see `finish`."""
         self.finish()
         self.world.barrier()  # rank 0 deletes old checkpoints, which may take long
         before, now = self.last_began, time.monotonic()
         self.newest_started, self.last_began = step, now
         state = checkpoint.snapshot(model, optimizer, self.world, self.stager)
-        self.thread.start(self._write, step, state, checkpoint.fingerprint(model), now, now if before is None else before)
+        self.thread.start(
+            self._write,
+            step,
+            state,
+            checkpoint.fingerprint(model),
+            now,
+            now if before is None else before,
+        )
 
-    def _write(self, step: int, state: dict[str, Tensor], model: str, began: float, before: float) -> None:
+    def _write(
+        self, step: int, state: dict[str, Tensor], model: str, began: float, before: float
+    ) -> None:
         """`began`, `before`: when this checkpoint and the previous one began."""
         fence = partial(check_fence, self.run_dir.lock("trainer"))
         with spans.span("write_checkpoint", "saver", step):
-            checkpoint.write(self.run_dir.checkpoint(step), step, state, model, self.world, self.group, fence, self.base)
+            checkpoint.write(
+                self.run_dir.checkpoint(step),
+                step,
+                state,
+                model,
+                self.world,
+                self.group,
+                fence,
+                self.base,
+            )
         self.since = time.monotonic()
         self.cost_s = self.since - began
         self.fraction = self.cost_s / max(began - before, self.cost_s)
-        self.step = step  # set last, because it tells `due` that the values above belong to this checkpoint
+        # set last, because it tells `due` that the values above belong to this checkpoint
+        self.step = step
         if self.world.is_main:
-            self.retention.delete_old(step, {first_step(self.run_dir)})  # a replay of a branch begins there
+            # a replay of a branch begins there
+            self.retention.delete_old(step, {first_step(self.run_dir)})
 
     def metrics(self) -> dict[str, float]:
         """Returns the cost of the newest complete checkpoint; empty before the first one."""
-        return {"time/checkpoint_cost": self.cost_s, "time/checkpoint_fraction": self.fraction} if self.cost_s else {}
+        return (
+            {"time/checkpoint_cost": self.cost_s, "time/checkpoint_fraction": self.fraction}
+            if self.cost_s
+            else {}
+        )
 
     def finish(self) -> None:
         """Waits until the checkpoint in progress is complete, and raises the thread's error.
 
-        Waits for: the disks of this rank and all others. Raises RunError after `deadline_s` seconds.
+        Waits for: the disks of this rank and all others. Raises RunError after `deadline_s`
+        seconds.
         """
         self.thread.result(self._in_progress(), self.deadline_s)
 
     def _in_progress(self) -> str:
-        return f"checkpoint {self.newest_started} to be written to {self.run_dir.checkpoints}: does that disk answer?"
+        return (
+            f"checkpoint {self.newest_started} to be written to {self.run_dir.checkpoints}: does "
+            "that disk answer?"
+        )

@@ -1,4 +1,5 @@
-"""Work that threads do during training: prefetching the next batch, and writing the previous version and checkpoint."""
+"""Work that threads do during training: prefetching the next batch, and writing the previous
+version and checkpoint."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -12,10 +13,11 @@ POLL_S = 0.1
 
 
 class SingleTaskThread:
-    """A thread with at most one task in progress; a task's error is raised once, by the next call of `raise_errors` or `result`.
+    """A thread with at most one task in progress; a task's error is raised once, by the next call
+    of `raise_errors` or `result`.
 
-    The thread is a daemon, so a task that never ends does not keep the process alive. Tasks may raise any Exception; any other
-    BaseException would be lost.
+    The thread is a daemon, so a task that never ends does not keep the process alive. Tasks may
+    raise any Exception; any other BaseException would be lost.
     """
 
     def __init__(self) -> None:
@@ -39,10 +41,14 @@ class SingleTaskThread:
         if self._work and self._work.ready() and not self._work.successful():
             self._take()
 
-    def result(self, what: str, deadline_s: float, others: Iterable["SingleTaskThread"] = ()) -> Any:
-        """Returns the task's result, or None if no task was started. Raises the task's error, or that of one of `others` meanwhile.
+    def result(
+        self, what: str, deadline_s: float, others: Iterable["SingleTaskThread"] = ()
+    ) -> Any:
+        """Returns the task's result, or None if no task was started. Raises the task's error, or
+        that of one of `others` meanwhile.
 
-        Waits for: the thread. After `deadline_s` seconds raises RunError, which names `what` it waited for.
+        Waits for: the thread. After `deadline_s` seconds raises RunError, which names `what` it
+        waited for.
         """
         deadline = time.monotonic() + deadline_s
         others = list(others)
@@ -54,7 +60,8 @@ class SingleTaskThread:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 self.on_error()
-                raise RunError(f"waited {deadline_s:.0f} s for {what}", exit_code=1)  # so that it counts as a crash: a restart may succeed
+                # so that it counts as a crash: a restart may succeed
+                raise RunError(f"waited {deadline_s:.0f} s for {what}", exit_code=1)
             self._work.wait(min(POLL_S, left_s))
         return self._take()
 

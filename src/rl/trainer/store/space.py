@@ -17,21 +17,35 @@ SLACK_BYTES = 1 << 16
 
 
 def require_space(directory: Path, tensors: Iterable[Tensor]) -> None:
-    """Raises OSError (no space left) if the unsharded tensors do not fit on the file system of `directory`.
+    """Raises OSError (no space left) if the unsharded tensors do not fit on the file system of
+    `directory`.
 
-    Call it before a large write: safetensors and torch report a full disk in ways that cannot be recognised.
+    Call it before a large write: safetensors and torch report a full disk in ways that cannot be
+    recognised.
     """
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
     free = shutil.disk_usage(directory).free
     if free < needed:
-        needed_mib, free_mib = math.ceil(100 * needed / 2**20) / 100, math.floor(100 * free / 2**20) / 100  # rounded so that they differ
-        raise OSError(errno.ENOSPC, f"no space left: {needed_mib:.2f} MiB are needed, {free_mib:.2f} MiB are free", str(directory))
+        # rounded so that they differ
+        needed_mib, free_mib = (
+            math.ceil(100 * needed / 2**20) / 100,
+            math.floor(100 * free / 2**20) / 100,
+        )
+        raise OSError(
+            errno.ENOSPC,
+            f"no space left: {needed_mib:.2f} MiB are needed, {free_mib:.2f} MiB are free",
+            str(directory),
+        )
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a safetensors file. Raises an OSError again if the library has turned it into text."""
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            path,
+            metadata={"format": "pt"},
+        )
     except SafetensorError as error:
         if number := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error

@@ -29,7 +29,8 @@ class TokenFiles:
         """The newest step whose log was started."""
 
     def start(self, step: int, columns: Mapping[str, np.ndarray] | None) -> None:
-        """Starts to write the log of a step; `columns` is None on all ranks but 0. Waits for: the previous log."""
+        """Starts to write the log of a step; `columns` is None on all ranks but 0. Waits for:
+        the previous log."""
         self.finish()
         if columns is not None:
             self.newest_started = step
@@ -37,9 +38,16 @@ class TokenFiles:
 
     def _write(self, step: int, columns: Mapping[str, np.ndarray]) -> None:
         with spans.span("write_token_log", "token_files", step):
-            size = write_token_log(self.run_dir.tokens(step), columns, partial(check_fence, self.run_dir.lock("trainer")))
+            size = write_token_log(
+                self.run_dir.tokens(step),
+                columns,
+                partial(check_fence, self.run_dir.lock("trainer")),
+            )
         if self.sizes is None:
-            self.sizes = {number: path.stat().st_size for number, path in numbered(self.run_dir.tokens_dir, SUFFIX).items()}
+            self.sizes = {
+                number: path.stat().st_size
+                for number, path in numbered(self.run_dir.tokens_dir, SUFFIX).items()
+            }
         self.sizes[step] = size
         while len(self.sizes) > 1 and sum(self.sizes.values()) > self.max_bytes:
             oldest = next(iter(self.sizes))
@@ -48,4 +56,7 @@ class TokenFiles:
 
     def finish(self) -> None:
         """Waits until the file in progress is written, and raises the thread's error."""
-        self.thread.result(f"a token log to be written to {self.run_dir.tokens_dir}: does that disk answer?", DISK_S)
+        self.thread.result(
+            f"a token log to be written to {self.run_dir.tokens_dir}: does that disk answer?",
+            DISK_S,
+        )

@@ -1,4 +1,5 @@
-"""Policy versions, copied and written: Hugging Face folders that transformers and vLLM can load, or with trainer.lora peft adapters."""
+"""Policy versions, copied and written: Hugging Face folders that transformers and vLLM can load,
+or with trainer.lora peft adapters."""
 
 import itertools
 import json
@@ -13,7 +14,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl.run_dir.digests import HASH, Digest, bounds, covers, digest, digest_like, digest_of_file, hash_each
+from rl.run_dir.digests import (
+    HASH,
+    Digest,
+    bounds,
+    covers,
+    digest,
+    digest_like,
+    digest_of_file,
+    hash_each,
+)
 from rl.run_dir.files import Fence, write_directory, write_file
 from rl.run_dir.in_memory import InMemory
 from rl.run_dir.safetensors import INDEX
@@ -32,8 +42,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", "
 
 @dataclass(frozen=True)
 class PublishedVersion:
-    """A policy version in memory, of which each rank holds its slices, and everything needed to write its files. Only `model`'s
-    architecture is read. Every rank calls every method."""
+    """A policy version in memory, of which each rank holds its slices, and everything needed to
+    write its files. Only `model`'s architecture is read. Every rank calls every method."""
 
     image: Image
     model: PreTrainedModel
@@ -45,18 +55,26 @@ class PublishedVersion:
 
     @cached_property
     def held(self) -> list[list[list]]:
-        """For each rank [name, first, end, hash] of each slice that it holds: the bytes first..end of the tensor `name` of the files."""
-        data = [memoryview(self.image.bytes_of(part.tensor, part.first, part.end).numpy()) for part in self.image.slices]
+        """For each rank [name, first, end, hash] of each slice that it holds: the bytes
+        first..end of the tensor `name` of the files."""
+        data = [
+            memoryview(self.image.bytes_of(part.tensor, part.first, part.end).numpy())
+            for part in self.image.slices
+        ]
 
         def hashed() -> list[list]:
             hashes = hash_each(digest, data)
-            return [[part.tensor.name, part.first, part.end, one] for part, one in zip(self.image.slices, hashes, strict=True)]
+            return [
+                [part.tensor.name, part.first, part.end, one]
+                for part, one in zip(self.image.slices, hashes, strict=True)
+            ]
 
         return self.image.ranks.share(hashed)
 
     @cached_property
     def digests(self) -> dict[str, Digest]:
-        """The hash of each tensor's bytes by its name in the file, or the hashes of its slices. Raises RunError if no rank holds a byte."""
+        """The hash of each tensor's bytes by its name in the file, or the hashes of its slices.
+        Raises RunError if no rank holds a byte."""
         slices: dict[str, list[list]] = {tensor.name: [] for tensor in self.image.tensors}
         for name, *one in sorted(itertools.chain(*self.held)):
             slices[name].append(one)
@@ -64,13 +82,16 @@ class PublishedVersion:
         for tensor in self.image.tensors:
             found = slices[tensor.name] or [[0, 0, digest(b"")]]
             if not covers(found, tensor.size):
-                raise RunError(f"{tensor.name}: its {tensor.size} bytes are held as {[one[:2] for one in found]}; please report this")
+                raise RunError(
+                    f"{tensor.name}: its {tensor.size} bytes are held as "
+                    f"{[one[:2] for one in found]}; please report this"
+                )
             digests[tensor.name] = found if len(found) > 1 else found[0][2]
         return digests
 
     def digests_like(self, others: Mapping[str, Digest]) -> dict[str, Digest]:
-        """The digests of the same slices as in `others`, which another number of ranks may have made. Collects tensors cut otherwise on
-        rank 0, one at a time."""
+        """The digests of the same slices as in `others`, which another number of ranks may have
+        made. Collects tensors cut otherwise on rank 0, one at a time."""
         again = dict(self.digests)
         for tensor in self.image.tensors:
             other = others.get(tensor.name, again[tensor.name])
@@ -92,9 +113,11 @@ class PublishedVersion:
 
     @cached_property
     def in_memory(self) -> InMemory | None:
-        """The version as a file in memory, valid until the image is claimed again; None if a rank holds its slices elsewhere, and for
-        adapters, whose base is only named in their folder."""
-        shared = all(self.image.ranks.share(lambda: self.image.is_shared))  # now every rank has filled its slices
+        """The version as a file in memory, valid until the image is claimed again; None if a
+        rank holds its slices elsewhere, and for adapters, whose base is only named in their
+        folder."""
+        # now every rank has filled its slices
+        shared = all(self.image.ranks.share(lambda: self.image.is_shared))
         if not shared or not self.image.ranks.all_here or lora.has_adapters(self.model):
             return None
         if self.image.ranks.is_main:
@@ -102,20 +125,37 @@ class PublishedVersion:
         return self.image.file
 
     def write_record(self, record: Path, fence: Fence = None) -> None:
-        """Writes the digests, before the version is announced, so that it can be compared if it is trained again. They are kept when the
-        version is deleted. Neither is durable before `make_durable`: a version is used at once, as the log suffices to train it again.
+        """Writes the digests, before the version is announced, so that it can be compared if it is
+        trained again. They are kept when the version is deleted. Neither is durable before
+        `make_durable`: a version is used at once, as the log suffices to train it again.
         """
         content = {"hash": HASH, "tensors": self.digests, "made_by": self.made_by}
-        self.image.ranks.of_main(partial(write_file, record, json.dumps(content, indent=1).encode(), fence=fence, durable=False))
+        self.image.ranks.of_main(
+            partial(
+                write_file,
+                record,
+                json.dumps(content, indent=1).encode(),
+                fence=fence,
+                durable=False,
+            )
+        )
 
     def write(
-        self, path: Path, *, new: bool = False, fence: Fence = None, last: LastVersion | None = None, past_cache: bool = False
+        self,
+        path: Path,
+        *,
+        new: bool = False,
+        fence: Fence = None,
+        last: LastVersion | None = None,
+        past_cache: bool = False,
     ) -> None:
-        """Writes the version's folder, complete by rename: rank 0 makes it and its small files, each rank writes its slices.
+        """Writes the version's folder, complete by rename: rank 0 makes it and its small files,
+        each rank writes its slices.
 
-        `new`, `fence`: see write_file. Without `new` an existing folder is replaced. Adapters are written in peft's format, which names
-        the base model and does not include its files. `last`: the version before, then only what differs from it is written.
-        `past_cache`: see Image.write_slices.
+        `new`, `fence`: see write_file. Without `new` an existing folder is replaced. Adapters are
+        written in peft's format, which names the base model and does not include its files. `last`:
+        the version before, then only what differs from it is written. `past_cache`: see
+        Image.write_slices.
         """
         ranks, adapters = self.image.ranks, lora.has_adapters(self.model)
         parts, digests = files(self.image.tensors, adapters), self.digests
@@ -143,11 +183,26 @@ class PublishedVersion:
                     (folder / DELTA).write_text(json.dumps(dict(written)))
                 else:
                     self._write_small(folder, parts)
-                small = {file.name: digest_of_file(file) for file in folder.iterdir() if file.suffix != ".safetensors"}
-                content = {"hash": HASH, "tensors": digests, "made_by": self.made_by, "files": small}
+                small = {
+                    file.name: digest_of_file(file)
+                    for file in folder.iterdir()
+                    if file.suffix != ".safetensors"
+                }
+                content = {
+                    "hash": HASH,
+                    "tensors": digests,
+                    "made_by": self.made_by,
+                    "files": small,
+                }
                 (folder / DIGESTS).write_text(json.dumps(content, indent=1))
 
-        ranks.share(lambda: write_directory(path, fill, new=new, fence=fence, durable=False) if ranks.is_main else fill(None))
+        ranks.share(
+            lambda: (
+                write_directory(path, fill, new=new, fence=fence, durable=False)
+                if ranks.is_main
+                else fill(None)
+            )
+        )
 
     def _write_small(self, folder: Path, parts: Mapping[str, Sequence[FileTensor]]) -> None:
         """Writes everything but the tensors, which lie in the files `parts`, and their digests."""
@@ -170,10 +225,12 @@ def snapshot(
     ranks: Ranks | None = None,
     before: PublishedVersion | None = None,
 ) -> PublishedVersion:
-    """Copies the model's weights, so that they can be written while training continues: each rank its own. Every rank calls this.
+    """Copies the model's weights, so that they can be written while training continues: each rank
+    its own. Every rank calls this.
 
-    A tied head appears once. Of a model with adapters only the adapters are copied. `ranks`: None for a single rank. `before`: a version
-    that is no longer needed in this process; its memory is reused unless another process reads it.
+    A tied head appears once. Of a model with adapters only the adapters are copied. `ranks`: None
+    for a single rank. `before`: a version that is no longer needed in this process; its memory is
+    reused unless another process reads it.
     """
     image = before.image if before else image_of(model, dtype, ranks or Ranks())
     image.claim()
@@ -185,19 +242,24 @@ def snapshot(
 def copy_small_files(base: Path, folder: Path) -> None:
     """Copies the tokenizer, the configs and all other files of a model that are not weights."""
     for file in base.iterdir():
-        if file.is_file() and not file.name.startswith(".") and not file.name.endswith((*WEIGHT_SUFFIXES, ".index.json", DIGESTS)):
+        if (
+            file.is_file()
+            and not file.name.startswith(".")
+            and not file.name.endswith((*WEIGHT_SUFFIXES, ".index.json", DIGESTS))
+        ):
             shutil.copyfile(file, folder / file.name)
 
 
 def write_config(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Writes the base model's config with the dtype of the weights. Of a model that sees images but is trained as text only, it is the
-    config of the text model: the files have nothing else."""
+    """Writes the base model's config with the dtype of the weights. Of a model that sees images
+    but is trained as text only, it is the config of the text model: the files have nothing else."""
     config = json.loads((base / "config.json").read_text())
     name = type(model).__name__.removeprefix("FSDP")  # of a sharded model's class
     if config.get("model_type") != model.config.model_type:
         config = model.config.to_diff_dict() | {"architectures": [name]}
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        # Files with another head beside a config that ties it are read as two matrices by transformers and vLLM, as one by others.
+        # Files with another head beside a config that ties it are read as two matrices by
+        # transformers and vLLM, as one by others.
         for part in (config, config.get("text_config", {})):
             part["tie_word_embeddings"] = False
     config.pop("torch_dtype", None)
