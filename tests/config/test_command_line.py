@@ -234,6 +234,14 @@ def test_wandb_is_a_switch_and_a_table():
     )
 
 
+def test_a_warm_up_that_never_ends_is_warned_about(capsys):
+    steps = [*ENV, "--trainer.optim.warmup_steps", "8"]
+    load_config_or_exit([*steps, "--max_steps", "7"], "rl")
+    assert "warmup_steps = 8 is longer than the run (max_steps = 7)" in capsys.readouterr().err
+    load_config_or_exit([*steps, "--max_steps", "8"], "rl")
+    assert not capsys.readouterr().err
+
+
 def test_what_truncates_sampling_is_warned_about(capsys):
     load_config_or_exit([*ENV, "--orchestrator.sampling.top_p", "0.9"], "rl eval")
     (line,) = capsys.readouterr().err.splitlines()  # a sentence, without a line of our source

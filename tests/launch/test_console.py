@@ -11,7 +11,7 @@ import pytest
 
 from rl.config.command_line import build, parse_args
 from rl.diagnosis.rollouts import short_messages_text
-from rl.launch.console import Console
+from rl.launch.console import COLUMNS, Console, cell
 from rl.launch.phases import alike, phase_text
 from rl.run_dir.metric_names import PASS
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
@@ -598,3 +598,13 @@ def test_each_server_of_a_cluster_and_the_machines_that_a_trainer_waits_for_are_
         "inference-node1, 3: serving (10 s)",
         "inference-node2: loading the model (20 s)",
     ]
+
+
+@pytest.mark.parametrize("value", [131250.438, 1e30, None])
+def test_numbers_never_run_into_their_neighbours(value):
+    """Regression: five digits before the point filled their column, and joined the one before."""
+    for column in COLUMNS:
+        text = cell({column.source: {column.metric: value}}, column) if column.spec else " -"
+        assert text[0] == " " and len(text) <= column.width + 2, column
+        if value and column.spec:
+            assert float(text) == pytest.approx(value, rel=0.4), column

@@ -294,6 +294,12 @@ def warnings_of(config: RLConfig) -> Iterator[str]:
             f"model.max_model_len = {config.model.max_model_len}, the longest sequence of this "
             "model"
         )
+    passes = config.sft and config.sft.epochs
+    if config.trainer.optim.warmup_steps > config.max_steps and not passes:
+        yield (
+            f"trainer.optim.warmup_steps = {config.trainer.optim.warmup_steps} is longer than the "
+            f"run (max_steps = {config.max_steps}): it never reaches trainer.optim.lr"
+        )
     yield from exposure(config)
     if config.recorded and config.orchestrator.eval:
         yield (

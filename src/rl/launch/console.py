@@ -163,11 +163,16 @@ def header(columns: Columns) -> str:
 def step_line(step: int, lines: dict[str, Line], columns: Columns) -> str:
     """Formats a line of the table, for a step that all sources have reported; `lines` are its
     values by source."""
-    cells = "".join(
-        f"{number(lines[column.source].get(column.metric), column.spec):>{column.width + 1}}"
-        for column in columns
-    )
-    return f"{step:>{STEP_WIDTH}}{cells}"
+    return f"{step:>{STEP_WIDTH}}" + "".join(cell(lines, column) for column in columns)
+
+
+def cell(lines: dict[str, Line], column: Column) -> str:
+    """Formats the value of a column after a space; one that is too wide with fewer digits."""
+    value = lines[column.source].get(column.metric)
+    text = number(value, column.spec)
+    if len(text) > column.width and isinstance(value, float):
+        text = f"{value:.{max(1, column.width - 6)}g}"
+    return f"{text:>{column.width + 1}}"
 
 
 def step_notes(orchestrator: Line, trainer: Line, batch_size: int) -> list[str]:

@@ -5,7 +5,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from rl.config.orchestrator import NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
+from rl.config.orchestrator import MaxRlConfig, NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
 from rl.config.run import RLConfig
 from rl.orchestrator.batches.batch_builder import GroupWarnings
 from rl.orchestrator.batches.batch_metrics import batch_metrics
@@ -23,6 +23,7 @@ from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group, normalise
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
 from rl.run_dir.paths import RunDir
+from rl.system.errors import RunError
 from rl.wire.batch_file import EncodedBatch, decode_batch
 from rl.wire.messages import TrainBatch, VersionSpan
 from rl.wire.rollouts import Group, Rollout
@@ -536,3 +537,10 @@ def test_a_state_without_the_newer_fields_is_still_read():
     }
     state = decode_state(msgspec.Raw(msgspec.msgpack.encode(old)))
     assert (state.tasks.skipped, state.tasks.rates, state.pending) == ({}, {}, [])
+
+
+def test_max_rl_refuses_a_reward_below_zero():
+    """Regression: a mean near 0 made advantages of 4e9, and one below it was no signal."""
+    with pytest.raises(RunError, match=r"a reward of -0.5, but .*max_rl divides by their mean"):
+        group(0, 1.0, -0.5, rules=Rules(MaxRlConfig()))
+    assert group(0, 1.0, 0.0, rules=Rules(MaxRlConfig())).advantages == [1.0, -1.0]

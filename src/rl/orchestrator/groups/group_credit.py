@@ -10,6 +10,7 @@ from rl.config.orchestrator import (
     CustomCreditConfig,
     DrGrpoConfig,
     EnvConfig,
+    MaxRlConfig,
     OrchestratorConfig,
     ReinforcePlusPlusConfig,
 )
@@ -21,6 +22,7 @@ from rl.orchestrator.groups.functions import (
     part_of,
     user_function,
 )
+from rl.system.errors import RunError
 from rl.system.user_function import UserFunction
 from rl.wire.rollouts import Group
 
@@ -79,6 +81,12 @@ def credit_group(group: Group, rules: Rules) -> Group:
         return group
     for own in compared(group).values():
         rewards, lengths = [rollouts[i].reward for i in own], [rollouts[i].num_tokens for i in own]
+        if isinstance(rules.credit, MaxRlConfig) and min(rewards, default=0.0) < 0:
+            raise RunError(
+                f"environment {group.env}: a reward of {min(rewards):g}, but "
+                "orchestrator.credit.type = max_rl divides by their mean, and needs rewards that "
+                "are never negative; shift them, or choose dr_grpo or grpo"
+            )
         penalties = length_penalties(rewards, lengths, rules.credit.length_penalty)
         left = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
         for i, penalty in zip(own, penalties, strict=True):
