@@ -17,7 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from rl.config.environment_id import Source
-from rl.homes.make import ensure, summary
+from rl.homes.make import ensure
 from rl.homes.request import Request
 from rl.system.errors import RunError
 
@@ -113,7 +113,7 @@ def main() -> None:
             broken += [test] if done.returncode else []
     for source in (None, Source("bundled", "textarena", "textarena")):
         try:
-            print(summary(ensure(Request("newest", source), print, fresh=True)))
+            print(ensure(Request("newest", source), print, fresh=True).summary)
         except RunError as error:
             print(error)
             broken.append("a home")

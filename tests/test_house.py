@@ -41,7 +41,7 @@ BUDGETS = {
     "diagnosis": 15_300,
     "records": 13_500,
     "system": 12_500,
-    "homes": 11_400,
+    "homes": 6_600,
     "models": 11_200,
     "api": 1_300,
     "main": 610,

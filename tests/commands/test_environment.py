@@ -45,7 +45,7 @@ def test_what_failed_calls_have_left_goes_with_the_next_one(tmp_path, monkeypatc
     assert sorted(tmp_path.iterdir()) == sorted([first, *others])
 
 
-SLOW_UV = "import rl.homes.uv; rl.homes.uv.uv_binary = lambda: 'slow-uv'; "
+SLOW_UV = "import rl.homes.uv; rl.homes.uv.find_uv_bin = lambda: 'slow-uv'; "
 
 
 @pytest.mark.parametrize("during", ["a rollout", "the making of a home"])

@@ -1,17 +1,10 @@
 import pytest
 
-from rl.homes import request
+from rl.homes import make, request
 from tests.homes.index import VERIFIERS, Index, make_wheel
 from tests.web import serving
 
-LOCAL = {
-    "UV_NO_CONFIG": "1",
-    "UV_INDEX": None,
-    "UV_EXTRA_INDEX_URL": None,
-    "UV_INDEX_URL": None,
-    "UV_FIND_LINKS": None,
-    "UV_OFFLINE": None,
-}
+UNSET = ("UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_FIND_LINKS", "UV_OFFLINE")
 
 
 @pytest.fixture
@@ -20,11 +13,13 @@ def index(tmp_path, monkeypatch):
     for version, files in VERIFIERS.items():
         make_wheel(tmp_path / "index" / "simple", "verifiers", version, files)
     make_wheel(tmp_path / "index" / "simple", "helper", "1.0", {"helper.py": "VALUE = 7\n"})
-    for key, value in LOCAL.items():
-        monkeypatch.delenv(key, raising=False) if value is None else monkeypatch.setenv(key, value)
+    for key in UNSET:
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("UV_NO_CONFIG", "1")
     monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path / "homes"))
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
-    monkeypatch.setattr(request, "WORKER", ("helper>=1",))
+    for module in (request, make):
+        monkeypatch.setattr(module, "WORKER", ("helper>=1",))
     with serving(Index(tmp_path / "index")) as server:
         monkeypatch.setenv("UV_DEFAULT_INDEX", f"{server.url}/simple/")
         monkeypatch.setenv("RL_ENVIRONMENTS_HUB", f"{server.url}/hub")

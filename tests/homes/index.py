@@ -1,7 +1,6 @@
-"""A package index and an Environments Hub on this machine, with wheels that are written by hand:
-uv installs them as it would real ones."""
+"""A package index and an Environments Hub on this machine, with wheels that are written by hand: uv
+installs them as it would real ones."""
 
-import base64
 import hashlib
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -37,29 +36,21 @@ def make_wheel(
 ) -> Path:
     """Writes a wheel; `name` is the distribution's."""
     part = f"{name.replace('-', '_')}-{version}"
-    metadata = [
-        "Metadata-Version: 2.1",
-        f"Name: {name}",
-        f"Version: {version}",
-        *(f"Requires-Dist: {one}" for one in requires),
-    ]
-    metadata += [f"Requires-Python: {python}"] if python else []
-    info = {
-        "METADATA": "\n".join(metadata) + "\n",
-        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    metadata += "".join(f"Requires-Dist: {needed}\n" for needed in requires)
+    metadata += f"Requires-Python: {python}\n" if python else ""
+    info = f"{part}.dist-info"
+    content = {
+        **files,
+        f"{info}/METADATA": metadata,
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "".join(f"{key},,\n" for key in (*files, f"{info}/METADATA")),
     }
-    content = {**files, **{f"{part}.dist-info/{key}": text for key, text in info.items()}}
-    record = f"{part}.dist-info/RECORD"
-    lines = [
-        f"{key},sha256={digest(text.encode())},{len(text.encode())}"
-        for key, text in content.items()
-    ]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{part}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for key, text in content.items():
             archive.writestr(key, text)
-        archive.writestr(record, "\n".join([*lines, f"{record},,"]) + "\n")
     return path
 
 
@@ -68,16 +59,20 @@ import pathlib, zipfile
 NAME, REQUIRES = {name!r}, {requires!r}
 
 def build_wheel(folder, settings=None, metadata=None, editable=False):
-    here, info, wheel = pathlib.Path.cwd(), f"{{NAME}}-1.0.dist-info", f"{{NAME}}-1.0-py3-none-any.whl"
-    files = {{path.name: path.read_text() for path in here.glob("*.py") if path.name != "backend.py"}}
+    info, wheel = f"{{NAME}}-1.0.dist-info", f"{{NAME}}-1.0-py3-none-any.whl"
+    here = pathlib.Path.cwd()
+    sources = [path for path in here.glob("*.py") if path.name != "backend.py"]
+    files = {{path.name: path.read_text() for path in sources}}
     files = {{f"{{NAME}}.pth": str(here)}} if editable else files
-    lines = ["Metadata-Version: 2.1", f"Name: {{NAME}}", "Version: 1.0", *(f"Requires-Dist: {{one}}" for one in REQUIRES)]
+    lines = ["Metadata-Version: 2.1", f"Name: {{NAME}}", "Version: 1.0"]
+    lines += [f"Requires-Dist: {{needed}}" for needed in REQUIRES]
     files[f"{{info}}/METADATA"] = "\\n".join(lines) + "\\n"
     files[f"{{info}}/WHEEL"] = "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+    files[f"{{info}}/RECORD"] = ""
+    files[f"{{info}}/RECORD"] = "".join(f"{{name}},,\\n" for name in files)
     with zipfile.ZipFile(pathlib.Path(folder, wheel), "w") as archive:
         for name, text in files.items():
             archive.writestr(name, text)
-        archive.writestr(f"{{info}}/RECORD", "".join(f"{{name}},,\\n" for name in [*files, f"{{info}}/RECORD"]))
     return wheel
 
 def build_editable(folder, settings=None, metadata=None):
@@ -97,14 +92,10 @@ def make_source(folder: Path, code: str, requires: Iterable[str] = (), more: str
     return folder
 
 
-def digest(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-
-
 class Index(WebServer):
     """`<url>/simple/` is the package index, of the wheels in `<folder>/simple`; `<url>/hub` the
-    Hub, with an index for each owner, of the wheels in `<folder>/<owner>`. `up = False`: it
-    answers 503."""
+    Hub, with an index for each owner, of the wheels in `<folder>/<owner>`. `up = False`: it answers
+    503."""
 
     def __init__(self, folder: Path):
         super().__init__(
@@ -115,6 +106,12 @@ class Index(WebServer):
         )
         self.folder, self.up, self.asked = folder, True, list[str]()
         self.private: set[str] = set()
+
+    def publish(self, package, code, version="1.0", requires=("verifiers",), python=""):
+        """Adds a package of one module to the index `simple`, or to that of an owner."""
+        owner, name = package.split("/")
+        files = {f"{name.replace('-', '_')}.py": code}
+        make_wheel(self.folder / owner, name, version, files, requires, python)
 
     async def versions(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
@@ -127,13 +124,13 @@ class Index(WebServer):
         files = sorted((self.folder / owner).glob(f"{name}-*.whl"))
         if not files:
             return web.Response(status=404)
-        lines = [
-            "<a "
-            f'href="/files/{owner}/{path.name}#sha256={hashlib.sha256(path.read_bytes()).hexdigest()}">{path.name}</a>'
-            for path in files
-        ]
+        links = []
+        for path in files:
+            checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+            href = f"/files/{owner}/{path.name}#sha256={checksum}"
+            links.append(f'<a href="{href}">{path.name}</a>')
         return web.Response(
-            text=f"<!DOCTYPE html><html><body>{''.join(lines)}</body></html>",
+            text=f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>",
             content_type="text/html",
         )
 

@@ -23,7 +23,6 @@ from rl.config.command_line import CommandLine, from_toml, to_toml, write_config
 from rl.config.run import RLConfig
 from rl.diagnosis.waits import diagnose
 from rl.homes.home import Home
-from rl.homes.records import Record
 from rl.launch.children import Children
 from rl.launch.run import Placement, Watch, home_lines, launch, on_this_machine, resume_command, run
 from rl.run_dir.access_token import page_secret
@@ -408,19 +407,16 @@ def test_an_environment_that_is_missing_is_told_before_anything_is_made(rl):
 
 
 def test_a_home_is_told_once_for_all_of_its_environments():
-    one = Home(
-        digest="d",
+    package = Home(
         id="./e",
         module="e",
         api="classic",
         version="1.0",
         why="classic, verifiers 0.3.1",
         python="3.12.1",
-        packages=[],
     )
-    rows = msgspec.structs.replace(one, id="classic", version="")
-    homes = {name: Record("k", home) for name, home in {"a": one, "b": one, "c": rows}.items()}
-    assert home_lines(homes) == [
+    rows = msgspec.structs.replace(package, id="classic", version="")
+    assert home_lines({"a": package, "b": package, "c": rows}) == [
         "environments a, b: ./e 1.0: classic, verifiers 0.3.1, Python 3.12.1"
     ]
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from rl.commands.options import usage
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
-from rl.config.environment_id import fetched, homes_root, module_name, read_id
+from rl.config.environment_id import fetched, homes_root, module_name, read_id, requirement_fault
 from rl.config.options import Option, take
 from rl.diagnosis.disk import size
-from rl.homes.home import Pointer, clean, delete, own_bytes, pointers, read, unreferenced, users
-from rl.homes.make import ensure, install_record, summary
-from rl.homes.records import read_record, read_records, text_of
+from rl.homes.home import delete, read, read_record, read_records, text_of
+from rl.homes.make import ensure, install_record
 from rl.homes.request import Request
 from rl.system.errors import RunError
 from rl.system.terminal import say
@@ -36,7 +35,7 @@ VERBS = {
     "                             remakes it with the newest packages. FILE.txt: with "
     "exactly the packages that a run used",
     "list": "rl env list                  lists the existing homes",
-    "remove": "rl env remove ID|NAME|DIGEST deletes homes; `earlier`: those that newer ones have "
+    "remove": "rl env remove ID|NAME|FOLDER deletes homes; `earlier`: those that newer ones have "
     "replaced",
     "freeze": "rl env freeze RUN [NAME]     prints the packages that an environment of a run used",
 }
@@ -67,9 +66,12 @@ def main(verb: str, args: list[str]) -> int:
 
 def several(text: str) -> tuple[str, ...]:
     """Splits comma-separated requirements. Versions may contain commas: `sympy>=1.13,<2, nltk`
-    has two requirements."""
+    has two requirements. Raises RunError for one that is not valid."""
     parts = re.split(r",(?![^\[]*\])(?!\s*[=<>!~])", text)
-    return tuple(part.strip() for part in parts if part.strip())
+    requirements = tuple(part.strip() for part in parts if part.strip())
+    for fault in filter(None, map(requirement_fault, requirements)):
+        raise RunError(f"--requirements: {fault}")
+    return requirements
 
 
 def install(env_id: str, kind: str | None, requirements: tuple[str, ...]) -> int:
@@ -86,72 +88,80 @@ def install(env_id: str, kind: str | None, requirements: tuple[str, ...]) -> int
     else:
         request = Request(env_id, read_id(env_id), kind, requirements)  # type: ignore[arg-type]
         home = ensure(request, say, fresh=True)
-    print(f"{summary(home)} ({len(home.packages)} packages in {home.place})")
+    print(f"{home.summary} ({len(home.packages)} packages in {home.place})")
     return 0
+
+
+def links() -> list[Path]:
+    """The links to the newest homes, one for each request."""
+    return sorted(homes_root().glob("requests/*/home"))
+
+
+def earlier() -> list[Path]:
+    """The homes to which no link leads because a newer one took their place. Runs that used them
+    still name them."""
+    newest = {link.resolve() for link in links()}
+    folders = {path.parent.resolve() for path in homes_root().glob("[!.]*/pyvenv.cfg")}
+    return sorted(folders - newest)
 
 
 def show() -> int:
     """Prints the homes, one line for each id that a home was made for."""
-    for pointer in pointers().values():
-        home, damage = read(pointer.home)
-        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(pointer.made))
-        text = summary(home) if home else f"{pointer.id}: {damage or 'deleted'}"
-        print(f"{made}  {text}  {homes_root() / pointer.home} ({size(own_bytes(pointer.home))})")
-    for name in unreferenced():
-        home, damage = read(name)
-        print(
-            f"{'earlier':<16}  {summary(home) if home else damage}  {homes_root() / name} "
-            f"({size(own_bytes(name))})"
-        )
+    for link in links():
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(link.lstat().st_mtime))
+        print(line_of(date, link.resolve()))
+    for folder in earlier():
+        print(line_of(EARLIER, folder))
     return 0
 
 
-def meant(name: str) -> dict[Path, Pointer]:
-    """Returns the pointers that an id, a digest or a name matches. Raises RunError if there are
+def line_of(date: str, folder: Path) -> str:
+    """Describes a home; its size is that of its files."""
+    home = read(folder)
+    text = home.summary if home else "damaged, or made by another version of rl"
+    num_bytes = sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
+    return f"{date:<16}  {text}  {folder} ({size(num_bytes)})"
+
+
+def meant(name: str) -> list[Path]:
+    """Returns the links that an id, a folder's name or a name matches. Raises RunError if there are
     none or the name is ambiguous."""
-    there = pointers()
-    text = str(Path(name).expanduser().resolve()) if name.startswith((".", "/", "~")) else name
-    found = {path: pointer for path, pointer in there.items() if text in (pointer.id, pointer.home)}
-    if not found and "/" not in name:
-        found = {
-            path: pointer
-            for path, pointer in there.items()
-            if path.name.startswith(f"{module_name(name).lower()}-")
-        }
-        if len(ids := sorted({pointer.id for pointer in found.values()})) > 1:
+    homes = {link: read(link) for link in links()}
+    ids = {link: home.id if home else link.parent.name for link, home in homes.items()}
+    is_path = name.startswith((".", "/", "~"))
+    text = str(Path(name).expanduser().resolve()) if is_path else name
+    matches = [link for link in homes if text in (ids[link], link.resolve().name)]
+    if not matches and "/" not in name:
+        start = f"{module_name(name).lower()}-"
+        matches = [link for link in homes if link.parent.name.startswith(start)]
+        if len(meanings := sorted({ids[link] for link in matches})) > 1:
             raise RunError(
-                f"{name} is ambiguous: {' or '.join(ids)}; give the full id, or the digest"
+                f"{name} is ambiguous: {' or '.join(meanings)}; give the full id, or the folder"
             )
-    if not found:
-        known = ", ".join(sorted({pointer.id for pointer in there.values()})) or "none"
+    if not matches:
+        known = ", ".join(sorted(set(ids.values()))) or "none"
         raise RunError(f"{name}: no such home in {homes_root()}; existing homes: {known}")
-    return found
+    return matches
 
 
 def remove(name: str) -> int:
-    """Deletes the matching pointers, and the homes that no other pointer refers to. Raises
-    RunError for a home in use."""
-    old = unreferenced()
-    if name in (EARLIER, *old):
-        for one in old if name == EARLIER else [name]:
-            if processes := users(one):
-                raise RunError(f"{one}: in use by processes {processes}; end them first")
-            delete(one)
-            print(f"removed {one}")
+    """Deletes the matching links, and the homes to which no other link leads. Raises RunError for a
+    home in use."""
+    old = earlier()
+    if name == EARLIER or name in [folder.name for folder in old]:
+        for folder in old:
+            if name in (EARLIER, folder.name):
+                delete(folder)
+                print(f"removed {folder.name}")
         return 0
     doomed = meant(name)
-    kept = {pointer.home for path, pointer in pointers().items() if path not in doomed}
-    for path, pointer in doomed.items():
-        if pointer.home not in kept and (processes := users(pointer.home)):
-            raise RunError(
-                f"{pointer.id}: processes {processes} use {homes_root() / pointer.home}; end "
-                "them first"
-            )
-        path.unlink(missing_ok=True)
-        if pointer.home not in kept:
-            delete(pointer.home)
-        print(f"removed {pointer.id}")
-    clean()
+    kept = {link.resolve() for link in links() if link not in doomed}
+    for link in doomed:
+        home, folder = read(link), link.resolve()
+        if folder not in kept:
+            delete(folder)
+        link.unlink(missing_ok=True)
+        print(f"removed {home.id if home else folder.name}")
     return 0
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from rl.config.base import MAX_LABEL, MAX_RUN_NAME, Fault, as_ids, name_fault, text_fault
+from rl.config.environment_id import requirement_fault
 from rl.config.loss import (
     EVERYTHING,
     AnyLossConfig,
@@ -252,6 +253,8 @@ def check_source(key: str, entry: EnvSource) -> Iterator[Fault]:
             entry.requirements,
             f"are installed where rl makes the virtual environment, but {other}; leave one out",
         )
+    for fault in filter(None, map(requirement_fault, entry.requirements)):
+        yield f"{key}.requirements", entry.requirements, fault
     if entry.kind and not entry.id:
         yield (
             f"{key}.kind",
@@ -580,21 +583,14 @@ def check_serve(config: RLConfig) -> Iterator[Fault]:
         )
         yield "trainer.lora.targets", trainer.lora and trainer.lora.targets, remedy
     for key in ("ranks", "context_parallel"):
-        if (getattr(trainer, key) or 1) > 1:
-            yield (
-                f"trainer.{key}",
-                getattr(trainer, key),
-                "the trainer of rl serve is one process: leave it out",
-            )
+        if ((value := getattr(trainer, key)) or 1) > 1:
+            yield f"trainer.{key}", value, "the trainer of rl serve is one process: leave it out"
     if trainer.data.fake:
         yield "trainer.data.fake", True, "the data of rl serve come from its clients: leave it out"
+    of_calls = "rl serve takes it from each call of its clients: leave it out"
     for key in OF_CLIENTS:
-        if getattr(trainer, key) != type(trainer).model_fields[key].default:
-            yield (
-                f"trainer.{key}",
-                getattr(trainer, key),
-                "rl serve takes it from each call of its clients: leave it out",
-            )
+        if (value := getattr(trainer, key)) != type(trainer).model_fields[key].default:
+            yield f"trainer.{key}", value, of_calls
     if config.orchestrator.inference_urls:
         yield (
             "orchestrator.inference_urls",

@@ -8,12 +8,14 @@ name                             a module or ./environments/name of the current 
                                  installed under that name
 """
 
-import json
+import contextlib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from packaging.requirements import InvalidRequirement, Requirement
 
 from rl.system.errors import RunError
 
@@ -219,13 +221,22 @@ def here(env_id: str) -> Source:
 def installed_as(name: str) -> list[str]:
     """Returns the ids under which environments of this name were installed."""
     found = []
-    for path in sorted(homes_root().glob(f"requests/{module_name(name).lower()}-*.json")):
-        try:
-            found.append(str(json.loads(path.read_bytes())["id"]))
-        # being removed, or written by another program
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+    for path in sorted(homes_root().glob(f"requests/{module_name(name).lower()}-*/home/home.txt")):
+        with contextlib.suppress(OSError):  # it is being removed
+            found += re.findall("^# id = (.*)", path.read_text(), re.MULTILINE)
     return list(dict.fromkeys(found))
+
+
+def requirement_fault(text: str) -> str:
+    """Returns what is wrong with a requirement, and the remedy; empty if nothing is."""
+    try:
+        Requirement(text)
+    except InvalidRequirement as error:
+        return (
+            f"{text!r} is not a requirement ({str(error).splitlines()[0]}); write name, or "
+            "name>=1.0 (PEP 508)"
+        )
+    return ""
 
 
 def fetched(ids: list[str]) -> list[str]:

@@ -38,7 +38,7 @@ def check_installed(env_id: str) -> str:
     if here := module_file(Path(), module):
         # behind what is installed: other files there may have names of packages
         sys.path.append(os.getcwd())
-    if (Path(sys.prefix) / "home.json").is_file():
+    if (Path(sys.prefix) / "home.txt").is_file():
         install = (
             f"neither its home nor {Path.cwd()} contains a module {module}; give its folder, "
             f"./{name}"

@@ -23,7 +23,6 @@ from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.rewards import reward_summary
 from rl.diagnosis.run_outcome import early_end, nothing_trained
 from rl.diagnosis.state import read_state
-from rl.homes.make import summary
 from rl.homes.resolve import Homes, homes_of, record
 from rl.homes.resolve import entries as environments
 from rl.launch import beside, devices, roles
@@ -370,9 +369,9 @@ def resume_command(args: list[str], program: str = "rl") -> str:
 def home_lines(homes: Homes) -> list[str]:
     """Returns a line for each home that environments are played in."""
     by_home: dict[str, list[str]] = {}
-    for name, one in homes.items():
-        if one.home.version:
-            by_home.setdefault(summary(one.home), []).append(name)
+    for name, home in homes.items():
+        if home.version:
+            by_home.setdefault(home.summary, []).append(name)
     return [
         f"environment{'s' * (len(names) > 1)} {', '.join(names)}: {text}"
         for text, names in by_home.items()

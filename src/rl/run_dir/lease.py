@@ -27,7 +27,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -322,21 +321,16 @@ def forget_dead_servers(status_dir: Path) -> None:
     """Deletes the files of further inference servers that have ended, which are those whose role
     nobody holds.
 
-    Includes lock and leases: only a server that has bound the port in its name takes them.
+    Includes lock and leases: only a server that has bound the port in its name takes them. For
+    holders on other hosts, where only time shows whether they are alive, it waits up to LEASE_S for
+    all of them together.
     """
     names = {
         match[1]
         for path in status_dir.glob("inference-*.*")
         if (match := SERVER_FILE.fullmatch(path.name))
     }
-    forget_dead(status_dir / f"{name}.lock" for name in sorted(names))
-
-
-def forget_dead(locks: Iterable[Path]) -> list[LockOwner]:
-    """Deletes the files of roles that nobody holds, and returns the holders of the others. For
-    holders on other hosts, where only time shows whether they are alive, it waits up to LEASE_S
-    for all of them together."""
-    attempts, living = [Attempt(lock) for lock in locks], []
+    attempts = [Attempt(status_dir / f"{name}.lock") for name in sorted(names)]
     while attempts:
         undecided = []
         for attempt in attempts:
@@ -350,13 +344,7 @@ def forget_dead(locks: Iterable[Path]) -> list[LockOwner]:
             elif attempt.undecided:
                 undecided.append(attempt)
             else:
-                living.append(
-                    attempt.owner
-                    or read_json(attempt.lock, LockOwner)
-                    or LockOwner(0, "an unknown host")
-                )
                 attempt.close()
         attempts = undecided
         if attempts:
             time.sleep(POLL_S)
-    return living

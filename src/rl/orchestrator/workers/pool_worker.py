@@ -8,13 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import psutil
 
-from rl.homes.build import unmet
-from rl.homes.home import home_of
+from rl.homes.home import home_of, unmet
 from rl.homes.needs import WORKER
 from rl.system.children import Child
 from rl.system.credentials import redact
@@ -232,8 +230,8 @@ async def wait_described(
 def likely_reason(python: str, message: str) -> str:
     """Returns a line for the error of an environment that does not load, if its home has another
     verifiers than it requires; else empty."""
-    place = Path(python).parents[1]
-    reason = unmet(place) if home_of(python) and place.is_dir() else ""
+    place = home_of(python)
+    reason = unmet(place) if place and place.is_dir() else ""
     begin = (
         "The likely reason" if OTHER_API.search(message) else "If it is not that, a possible reason"
     )
@@ -247,7 +245,7 @@ def likely_reason(python: str, message: str) -> str:
 def lacking_remedy(python: str) -> str:
     """Returns how to install the packages that workers need into an interpreter that lacks some."""
     if home := home_of(python):
-        return f"run `rl env remove {home}`; the next start makes its home again"
+        return f"run `rl env remove {home.name}`; the next start makes its home again"
     install = shlex.join(["uv", "pip", "install", "--python", python, *WORKER])
     return f"`{install}`, the environment's own package, and verifiers (classic: <0.4)"
 

@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rl.config.environment_id import module_file, module_name
-from rl.homes.build import interpreter_fact, outside
-from rl.homes.home import is_of_package
+from rl.homes.home import interpreter_fact, is_of_package, outside
 from rl.system.errors import RunError
 from rl.system.sandbox import OWN, SYSTEM
 from rl.wire.worker_messages import EnvSpec

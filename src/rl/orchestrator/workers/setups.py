@@ -8,7 +8,7 @@ from typing import Any
 
 from rl.config.orchestrator import EnvSource
 from rl.config.run import RLConfig
-from rl.homes.resolve import entries
+from rl.homes.resolve import entries, workers
 from rl.models.folder import vocab_size
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskSource
 from rl.wire.worker_messages import EnvSpec, PolicySpec, Ready, WorkerSetup
@@ -29,13 +29,8 @@ class EvalEnv:
 def eval_workers(config: RLConfig) -> dict[str, str]:
     """Returns the worker environment of each eval, by label: a training environment with the
     same source if there is one."""
-    return {
-        entry.label: next(
-            (env.label for env in config.orchestrator.environment if env.source == entry.source),
-            f"eval-{entry.label}",
-        )
-        for entry in config.orchestrator.eval
-    }
+    num_trained = len(config.orchestrator.environment)
+    return {entry.label: name for name, entry in workers(config)[num_trained:]}
 
 
 def env_spec(entry: EnvSource, name: str, config: RLConfig, worker: int = 0) -> EnvSpec:

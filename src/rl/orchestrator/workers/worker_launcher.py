@@ -15,9 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from rl.homes.home import hold, home_of
+from rl.homes.home import home_of
 from rl.orchestrator.workers.worker_sandbox import variables_of
-from rl.run_dir.lease import Lease
 from rl.system import process_table
 from rl.system.children import PYTHON, Child, add_marker, inherited, start
 from rl.system.errors import RESTART, RunError
@@ -55,8 +54,6 @@ class WorkerLauncher:
     def __init__(self) -> None:
         self.preforked: dict[str, PreforkedProcess] = {}
         """By interpreter."""
-        self.held: dict[str, Lease | None] = {}
-        """Home -> the lease that keeps it from being deleted."""
         adopt_orphans()
 
     def start(
@@ -76,8 +73,6 @@ class WorkerLauncher:
         the machine.
         """
         setup_path.write_bytes(msgspec.json.encode(setup))
-        if (home := home_of(setup.python)) and home not in self.held:
-            self.held[home] = hold(home)
         preforked = self.preforked.get(setup.python) if not sandbox else None
         if (
             warm
@@ -153,9 +148,6 @@ class WorkerLauncher:
         return {preforked.poll() for preforked in self.preforked.values()} - {0}
 
     def close(self) -> None:
-        """Ends the waiting copies, and releases the homes."""
+        """Ends the waiting copies."""
         while self.preforked:
             self.preforked.popitem()[1].close()
-        while self.held:
-            if lease := self.held.popitem()[1]:
-                lease.close()
