@@ -60,9 +60,8 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
 NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[4]}] CPUs=2 Gres=gpu:2
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
-PreemptMode=REQUEUE PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
-PreemptMode=OFF
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20 PreemptMode=REQUEUE
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 

@@ -39,7 +39,7 @@ BUDGETS = {
     "cluster": 16_200,
     "wire": 15_700,
     "diagnosis": 15_300,
-    "records": 13_500,
+    "records": 11_800,
     "system": 12_500,
     "homes": 6_600,
     "models": 11_200,

@@ -43,11 +43,13 @@ def rollout(reward: float, version: int = 0, text: str = "four", **more) -> Roll
         policy_versions=spans,
         finish_reason="stop",
     )
-    messages = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": text}]
+    messages = more.pop(
+        "messages", [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": text}]
+    )
     return Rollout(
         **{
             "turns": [turn],
-            "messages": messages,
+            "text": messages,
             "reward": reward,
             "metrics": {"exact": reward},
             "stop": "stop",

@@ -2,6 +2,7 @@
 deleted or taken back."""
 
 import math
+import os
 import shutil
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from rl.orchestrator.groups.group_credit import credit_group
 from rl.orchestrator.groups.pending import PendingRollouts
-from rl.records import cache, index
+from rl.records import cache, columns, index
 from rl.records.run import Run
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
@@ -157,6 +158,27 @@ def test_a_metric_that_is_called_as_a_field_is_told_from_it(run_dir):
     assert len(set(found.fields)) == len(found.fields)
 
 
+def test_the_first_32_metrics_count_and_stay(run_dir):
+    run = Run(run_dir.root)
+    assert len(run.rollouts()) == 8
+    write_step(
+        run_dir,
+        3,
+        [group(4, [0.0, 1.0], metrics={f"m{i:02d}": 1.0 for i in range(40)} | {"exact": 0.25})],
+    )
+    assert run.rollouts(step=3).column("exact").tolist() == [0.25, 0.25]
+    assert run.rollouts().column("m30").tolist()[-2:] == [1.0, 1.0] and run.rollouts().metrics == [
+        "exact",
+        *(f"m{i:02d}" for i in range(31)),
+    ]
+    with pytest.raises(
+        RunError,
+        match=r"m31: rollouts have no such field \(of metrics the first 32 count\); there are: "
+        r"kind, .*m30",
+    ):
+        run.rollouts(m31=1.0)
+
+
 def test_another_run_in_the_place_of_one_is_read_anew(run_dir):
     for step in range(3, 8):
         write_step(run_dir, step, [group(step, [0.0, 1.0], task=3)])
@@ -166,6 +188,22 @@ def test_another_run_in_the_place_of_one_is_read_anew(run_dir):
     for step in range(1, 9):
         write_step(run_dir, step, [group(100 + step, [0.0, 1.0], task=5, text="another answer")])
     assert ids(run.rollouts()) == [(100 + step, i) for step in range(1, 9) for i in range(2)]
+
+
+def test_an_interrupt_while_files_are_read_loses_no_rollout(run_dir, monkeypatch):
+    run, sound = Run(run_dir.root), index.sound_rollouts
+    os.utime(run_dir.rollouts_dir, (1.0, 1.0))  # an old run, which is listed once
+
+    def interrupted(path):
+        if path.name == "000002.jsonl":
+            raise KeyboardInterrupt
+        return sound(path)
+
+    monkeypatch.setattr(index, "sound_rollouts", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.rollouts()
+    monkeypatch.setattr(index, "sound_rollouts", sound)
+    assert len(run.rollouts()) == 8
 
 
 def test_a_table_has_all_fields(run_dir):
@@ -303,7 +341,7 @@ def test_rollouts_that_failed_have_their_cause(run_dir):
 def test_the_index_of_a_long_run_is_kept_in_the_users_cache(run_dir, monkeypatch):
     write_eval_of(run_dir, 2, [1.0])
     monkeypatch.setattr(index, "CACHE_S", 0.0)
-    columns = Run(run_dir.root).rollouts().columns()
+    before = Run(run_dir.root).rollouts().columns()
     kept = cache.cache_file(run_dir.root)
     assert kept.is_file()
     monkeypatch.setattr(index, "CACHE_S", math.inf)
@@ -321,7 +359,7 @@ def test_the_index_of_a_long_run_is_kept_in_the_users_cache(run_dir, monkeypatch
         and read == ["000003.jsonl"]
     )
     for name, values in again.rollouts(step=[1, 2]).columns().items():
-        assert np.array_equal(values, columns[name], equal_nan=values.dtype.kind == "f"), name
+        assert np.array_equal(values, before[name], equal_nan=values.dtype.kind == "f"), name
     write_step(run_dir, 1, [group(9, [0.0, 1.0])])
     assert ids(Run(run_dir.root).rollouts(step=1)) == [(9, 0), (9, 1)]
     monkeypatch.setattr(index, "CACHE_S", 0.0)
@@ -336,18 +374,17 @@ def test_the_index_of_a_long_run_is_kept_in_the_users_cache(run_dir, monkeypatch
 
 
 def test_a_million_rollouts_take_a_hundred_megabytes_and_filters_are_fast():
-    columns, lines = (
-        index.Columns(),
+    lines, words = (
         [
-            index.Line(reward=i / 7, messages=b"", step=i, env="e", metrics={"m": 1.0})
+            columns.Line(reward=i / 7, messages=b"", env="e", metrics={"m": 1.0})
             for i in range(1000)
         ],
+        columns.Words(),
     )
-    for _ in range(20):
-        columns.add(index.Kind.STEP, lines, [(0, 1)] * len(lines))
+    for line in lines:
+        vars(line).update(kind="train", file="rollouts/000001.jsonl", offset=0, length=1)
+    joined = columns.joined([columns.columns_of(lines, words)] * 20)
     assert (
-        columns.size == 20_000
-        and sum(array.nbytes for array in (*columns.arrays.values(), *columns.metrics.values()))
-        / columns.size
-        < 160
+        len(joined["kind"]) == 20_000
+        and sum(array.nbytes for array in joined.values()) / 20_000 < 160
     )

@@ -116,7 +116,7 @@ def write_rollouts(run_dir: RunDir) -> None:
                 "id": "c",
                 "function": {"name": "<b>tool</b>", "arguments": json.dumps({"code": text})},
             }
-            rollout.messages = [
+            rollout.text = [
                 {"role": "system", "content": "<style>*{display:none}</style>"},
                 {
                     "role": "user",

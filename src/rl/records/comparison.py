@@ -36,15 +36,17 @@ class EvalPoint(msgspec.Struct, kw_only=True, frozen=True):
 def setting_diffs(configs: Sequence[RLConfig | None]) -> list[SettingDiff]:
     """The settings that differ, without PLACE_KEYS and secrets. None in `configs` is a
     configuration that could not be read."""
-    known = [(i, config) for i, config in enumerate(configs) if config]
-    found: dict[str, list[Any]] = {}
-    for i, config in known[1:]:
-        for key, before, after in changed_keys(known[0][1], config):
-            # the tables of a list are separate keys
-            if key not in PLACE_KEYS and not (before in (None, []) and after in (None, [])):
-                found.setdefault(key, [before if one else None for one in configs])[i] = after
+    known = {i: config for i, config in enumerate(configs) if config}
+    first = next(iter(known.values()), None)
+    changes: dict[str, list[Any]] = {}
+    for i, config in known.items():
+        for key, before, after in changed_keys(first or config, config):
+            empty = before in (None, []) and after in (None, [])  # tables of a list: separate keys
+            if key not in PLACE_KEYS and not empty:
+                values = [before if config else None for config in configs]
+                changes.setdefault(key, values)[i] = after
     return [
-        SettingDiff(key=key, values=texts(hidden(key, values))) for key, values in found.items()
+        SettingDiff(key=key, values=texts(hidden(key, values))) for key, values in changes.items()
     ]
 
 
@@ -60,18 +62,15 @@ def texts(values: Sequence[Any]) -> list[str | None]:
 
 def eval_points(runs: Sequence[Run]) -> list[EvalPoint]:
     """Every evaluation of every version in any of the runs."""
-    means, errors = (
-        [run.eval_values(metric) for run in runs]
-        for metric in ("reward_mean", "reward_mean_stderr")
-    )
+    means = [run.eval_values("reward_mean") for run in runs]
+    errors = [run.eval_values("reward_mean_stderr") for run in runs]
+    points = {(name, version) for evals in means for name in evals for version in evals[name]}
     return [
         EvalPoint(
             name=name,
             version=version,
-            means=[of.get(name, {}).get(version) for of in means],
-            errors=[of.get(name, {}).get(version) for of in errors],
+            means=[evals.get(name, {}).get(version) for evals in means],
+            errors=[evals.get(name, {}).get(version) for evals in errors],
         )
-        for name, version in sorted(
-            {(name, version) for of in means for name, values in of.items() for version in values}
-        )
+        for name, version in sorted(points)
     ]

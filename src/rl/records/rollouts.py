@@ -1,11 +1,9 @@
-"""Rollouts selected from the index: filtered, sorted and paged as columns. Texts are read from
-the files on demand."""
+"""Rollouts selected from the index: filtered, sorted and paged as columns. Texts are read from the
+files on demand."""
 
 import contextlib
-import errno
 import importlib
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from numbers import Real
@@ -23,23 +21,18 @@ from rl.diagnosis.rollouts import (
     parse_rollout,
     rollout_text,
 )
-from rl.records.columns import FLAGS, METRIC, NONE, OPTIONAL, WORDS, Columns, Kind, Source
+from rl.records.columns import DTYPES, LOCATION, METRIC, NONE, WORDS, Columns, column_of
 from rl.records.index import RolloutIndex
 from rl.run_dir.files import CorruptFileError, reading
 from rl.system.errors import RunError
 from rl.wire.batch_file import sound_rollouts
 
-KINDS = {Kind.STEP: "train", Kind.PENDING: "pending", Kind.EVAL: "eval"}
-"""Names of the kinds."""
-Bounds = Mapping[str, tuple[float | None, float | None]]
-"""Minimum and maximum of a number, both inclusive; None is unbounded."""
+KINDS = ("train", "pending", "eval")
 ERROR = "error"
 """As a filter on `why`, also matches every rollout that failed itself, whatever its `why`."""
-PLACES = ("offset", "length")
-"""Columns that locate a rollout in its file."""
+ALWAYS = {"kind": KINDS, "why": (TRAINED, ERROR)}
+"""Words that may be asked for although no rollout has them."""
 OTHER_WAYS = "several in a list or a range, or a pair (minimum, maximum)"
-LAST = 2**31 - 1
-"""Stands for the step of rollouts that no batch has settled yet."""
 
 
 @lru_cache(maxsize=2)
@@ -50,10 +43,10 @@ def unpacked(path: Path, _changed: int) -> bytes:
 
 
 def line_at(paths: list[Path], offset: int, length: int) -> tuple[bytes, Path]:
-    """A line, and the one of `paths` that has it: a file may be replaced by its compressed form at
-    any moment.
+    """A line, and which of `paths` has it: a file may be replaced by its compressed form at any
+    moment.
 
-    Raises FileNotFoundError and CorruptFileError.
+    Raises RunError if there is none, and CorruptFileError.
     """
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
@@ -62,124 +55,75 @@ def line_at(paths: list[Path], offset: int, length: int) -> tuple[bytes, Path]:
             with reading(path), path.open("rb") as file:
                 file.seek(offset)
                 return file.read(length), path
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(paths[0]))
+    why = "deleted by orchestrator.rollouts.keep_last, or moved away"
+    raise RunError(f"{paths[0]}: no longer exists: {why}")
 
 
 class Rollout:
-    """One rollout. Its numbers come from the index; `row`, `messages` and `text` are read from
-    its file."""
+    """One rollout. Its numbers come from the index; `row`, `messages` and `text` are read from its
+    file. Every field of the index is an attribute."""
 
-    def __init__(self, columns: Columns, place: int, index: RolloutIndex):
-        self._columns, self._place, self._index = columns, place, index
+    kind: str
+    """`train` (settled by a batch), `pending` (not settled yet) or `eval`."""
+    step: int | None
+    """The batch that settled it; None if there is none."""
+    version: int | None
+    """The newest policy version that sampled one of its tokens (in an evaluation, the evaluated
+    version); None without tokens."""
+    env: str
+    """Name of its environment or evaluation."""
+    task: int
+    group_id: int | None
+    """Its group; None in an evaluation."""
+    rollout_id: int | None
+    """Its index in the group; None in an evaluation."""
+    episode: int | None
+    """Its index among the samples of its task; None if unknown."""
+    reward: float
+    """The reward; nan if the rollout failed."""
+    advantage: float
+    """The advantage; nan in an evaluation."""
+    why: str
+    """`trained`, or the reason why it was not; in an evaluation `error` or ""."""
+    outcome: str
+    """finished, truncated, overlong, empty, timeout or failed."""
+
+    def __init__(self, columns: Columns, number: int, index: RolloutIndex):
+        self._columns, self._number, self._index = columns, number, index
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in DTYPES:
+            raise AttributeError(f"a rollout has no attribute {name}")
+        value = self[name]
+        return None if value == NONE and isinstance(value, int) else value
 
     def __getitem__(self, name: str) -> Any:
-        """A field of the index: a number, a word, or an environment metric (nan if missing).
-        Raises RunError if there is no such field."""
-        value = self._columns[name][self._place].item()
-        if name == "kind":
-            return KINDS[Kind(value)]
-        return self._columns.words[name].words[value] if name in WORDS else value
-
-    @property
-    def kind(self) -> str:
-        """`train` (settled by a batch), `pending` (not settled yet) or `eval`."""
-        return self["kind"]
-
-    @property
-    def step(self) -> int | None:
-        """The batch that settled it; None if there is none."""
-        return None if self["step"] == NONE else self["step"]
-
-    @property
-    def version(self) -> int | None:
-        """The newest policy version that sampled one of its tokens (in an evaluation, the
-        evaluated version); None without tokens."""
-        return None if self["version"] == NONE else self["version"]
-
-    @property
-    def env(self) -> str:
-        """Name of its environment or evaluation."""
-        return self["env"]
-
-    @property
-    def task(self) -> int:
-        return self["task"]
-
-    @property
-    def group_id(self) -> int | None:
-        """Its group; None in an evaluation."""
-        return None if self["group_id"] == NONE else self["group_id"]
-
-    @property
-    def rollout_id(self) -> int | None:
-        """Its index in the group; None in an evaluation."""
-        return None if self["rollout_id"] == NONE else self["rollout_id"]
-
-    @property
-    def episode(self) -> int | None:
-        """Its index among the samples of its task; None if unknown."""
-        return None if self["episode"] == NONE else self["episode"]
-
-    @property
-    def reward(self) -> float:
-        """The reward; nan if the rollout failed."""
-        return self["reward"]
-
-    @property
-    def advantage(self) -> float:
-        """The advantage; nan in an evaluation."""
-        return self["advantage"]
-
-    @property
-    def why(self) -> str:
-        """`trained`, or the reason why it was not; in an evaluation `error` or ""."""
-        return self["why"]
-
-    @property
-    def outcome(self) -> str:
-        """finished, truncated, overlong, empty, timeout or failed."""
-        return self["outcome"]
+        """A field of the index: a word, or a number, which is -1 or nan if missing. Raises RunError
+        if there is no such field."""
+        value = column_of(self._columns, name)[self._number].item()
+        return self._index.words.words[value] if name in WORDS else value
 
     @property
     def metrics(self) -> dict[str, float]:
         """The values of its reward functions and other metrics, by name."""
-        found = {
-            name.removeprefix(METRIC): float(values[self._place])
-            for name, values in self._columns.metrics.items()
-        }
-        return {name: value for name, value in found.items() if not np.isnan(value)}
+        names = self._columns.keys() - DTYPES.keys()
+        values = {name.removeprefix(METRIC): self[name] for name in sorted(names)}
+        return {name: value for name, value in values.items() if not math.isnan(value)}
 
     @property
     def row(self) -> Row:
         """The whole decoded line of its file. Raises RunError if it is gone or damaged."""
-        kind = Kind(self._columns["kind"][self._place])
-        source = Source(
-            kind,
-            self["version"] if kind is Kind.EVAL else self["step"],
-            self.env if kind is Kind.EVAL else "",
-        )
-        moved = (
-            f"rollout {self.rollout_id} of group {self.group_id} has moved: its file was "
-            "rewritten; query the rollouts again"
-        )
+        what = f"rollout {self.rollout_id} of group {self.group_id}"
+        moved = f"{what} has moved: its file was rewritten; query the rollouts again"
         try:
-            line, path = line_at(self._index.paths(source), self["offset"], self["length"])
+            line, path = line_at(self._index.paths(self.file), self.offset, self.length)
             row = parse_rollout(line, str(path)) if line else {}
-        except FileNotFoundError as error:
-            raise RunError(
-                f"{error.filename}: no longer exists: deleted by "
-                "orchestrator.rollouts.keep_last, or moved away"
-            ) from None
         except CorruptFileError:
-            if kind is Kind.PENDING:
+            if self.kind == "pending":
                 raise RunError(moved) from None
             raise
-        wanted = (
-            {"task": self.task}
-            if kind is Kind.EVAL
-            else {"group_id": self["group_id"], "rollout_id": self["rollout_id"]}
-        )
-        if any(row.get(name) != value for name, value in wanted.items()):
+        names = ("task",) if self.kind == "eval" else ("group_id", "rollout_id")
+        if any(row.get(name) != getattr(self, name) for name in names):
             raise RunError(moved)
         return row
 
@@ -198,26 +142,27 @@ class Rollout:
         return rollout_text(self.row)
 
     def __repr__(self) -> str:
-        place = (
-            f"version {self.version}"
-            if self.kind == "eval"
-            else f"step {self.step}, group {self.group_id}"
-        )
-        return (
-            f"<Rollout {self.kind} {place}, {self.env} task {self.task}, reward "
-            f"{self.reward:.3f}, {self.why or self.outcome}>"
-        )
+        batch = f"step {self.step}, group {self.group_id}"
+        which = f"version {self.version}" if self.kind == "eval" else batch
+        what = f"reward {self.reward:.3f}, {self.why or self.outcome}"
+        return f"<Rollout {self.kind} {which}, {self.env} task {self.task}, {what}>"
 
 
 class Rollouts(Sequence[Rollout]):
     """An ordered selection of rollouts. A slice is a selection again; files are read only when a
     rollout's text is accessed."""
 
-    def __init__(self, columns: Columns, places: np.ndarray, index: RolloutIndex):
-        self._columns, self.places, self._index = columns, places, index
+    def __init__(self, columns: Columns, numbers: np.ndarray, index: RolloutIndex):
+        """numbers: rows of the columns."""
+        self._columns, self._numbers, self._index = columns, numbers, index
+
+    @classmethod
+    def of(cls, index: RolloutIndex) -> "Rollouts":
+        """All that are now in an index, in the order in which they were read."""
+        return cls(index.columns, np.arange(len(index.columns["kind"])), index)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self._numbers)
 
     @overload
     def __getitem__(self, which: int) -> Rollout: ...
@@ -225,122 +170,88 @@ class Rollouts(Sequence[Rollout]):
     def __getitem__(self, which: slice) -> "Rollouts": ...
     def __getitem__(self, which: int | slice) -> "Rollout | Rollouts":
         if isinstance(which, slice):
-            return self._some(self.places[which])
-        return Rollout(self._columns, int(self.places[which]), self._index)
+            return self._some(which)
+        return Rollout(self._columns, int(self._numbers[which]), self._index)
 
-    def __iter__(self) -> Iterator[Rollout]:
-        return (Rollout(self._columns, place, self._index) for place in self.places.tolist())
+    def _some(self, which: slice | np.ndarray) -> "Rollouts":
+        return Rollouts(self._columns, self._numbers[which], self._index)
 
-    def _some(self, places: np.ndarray) -> "Rollouts":
-        return Rollouts(self._columns, places, self._index)
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the environment metrics."""
+        return sorted(self._columns.keys() - DTYPES.keys())
 
     @property
     def fields(self) -> list[str]:
         """Names of all fields and metrics that rollouts can be filtered and sorted by."""
-        names = [*self._columns.arrays, *sorted(self._columns.metrics)]
-        return [name for name in dict.fromkeys(names) if name not in PLACES]
+        return [name for name in DTYPES if name not in LOCATION] + self.metrics
+
+    def _values(self, name: str) -> np.ndarray:
+        return column_of(self._columns, name)[self._numbers]
+
+    def _plain(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Values of a column, with words in place of their codes."""
+        if name not in WORDS:
+            return values
+        return np.array([self._index.words.words[code] for code in values.tolist()], object)
 
     def column(self, name: str) -> np.ndarray:
         """The values of a field or metric, [len]; words as an array of objects."""
-        values = self._columns[name][self.places]
-        if name == "kind":
-            return np.array(list(KINDS.values()), dtype=object)[values]
-        if name in FLAGS:
-            return values.astype(bool)
-        return (
-            np.array(self._columns.words[name].words, dtype=object)[values]
-            if name in WORDS
-            else values
-        )
+        return self._plain(name, self._values(name))
 
     def sorted(self, name: str, *, descending: bool = False) -> "Rollouts":
         """Sorts by a field or metric. The sort is stable; rollouts without a value come last."""
-        values = self._columns[name][self.places]
+        values = self._values(name)
         if name in WORDS:
-            ranks = np.argsort(np.argsort(np.array(self._columns.words[name].words)))
-            values = ranks[values]
-        missing = (
-            values == NONE
-            if name in OPTIONAL
-            else np.isnan(values)
-            if values.dtype.kind == "f"
-            else np.zeros(len(values), bool)
-        )
-        values = (
-            -values.astype(values.dtype if values.dtype.kind == "f" else np.int64)
-            if descending
-            else values
-        )
-        return self._some(self.places[np.lexsort((values, missing))])
+            codes, values = np.unique(values, return_inverse=True)
+            values = np.argsort(np.argsort(self._plain(name, codes)))[values]
+        is_float = values.dtype.kind == "f"
+        missing = np.isnan(values) if is_float else values == NONE
+        if descending:
+            values = -values.astype(values.dtype if is_float else np.int64)
+        return self._some(np.lexsort((values, missing)))
 
     def where(self, **wanted: Any) -> "Rollouts":
-        """Selects rollouts by fields: a value, a list, set or range of alternatives, or for
-        numbers a pair (minimum, maximum), where None is unbounded. Raises RunError for an
-        unknown field, for text in place of a number, and for a word that no rollout of the run
-        has."""
-        mask = np.ones(len(self.places), bool)
+        """Selects rollouts by fields: a value, a list, set or range of alternatives, or for numbers
+        a pair (minimum, maximum), where None is unbounded. Raises RunError for an unknown field,
+        for text in place of a number, and for a word that no rollout of the run has."""
+        matches = np.ones(len(self), bool)
         for name, value in wanted.items():
             if value is not None:
-                mask &= self._has(name, value)
-        return self._some(self.places[mask])
+                matches &= (self._has_word if name in WORDS else self._has_number)(name, value)
+        return self._some(matches)
 
-    def _has(self, name: str, value: Any) -> np.ndarray:
-        values = self._columns[name][self.places]
-        if isinstance(value, tuple):
-            if name in WORDS:
-                raise RunError(
-                    f"{name} = {value!r}: a pair is the minimum and maximum of a number; "
-                    "give several words as a list"
-                )
-            if len(value) != 2:
-                raise RunError(
-                    f"{name} = {value!r}: give a pair, the minimum and the maximum, or "
-                    "several values as a list"
-                )
-            least, greatest = value
-            if not all(end is None or is_number(end) for end in value) or (
-                None not in value and least > greatest
-            ):
-                raise RunError(
-                    f"{name} = {value!r}: give the minimum and the maximum, in this order, "
-                    "or None for no bound"
-                )
-            # an open end does not match a rollout without the field
-            there = values != NONE if name in OPTIONAL else True
-            return (
-                there
-                & (values >= (-np.inf if least is None else least))
-                & (values <= (np.inf if greatest is None else greatest))
-            )
-        if isinstance(value, range) and value.step == 1:
-            return (values >= value.start) & (values < value.stop)
-        several = (
-            [*value] if isinstance(value, (list, set, frozenset, range, np.ndarray)) else [value]
-        )
-        if name == "kind":
-            several = [kind for kind, word in KINDS.items() if word in several]
-        elif name in WORDS:
-            failed, codes = name == "why" and ERROR in several, self._columns.words[name].codes
-            if (
-                codes
-                and not failed
-                and not any(word in codes for word in several)
-                and several not in ([TRAINED], [""])
-            ):
-                there = ", ".join(filter(None, codes))
-                raise RunError(
-                    f"{name} = {', '.join(map(str, several))}: no rollout of the run has it; "
-                    f"there are: {there}"
-                )
-            several = [self._columns.code(name, word) for word in several]
-            if failed:
-                return np.isin(values, several) | (self._columns["failed"][self.places] > 0)
-        elif wrong := [one for one in several if not is_number(one)]:
-            raise RunError(
-                f"{name} = {wrong[0]!r}: give a number"
-                + ("" if isinstance(wrong[0], str) else f", {OTHER_WAYS}")
-            )
-        return values == several[0] if len(several) == 1 else np.isin(values, several)
+    def _has_number(self, name: str, wanted: Any) -> np.ndarray:
+        numbers = self.column(name)
+        if isinstance(wanted, tuple):
+            least, greatest = bounds(name, wanted)
+            known = (numbers != NONE) | (numbers.dtype.kind == "f")
+            return known & (numbers >= least) & (numbers <= greatest)
+        if isinstance(wanted, range) and wanted.step == 1:
+            return (numbers >= wanted.start) & (numbers < wanted.stop)
+        wanted = alternatives(wanted)
+        if wrong := [value for value in wanted if not is_number(value)]:
+            hint = "" if isinstance(wrong[0], str) else f", {OTHER_WAYS}"
+            raise RunError(f"{name} = {wrong[0]!r}: give a number{hint}")
+        return np.isin(numbers, wanted)
+
+    def _has_word(self, name: str, wanted: Any) -> np.ndarray:
+        if isinstance(wanted, tuple):
+            pair = "a pair is the minimum and maximum of a number; give several words as a list"
+            raise RunError(f"{name} = {wanted!r}: {pair}")
+        words, column = alternatives(wanted), self._columns[name]
+        codes = [self._index.words.codes.get(word, NONE) for word in words]
+        unknown = [
+            str(word)
+            for word, code in zip(words, codes, strict=True)
+            if word not in (*ALWAYS.get(name, ()), "") and not (column == code).any()
+        ]
+        if unknown and len(column) and (name == "env" or len(unknown) == len(words)):
+            what = "has no rollouts" if name == "env" else "no rollout of the run has it"
+            known = ", ".join(filter(None, self._plain(name, np.unique(column))))
+            raise RunError(f"{name} = {', '.join(unknown)}: {what}; there are: {known}")
+        matches = np.isin(self._values(name), codes)
+        return matches | self._values("failed") if name == "why" and ERROR in words else matches
 
     def containing(self, text: str) -> Iterator[Rollout]:
         """Yields the rollouts whose conversation or error contains a text, ignoring case, while
@@ -356,23 +267,17 @@ class Rollouts(Sequence[Rollout]):
 
     def counts(self, name: str) -> dict[Any, int]:
         """The number of rollouts with each value of a field, the most frequent first."""
-        values, counts = np.unique(self._columns[name][self.places], return_counts=True)
-        words = (
-            KINDS if name == "kind" else self._columns.words[name].words if name in WORDS else None
-        )
-        order = np.argsort(-counts, kind="stable")
-        return {
-            (words[values[i].item()] if words is not None else values[i].item()): int(counts[i])
-            for i in order
-        }
+        values, counts = np.unique(self._values(name), return_counts=True)
+        pairs = zip(self._plain(name, values).tolist(), counts.tolist(), strict=True)
+        return dict(sorted(pairs, key=lambda pair: -pair[1]))
 
     def by(self, name: str) -> "dict[Any, Rollouts]":
         """Splits the rollouts by the value of a field, in ascending order of the values."""
-        values = self.column(name)
-        return {
-            value: self._some(self.places[values == value])
-            for value in sorted(set(values.tolist()))
-        }
+        values = self._values(name)
+        order = np.argsort(values, kind="stable")
+        keys, starts = np.unique(values[order], return_index=True)
+        groups = zip(self._plain(name, keys).tolist(), np.split(order, starts[1:]), strict=False)
+        return {key: self._some(rows) for key, rows in sorted(groups, key=lambda group: group[0])}
 
     def columns(self) -> dict[str, np.ndarray]:
         """All fields and metrics as columns, without the locations in files."""
@@ -386,9 +291,26 @@ class Rollouts(Sequence[Rollout]):
         return f"<{len(self)} rollouts>"
 
 
+def alternatives(wanted: Any) -> list[Any]:
+    """A filter's value as a list."""
+    many = isinstance(wanted, (list, set, frozenset, range, np.ndarray))
+    return [*wanted] if many else [wanted]
+
+
+def bounds(name: str, wanted: tuple[Any, ...]) -> tuple[float, float]:
+    """Minimum and maximum of a pair. Raises RunError if it is none."""
+    least, greatest = wanted if len(wanted) == 2 else (math.nan, math.nan)
+    least = -math.inf if least is None else least
+    greatest = math.inf if greatest is None else greatest
+    if not (is_number(least) and is_number(greatest) and least <= greatest):
+        pair = "give the minimum and the maximum, in this order, or None for no bound"
+        raise RunError(f"{name} = {wanted!r}: {pair}; or several values as a list")
+    return least, greatest
+
+
 def frame(columns: Mapping[str, np.ndarray], kind: str | None = None) -> Any:
-    """The columns as a table of `pandas` (the default) or `polars`, if that is installed, or as
-    a dict of numpy arrays (`columns`)."""
+    """The columns as a table of `pandas` (the default) or `polars`, if that is installed, or as a
+    dict of numpy arrays (`columns`)."""
     if kind == "columns":
         return dict(columns)
     if kind not in (None, "pandas", "polars"):
@@ -403,17 +325,3 @@ def frame(columns: Mapping[str, np.ndarray], kind: str | None = None) -> Any:
 def is_number(value: Any) -> bool:
     """Whether a value is a real number other than nan."""
     return isinstance(value, Real) and not math.isnan(value)
-
-
-def all_rollouts(index: RolloutIndex, kinds: set[Kind]) -> Rollouts:
-    """The rollouts of these kinds now in the index, by step and position in the file, pending
-    ones last; evaluations by version."""
-    columns = index.columns
-    places = np.flatnonzero(np.isin(columns["kind"], [*kinds]))
-    of_eval, waits = (columns["kind"][places] == kind for kind in (Kind.EVAL, Kind.PENDING))
-    order = np.where(
-        of_eval, columns["version"][places], np.where(waits, LAST, columns["step"][places])
-    )
-    if len(order) and (np.diff(order) < 0).any():
-        places = places[np.argsort(order, kind="stable")]
-    return Rollouts(columns, places, index)

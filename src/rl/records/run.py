@@ -25,9 +25,8 @@ from rl.models.folder import (
     with_template,
 )
 from rl.records.cache import cache_file
-from rl.records.columns import Kind
-from rl.records.index import RolloutIndex
-from rl.records.rollouts import KINDS, Rollouts, all_rollouts, frame, is_number
+from rl.records.index import RolloutIndex, identity_of
+from rl.records.rollouts import KINDS, Rollouts, frame, is_number
 from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
@@ -64,11 +63,9 @@ def check_metric(name: str, known: Collection[str]) -> None:
     """Raises UnknownMetricError for a name that is neither `known` nor a metric of rl, which may
     still appear."""
     if name not in known and meaning(name)[0] == OWN:
-        near = get_close_matches(name, {*known, *METRICS}, n=3)
-        raise UnknownMetricError(
-            f"{name}: there is no such metric"
-            + (f"; similar: {', '.join(near)}" if near else "; see docs/metrics.md")
-        )
+        near = ", ".join(get_close_matches(name, {*known, *METRICS}, n=3))
+        hint = f"similar: {near}" if near else "see docs/metrics.md"
+        raise UnknownMetricError(f"{name}: there is no such metric; {hint}")
 
 
 def plain(path: Path) -> Path:
@@ -99,9 +96,8 @@ class Run:
         """Opens a run. Raises RunError if there is none."""
         self.root = plain(Path(root))
         if not (self.root / "config.toml").is_file():
-            raise RunError(
-                f"{self.root}: not a run directory; give the directory that has its config.toml"
-            )
+            hint = "give the directory that has its config.toml"
+            raise RunError(f"{self.root}: not a run directory; {hint}")
         self._lock = threading.RLock()
         self.reading = threading.RLock()
         """Held while metrics or spans are read, as another thread may update them. The index of
@@ -109,9 +105,8 @@ class Run:
         self.heartbeats: Staleness | None = None
         """Set by callers that diagnose repeatedly; if None, a diagnosis may wait for heartbeats
         from other clocks."""
-        self._batch = lru_cache(KEPT_BATCHES)(
-            lambda step, _changed: BatchTokens(self.run_dir, step)
-        )
+        read_batch = lru_cache(KEPT_BATCHES)
+        self._batch = read_batch(lambda step, _changed: BatchTokens(self.run_dir, step))
         self._config = lru_cache(1)(lambda _changed: stored_config(self.root))
 
     def __repr__(self) -> str:
@@ -147,8 +142,8 @@ class Run:
     def metrics(self, source: str | None = None, kind: str | None = None) -> Any:
         """A table with a row per (step, source) and a column per metric; missing values are nan.
 
-        source: only `trainer`, `orchestrator` or `eval`. kind: `pandas` (the default), `polars`, or
-        `columns` for a dict of numpy arrays. Raises RunError for an unknown source.
+        source: only `trainer`, `orchestrator` or `eval`. kind: `pandas` (the default), `polars`,
+        or `columns` for a dict of numpy arrays. Raises RunError for an unknown source.
         """
         with self.reading:
             self._check_source(source)
@@ -182,49 +177,32 @@ class Run:
         """Selects rollouts by fields: `step`, `version`, `env`, `task`, `group_id`, `outcome`,
         `why`, `reward`, ..., or a metric's name.
 
-        kind: `train` (in a step's file, trained or not), `pending` (not settled by a batch yet) or
-        `eval`; None: `train`, then `pending`. wanted: see Rollouts.where: `step=range(10, 20),
-        env="sums", why=["trained", "no_signal"], reward=(0.5, None)`. Raises RunError for an
-        unknown field, environment or evaluation.
+        kind: `train` (in a step's file, trained or not), `pending` (not settled by a batch yet)
+        or `eval`; None: `train`, then `pending`.
+        wanted: see Rollouts.where: `step=range(10, 20), env="sums", why=["trained",
+        "no_signal"], reward=(0.5, None)`. Raises RunError for an unknown field, environment or
+        evaluation.
         """
-        kinds = {
-            number
-            for number, word in KINDS.items()
-            if word == kind or (kind is None and number is not Kind.EVAL)
-        }
-        if not kinds:
-            raise RunError(f"kind = {kind!r}: give {', '.join(KINDS.values())}")
+        if kind not in (None, *KINDS):
+            raise RunError(f"kind = {kind!r}: give {', '.join(KINDS)}")
         with self._lock:
             self._index.refresh()
-            there = self._index.columns.words["env"]
-            named = wanted.get("env")
-            several = (
-                named
-                if isinstance(named, (list, tuple, set, frozenset))
-                else [named]
-                if named
-                else ()
-            )
-            unknown = [str(name) for name in several if name not in there.codes]
-            if unknown and there.words:
-                raise RunError(
-                    f"env = {', '.join(unknown)}: has no rollouts; there are: "
-                    f"{', '.join(there.words)}"
-                )
-            return all_rollouts(self._index, kinds).where(**wanted)
+            kinds = kind or ["train", "pending"]
+            chosen = Rollouts.of(self._index).where(kind=kinds, **wanted)
+        return chosen.sorted("version" if kind == "eval" else "step")
 
     def group(self, group_id: int) -> Rollouts:
         """The rollouts of a group, settled or pending, by index in the group. Raises RunError if
         there are none."""
-        if found := self.rollouts(group_id=group_id):
-            return found.sorted("rollout_id")
+        if rollouts := self.rollouts(group_id=group_id):
+            return rollouts.sorted("rollout_id")
         raise RunError(f"group {group_id}: has no rollouts in {self.run_dir.rollouts_dir}")
 
     def task(self, env: str, task: int, kind: str | None = None) -> dict[int, Rollouts]:
         """One task over the run: its rollouts by the newest policy version that sampled them,
         ascending; -1 if they failed before the first token. Raises RunError if there are none."""
-        if found := self.rollouts(kind, env=env, task=task):
-            return found.by("version")
+        if rollouts := self.rollouts(kind, env=env, task=task):
+            return rollouts.by("version")
         raise RunError(f"task {task} of {env}: has no rollouts")
 
     @property
@@ -233,12 +211,8 @@ class Run:
         everywhere."""
         with self._lock:
             self._index.refresh()
-            return {
-                **self._index.denied,
-                **{
-                    self._index.path(source): fault for source, fault in self._index.damaged.items()
-                },
-            }
+            damaged = self._index.damaged.items()
+            return self._index.denied | {self._index.path(file): fault for file, fault in damaged}
 
     # Tokens ---------------------------------------------------------------------------------------
 
@@ -247,31 +221,28 @@ class Run:
         more), CorruptFileError if damaged."""
         if not isinstance(step, Integral) or step < 1:
             raise RunError(f"step = {step!r}: give a whole number from 1")
-        paths = self.run_dir.batch(step), self.run_dir.tokens(step)
-        batch, log = (path.stat().st_mtime_ns if path.exists() else 0 for path in paths)
-        return self._batch(step, (batch, log))
+        files = map(identity_of, (self.run_dir.batch(step), self.run_dir.tokens(step)))
+        return self._batch(step, (*files,))
 
     def tokens(
         self, step: int, group: int | None = None, rollout: int | None = None
     ) -> list[SampleTokens]:
         """The samples of a batch token by token; only those of a group or rollout, if given.
         Raises the errors of `batch`, and RunError if there are no such samples."""
-        if found := list(self.batch(step).of(group, rollout)):
-            return found
-        raise RunError(
-            f"batch {step} has no sample of group {group}, rollout {rollout} (None means any)"
-        )
+        if samples := list(self.batch(step).of(group, rollout)):
+            return samples
+        which = f"group {group}, rollout {rollout} (None means any)"
+        raise RunError(f"batch {step} has no sample of {which}")
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The model's tokenizer. Imports transformers. Raises the errors of `tokenizer_folder`."""
         from transformers import AutoTokenizer
 
-        folder, model = self.tokenizer_folder, self.config.model
-        # saved versions include it
-        if model.chat_template and not folder.is_relative_to(self.run_dir.weights_dir):
-            folder = with_template(folder, template_text(folder, model.chat_template))
-        # a mapping that is not lazy
+        folder, template = self.tokenizer_folder, self.config.model.chat_template
+        if template and not folder.is_relative_to(self.run_dir.weights_dir):  # else it has it
+            folder = with_template(folder, template_text(folder, template))
+        # The checker takes a mapping of transformers for its lazy values.
         return AutoTokenizer.from_pretrained(str(folder))  # ty: ignore[invalid-explicit-return]
 
     @property
@@ -281,18 +252,13 @@ class Run:
         for folder in reversed(numbered(self.run_dir.weights_dir).values()):
             if has_tokenizer(folder):
                 return folder
-        base, name = folder_here(self.config.model), self.config.model.name
-        if base is None or not has_tokenizer(base):
-            get = (
-                f"`hf download {name} tokenizer.json` gets it"
-                if name.count("/") == 1
-                else "copy it there"
-            )
-            raise RunError(
-                f"the tokenizer of {name} is neither on this machine nor in "
-                f"{self.run_dir.weights_dir}: {get}"
-            )
-        return base
+        folder, name = folder_here(self.config.model), self.config.model.name
+        if folder and has_tokenizer(folder):
+            return folder
+        get = f"`hf download {name} tokenizer.json` gets it"
+        hint = get if name.count("/") == 1 else "copy it there"
+        where = f"neither on this machine nor in {self.run_dir.weights_dir}"
+        raise RunError(f"the tokenizer of {name} is {where}: {hint}")
 
     # Versions -------------------------------------------------------------------------------------
 
@@ -300,37 +266,28 @@ class Run:
     def versions(self) -> list[Version]:
         """Policy versions with remaining weights, a checkpoint or an evaluation, ascending from
         0, the base model."""
-        weights, checkpoints = (
-            numbered(self.run_dir.weights_dir),
-            numbered(self.run_dir.checkpoints),
-        )
+        weights = numbered(self.run_dir.weights_dir)
+        checkpoints = numbered(self.run_dir.checkpoints)
         evals, best = self.eval_values(), self._best_versions()
-        there = sorted(
-            {0, *weights, *checkpoints, *(version for of in evals.values() for version in of)}
-        )
         return [
             Version(
                 number,
                 weights.get(number),
                 checkpoints.get(number),
-                {name: of[number] for name, of in evals.items() if number in of},
-                tuple(name for name, of in best.items() if of == number),
+                {name: means[number] for name, means in evals.items() if number in means},
+                tuple(name for name in best if best[name] == number),
             )
-            for number in there
+            for number in sorted({0, *weights, *checkpoints}.union(*evals.values()))
         ]
 
     def eval_values(self, metric: str = "reward_mean") -> dict[str, dict[int, float]]:
         """A metric of each evaluation by policy version, ascending."""
-        names = {
-            match[1]: name
-            for name in self.numbers.names
-            if (match := re.fullmatch(rf"eval/(.+)/{metric}", name))
-        }
-        curves = {label: self.numbers.curve(name, "eval") for label, name in names.items()}
-        return {
-            label: dict(zip(steps.tolist(), values.tolist(), strict=True))
-            for label, (steps, values) in curves.items()
-        }
+        values = {}
+        for name in self.numbers.names:
+            if match := re.fullmatch(rf"eval/(.+)/{metric}", name):
+                steps, means = self.numbers.curve(name, "eval")
+                values[match[1]] = dict(zip(steps.tolist(), means.tolist(), strict=True))
+        return values
 
     def _best_versions(self) -> dict[str, int]:
         path = self.run_dir.evals / "best.json"
@@ -344,47 +301,43 @@ class Run:
     def load_model(
         self, version: int | str | None = None, **options: Any
     ) -> "PreTrainedModel | PeftModel":
-        """A policy version as a model of transformers, adapters on their base. Raises RunError if
-        the version does not exist.
+        """A policy version as a model of transformers, adapters on their base. Raises RunError
+        if the version does not exist.
 
         version: a number (0 is the base model), `best` if there is only one evaluation,
-        `best:NAME`, or None for the newest. options: keyword arguments of `from_pretrained`, such
-        as `dtype`.
+        `best:NAME`, or None for the newest.
+        options: keyword arguments of `from_pretrained`, such as `dtype`.
         """
         from transformers import AutoModelForCausalLM
 
-        number, base = (
-            self._number(version),
-            lambda: resolve_model(self.config.model, needs_template=False),
-        )
-        if number == 0:
-            return AutoModelForCausalLM.from_pretrained(base(), **options)
+        number = self._number(version)
         folder = self.run_dir.weights(number)
-        if folder.is_dir() and not any(folder.glob("*.safetensors")) and not is_delta(folder):
-            where = (
-                f" (the service that trains the run has them, see {folder}/{REMOTE})"
-                if is_remote(folder)
-                else ""
-            )
-            raise RunError(
-                f"{folder} has no weights, *.safetensors{where}: copy them there, or give "
-                "another version"
-            )
-        if not folder.is_dir():
-            there = ", ".join(map(str, numbers(self.run_dir.weights_dir))) or "none"
-            raise RunError(
-                f"version {number} is not in {self.run_dir.weights_dir}; there are: {there} "
-                "(and 0, the base model)"
-            )
-        if not (folder / "adapter_config.json").is_file():
-            with readable(folder) as place:
-                return AutoModelForCausalLM.from_pretrained(place, **options)
+        is_adapter = number != 0 and (folder / "adapter_config.json").is_file()
+        if number != 0:
+            self._check_weights(folder)
+        if number != 0 and not is_adapter:
+            with readable(folder) as weights:
+                return AutoModelForCausalLM.from_pretrained(weights, **options)
+        base = resolve_model(self.config.model, needs_template=False)
+        model = AutoModelForCausalLM.from_pretrained(base, **options)
+        if not is_adapter:
+            return model
         from peft import PeftModel
 
-        model = AutoModelForCausalLM.from_pretrained(base(), **options)
-        # by which peft would take some layers for experts of transformers 4
+        # Else peft would take some layers for experts of transformers 4.
         with patch.dict(vars(model.config), model_type=""):
             return PeftModel.from_pretrained(model, folder)
+
+    def _check_weights(self, folder: Path) -> None:
+        if not folder.is_dir():
+            versions = ", ".join(map(str, numbers(folder.parent))) or "none"
+            known = f"there are: {versions} (and 0, the base model)"
+            raise RunError(f"version {int(folder.name)} is not in {folder.parent}; {known}")
+        if not any(folder.glob("*.safetensors")) and not is_delta(folder):
+            service = f" (the service that trains the run has them, see {folder}/{REMOTE})"
+            where = service if is_remote(folder) else ""
+            hint = "copy them there, or give another version"
+            raise RunError(f"{folder} has no weights, *.safetensors{where}: {hint}")
 
     def _number(self, version: int | str | None) -> int:
         if version is None:
@@ -392,13 +345,11 @@ class Run:
         if isinstance(version, int):
             return version
         name, best = version.removeprefix("best").removeprefix(":"), self._best_versions()
-        found = {of for label, of in best.items() if name in ("", label)}
-        if not version.startswith("best") or len(found) != 1:
-            raise RunError(
-                f"version {version!r}: give a number, or best:NAME; evaluations and their "
-                f"best versions: {best or 'none'}"
-            )
-        return found.pop()
+        chosen = {best[label] for label in best if name in ("", label)}
+        if not version.startswith("best") or len(chosen) != 1:
+            known = f"evaluations and their best versions: {best or 'none'}"
+            raise RunError(f"version {version!r}: give a number, or best:NAME; {known}")
+        return chosen.pop()
 
     # What happened --------------------------------------------------------------------------------
 
@@ -421,26 +372,21 @@ class Run:
     def timeline(self, begin: float | None = None, end: float | None = None) -> Timeline:
         """What each process did between two times in seconds since the epoch; None: unbounded.
         Raises RunError if they are invalid."""
-        if not all(one is None or is_number(one) for one in (begin, end)) or (
-            begin is not None and end is not None and begin > end
-        ):
-            raise RunError(
-                f"begin = {begin!r}, end = {end!r}: give two numbers in this order, seconds "
-                "since the epoch, or None"
-            )
-        # read before the spans: what ends in between is then in both, not in neither
+        ends = -math.inf if begin is None else begin, math.inf if end is None else end
+        if not all(map(is_number, ends)) or ends[0] > ends[1]:
+            hint = "give two numbers in this order, seconds since the epoch, or None"
+            raise RunError(f"begin = {begin!r}, end = {end!r}: {hint}")
+        # Before the spans: what ends in between is then in both, not in neither.
         statuses = self.status
         with self.reading:
-            ends = -math.inf if begin is None else begin, math.inf if end is None else end
             return read_timeline(self.recording, self.numbers, self.events, statuses, *ends)
 
     @property
     def status(self) -> dict[str, RoleStatus]:
         """The last status of each process: its phase and heartbeat."""
-        found = {
-            path.stem: read_status(path) for path in files_in(self.run_dir.status_dir, ".json")
-        }
-        return {name: status for name, status in found.items() if status and status.pid is not None}
+        paths = files_in(self.run_dir.status_dir, ".json")
+        statuses = {path.stem: read_status(path) for path in paths}
+        return {name: status for name, status in statuses.items() if status and status.pid}
 
     @property
     def end(self) -> RunEnd | None:
@@ -456,34 +402,22 @@ class Run:
     @property
     def logs(self) -> dict[str, dict[int, Path]]:
         """The log files of each process by attempt."""
-        names = {
-            match[1]
-            for path in self.run_dir.logs.glob("*.log")
-            if (match := LOG_NAME.fullmatch(path.name))
-        }
-        return {
-            name: dict(sorted(attempts(self.run_dir.logs, name).items())) for name in sorted(names)
-        }
+        matches = (LOG_NAME.fullmatch(path.name) for path in self.run_dir.logs.glob("*.log"))
+        names = sorted({match[1] for match in matches if match})
+        return {name: dict(sorted(attempts(self.run_dir.logs, name).items())) for name in names}
 
     def log(self, process: str, attempt: int | None = None, lines: int = 100) -> list[str]:
         """The last non-empty lines of a process's log, by default of its newest attempt. Raises
         RunError if it has no log."""
         if not isinstance(lines, Integral) or lines < 0:
             raise RunError(f"lines = {lines!r}: give a whole number from 0")
-        there = self.logs.get(process, {})
-        path = there.get(max(there, default=0) if attempt is None else attempt)
-        if path is None:
-            what = (
-                f"the {process} has no log"
-                if not there
-                else f"the {process} has no attempt {attempt}; there are "
-                f"{', '.join(map(str, there))}"
-            )
-            raise RunError(
-                f"{what} in {self.run_dir.logs}, which has those of: "
-                f"{', '.join(self.logs) or 'nobody'}"
-            )
-        return last_lines(path, lines) if lines else []
+        paths, processes = self.logs.get(process, {}), ", ".join(self.logs) or "nobody"
+        path = paths.get(max(paths, default=0) if attempt is None else attempt)
+        if path:
+            return last_lines(path, lines) if lines else []
+        others = f"attempt {attempt}; there are {', '.join(map(str, paths))}"
+        what = f"the {process} has no {others if paths else 'log'}"
+        raise RunError(f"{what} in {self.run_dir.logs}, which has those of: {processes}")
 
     def quick_diagnosis(self) -> Diagnosis:
         """The diagnosis without damaged rollout files (finding them reads all files at first).
@@ -497,18 +431,13 @@ class Run:
 
         Raises RunError without a configuration.
         """
-        found = self.quick_diagnosis()
-        return replace(
-            found,
-            problems=[
-                *found.problems,
-                *(Problem(text, files=(path,)) for path, text in self.damaged.items()),
-            ],
-        )
+        diagnosis = self.quick_diagnosis()
+        damaged = [Problem(text, files=(path,)) for path, text in self.damaged.items()]
+        return replace(diagnosis, problems=diagnosis.problems + damaged)
 
     @property
     def problems(self) -> list[Problem]:
         """Problems, then hints on what may hold the reward down, each with evidence; empty if
         there are none."""
-        found = self.diagnosis()
-        return [*found.problems, *found.hints]
+        diagnosis = self.diagnosis()
+        return diagnosis.problems + diagnosis.hints

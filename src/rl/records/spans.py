@@ -1,11 +1,10 @@
 """Follows the spans and gauges that the processes of a run write, in wall time."""
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from rl.run_dir.files import LineReader, files_in
 from rl.run_dir.metrics import all_lines
@@ -47,9 +46,9 @@ class SpanFile:
         self.offset: float | None = None
         """Wall time minus monotonic time in seconds, as of the newest Start."""
         self.spans: list[Done] = []
+        self.begins: list[float] = []
+        """Begin times of the spans, ascending."""
         self.gauges: list[Counted] = []
-        self.sorted = np.empty(0)
-        """See `begins`."""
 
     def refresh(self) -> None:
         for text in all_lines(self.reader):
@@ -66,25 +65,12 @@ class SpanFile:
         if isinstance(line, Gauges):
             if is_time(line.at + offset):
                 self.gauges.append(Counted(self.process, line.at + offset, line.values))
-        elif line.begin <= line.end and is_time(line.begin + offset) and is_time(line.end + offset):
-            self.spans.append(
-                Done(
-                    self.process,
-                    line.lane,
-                    line.name,
-                    line.begin + offset,
-                    line.end + offset,
-                    line.step,
-                    line.about,
-                )
-            )
-
-    @property
-    def begins(self) -> np.ndarray:
-        """Begin times of the spans, ascending, [n]."""
-        if len(self.sorted) != len(self.spans):
-            self.sorted = np.sort([done.begin for done in self.spans])
-        return self.sorted
+            return
+        begin, end = line.begin + offset, line.end + offset
+        if begin <= end and is_time(begin) and is_time(end):
+            done = Done(self.process, line.lane, line.name, begin, end, line.step, line.about)
+            self.spans.append(done)
+            insort(self.begins, begin)
 
 
 class Recording:
@@ -97,33 +83,27 @@ class Recording:
 
     def refresh(self) -> None:
         """Reads what is new, and drops what is gone."""
-        found = {}
+        files = {}
         for path in files_in(self.folder, ".jsonl"):
-            for part in (old(path), path):
+            for version in (old(path), path):
                 try:
-                    there = part.stat()
+                    status = version.stat()
                 except FileNotFoundError:
                     continue
-                file = self.files.get((path.stem, there.st_ino))
-                if file is None or file.reader.offset > there.st_size:  # new or truncated
-                    file = SpanFile(part, path.stem)
-                file.reader.path = part
+                file = self.files.get((path.stem, status.st_ino))
+                if file is None or file.reader.offset > status.st_size:  # new or truncated
+                    file = SpanFile(version, path.stem)
+                file.reader.path = version
                 file.refresh()
-                found[path.stem, there.st_ino] = file
-        self.files = found
+                files[path.stem, status.st_ino] = file
+        self.files = files
 
     @property
     def ends(self) -> tuple[float, float] | None:
         """The begin of the first span and the end of the last one; None without spans."""
-        some = [file for file in self.files.values() if file.spans]
-        return (
-            (
-                min(float(file.begins[0]) for file in some),
-                max(done.end for file in some for done in file.spans),
-            )
-            if some
-            else None
-        )
+        begins = [file.begins[0] for file in self.files.values() if file.begins]
+        ends = (done.end for file in self.files.values() for done in file.spans)
+        return (min(begins), max(ends)) if begins else None
 
     @property
     def counted(self) -> dict[str, float]:
@@ -135,21 +115,16 @@ class Recording:
         """Yields, per file, the begin of the first span at or after a time. process: None for
         all."""
         for file in self.files.values():
-            if process in (None, file.process) and (
-                at := int(np.searchsorted(file.begins, time))
-            ) < len(file.begins):
-                yield float(file.begins[at])
+            if process in (None, file.process):
+                first = bisect_left(file.begins, time)
+                yield from file.begins[first : first + 1]
 
     def between(self, begin: float, end: float) -> tuple[list[Done], list[Counted]]:
         """The spans that overlap the interval from `begin` to `end`, and the gauges in it, in
         order within each file."""
-        files = self.files.values()
+        spans = (done for file in self.files.values() for done in file.spans)
+        gauges = (counted for file in self.files.values() for counted in file.gauges)
         return (
-            [
-                done
-                for file in files
-                for done in file.spans
-                if done.end >= begin and done.begin <= end
-            ],
-            [counted for file in files for counted in file.gauges if begin <= counted.time <= end],
+            [done for done in spans if done.end >= begin and done.begin <= end],
+            [counted for counted in gauges if begin <= counted.time <= end],
         )

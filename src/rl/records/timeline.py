@@ -3,8 +3,8 @@ and chrome://tracing."""
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -22,7 +22,10 @@ MICROSECONDS = 1e6
 SLACK_S = 5 * HEARTBEAT_S
 """A process counts as alive if its heartbeat is at most this much older than the newest of all,
 in seconds."""
-STARTING, RL = Phase.STARTING.value, "rl"
+STARTING = Phase.STARTING.value
+RL = "rl"
+LIFE = ("start", "restart", "death", "stop", "give_up")
+"""Events with which a process's starting up ends."""
 
 
 @dataclass(frozen=True)
@@ -41,81 +44,57 @@ class Mark:
 class Timeline:
     """Everything between two times; each list is in chronological order."""
 
-    spans: list[Done] = field(default_factory=list)
-    gauges: list[Counted] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    spans: Sequence[Done] = ()
+    gauges: Sequence[Counted] = ()
+    marks: Sequence[Mark] = ()
 
     def __repr__(self) -> str:
-        return (
-            f"<Timeline: {len(self.spans)} spans, {len(self.gauges)} gauges, {len(self.marks)} "
-            "marks>"
-        )
-
-    def between(self, begin: float, end: float) -> "Timeline":
-        """The part that overlaps the interval from `begin` to `end`."""
-        return Timeline(
-            [done for done in self.spans if done.end >= begin and done.begin <= end],
-            [counted for counted in self.gauges if begin <= counted.time <= end],
-            [mark for mark in self.marks if begin <= mark.time <= end],
-        )
+        counts = f"{len(self.spans)} spans, {len(self.gauges)} gauges, {len(self.marks)} marks"
+        return f"<Timeline: {counts}>"
 
     def trace(self) -> dict[str, Any]:
         """Converts to Chrome's trace event format (JSON object format). Overlapping spans of a
         lane are spread over several."""
-        events, numbers = list[dict[str, Any]](), dict[tuple[str, str], int]()
-        pids = {
-            name: number
-            for number, name in enumerate(
-                sorted({entry.process for entry in (*self.spans, *self.gauges, *self.marks)}), 1
-            )
-        }
-        for name, pid in pids.items():
-            events.append(
-                {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
-            )
-        for done, lane in spread(self.spans):
-            if (done.process, lane) not in numbers:
-                numbers[done.process, lane] = len(numbers) + 1
-                place = {"pid": pids[done.process], "tid": numbers[done.process, lane]}
-                events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": lane}})
-            about = dict(done.about) | ({} if done.step is None else {"step": done.step})
-            place = {"pid": pids[done.process], "tid": numbers[done.process, lane]}
+        events = list[dict[str, Any]]()
+        processes = sorted({entry.process for entry in (*self.spans, *self.gauges, *self.marks)})
+        lanes = dict[tuple[str, str], int]()
+
+        def add(phase: str, name: str, process: str, lane: int = 0, **about: Any) -> None:
+            pid = processes.index(process) + 1
+            events.append({"ph": phase, "name": name, "pid": pid, "tid": lane, **about})
+
+        for process in processes:
+            add("M", "process_name", process, args={"name": process})
+        for done, name in spread(self.spans):
+            key = done.process, name
+            if key not in lanes:
+                lanes[key] = len(lanes) + 1
+                add("M", "thread_name", done.process, lanes[key], args={"name": name})
+            step = {} if done.step is None else {"step": done.step}
             times = {"ts": done.begin * MICROSECONDS, "dur": (done.end - done.begin) * MICROSECONDS}
-            events.append(
-                {
-                    "ph": "X",
-                    "name": done.name,
-                    "cat": done.lane or "span",
-                    **place,
-                    **times,
-                    "args": about,
-                }
-            )
+            about = {"cat": done.lane or "span", **times, "args": {**done.about, **step}}
+            add("X", done.name, done.process, lanes[key], **about)
         for counted in self.gauges:
             for name, value in counted.values.items():
-                place = {"pid": pids[counted.process], "tid": 0, "ts": counted.time * MICROSECONDS}
-                events.append({"ph": "C", "name": name, **place, "args": {name: value}})
+                time = counted.time * MICROSECONDS
+                add("C", name, counted.process, ts=time, args={name: value})
         for mark in self.marks:
-            text = f"{mark.name} {mark.step}" if mark.step is not None else mark.name
-            place = {"pid": pids[mark.process], "tid": 0, "ts": mark.time * MICROSECONDS}
-            events.append({"ph": "i", "s": "p", "name": text, **place, "args": {"text": mark.text}})
+            name = mark.name if mark.step is None else f"{mark.name} {mark.step}"
+            time = mark.time * MICROSECONDS
+            add("i", name, mark.process, s="p", ts=time, args={"text": mark.text})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def spread(spans: list[Done]) -> Iterator[tuple[Done, str]]:
+def spread(spans: Sequence[Done]) -> Iterator[tuple[Done, str]]:
     """Yields (span, lane) such that the spans of a lane do not overlap, as the format requires.
     Overlapping spans go to separate lanes, as few as possible."""
-    free: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
-    counts: dict[tuple[str, str], int] = defaultdict(int)
+    ends: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
     for done in sorted(spans, key=lambda done: (done.begin, -done.end)):
-        key, heap = (done.process, done.lane), free[done.process, done.lane]
-        if heap and heap[0][0] <= done.begin:
-            _, number = heapq.heappop(heap)
-        else:
-            number = counts[key]
-            counts[key] += 1
-        heapq.heappush(heap, (done.end, number))
-        yield done, done.lane if number == 0 else f"{done.lane} {number + 1}"
+        lanes = ends[done.process, done.lane]
+        is_free = lanes and lanes[0][0] <= done.begin
+        number = heapq.heappop(lanes)[1] if is_free else len(lanes)
+        heapq.heappush(lanes, (done.end, number))
+        yield done, f"{done.lane} {number + 1}" if number else done.lane
 
 
 def read_timeline(
@@ -128,19 +107,19 @@ def read_timeline(
 ) -> Timeline:
     """The spans, gauges and marks of a run that overlap the interval from `begin` to `end`.
 
-    A span is written when it ends. The one that a process is in, or was in when killed, comes from
-    its status, to be read before.
+    A span is written when it ends. The one that a process is in, or was in when killed, comes
+    from its status, to be read before.
     """
     spans, gauges = recording.between(begin, end)
     newest = max((status.heartbeat or 0.0 for status in statuses.values()), default=0.0)
     under_way = [*open_spans(statuses, newest)]
     spans += [*under_way, *starts(events, recording, under_way, newest)]
-    found = Timeline(
-        [*one_by_one(sorted(spans, key=lambda done: (done.begin, -done.end)))],
+    spans.sort(key=lambda done: (done.begin, -done.end))
+    return Timeline(
+        [done for done in one_by_one(spans) if done.end >= begin and done.begin <= end],
         sorted(gauges, key=lambda counted: counted.time),
         sorted(marks(metrics, events, begin, end), key=lambda mark: mark.time),
     )
-    return found.between(begin, end)
 
 
 def open_spans(statuses: Mapping[str, RoleStatus], newest: float) -> Iterator[Done]:
@@ -163,30 +142,29 @@ def open_spans(statuses: Mapping[str, RoleStatus], newest: float) -> Iterator[Do
 def starts(
     events: list[Event], recording: Recording, under_way: list[Done], newest: float
 ) -> Iterator[Done]:
-    """Spans of starting up (imports): from the start of a process to its first span, and for `rl`
-    to the first span of any process.
+    """Spans of starting up (imports): from the start of a process to its first span, and for
+    `rl` to the first span of any process.
 
     newest: the newest heartbeat; a process that has written nothing is starting up to then.
     """
-    ends = [
-        event for event in events if event.event in ("start", "restart", "death", "stop", "give_up")
-    ]
     for event in events:
         if event.event not in ("start", "restart"):
             continue
-        own = event.process == RL
-        first = [*recording.first(event.time, None if own else event.process)]
-        first += [
+        of_all = event.process == RL
+        times = [*recording.first(event.time, None if of_all else event.process)]
+        times += (
             done.begin
             for done in under_way
-            if done.begin >= event.time and (own or done.process == event.process)
-        ]
-        over = [
-            other.time
-            for other in ends
-            if other.time > event.time and (own or other.process in (RL, event.process))
-        ]
-        if (end := min([*first, *over], default=newest)) > event.time:
+            if (of_all or done.process == event.process) and done.begin >= event.time
+        )
+        times += (
+            later.time
+            for later in events
+            if later.event in LIFE
+            and later.time > event.time
+            and (of_all or later.process in (RL, event.process))
+        )
+        if (end := min(times, default=newest)) > event.time:
             yield Done(event.process, PHASE_LANE, STARTING, event.time, end, None, {})
 
 
@@ -206,7 +184,7 @@ def one_by_one(spans: list[Done]) -> Iterator[Done]:
 
 def marks(metrics: Numbers, events: list[Event], begin: float, end: float) -> Iterator[Mark]:
     """Marks of finished batches, steps and evaluations between two times, from the metrics; and
-    of all process deaths and restarts, from the events."""
+    of process deaths and restarts, from the events."""
     for source, name in MARKS.items():
         if not (table := metrics.tables.get(source)):
             continue
@@ -216,16 +194,15 @@ def marks(metrics: Numbers, events: list[Event], begin: float, end: float) -> It
         for step, time in zip(steps[inside].tolist(), times[inside].tolist(), strict=True):
             yield Mark("orchestrator" if source == "eval" else source, name, time, step)
     for event in restarts(events):
-        if event.event == "start" and event.process != RL:
-            continue  # every start of a process has one, which its lane shows
-        yield Mark(event.process, event.event, event.time, event.step, event.reason)
+        # Not the starts of processes, of which their lanes show each.
+        if begin <= event.time <= end and (event.event != "start" or event.process == RL):
+            yield Mark(event.process, event.event, event.time, event.step, event.reason)
 
 
 def restarts(events: list[Event]) -> list[Event]:
     """The events, in which each start of `rl` after the first becomes a restart."""
-    found, begun = [], False
-    for event in events:
-        own = event.event == "start" and event.process == RL
-        found.append(msgspec.structs.replace(event, event="restart") if own and begun else event)
-        begun |= own
-    return found
+    starts = [event for event in events if event.event == "start" and event.process == RL]
+    return [
+        msgspec.structs.replace(event, event="restart") if event in starts[1:] else event
+        for event in events
+    ]

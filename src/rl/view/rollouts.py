@@ -113,7 +113,7 @@ def page(run: Run, wanted: Wanted) -> Page:
 
 def sorts_of(rollouts: Rollouts) -> list[str]:
     """The names that rollouts can be sorted by: SORTS, and every metric."""
-    return [*SORTS, *(name for name in rollouts.fields if name in rollouts._columns.metrics)]
+    return [*SORTS, *rollouts.metrics]
 
 
 def facet(rollouts: Rollouts, name: str) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -98,7 +98,7 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
 
 
 def known_until(
-    spans: list[Done], newest: Mapping[str, float], statuses: Mapping[str, RoleStatus]
+    spans: Sequence[Done], newest: Mapping[str, float], statuses: Mapping[str, RoleStatus]
 ) -> float:
     """The time up to which all spans are known. newest: when each process last wrote its gauges,
     which it does after its spans: a phase that ended since then is neither written nor in the
@@ -151,7 +151,7 @@ def extent(run: Run) -> tuple[float, float]:
     return (min(times), max(times)) if times else (0.0, 0.0)
 
 
-def recorded_lanes(spans: list[Done]) -> tuple[list[Lane], str]:
+def recorded_lanes(spans: Sequence[Done]) -> tuple[list[Lane], str]:
     """The lanes of the recorded spans, at most LANES of one kind per process, and a sentence
     about what is left out."""
     found: dict[tuple[str, str], list[Span]] = {}

@@ -26,10 +26,13 @@ from rl.system.sandbox import Sandbox
 from rl.wire.worker_messages import WorkerSetup
 
 BOOTSTRAP = """
-import importlib.util, runpy, sys folder, setup_file = sys.argv[1:] spec =
-importlib.util.spec_from_file_location("rl", folder + "/__init__.py",
-submodule_search_locations=[folder]) sys.modules["rl"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules["rl"]) sys.argv = ["worker", setup_file]
+import importlib.util, runpy, sys
+folder, setup_file = sys.argv[1:]
+file, where = folder + "/__init__.py", [folder]
+spec = importlib.util.spec_from_file_location("rl", file, submodule_search_locations=where)
+sys.modules["rl"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["rl"])
+sys.argv = ["worker", setup_file]
 runpy.run_module("rl.envs.worker", run_name="__main__")
 """
 """Runs the worker in another virtual environment: from ours it sees only this package, nothing
