@@ -73,7 +73,7 @@ def test_the_tool_of_the_documentation_and_the_shape_of_its_calls(tmp_path, monk
         output, _ = play(env, row, *answers)
         assert output["reward"] == reward, answers
     output, _ = play(env, row, call({"a": 12, "b": 7}, "add"), "19")
-    (shown,) = re.findall(r"```python\n(\[\n    \{\"role\".*?\])\n```", text, re.DOTALL)
+    (shown,) = re.findall(r"```python\n(\[\n    \{\s*\"role\".*?\])\n```", text, re.DOTALL)
     played = [
         {key: value for key, value in dict(message).items() if value is not None}
         for message in output["completion"]

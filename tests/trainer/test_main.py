@@ -475,6 +475,7 @@ def test_fake_data_measures_the_trainer_alone(tied_folder, tmp_path):
         "bench",
     ]
     flags += ["--output_dir", str(tmp_path), "--max_steps", "3", "--trainer.gpus", "0"]
+    flags += ["--model.max_model_len", "1024"]  # else a line says that this is the model's own
     logs = [tmp_path / "rank-0.log", tmp_path / "rank-1.log"]
     ranks = [
         trainer_zygote().fork("trainer", *flags, log=log, env=os.environ | env)
