@@ -78,12 +78,15 @@ def test_packages_of_one_name_and_version_from_two_owners(index, said, tmp_path)
     for owner, home in homes.items():
         assert ran(home, "import hello; print(hello.OWNER)") == owner
     home = msgspec.structs.replace(homes["bob"], code="c")
-    (tmp_path / "hello.txt").write_text("# digest = of before\n" + text_of("hello", home))
+    text = f"{text_of('hello', home)}-e /folder\n"  # as earlier versions wrote folders
+    (tmp_path / "hello.txt").write_text(f"# digest = of before\n{text}")
     lines = (tmp_path / "hello.txt").read_text().splitlines()
     assert "# own = hello==1.0" in lines and "hello==1.0" not in lines, (
         "uv and pip would ask the usual index for it"
     )
-    assert read_record(tmp_path / "hello.txt") == home
+    packages = ["-e file:///folder", *home.packages]
+    expected = msgspec.structs.replace(home, packages=packages)
+    assert read_record(tmp_path / "hello.txt") == expected
 
 
 def test_installing_again_looks_for_newer_packages(index, said):

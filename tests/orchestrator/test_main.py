@@ -75,13 +75,12 @@ def test_sigterm_ends_an_orchestrator_that_makes_a_home(tmp_path):
     """uv may take half an hour, but `rl` waits for at most 20 s."""
     (tmp_path / "uv").write_text("#!/bin/sh\ntouch $HOME/asked\nexec sleep 60\n")
     (tmp_path / "uv").chmod(0o755)
-    variables = {
-        "HOME": str(tmp_path),
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": "",
-    }
-    without_uv = "import sys; sys.modules['uv'] = None; from rl.orchestrator import main"
-    program = f"{without_uv}; main.resolve_model = lambda *_, **__: ''; main.main()"
+    variables = {"HOME": str(tmp_path), "PYTHONPATH": "", "RL_ENVIRONMENTS": ""}
+    slow = (
+        f"from rl.homes import uv; uv.find_uv_bin = lambda: '{tmp_path}/uv'; from "
+        "rl.orchestrator import main"
+    )
+    program = f"{slow}; main.resolve_model = lambda *_, **__: ''; main.main()"
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "pyproject.toml").write_text(
         '[project]\nname = "pack"\nversion = "1"\ndependencies = ["verifiers"]\n'

@@ -223,7 +223,8 @@ def read_record(path: Path) -> Home | None:
     text = path.read_text(errors="replace") if path.is_file() else ""
     fields = LINE.findall(text)
     head = dict(fields)
-    lines = [*text.splitlines(), head.get("own", "")]
+    # Earlier versions of rl wrote folders in another way than `uv pip freeze`.
+    lines = [*text.replace("\n-e /", "\n-e file:///").splitlines(), head.get("own", "")]
     packages = [line for line in lines if line and line[0] != "#"]
     try:
         home = msgspec.convert(head | {"packages": sorted(packages, key=str.lower)}, Home)
