@@ -32,6 +32,11 @@ def asks(completion, reference):
 
 
 ROW = {"prompt": "a", "answer": "1"}
+TEXT, IMAGE = (
+    {"type": "text", "text": "What is it?"},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}},
+)
+ASKED = [{"role": "user", "content": "a"}]
 
 
 @pytest.fixture
@@ -137,7 +142,23 @@ def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):
         ),
         (
             [{"prompt": [{"role": "user", "content": ["a"]}]}],
-            r"bad\.jsonl:1: prompt\[0\]\.content: a list with a text; give text, or parts",
+            r"bad\.jsonl:1: prompt\[0\]\.content: a list with 'a'; give text, or parts",
+        ),
+        (
+            [{"prompt": [{"role": "user", "content": [TEXT, IMAGE]}]}],
+            r"1: prompt\[0\]\.content: a list with {'type': 'image_url', .*; give text",
+        ),
+        (
+            [{"prompt": [{"role": "user", "content": [{"type": "text"}]}]}],
+            r"1: prompt\[0\]\.content: a list with {'type': 'text'}; give",
+        ),
+        (
+            [{"prompt": json.dumps(ASKED)}],
+            r"bad\.jsonl:1: prompt: a text that spells a list of messages; give the list itself",
+        ),
+        (
+            [{"question": str(ASKED)}],
+            r"bad\.jsonl:1: question: a text that spells a list of messages; give the list itself",
         ),
         (
             [

@@ -274,7 +274,7 @@ def test_turns_with_tools_are_trained_on_as_they_were_sampled(servers, monkeypat
             temperature=0.8,
         )
     )
-    text = policy.renderer.decode(sample.token_ids)
+    text = policy.renderer.text(sample.token_ids)
     assert [
         text.count(part) for part in ("Add.", "<tool_response>\n2\n", "<tool_response>\n3\n")
     ] == [1, 1, 1]

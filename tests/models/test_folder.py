@@ -297,6 +297,15 @@ def test_the_tokens_at_which_vllm_stops_end_an_answer(base):
         resolve_model(config.model)
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "home").touch()
+    with pytest.raises(
+        RunError,
+        match=r"home/.cache: Not a directory; set XDG_CACHE_HOME to a folder that can be written",
+    ):
+        make_once(tmp_path / "home" / ".cache" / "model", lambda folder: None)
+
+
 def test_the_converted_model_is_made_once_and_found_without_the_hub(cache, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

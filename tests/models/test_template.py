@@ -3,10 +3,13 @@
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
+from rl.config.run import RendererConfig
 from rl.models.chat import RendererError, assistant_message
+from rl.models.renderer import build
 from rl.models.template import PLACEHOLDER
-from rl.models.tiny import CHAT_TEMPLATE
+from rl.models.tiny import CHAT_TEMPLATE, write_tokenizer
 from tests.models.conversations import ADD, GOOD, QUESTION, call_of
 
 QUOTES_ARGUMENTS = (
@@ -202,6 +205,22 @@ def test_a_template_in_which_answers_do_not_begin_or_end_is_told(smol, smol_path
     assert templated(smol_path, brackets + "{% endfor %}", name="template").fault == ""
     ends = "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}"
     assert templated(smol_path, written + ends, name="template").fault == ""  # as Phi's
+
+
+def test_special_tokens_that_the_policy_writes_are_read(tmp_path):
+    """Regression: a tag that a user had added as a special token was not in the text of an
+    answer, which a reward function then missed. What the template writes around messages is no
+    text, even if the policy writes it in its answer."""
+    write_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
+    renderer = build(tokenizer, RendererConfig(), "template")
+    sampled = renderer.encode("So <answer>4</answer>")
+    ended = [*sampled, *renderer.encode("<|im_start|><|im_end|>")]
+    assert (
+        len(sampled) == 6
+        and renderer.parse(ended).content == renderer.decode(ended) == "So <answer>4</answer>"
+    )
 
 
 def test_a_message_that_spells_our_placeholder_is_text(smol):

@@ -2,6 +2,7 @@
 are read and kept as they were written."""
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ def chat_messages(
     """Returns chat messages: `value`, or a text as one message of `role`. Raises RunError with
     the place of what is neither."""
     if isinstance(value, str):
+        # as tables without lists have it
+        if re.match(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""", value):
+            raise RunError(f"{place}: a text that spells a list of messages; give the list itself")
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
         raise RunError(f"{place}: {kind_of(value)}; give text or a list of messages")
@@ -78,6 +82,8 @@ def chat_messages(
             raise RunError(
                 f"{where}: not a chat message: it needs a role, one of {', '.join(roles)}"
             )
+        if message.get("function_call"):
+            raise RunError(f"{where}.function_call: is not read; write the call into tool_calls")
         check_content(message, where)
         check_calls(message.get("tool_calls"), where)
     return value
@@ -88,19 +94,15 @@ def check_content(message: dict[str, Any], place: str) -> None:
     tools, absent."""
     content = message.get("content")
     if isinstance(content, list):
-        wrong = next(
-            (
-                part
-                for part in content
-                if not isinstance(part, dict) or not isinstance(part.get("type"), str)
-            ),
-            None,
-        )
-        if wrong is not None:
-            raise RunError(
-                f"{place}.content: a list with {kind_of(wrong)}; give text, or parts like "
-                f'{{"type": "text", "text": "..."}}'
-            )
+        for part in content:
+            match part:
+                case {"type": "text", "text": str()}:
+                    pass
+                case _:
+                    raise RunError(
+                        f"{place}.content: a list with {part!r:.60}; give text, or parts "
+                        f'like {{"type": "text", "text": "..."}}'
+                    )
     elif not isinstance(content, str) and not (
         content is None and message.get("role") == "assistant" and message.get("tool_calls")
     ):

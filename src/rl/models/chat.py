@@ -111,6 +111,15 @@ def chat_call(call: Any) -> dict[str, Any]:
     }
 
 
+def chat_tools(tools: list[Tool] | None) -> list[Tool] | None:
+    """Definitions of tools in the form of chat APIs, from that or from verifiers', which is the
+    function alone."""
+    return [
+        tool if "function" in tool else {"type": "function", "function": tool}
+        for tool in tools or ()
+    ] or None
+
+
 def with_arguments(call: dict[str, Any], change: Any) -> dict[str, Any]:
     """A copy of a call with the function `change` applied to its arguments."""
     return {

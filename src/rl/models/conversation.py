@@ -36,6 +36,12 @@ def letters_of(text: str) -> str:
     return "".join(text.replace(THINK, "").replace(THINK_END, "").split())
 
 
+def as_encoded(renderer: Renderer, text: str) -> str:
+    """Returns text as the ids spell it: some tokenizers write accents in one form, or all in
+    lower case."""
+    return renderer.text(renderer.encode(text))
+
+
 def missing_text(
     renderer: Renderer,
     prompt: list[int],
@@ -48,14 +54,19 @@ def missing_text(
     written = letters_of(renderer.decode(answer))
     content = wire([message])[0]["content"]
     for key in REASONING:
-        if (text := message.get(key)) and letters_of(str(text)) not in written:
+        if (text := message.get(key)) and letters_of(
+            as_encoded(renderer, str(text))
+        ) not in written:
             return (
                 f"the chat template leaves out the {key} of an answer; use one that shows it "
                 "(model.chat_template), write it into the "
                 "content, or leave it out with sft.drop_reasoning = true"
             )
     calls = [
-        (call["function"]["name"], arguments_text(call["function"].get("arguments") or "{}"))
+        (
+            call["function"]["name"],
+            as_encoded(renderer, arguments_text(call["function"].get("arguments") or "{}")),
+        )
         for call in message.get("tool_calls") or []
     ]
     read = renderer.parse(
@@ -70,7 +81,7 @@ def missing_text(
             "an answer's tool calls cannot be parsed from the template's own output; see "
             "renderer.name and model.chat_template"
         )
-    if letters_of(content) not in written:
+    if letters_of(as_encoded(renderer, content)) not in written:
         return (
             "the chat template leaves out a part of an answer's content, or the content has the "
             "template's special tokens: change it"

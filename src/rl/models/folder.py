@@ -257,7 +257,12 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
     concurrent processes makes it."""
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"{target.parent}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written"
+        ) from None
     with (target.parent / f".{target.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.system.errors import RunError
-from rl.system.jsonl import json_object
+from rl.system.jsonl import json_object, without_duplicates
 
 
 def load_table(name: str, split: str, subset: str | None = None) -> Sequence[dict[str, Any]]:
@@ -40,16 +40,23 @@ def load_table(name: str, split: str, subset: str | None = None) -> Sequence[dic
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:
-    """Returns the rows of a CSV file, whose cells are text. Raises RunError for a row that has
-    another number of cells than its first."""
+    """Returns the rows of a CSV file, whose cells are text. Raises RunError for a file that is
+    none, two columns of one name, or a row that has another number of cells than its first."""
+    csv.field_size_limit(1_000_000_000)  # answers may be long
+    rows = []
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
-        rows = []
-        for row in reader:
-            if None in row or None in row.values():
-                raise RunError(
-                    f"{path}:{reader.line_num}: not {len(reader.fieldnames or ())} cells, as "
-                    "in the first line; correct it"
-                )
-            rows.append(row)
+        try:
+            without_duplicates([(name, name) for name in reader.fieldnames or () if name])
+            for row in reader:
+                if None in row or None in row.values():
+                    raise RunError(
+                        f"{path}:{reader.line_num}: not {len(reader.fieldnames or ())} "
+                        "cells, as in the first line; correct it"
+                    )
+                rows.append(row)
+        except (ValueError, csv.Error) as error:
+            raise RunError(
+                f"{path}: {error}; give CSV in UTF-8, each column with a name of its own"
+            ) from None
     return rows

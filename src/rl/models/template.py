@@ -51,8 +51,12 @@ class Renderer:
         self.special_ids = {
             id for id, token in tokenizer.added_tokens_decoder.items() if token.special
         } | set(tokenizer.all_special_ids)
-        tags = {tokenizer.convert_tokens_to_ids(tag) for tag in (CALL, CALL_END, THINK, THINK_END)}
-        self.hidden_ids = self.special_ids - (tags - {tokenizer.unk_token_id})
+        written = self.special_ids.intersection(self.encode(str(tokenizer.chat_template)))
+        self.structure = written.difference(
+            tokenizer.convert_tokens_to_ids([CALL, CALL_END, THINK, THINK_END])
+        )
+        """The special tokens that the template writes. Others may be a user's own tags, which
+        are text of an answer."""
 
     def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
         """The ids of a conversation up to the start of the assistant's answer. Raises
@@ -104,7 +108,8 @@ class Renderer:
         return text_ids(self.tokenizer, whole(text))
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        """The text of sampled ids before the first stop token."""
+        return self.text([id for id in self.until_stop(ids) if id not in self.structure])
 
     def text(self, ids: list[int]) -> str:
         """The text of ids, special tokens included."""
@@ -159,10 +164,7 @@ class TemplateRenderer(Renderer):
         self.switches = (
             {} if config.enable_thinking is None else {"enable_thinking": config.enable_thinking}
         )
-        template = tokenizer.chat_template
-        self.thinks = THINK_END in (
-            template if isinstance(template, str) else "".join(template.values())
-        )
+        self.thinks = THINK_END in str(tokenizer.chat_template)
         self.dict_arguments = False
         with_header, without = self.render(probes.ASK), self.render(probes.ASK, header=False)
         self.header = with_header.removeprefix(without) if with_header.startswith(without) else ""
@@ -369,10 +371,7 @@ class TemplateRenderer(Renderer):
         tools: list[Tool] | None = None,
         prompt_ids: list[int] | None = None,
     ) -> Answer:
-        text, thinking = (
-            self.text([id for id in self.until_stop(completion_ids) if id not in self.hidden_ids]),
-            None,
-        )
+        text, thinking = self.decode(completion_ids), None
         if self.thinks:
             thinking, text = read_thinking(
                 text,

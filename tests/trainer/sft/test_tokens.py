@@ -1,15 +1,17 @@
 """Examples to ids and masks: rows of every form, and answers exactly as rollouts would sample
 them."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import unicodedata
 
 import datasets
 import pyarrow as pa
 import pytest
-from tokenizers import processors
+from tokenizers import normalizers, processors
 from transformers import AutoTokenizer
 
 from rl.config.run import ModelConfig, RendererConfig, RLConfig
@@ -195,11 +197,15 @@ def test_what_is_trained_in_words(folders, tmp_path):
     text = {"prompt": "What is 1 + 1?", "completion": "2"}
     (short,), _ = prepared(tmp_path / "text", folders / "chatml", text)
     assert short == tuple(part[: len(short[0])] for part in sample)
-    tools_as_text = {"messages": CALLS, "tools": json.dumps([ADD])}
-    assert (
-        prepared(tmp_path / "a", folders / "chatml", tools_as_text)[0]
-        == prepared(tmp_path / "b", folders / "chatml", {"messages": CALLS, "tools": [ADD]})[0]
-    )
+    wanted = prepared(tmp_path / "b", folders / "thinks", {"messages": CALLS, "tools": [ADD]})[0]
+    # the last is verifiers' form
+    for at, tools in enumerate((json.dumps([ADD]), [json.dumps(ADD)], [ADD["function"]])):
+        assert (
+            prepared(
+                tmp_path / f"tools {at}", folders / "thinks", {"messages": CALLS, "tools": tools}
+            )[0]
+            == wanted
+        )
 
 
 def test_a_template_that_drops_earlier_thinking_gives_a_sample_a_turn(folders, tmp_path):
@@ -276,6 +282,47 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
 def test_trained_text_is_never_lost_in_silence(folders, tmp_path, folder, messages, settings, said):
     with pytest.raises(RunError, match=said):
         prepared(tmp_path, folders / folder, {"messages": messages}, **settings)
+
+
+def test_a_users_own_special_tokens_are_trained(folders, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folders / "chatml")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
+    tokenizer.save_pretrained(tmp_path / "tags")
+    ((ids, trained),), _ = prepared(
+        tmp_path, tmp_path / "tags", {"prompt": "2 + 2?", "completion": "<answer>4</answer>"}
+    )
+    assert [
+        tokenizer.decode(id) for id, is_trained in zip(ids, trained, strict=True) if is_trained
+    ] == [*("<answer>", "4", "</answer>", "<|im_end|>")]
+    with pytest.raises(RunError, match="the template's special tokens"):
+        prepared(
+            tmp_path / "own", tmp_path / "tags", {"prompt": "2 + 2?", "completion": "4<|im_start|>"}
+        )
+
+
+def test_a_tokenizer_may_write_accents_in_one_form(folders, tmp_path):
+    """Regression: text with accents apart, as macOS writes it, was refused for tokenizers that
+    bring them together, such as Qwen's."""
+    composed, apart = (unicodedata.normalize(form, "Malmö") for form in ("NFC", "NFD"))
+    tokenizer = AutoTokenizer.from_pretrained(folders / "chatml")
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    tokenizer.save_pretrained(tmp_path / "nfc")
+
+    def says(text):
+        call = {"function": {"name": "add", "arguments": {"a": text}}}
+        return {
+            "messages": [
+                TWO_TURNS[0],
+                {"role": "assistant", "content": text, "tool_calls": [call]},
+            ],
+            "tools": [ADD],
+        }
+
+    assert composed != apart
+    assert (
+        prepared(tmp_path / "a", tmp_path / "nfc", says(apart))[0]
+        == prepared(tmp_path / "c", tmp_path / "nfc", says(composed))[0]
+    )
 
 
 def test_reasoning_can_be_left_out(folders, tmp_path):
@@ -411,8 +458,16 @@ def test_a_task_without_an_example_is_none_to_hold_out(folders, tmp_path):
             r"messages\[0\].content: null; give text",
         ),
         (
+            r'{"prompt": "a", "completion": "[{\"content\": \"b\"}]"}',
+            "2: completion: a text that spells a list of messages",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "a", "function_call": {"name": "f"}}]}',
+            r"2: messages\[0\].function_call: is not read; write the call into tool_calls",
+        ),
+        (
             '{"messages": [{"role": "user", "content": ["a"]}]}',
-            r"messages\[0\].content: a list with a text",
+            r"messages\[0\].content: a list with 'a'",
         ),
         ('{"prompt": 7, "completion": "b"}', "data.jsonl:2: prompt: a number; give text or a list"),
         (
@@ -460,6 +515,16 @@ def test_a_task_without_an_example_is_none_to_hold_out(folders, tmp_path):
         (
             '{"messages": [{"role": "assistant", "tool_calls": [{"nam": "f"}]}]}',
             r"messages\[0\].tool_calls: a tool call must be",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": '
+            '"It"}], "completion": " is"}',
+            "2: prompt: ends with the assistant's words, which are not continued; move them "
+            "to the answer",
+        ),
+        (
+            '{"prompt": "a", "completion": "b", "tools": ["x"]}',
+            "data.jsonl:2: tools: text that is not JSON",
         ),
         (
             '{"prompt": "a", "completion": "b", "tools": "x"}',
@@ -518,6 +583,29 @@ def test_what_a_row_says_about_training_is_done(folders, tmp_path):
     assert len(none[0]) == 1 and none[1]["train"]["left_out"] == {"without an answer to train": 1}
 
 
+def test_a_part_of_the_prompt_that_is_not_read_is_refused_by_name(folders, tmp_path):
+    """Regression: of Alpaca's rows the input was dropped in silence, and of rows with images the
+    images."""
+    columns = {"prompt": "instruction", "completion": "output"}
+    row = {"instruction": "Translate", "input": "", "output": "Hund", "images": [], "history": None}
+    assert len(prepared(tmp_path / "empty", folders / "chatml", row, columns=columns)[0]) == 1
+    for name, value in {"input": "dog", "images": ["dog.png"], "history": [["Hi", "Hi!"]]}.items():
+        with pytest.raises(
+            RunError,
+            match=rf"data.jsonl:1: {name}: a column that is not read; write it into the messages "
+            r".*, or remove it",
+        ):
+            prepared(tmp_path / name, folders / "chatml", row | {name: value}, columns=columns)
+    assert len(
+        prepared(
+            tmp_path / "named",
+            folders / "chatml",
+            {"input": "dog", "output": "Hund"},
+            columns=columns | {"prompt": "input"},
+        )[0]
+    )
+
+
 def test_cells_of_csv_are_text(folders, tmp_path):
     """Regression: None, NA, 02108 and True were a missing value, numbers and a truth value."""
     (tmp_path / "data.csv").write_text(
@@ -533,6 +621,30 @@ def test_cells_of_csv_are_text(folders, tmp_path):
         RunError, match=r"data.csv:2: not 2 cells, as in the first line; correct it"
     ):
         prepared(tmp_path / "wide", folders / "base", dataset=str(tmp_path / "data.csv"))
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (
+            b"prompt,completion,completion\na,b,c\n",
+            "data.csv: the key 'completion' twice.*; give CSV .* a name of its own",
+        ),
+        (
+            "prompt,completion\nMalmö,b\n".encode("latin-1"),
+            "data.csv: 'utf-8' .* 0xf6 .*; give CSV in UTF-8",
+        ),
+        (b"prompt,completion,,\na,b,,\n", ""),
+        (b"prompt,completion\na," + b"b" * 200_000 + b"\n", "1 longer than model.max_model_len"),
+    ],
+    ids=["a column twice", "another encoding", "columns without a name", "a long cell"],
+)
+def test_a_csv_file_is_read_whole_or_refused(folders, tmp_path, written, said):
+    """Regression: of two columns with one name the last was trained in silence, and a long cell
+    ended in a traceback."""
+    (tmp_path / "data.csv").write_bytes(written)
+    with pytest.raises(RunError, match=said) if said else contextlib.nullcontext():
+        prepared(tmp_path, folders / "base", dataset=str(tmp_path / "data.csv"))
 
 
 def test_data_that_is_not_there(folders, tmp_path):
@@ -559,6 +671,13 @@ def rollout(task, reward, answer, **more):
         "outcome": "finished",
         "trained": True,
     } | more
+
+
+def test_the_name_of_a_run_is_no_pattern(folders, tmp_path):
+    """Regression: nothing was found in a run whose name has brackets."""
+    run = tmp_path / "runs [1]" / "lr=1e-5,x[2]*"
+    write_rows(run / "rollouts" / "000001.jsonl", rollout(1, 1.0, "a"))
+    assert len(prepared(tmp_path, folders / "chatml", dataset=str(run))[0]) == 1
 
 
 def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):

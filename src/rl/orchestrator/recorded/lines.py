@@ -10,7 +10,7 @@ import msgspec
 
 from rl.config.loss import AnyLossConfig, CrossEntropyConfig, PolicyGradientConfig
 from rl.config.run import RLConfig
-from rl.models.chat import Message, Tool
+from rl.models.chat import Message, Tool, chat_tools
 from rl.models.conversation import conversation_ids, has_content, missing_text
 from rl.models.renderer import load_renderer
 from rl.orchestrator.workers.validate_played import MOST_LIKELY
@@ -266,13 +266,11 @@ class Converter:
                 self.config.renderer,
                 trust_remote_code=self.config.model.trust_remote_code,
             )
-            turns = []
+            turns, tools = [], chat_tools(line.tools)
             for i, _, prompt, answer in conversation_ids(
-                self.renderer, line.messages, answers, line.tools
+                self.renderer, line.messages, answers, tools
             ):
-                if lost := missing_text(
-                    self.renderer, prompt, answer, line.messages[i], line.tools
-                ):
+                if lost := missing_text(self.renderer, prompt, answer, line.messages[i], tools):
                     raise RunError(lost)
                 turns.append(RecordedTurn(prompt_ids=prompt, completion_ids=answer))
         except RunError as error:

@@ -57,7 +57,7 @@ def line_of_result(row: Row) -> Row:
         line |= {
             "messages": [message_of(message) for message in (*prompt, *completion)],
             "num_prompt_messages": len(prompt),
-            "tools": tools_of(row.get("tool_defs")),
+            "tools": row.get("tool_defs"),
         }
     elif "turns" not in line and not error:
         raise RunError(
@@ -96,14 +96,6 @@ def message_of(message: Row) -> Row:
     )
 
 
-def tools_of(tools: list[Row] | None) -> list[Row] | None:
-    """Returns tool definitions in the form of chat APIs."""
-    return [
-        tool if "function" in tool else {"type": "function", "function": tool}
-        for tool in tools or ()
-    ] or None
-
-
 def line_of_trace(trace: Row, episode: Row) -> Row:
     """Returns the line of one agent of an episode of the v1 API."""
     nodes, task, agent = trace["nodes"], episode["task"], trace["agent"]
@@ -130,7 +122,7 @@ def line_of_trace(trace: Row, episode: Row) -> Row:
         "num_prompt_messages": next(
             (at for at, i in enumerate(path) if nodes[i].get("sampled")), len(path)
         ),
-        "tools": tools_of(trace.get("tools")),
+        "tools": trace.get("tools"),
         "num_turns": len(sampled),
         **(
             {"error": str(errors[-1]["message"] if errors else "the episode was not completed")}

@@ -14,7 +14,7 @@ from typing import Any
 from rl.config.command_line import without_none
 from rl.config.rows import chat_messages
 from rl.config.sft import SftColumns, SftConfig
-from rl.models.chat import Message, Tool, chat_call
+from rl.models.chat import Message, Tool, chat_call, chat_tools
 from rl.models.hub import hub_or_cache
 from rl.models.tables import csv_rows, load_table
 from rl.run_dir.paths import PENDING_ROLLOUTS
@@ -33,6 +33,12 @@ TRAINED = ("weight", "train")
 """Keys of a message that say whether it is trained."""
 IGNORED_MARKS = ("loss", "loss_mask", "mask", "trainable", "training")
 IGNORED_COLUMNS = (
+    # Parts of the prompt, in Alpaca's rows and in those of image models:
+    "history",
+    "images",
+    "input",
+    "videos",
+    # What is trained:
     "assistant_masks",
     "chat_template_kwargs",
     "labels",
@@ -166,7 +172,7 @@ def files_of(source: Source) -> list[Path] | None:
     if path.is_file():
         return [path] if path.suffix in (".jsonl", ".json") or is_compressed(path) else None
     if (path / "rollouts").is_dir():
-        pattern = str(path / "rollouts" / "*.jsonl")
+        pattern = f"{glob.escape(str(path))}/rollouts/*.jsonl"
     elif any(sign in source.dataset for sign in "*?["):
         pattern = str(path)
     elif path.is_dir() or (
@@ -307,6 +313,11 @@ def example_of(row: dict[str, Any], place: str, config: SftConfig) -> Example:
         if messages:
             refuse_other_words(messages, prompt, completion, f"{place}: {columns.messages}")
         elif prompt and completion:
+            if prompt[-1]["role"] == completion[0]["role"] == "assistant":
+                raise RunError(
+                    f"{place}: {columns.prompt}: ends with the assistant's words, which are "
+                    "not continued; move them to the answer"
+                )
             messages, num_context = prompt + completion, len(prompt)
             text = texts if all(isinstance(part, str) for part in texts) else None
         else:
@@ -348,13 +359,14 @@ def example_of(row: dict[str, Any], place: str, config: SftConfig) -> Example:
 
 
 def refuse_ignored(row: dict[str, Any], place: str, columns: SftColumns) -> None:
-    """Raises RunError for a column that says what to train in a way that is not read."""
+    """Raises RunError for a column that says what to train, or has a part of the prompt, in a
+    way that is not read."""
     named = set(columns.model_dump().values())
     for name in IGNORED_COLUMNS:
-        if row.get(name) not in (None, True, 1, {}, []) and name not in named:
+        if row.get(name) not in (None, True, 1, {}, [], "") and name not in named:
             raise RunError(
-                f"{place}: {name}: a column that is not read; mark answers with weight 0 or "
-                "1, or remove it"
+                f"{place}: {name}: a column that is not read; write it into the messages (an "
+                "answer may have weight 0 or 1), or remove it"
             )
 
 
@@ -430,15 +442,15 @@ def messages_in(row: dict[str, Any], column: str, role: str, place: str) -> list
 
 
 def tools_in(value: Any, place: str) -> list[Tool] | None:
-    """Returns tool definitions, parsed if they are JSON text, as in data sets that store them so
-    because Arrow has no free-form objects."""
-    if isinstance(value, str) and value:
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise RunError(
-                f"{place}: text that is not JSON; give a list of tool definitions"
-            ) from None
-    if value and (not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value)):
-        raise RunError(f"{place}: {type(value).__name__}; give a list of tool definitions")
-    return value or None
+    """Returns tool definitions, parsed if all or each is JSON text, as in data sets that store
+    them so because Arrow has no free-form objects."""
+    try:
+        value = json.loads(value) if isinstance(value, str) and value else value
+        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in value or ()]
+    except (TypeError, ValueError):  # a number, or an object, of which the keys are no JSON
+        raise RunError(
+            f"{place}: text that is not JSON, or no list; give a list of tool definitions"
+        ) from None
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise RunError(f"{place}: a list with something else; give a list of tool definitions")
+    return chat_tools(tools)
