@@ -121,6 +121,11 @@ def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):
     assert env.task("eval", 2)["info"] == {"x": [1]} and env.task("eval", 1)["more"] == 1
 
 
+def called(name, arguments):
+    call = {"function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 @pytest.mark.parametrize(
     ("rows", "text"),
     [
@@ -171,6 +176,10 @@ def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):
                 }
             ],
             r"bad\.jsonl:1: prompt: ends with the assistant's words, which are not continued",
+        ),
+        (
+            [{"prompt": [called("f", "a=1"), {"role": "user", "content": "a"}], "answer": "1"}],
+            r"bad\.jsonl:1: prompt\[0\]: the arguments of f are a text; give an object",
         ),
         ([ROW, ROW | {"info": "see page 3"}], r"bad\.jsonl:2: info: a text that is not JSON"),
         (

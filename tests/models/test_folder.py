@@ -483,3 +483,14 @@ def test_second_copies_of_a_hub_models_weights_are_not_downloaded():
         "ignore_patterns": model_folder.HUB_COPIES,
     }
     assert list(filter_repo_objects(names + copies, **patterns)) == names
+
+
+def test_a_chat_template_in_another_encoding_is_named(tmp_path):
+    """Regression: a UnicodeDecodeError, or whatever the locale makes of it."""
+    for given in (True, False):
+        folder = make_tiny_model(tmp_path / str(given))
+        path = tmp_path / "own.jinja" if given else folder / "chat_template.jinja"
+        path.write_bytes("{# f\xfcr #}{{ messages }}".encode("latin-1"))
+        settings = {"name": str(folder), "chat_template": str(path) if given else ""}
+        with pytest.raises(RunError, match=rf"{path.name}: not UTF-8 .*save it in that encoding"):
+            resolve_model(ModelConfig(**settings))

@@ -1,6 +1,7 @@
 """Rows that users write: tasks of an environment and examples of fine-tuning, checked where they
 are read and kept as they were written."""
 
+import contextlib
 import json
 import re
 from collections.abc import Collection, Iterator
@@ -127,10 +128,14 @@ def check_calls(calls: Any, place: str) -> None:
             or not function["name"]
         ):
             raise RunError(f"{place}.tool_calls: {form}")
-        if not isinstance(function.get("arguments"), str | dict | None):
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and arguments:
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments)
+        if arguments and not isinstance(arguments, dict):
             raise RunError(
-                f"{place}: the arguments of {function['name']} are "
-                f"{kind_of(function['arguments'])}; give an object"
+                f"{place}: the arguments of {function['name']} are {kind_of(arguments)}; give an "
+                "object"
             )
 
 

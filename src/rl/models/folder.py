@@ -164,13 +164,21 @@ def own_template(folder: Path) -> Any:
     has none."""
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if file.is_file():
-        return file.read_text()
+        return utf8(file)
     given = read_json(config).get("chat_template") if config.is_file() else None
     if isinstance(given, list):
         return next(
             (named.get("template") for named in given if named.get("name") == "default"), None
         )
     return given
+
+
+def utf8(file: Path) -> str:
+    """The text of a file. Raises RunError for another encoding."""
+    try:
+        return file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise RunError(f"{file}: not UTF-8 ({error}); save it in that encoding") from None
 
 
 def has_unnamed_end(folder: Path, template: Any) -> bool:
@@ -206,7 +214,7 @@ def template_text(folder: Path, given: str) -> bytes:
             f"model.chat_template = {given!r}: no such file; give a file with a Jinja chat "
             "template, or chatml, which is built in"
         )
-    return template.read_bytes()
+    return utf8(template).encode()
 
 
 def with_template(folder: Path, text: bytes, trusted: bool = False) -> Path:

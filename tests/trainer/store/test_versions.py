@@ -395,3 +395,17 @@ def test_a_model_that_sees_images_is_published_as_the_text_model_that_was_traine
     assert not names["missing_keys"] and not names["unexpected_keys"]
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_a_version_announces_only_what_it_has(tmp_path):
+    """Regression: the config of a base with layers that draft, or saved as another class, stayed
+    beside weights without them, and of a causal model."""
+    base = make_tiny_model(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    changes = {"num_nextn_predict_layers": 1, "architectures": ["LlamaForSequenceClassification"]}
+    (base / "config.json").write_text(json.dumps(config | changes))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    versions.snapshot(model, base, torch.float32, {}).write(tmp_path / "000001")
+    written = json.loads((tmp_path / "000001" / "config.json").read_text())
+    assert written["num_nextn_predict_layers"] == 0
+    assert written["architectures"] == [type(model).__name__]

@@ -250,20 +250,27 @@ def copy_small_files(base: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
+DRAFTING = {"num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"}
+"""Numbers of layers that only draft tokens for others to check. Nothing trains them, so no version
+has them: those of the base would draft for another model."""
+
+
 def write_config(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Writes the base model's config with the dtype of the weights. Of a model that sees images
     but is trained as text only, it is the config of the text model: the files have nothing else."""
     config = json.loads((base / "config.json").read_text())
     name = type(model).__name__.removeprefix("FSDP")  # of a sharded model's class
     if config.get("model_type") != model.config.model_type:
-        config = model.config.to_diff_dict() | {"architectures": [name]}
+        config = model.config.to_diff_dict()
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         # Files with another head beside a config that ties it are read as two matrices by
         # transformers and vLLM, as one by others.
         for part in (config, config.get("text_config", {})):
             part["tie_word_embeddings"] = False
+    for part in (config, config.get("text_config", {})):
+        part |= dict.fromkeys(DRAFTING & part.keys(), 0)
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    config.setdefault("architectures", [name])
+    config["architectures"] = [name]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
