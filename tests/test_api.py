@@ -135,7 +135,7 @@ def test_an_interrupt_reaches_the_command_once_and_waits_for_its_end(tmp_path, m
         "flush=True)\ntime.sleep(30)\n"
     )
     program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(api, "PYTHON", [str(program)])
 
     def interrupt(*_args, **_options):
         raise KeyboardInterrupt

@@ -250,8 +250,7 @@ VALUES = [
     ),
     args(
         "--orchestrator.sampling.temperature 0",
-        "Input should be greater than 0. Softmax temperature; the trainer scores tokens at "
-        "the same one.",
+        "is greedy: all rollouts of a group would be identical; raise it",
     ),
     args("--orchestrator.sampling.top_p 1.5", "orchestrator.sampling.top_p = 1.5"),
     args(
@@ -696,7 +695,7 @@ MODELS_AND_ENVIRONMENTS = [
     model({"config.json": "{"}, "{tmp}/config.json: not readable as JSON"),
     model({"tokenizer.json": '{"model": {'}, "{tmp}/tokenizer.json: not readable as JSON"),
     model(
-        {"model.safetensors.index.json": "{"}, "model.safetensors.index.json: not readable as JSON"
+        {"model.safetensors.index.json": "{"}, "model.safetensors.index.json: not readable as an"
     ),
     model(
         {"tokenizer_config.json": "[]"},

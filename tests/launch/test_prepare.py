@@ -512,8 +512,9 @@ def test_a_file_that_was_edited_in_place_is_another_setting(tmp_path, file, key)
         assert "1 setting differs:\n  " + told in place.fails(resume=-1)
         return
     notes = place(resume=-1).notes
-    assert notes[1].startswith(f"changed: {told}") and len(notes) == 2
-    (line,) = map(json.loads, (place.root / "changes.jsonl").read_text().splitlines())
+    assert notes[1].startswith(f"changed: {told}")
+    assert all(f"(content of {file})" in note for note in notes[1:])
+    line, *_ = map(json.loads, (place.root / "changes.jsonl").read_text().splitlines())
     assert (
         line["key"] == told.removesuffix(": ") and line["old"] != line["new"] and line["step"] == 2
     )

@@ -115,7 +115,7 @@ def test_what_the_text_of_a_file_shows(mine, tmp_path, monkeypatch):
             "/etc/passwd:f",
             "names neither a Python file nor a module; write file.py:function or module:function",
         ),
-        ("rl.system.errors:RunErrors", "names no function: "),
+        ("json.decoder:JSONDecodeErrors", "names no function: "),
         ("rl.system.functions:place", ""),
         ("math:exp", ""),
     ],

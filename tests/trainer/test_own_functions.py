@@ -51,6 +51,8 @@ def test_the_five_functions_of_the_page_in_one_run(folder, model, world):
         "2",
         "--max_lag",
         "0",
+        "--orchestrator.environment.eval_dataset",
+        "tasks.jsonl",
     ]
     config = build(parse_args(["@", "run.toml", *flags])).with_absolute_paths()
     _, given, _ = play(config, model)

@@ -1,9 +1,8 @@
 """Turns a rollout's turns into flat training samples, with ids as they were sent and sampled,
 never retokenised."""
 
+from array import array
 from collections.abc import Iterable, Iterator
-
-import numpy as np
 
 from rl.wire.messages import TrainedSpan, TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout
@@ -52,7 +51,7 @@ def spans_of(answer: AnswerSpan, advantage: float) -> Iterator[TrainedSpan]:
 
 def as_float32(columns: Iterable[bytes]) -> bytes:
     """Joins columns of float64 as one of float32."""
-    return np.frombuffer(b"".join(columns)).astype(np.float32).tobytes()
+    return array("f", array("d", b"".join(columns))).tobytes()  # numpy would start threads
 
 
 def why_left_out(rollout: Rollout, mask_truncated: bool) -> str | None:
