@@ -42,7 +42,7 @@ BUDGETS = {
     "records": 11_800,
     "system": 12_500,
     "homes": 6_600,
-    "models": 11_200,
+    "models": 11_300,
     "api": 1_300,
     "main": 610,
 }
