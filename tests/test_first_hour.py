@@ -142,7 +142,8 @@ def read_screen(screen: int) -> bytes | None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    # not by splitlines: an answer may have separators of lines that JSON does not escape
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
 def weights(folder: Path) -> dict[str, Any]:

@@ -367,6 +367,13 @@ def test_a_trial_ends_with_a_verdict(rl):
     )
 
 
+def test_a_trial_keeps_the_checkpoints_that_were_asked_for(rl):
+    save = "(root / 'checkpoints/000002').mkdir(parents=True)\n"
+    flags = ("--quick", "--trainer.checkpoint.interval", "1")
+    assert rl(*flags, trainer=SCRIPTS["trainer"] + save)[0] == 0
+    assert rl.root.with_name("r-quick").joinpath("checkpoints").exists()
+
+
 @pytest.mark.parametrize("place", ["orchestrator", "inference", "serve"])
 def test_a_port_in_use_is_told_before_anything_is_made_and_by_a_dry_run(
     monkeypatch, tmp_path, place

@@ -441,7 +441,8 @@ def launch(
 
     code = run(prepared, placement, children, again, "view" in line.switches)
     prepared.lease.close()
-    if code == 0 and "quick" in line.switches:
+    asked = "interval" in config.trainer.checkpoint.model_fields_set
+    if code == 0 and "quick" in line.switches and not asked:
         # three times the model, of no use to anybody
         shutil.rmtree(prepared.run_dir.checkpoints, ignore_errors=True)
         print(f"verdict   {reward_summary(read_state(prepared.run_dir, config))}", flush=True)
