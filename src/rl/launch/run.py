@@ -18,6 +18,7 @@ from typing import Any
 
 from rl.config.command_line import CommandLine
 from rl.config.run import RLConfig
+from rl.config.trainer import CheckpointConfig
 from rl.config.stored import as_written
 from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.rewards import reward_summary
@@ -441,9 +442,8 @@ def launch(
 
     code = run(prepared, placement, children, again, "view" in line.switches)
     prepared.lease.close()
-    asked = "interval" in config.trainer.checkpoint.model_fields_set
-    if code == 0 and "quick" in line.switches and not asked:
-        # three times the model, of no use to anybody
-        shutil.rmtree(prepared.run_dir.checkpoints, ignore_errors=True)
+    if code == 0 and "quick" in line.switches:
+        if config.trainer.checkpoint == CheckpointConfig():  # else somebody wants them
+            shutil.rmtree(prepared.run_dir.checkpoints, ignore_errors=True)
         print(f"verdict   {reward_summary(read_state(prepared.run_dir, config))}", flush=True)
     return code
