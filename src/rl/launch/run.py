@@ -18,8 +18,8 @@ from typing import Any
 
 from rl.config.command_line import CommandLine
 from rl.config.run import RLConfig
-from rl.config.trainer import CheckpointConfig
 from rl.config.stored import as_written
+from rl.config.trainer import CheckpointConfig
 from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.rewards import reward_summary
 from rl.diagnosis.run_outcome import early_end, nothing_trained
