@@ -97,10 +97,8 @@ async def work(setup: WorkerSetup) -> None:
                 turns=[turn(completion=[2 + i])], episode=i, reward=float(order.task + i)
             )
             if "address" in args:
-                rollout.reward, rollout.messages = (
-                    answer_of(args["address"]),
-                    [{"role": "user", "content": " ".join(sorted(os.environ))}],
-                )
+                rollout.reward = answer_of(args["address"])
+                rollout.text = [{"role": "user", "content": " ".join(sorted(os.environ))}]
             await pool.send(
                 encode(Played(order.play_id, [rollout], -1 if args.get("lies") else len(left)))
             )
