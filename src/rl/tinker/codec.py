@@ -6,7 +6,7 @@ are the API's; their formulas are ours (docs/tinker.md has the table).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from rl.tinker.proto import BFLOAT16, FLOAT32, INT32, INT64, LENGTH, MESSAGE, STOP
 from rl.wire.training_calls import CallError, Example, LossCall, Scored
+from rl.wire.turns import Turn
 
 DTYPES = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32}
 MAX_NUMBERS = 1 << 26
@@ -224,19 +225,16 @@ def scored_message(request: Any, scored: Scored) -> bytes:
     return message.SerializeToString()
 
 
-def sample_message(
-    sequences: Sequence[tuple[list[int], Sequence[float | None], str]],
-    of_prompt: Sequence[float | None] = (),
-) -> bytes:
-    """Returns the SampleResponse of sampled sequences (token ids, log-probabilities, finish
-    reason), and of the prompt's tokens: nan, which the SDK turns into None, for the first."""
+def sample_message(turns: Iterable[Turn], of_prompt: bytes = b"") -> bytes:
+    """Returns the SampleResponse of turns, and of the prompt's tokens: nan, which the SDK turns
+    into None, for the first."""
     message = MESSAGE["SampleResponse"]()
     if of_prompt:
-        message.prompt_logprobs = np.array(of_prompt, np.float32).tobytes()
-    for token_ids, logprobs, finish_reason in sequences:
+        message.prompt_logprobs = of_prompt
+    for turn in turns:
         message.sequences.add(
-            stop_reason=LENGTH if finish_reason == "length" else STOP,
-            tokens=np.array(token_ids, np.int32).tobytes(),
-            logprobs=np.array(logprobs, np.float32).tobytes(),
+            stop_reason=LENGTH if turn.finish_reason == "length" else STOP,
+            tokens=turn.packed_ids,
+            logprobs=turn.packed_logprobs,
         )
     return message.SerializeToString()

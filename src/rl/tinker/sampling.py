@@ -29,13 +29,13 @@ from rl.tinker.places import SAMPLER, Places
 from rl.tinker.requests import CreateSamplingSession, Sample
 from rl.wire.http import RETRY_S, AwayError
 from rl.wire.inference_client import (
-    Generation,
     InferenceLostError,
     InferenceServers,
     PromptTooLongError,
 )
-from rl.wire.messages import WeightVersion
+from rl.wire.messages import ITEM_BYTES, WeightVersion
 from rl.wire.training_calls import CallError
+from rl.wire.turns import Turn, pack_logprobs
 
 EXPIRES_S = 24 * 3600.0
 """Seconds without a request after which a sampling session is deleted."""
@@ -365,7 +365,7 @@ class Sampling:
         } | stopping(params.stop)
         affinity = hash((session.id, request.seq_id)) % 2**31
 
-        async def one(index: int) -> Generation:
+        async def one(index: int) -> Turn:
             # or all samples of a request would be the same
             seed = {} if params.seed is None else {"seed": (params.seed + index) % 2**63}
             of_prompt = {"prompt_logprobs": True} if request.prompt_logprobs and not index else {}
@@ -387,11 +387,11 @@ class Sampling:
         finally:  # after an error the others are not sampled on
             for sample in samples:
                 sample.cancel()
-        of_prompt = answers[0].prompt_logprobs or []
+        of_prompt = answers[0].packed_prompt_logprobs
         if last := request.prompt_logprobs_last_n:
-            of_prompt = [None] * (len(of_prompt) - last) + of_prompt[-last:]
-        sampled = [(one.token_ids, one.logprobs, one.finish_reason) for one in answers]
-        return sample_message(sampled, of_prompt)
+            unknown = len(of_prompt) // ITEM_BYTES - last
+            of_prompt = pack_logprobs([None] * unknown) + of_prompt[unknown * ITEM_BYTES :]
+        return sample_message(answers, of_prompt)
 
     async def answer(self, sampling_id: str, number: int, wait_s: float) -> Answer | None:
         """Returns the answer to a request; None if it does not come in time. Raises KeyError for
