@@ -22,8 +22,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from rl.run_dir.digests import blake2b
 from rl.run_dir.files import (
     PIECE_BYTES,
+    UNREADABLE,
     LineReader,
     end_of_last_line,
     files_in,
@@ -31,7 +33,6 @@ from rl.run_dir.files import (
     write_all,
     write_file,
 )
-from rl.run_dir.hashes import blake2b
 from rl.run_dir.spans import is_time
 from rl.system import faults
 from rl.system.errors import RunError
@@ -39,7 +40,6 @@ from rl.system.errors import RunError
 T = TypeVar("T")
 Lines = dict[tuple[int, str], dict[str, Any]]
 """The lines of metrics.jsonl by (step, source): see read_metrics."""
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 ALWAYS = ("step", "time", "source")
 """Fields of every line."""
 NEWEST_BYTES = 1 << 22
