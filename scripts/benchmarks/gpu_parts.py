@@ -497,11 +497,10 @@ def storage(bench: Bench) -> None:
         12 * size,
         lambda: checkpoint.write(path, 1, made["checkpoint: copy"], name, world),
     )
-    manifest = checkpoint.read_manifest(path)
     timed(
         "checkpoint: load",
         12 * size,
-        lambda: checkpoint.load(path, manifest, context.model, context.optimizer, world),
+        lambda: checkpoint.load(path, context.model, context.optimizer, world),
     )
 
 
