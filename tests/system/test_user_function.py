@@ -60,7 +60,7 @@ SEEN = {
     "tow": "names no function: {file} has no function tow; did you mean two?",
 }
 LOADED = {
-    "number": "{file} has no function number; it has",
+    "number": "{file} has no function number; there are",
     "wrapped": "takes (group) (at {file}:9), but is called with (group, config); correct it",
     "inside": "takes (group) (at {file}:16), but is called with (group, config); correct it",
     "Callable": "takes () (at {file}), but is called with (group, config); correct it",
@@ -89,7 +89,7 @@ def test_what_the_text_of_a_file_shows(mine, tmp_path, monkeypatch):
     other.write_text(ALIKE)
     assert (
         find_call_fault(f"{other}:xyz", "group, config")
-        == f"names no function: {other} has no function xyz; it has advantages"
+        == f"names no function: {other} has no function xyz; there are advantages"
     )
     other.write_text("def f(a, b):\n    retrun 1\n")
     assert (

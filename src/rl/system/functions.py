@@ -9,13 +9,13 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rl.system.errors import RunError
+from rl.system.terminal import did_you_mean
 
 FOLDERS: set[Path] = set()
 """Folders of the files that were imported."""
@@ -159,10 +159,7 @@ def bound_names(nodes: list[ast.AST]) -> set[str]:
 def lacks(path: object, function: str, functions: list[str]) -> str:
     """Returns the message about a missing function, with a suggestion or the functions that the
     file has."""
-    close = get_close_matches(function, functions, n=1)
-    return f"{path} has no function {function}; " + (
-        f"did you mean {close[0]}?" if close else f"it has {', '.join(functions) or 'no function'}"
-    )
+    return f"{path} has no function {function}; {did_you_mean(function, functions)}"
 
 
 def load_function(setting: str, name: str) -> Callable[..., Any]:
