@@ -104,7 +104,9 @@ def test_what_does_not_fit_is_told_and_what_was_found_before_is_kept(tmp_path, m
     )
     monkeypatch.setattr(gpu_check, "partial", lambda part, _: SimpleNamespace(func=part))
     parts = [
-        flag for name in ("gradients", "train_0.6B", "bare", "offload", "tree") for flag in ("--only", name)
+        flag
+        for name in ("gradients", "train_0.6B", "bare", "offload", "tree")
+        for flag in ("--only", name)
     ]
     monkeypatch.setattr(
         sys,
