@@ -17,7 +17,7 @@ from verifiers.utils.async_utils import maybe_await, maybe_call_with_named_args
 
 from rl.envs.policy import RolloutError
 from rl.system.functions import raised
-from rl.system.user_function import as_numbers, returned
+from rl.system.functions import as_numbers, returned
 
 BROKEN: list[str] = []
 """How process pools of verifiers broke in this process. Each fails all rollouts that were being
