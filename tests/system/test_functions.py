@@ -49,7 +49,7 @@ FAULTS = {
     "keyword": "takes (group, config, *, verbose) (at {file}:7), but is called with",
     "later": "is async (at {file}:8); write a plain def",
     "tow": "names no function: {file} has no function tow; did you mean two?",
-    "number": "{file} has no function number; it has",
+    "number": "{file} has no function number; there are",
     "wrapped": "takes (group) (at {file}:9), but is called with (group, config); correct it",
     "inside": "takes (group) (at {file}:16), but is called with (group, config); correct it",
     "Callable": "takes () (at {file}), but is called with (group, config); correct it",
@@ -72,7 +72,8 @@ def mine(tmp_path):
 def test_what_the_text_of_a_file_shows(mine):
     mine.write_text(ALIKE)
     assert (
-        find_fault(f"{mine}:xyz") == f"names no function: {mine} has no function xyz; it has first"
+        find_fault(f"{mine}:xyz")
+        == f"names no function: {mine} has no function xyz; there are first"
     )
     mine.write_text("def f(a, b):\n    retrun 1\n")
     assert find_fault(f"{mine}:f") == f"cannot be read: {mine}:2: invalid syntax; correct it"

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import date, time
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from rl.config.tinker import MISSING, PACKAGE
 from rl.system import nixl
 from rl.system.errors import RunError
 from rl.system.functions import find_fault
+from rl.system.terminal import nearest
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
 REWARD_PARAMETERS = {"prompt", "completion", "state", "task", "parser"}
@@ -117,9 +117,9 @@ def rows_fault(source: str) -> str:
         return ""
     if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
         files = {file.stem: file for file in path.parent.glob("*.json*")}
-        near = get_close_matches(path.stem, files, n=1)
+        near = nearest(path.stem, files)
         remedy = (
-            f"did you mean {files[near[0]]}?"
+            f"did you mean {files[near]}?"
             if near
             else "give a JSONL file, or owner/name of a Hugging Face dataset"
         )

@@ -13,7 +13,6 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable, Collection, Mapping, Set
-from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 from threading import Thread
@@ -21,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from rl.system.errors import RunError
+from rl.system.terminal import did_you_mean
 
 FOLDERS: set[Path] = set()
 """Folders of the files that were imported."""
@@ -91,16 +91,8 @@ def find_fault(name: str) -> str:
     if re.search(rf"\b({function}|__getattr__|globals|setattr|exec)\b|import \*", text):
         return ""
     functions = re.findall(r"^def ([^_]\w*)", text, re.MULTILINE)
-    return f"names no function: {lacks(path, function, functions)}"
-
-
-def lacks(path: object, function: str, functions: list[str]) -> str:
-    """Returns the message about a missing function, with a suggestion or the functions that the
-    file has."""
-    close = get_close_matches(function, functions, n=1)
-    return f"{path} has no function {function}; " + (
-        f"did you mean {close[0]}?" if close else f"it has {', '.join(functions) or 'no function'}"
-    )
+    remedy = did_you_mean(function, functions)
+    return f"names no function: {path} has no function {function}; {remedy}"
 
 
 def load_function(setting: str, name: str) -> Callable[..., Any]:
@@ -125,7 +117,8 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
         functions = [
             key for key, value in inspect.getmembers(module, inspect.isfunction) if key[0] != "_"
         ]
-        raise RunError(f"{what}: {lacks(module.__file__, attribute, functions)}")
+        remedy = did_you_mean(attribute, functions)
+        raise RunError(f"{what}: {module.__file__} has no function {attribute}; {remedy}")
     return function
 
 
