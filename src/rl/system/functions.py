@@ -136,11 +136,10 @@ def import_file(path: Path) -> ModuleType:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look up their module there
-    try:
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(sys.modules.pop, name)
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+        on_failure.pop_all()
     return module
 
 
