@@ -4,8 +4,9 @@ is lost."""
 import re
 import time
 
-from rl.diagnosis.state import Machine, RunState, span
+from rl.diagnosis.state import Machine, RunState
 from rl.run_dir.nodes import NodeStatus
+from rl.system.terminal import span
 
 VERBS = {"trainer": "trains", "inference": "serves", "leader": "leads"}
 

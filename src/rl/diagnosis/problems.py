@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.diagnosis.disk import on_disk, size
-from rl.diagnosis.state import Process, RunState, span
+from rl.diagnosis.disk import on_disk
+from rl.diagnosis.state import Process, RunState
 from rl.run_dir.checksums import MANIFEST, read_manifest
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import MOST_NAMES
 from rl.run_dir.safetensors import read_header
+from rl.system.terminal import size, span
 from rl.wire.batch_file import batch_head
 from rl.wire.parity import unjudged
 

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from rl.diagnosis.state import RunState, span
+from rl.diagnosis.state import RunState
 from rl.run_dir.logs import last_lines, last_words, newest_log
 from rl.run_dir.status import RunEnd
+from rl.system.terminal import span
 
 if TYPE_CHECKING:
     from rl.run_dir.numbers import Numbers

@@ -37,6 +37,7 @@ from rl.run_dir.status import (
     read_status,
 )
 from rl.system.linux import pid_scope
+from rl.system.terminal import span
 
 if TYPE_CHECKING:
     from rl.run_dir.numbers import Numbers
@@ -504,9 +505,3 @@ def read_launcher(lock: Path, now: float) -> Process | None:
         start_ticks=owner.started,
     )
     return inspect_process("rl", status, now)
-
-
-def span(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

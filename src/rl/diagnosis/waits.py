@@ -13,11 +13,12 @@ from rl.diagnosis.machines import does, machine_line
 from rl.diagnosis.problems import Problem, log_of, metrics_left_out, parity_missed, problems_of
 from rl.diagnosis.rewards import reward_problems
 from rl.diagnosis.run_outcome import ended_well, num_models, run_outcome
-from rl.diagnosis.state import Machine, Process, RunState, read_state, span
+from rl.diagnosis.state import Machine, Process, RunState, read_state
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import LOG_LINES, TRAINER_STEPS, Phase, Staleness
+from rl.system.terminal import span
 
 if TYPE_CHECKING:
     from rl.run_dir.numbers import Numbers

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple, TextIO
 from rl.config.run import RLConfig
 from rl.diagnosis.environments import length_texts, step_texts
 from rl.diagnosis.rollouts import heading, num_prompt_messages, read_rollouts, short_messages_text
-from rl.diagnosis.state import span
 from rl.launch.phases import alike, phase_text, processes_of, read_statuses
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metric_names import PASS
 from rl.run_dir.metrics import NEWEST_BYTES, merge_lines, read_metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, describe
-from rl.system.terminal import Lines, clip, digits, visible
+from rl.system.terminal import Lines, clip, digits, span, visible
 from rl.wire.parity import RUN_LIMITS, parity_warning
 
 

@@ -24,6 +24,7 @@ from rl.run_dir.paths import RunDir
 from rl.run_dir.status import is_over
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent
+from rl.system.terminal import span
 
 ENDS = 3
 """Number of steps at the start and at the end over which a reward is averaged: a single batch is
@@ -164,19 +165,6 @@ def inference_idle(numbers: Numbers) -> float | None:
     )
 
 
-def duration(seconds: float) -> str:
-    """Formats a duration: `2 h 05 min`, `3 min 07 s` or `4.2 s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes:02d} min"
-        if hours
-        else f"{minutes} min {rest:02d} s"
-        if minutes
-        else f"{seconds:.1f} s"
-    )
-
-
 def seconds_of(run_dir: RunDir, part: str) -> float:
     """Returns the seconds that the trainer spent on a part of its steps; steps trained again
     after a resume count each time."""
@@ -192,7 +180,7 @@ def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
     if (idle := inference_idle(numbers)) is not None:
         shares.append(f"inference was idle {idle:.0%}")
     count = max(0, max(numbers.points("trainer", "time/step")[0], default=0) - first_step(run_dir))
-    took = f"{count} step{'' if count == 1 else 's'} in {duration(took_s)}"
+    took = f"{count} step{'' if count == 1 else 's'} in {span(took_s)}"
     report = [
         took + (f"; {', '.join(shares)} of the time" if shares else "")
         if took_s
