@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rl.run_dir.files import UNREADABLE, LineReader, files_in
-from rl.run_dir.metrics import all_lines
 from rl.run_dir.spans import DECODER, Gauges, Span, Start, is_time, old
 
 START = b'{"kind":"start"'
@@ -50,7 +49,7 @@ class SpanFile:
         self.gauges: list[Counted] = []
 
     def refresh(self) -> None:
-        for text in all_lines(self.reader):
+        for text in self.reader.all():
             try:
                 line = DECODER.decode(text[max(0, text.rfind(START)) :])
             except UNREADABLE:
