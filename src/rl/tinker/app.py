@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import UNREADABLE, CorruptFileError
 from rl.run_dir.version_files import DIGESTS
 from rl.tinker.codec import MESSAGE
 from rl.tinker.http import DOWNLOADS, JSON, problem, reply, signature
@@ -36,7 +36,6 @@ from rl.tinker.requests import (
 from rl.tinker.sampling import MOST_WAITING, SamplingSessions
 from rl.tinker.storage import EXTERNAL, MODEL_ID, NOT_FOUND, Storage, tinker_path, write_json
 from rl.tinker.training import Training
-from rl.wire.messages import UNREADABLE
 from rl.wire.training_calls import CallError
 
 POLL_S = 30.0

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from rl.wire.messages import UNREADABLE
+from rl.run_dir.files import UNREADABLE
 from rl.wire.training_calls import CallError, Step
 
 T = TypeVar("T")
