@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -278,15 +278,12 @@ def without_replaced_types(base: Spelled, line: CommandLine) -> Spelled:
     return base
 
 
-def build(
-    line: CommandLine, optional: Collection[str] = (), *, outside: bool = False, plays: bool = False
-) -> RLConfig:
+def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = False) -> RLConfig:
     """Returns the checked configuration. Raises ConfigError with all faults of single settings,
     or if there are none, with those between settings; `optional` keys may be missing or conflict
     with others.
 
-    `outside`: whether the files and functions that it names must exist. `plays`: whether
-    environments are played, also with the settings of a run that plays none.
+    `outside`: whether the files and functions that it names must exist.
     """
     from rl.config.sources import load
 
@@ -309,19 +306,15 @@ def build(
             for key, value, remedy in (*check(config), *(outside_faults(config) if outside else ()))
             if key not in optional
         ]
-        + (flags_without_effect(config, line.flags) if outside and not plays else [])
     )
     return config
 
 
-def flags_without_effect(config: RLConfig, flags: Spelled) -> list[str]:
-    """Returns faults of flags that fine-tuning, or a run of recorded rollouts, does not read.
-    They are allowed in files, which may be shared with other runs."""
-    if config.plays:
-        return []
-    program = {"sft": "rl sft", "recorded": "rl train"}[config.kind]
-    faults = []
-    for key, (value, place) in flags.items():
+def flags_without_effect(config: RLConfig, flags: Spelled) -> Iterator[str]:
+    """Yields warnings of flags that fine-tuning, or a run of recorded rollouts, does not read. In
+    files, which may be shared with other runs, nobody minds them."""
+    program = {"sft": "rl sft", "recorded": "rl train"}.get(config.kind, "rl")
+    for key, (value, place) in () if program == "rl" else flags.items():
         name = canonical(key, value)
         # of the rollouts with its name
         is_read = name in READS[program] or (
@@ -332,10 +325,8 @@ def flags_without_effect(config: RLConfig, flags: Spelled) -> list[str]:
         if name.split(".")[0] in ("orchestrator", "inference", "max_lag") and not is_read:
             twin = f"{config.kind}.{name.rpartition('.')[2]}"
             remedy = f"did you mean {twin}?" if twin in field_tree(RLConfig) else "leave it out"
-            faults.append(
-                f"{setting_text(name, value)} ({place})\n    is not read by `{program}`; {remedy}"
-            )
-    return faults
+            text = setting_text(name, value)
+            yield f"{text} ({place}) is not read by `{program}`; {remedy}"
 
 
 def without_none(value: Any) -> Any:
@@ -386,7 +377,8 @@ def load_config_or_exit(
     `variables` is the environment for a command that creates a configuration; a process of a run
     reads only its config.toml. `given` are settings implied by the command's own flags; `optional`
     is as in `build`; `base` is a run's config.toml, which all files override. `dry_run` returns
-    what --dry-run prints, by default the configuration; `plays` is as in `build`.
+    what --dry-run prints, by default the configuration. `plays`: whether environments are played,
+    also with the settings of a run that plays none.
     """
     try:
         for word, topic in zip(args, [*args, ""][1:], strict=True):
@@ -409,10 +401,11 @@ def load_config_or_exit(
         if "schema" in line.switches:
             print(json.dumps(RLConfig.model_json_schema(), indent=2))
             raise SystemExit(0)
-        config = build(line, optional, outside=variables is not None, plays=plays)
+        config = build(line, optional, outside=variables is not None)
     except ConfigError as error:
         fail(program, str(error))
-    for warning in warnings_of(config):
+    unread = () if plays or variables is None else flags_without_effect(config, line.flags)
+    for warning in (*warnings_of(config), *unread):
         print(f"{program}: warning: {warning}", file=sys.stderr)
     if "dry-run" in line.switches:
         ids = config.orchestrator.env_ids

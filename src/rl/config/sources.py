@@ -26,15 +26,15 @@ class Layer(PydanticBaseSettingsSource):
         raise NotImplementedError("a layer gives all fields at once")
 
     def __call__(self) -> dict[str, Any]:
-        # a section as a whole before its keys
-        for key in sorted(self.settings, key=lambda key: key.count(".")):
+        # a list before the keys of its elements
+        for key in sorted(self.settings, key=lambda key: key not in LISTS):
             value, place = self.settings[key]
             try:
                 for other, (whole, _) in self.settings.items():
-                    if key.startswith(f"{other}.") and not isinstance(whole, (dict, list)):
-                        if whole is not True:
-                            raise ValueError(f"`{other}` is a value, not a table")
-                place_value(self.current_state, key, "", copy.deepcopy(value))
+                    is_table = whole is True or isinstance(whole, (dict, list))
+                    if key.startswith(f"{other}.") and not is_table:
+                        raise ValueError(f"`{other}` is a value, not a table")
+                place_value(self.current_state, key.split("."), "", copy.deepcopy(value))
             except ValueError as error:
                 self.faults[key] = f"{setting_text(key, value)} ({place})\n    {error}"
         return {}
@@ -66,13 +66,13 @@ def load(layers: list[Spelled], faults: dict[str, str]) -> RLConfig:
     return RLConfig.model_construct(loaded.model_fields_set, **dict(loaded))
 
 
-def place_value(table: Any, key: str, section: str, value: Any) -> None:
-    """Sets a dotted key in the nested tables of a section; `true` for a table only switches it
-    on. A number selects a list's element, and a list of one needs none. Raises ValueError."""
-    first, _, rest = key.partition(".")
+def place_value(table: Any, keys: list[str], section: str, value: Any) -> None:
+    """Sets a key in the nested tables of a section; `true` for a table only switches it on. A
+    number selects a list's element, and a list of one needs none. Raises ValueError."""
+    first, *rest = keys
     if isinstance(table, list):
         if first.isdigit() and int(first) < len(table):
-            element, key = table[int(first)], rest
+            element, keys = table[int(first)], rest
         elif len(table) == 1:
             element = table[0]
         else:
@@ -80,16 +80,16 @@ def place_value(table: Any, key: str, section: str, value: Any) -> None:
                 f"which of the {len(table)} entries? Put its number before `{first}`: 0 to "
                 f"{len(table) - 1}"
             )
-        if not (key and isinstance(element, dict)):
+        if not (keys and isinstance(element, dict)):
             raise ValueError(
                 "only elements that are tables have keys; to change another element, give "
                 "the whole list"
             )
-        place_value(element, key, "", value)
+        place_value(element, keys, "", value)
     elif section in LISTS and first.isdigit():
         raise ValueError(
-            f"there is no list with an element {first}; for one: --{section}.{rest}, for "
-            f"several: [[{section}]] in a file"
+            f"there is no list with an element {first}; for one: --{section}.{'.'.join(rest)}, "
+            f"for several: [[{section}]] in a file"
         )
     elif rest:
         if not isinstance(table.get(first), (dict, list)):
