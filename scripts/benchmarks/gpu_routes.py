@@ -16,7 +16,8 @@ from rl.config.run import RLConfig
 from rl.models.tiny import make_tiny_model
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.parity import differences
-from rl.trainer.model.policy import load_policy, mode_of
+from rl.trainer.model.head import mode_of
+from rl.trainer.model.policy import load_policy
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from rl.wire.parity import parity_of
 

@@ -35,7 +35,8 @@ from rl.trainer.data.packing import Packed
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer, peak_memory_gib
 from rl.trainer.measure.tokens import TokenColumns
-from rl.trainer.model.policy import load_policy, score
+from rl.trainer.model.head import score
+from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel.world import World, start_world
 from rl.trainer.store.token_files import TokenFiles
