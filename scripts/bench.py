@@ -9,7 +9,6 @@ BENCHMARKS = {
     "trainer": "a training step over a bare PyTorch one",
     "start": "the command to the first trained step, and an optimizer step to the next sampled "
     "token",
-    "trl_grpo": "TRL on a task of ours, in an environment of its own",
     "orchestrator": "rollouts a CPU second of orchestrator and workers",
 }
 

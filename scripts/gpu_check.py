@@ -8,15 +8,11 @@ runs it, and adds it to the results, which go into one JSON file as soon as a pa
 table to the console. What a case raises is said, and its part goes on. --tiny runs all of it on a
 CPU, to see that it works.
 
-On a machine that has compiled nothing yet all parts take five calls of at most nine minutes:
+On a machine that has compiled nothing yet all parts take three calls of at most nine minutes:
 
-  python scripts/gpu_check.py --only gradients --only attention --only offload
-  python scripts/gpu_check.py --only tests --only profile --only head --only storage
-  python scripts/gpu_check.py --only replay --only train_0.6B --only memory
-  python scripts/gpu_check.py --only experts --only train_4B --only tree --only bare
-  python scripts/gpu_check.py --only routes
-
-The part routes needs vLLM, too, and says so without it.
+  python scripts/gpu_check.py --only gradients --only offload --only replay
+  python scripts/gpu_check.py --only tests --only train_0.6B --only tree
+  python scripts/gpu_check.py --only experts --only train_4B --only bare
 """
 
 import argparse
@@ -33,20 +29,14 @@ from typing import Any
 STARTED = time.monotonic()
 LIMITS = {
     "gradients": 150,
-    "attention": 200,
     "offload": 120,
-    "memory": 90,
     "tests": 300,
     "replay": 240,
     "experts": 240,
     "train_0.6B": 150,
     "tree": 60,
     "bare": 60,
-    "profile": 80,
     "train_4B": 150,
-    "head": 40,
-    "storage": 100,
-    "routes": 200,
 }
 """The parts in their order, first whether all is right, then how fast it is, and the most
 seconds of each: enough for a machine that has everything yet to compile."""

@@ -57,13 +57,7 @@ def rows_and_reward(dataset: str, reward: str, message: str, *given: str) -> Cas
         (tmp / "broken.jsonl").write_text(
             '{"prompt": "x", "answer": "1"}\n' * 5 + '{"prompt": "x"\n'
         )
-        (tmp / "lacks.jsonl").write_text(
-            '{"prompt": "x", "answer": "1"}\n' * 5 + '{"prompt": "x"}\n'
-        )
-        (tmp / "rewards.py").write_text(
-            "def exact(completion, *, answer, more=1, **others): ...\ndef asks(completion, "
-            "anser): ...\n"
-        )
+        (tmp / "rewards.py").write_text("def exact(completion, answer): ...\n")
         (tmp / "broken.py").write_text("def exact(:\n")
         keys = [
             "--orchestrator.environment.dataset",
@@ -424,11 +418,6 @@ OUTSIDE = [
         "cannot be read: {tmp}/broken.py:1: invalid syntax; correct it",
     ),
     rows_and_reward(
-        "rows.jsonl",
-        "rewards.py:asks",
-        "asks'\n    {tmp}/rows.jsonl:1: asks for anser, which is not a column of",
-    ),
-    rows_and_reward(
         "row.jsonl",
         "rewards.py:exact",
         "row.jsonl'\n    is not a file ({tmp}/row.jsonl); did you mean {tmp}/rows.jsonl?",
@@ -467,11 +456,6 @@ OUTSIDE = [
         "broken.jsonl",
         "rewards.py:exact",
         "broken.jsonl'\n    {tmp}/broken.jsonl:6: not JSON (Expecting",
-    ),
-    rows_and_reward(
-        "lacks.jsonl",
-        "rewards.py:exact",
-        "exact'\n    {tmp}/lacks.jsonl:6: asks for answer, which is",
     ),
     rows_and_reward("row.jsonl", "reward.py:exact", "rl: 2 faults in the configuration"),
     rows_and_reward(

@@ -70,29 +70,8 @@ def test_all_parts_run_with_the_trainers_packages_alone(tmp_path):
     cases = {
         (part, case["case"]): case for part, result in results.items() for case in result["cases"]
     }
-    assert len(results) == 15 and cases["replay", "compile False"]["equal"]
-    assert all(
-        {"softmax of the head", "idle"} <= case.keys()
-        for (part, _), case in cases.items()
-        if part == "profile"
-    )
-    assert (
-        cases["gradients", "attention blocks"]["gradient"] <= 1e-5
-        and cases["attention", "flex 768"]["output"] < 1e-6
-    )
-    for special in ("window", "cap", "sinks", "all"):
-        blocks = cases["attention", f"blocks 384 {special}"]
-        errors = [
-            blocks[name]
-            for name in (
-                "output",
-                "d_query",
-                "d_key",
-                "d_value",
-                *(["d_sinks"] if special in ("sinks", "all") else []),
-            )
-        ]
-        assert max(*errors, cases["attention", f"flex 384 {special}"]["output"]) < 1e-6, special
+    assert len(results) == 9 and cases["replay", "compile False"]["equal"]
+    assert cases["gradients", "attention blocks"]["gradient"] <= 1e-5
     assert (
         "passed" in cases["tests", "model/test_logprobs"]["result"]
         and cases["train_0.6B", "256"]["tokens_per_s"] > 0
@@ -107,7 +86,7 @@ def test_what_does_not_fit_is_told_and_what_was_found_before_is_kept(tmp_path, m
             '{"case": "a", "ms": 1.5, "aim": "ms <= 2"}\n' + raised + "x::y PASSED\nx::z "
         )
         Path(f"{log}.err").write_text("it broke")
-        ends = {"head": None, "tree": 1}  # at its limit, with an error
+        ends = {"train_0.6B": None, "tree": 1}  # at its limit, with an error
         limits.append(limit_s)
         monkeypatch.setattr("time.monotonic", lambda: clock + 30.0 * len(limits))
         return ends.get(function.func, 0)
@@ -125,7 +104,9 @@ def test_what_does_not_fit_is_told_and_what_was_found_before_is_kept(tmp_path, m
     )
     monkeypatch.setattr(gpu_check, "partial", lambda part, _: SimpleNamespace(func=part))
     parts = [
-        flag for name in ("storage", "head", "bare", "memory", "tree") for flag in ("--only", name)
+        flag
+        for name in ("gradients", "train_0.6B", "bare", "offload", "tree")
+        for flag in ("--only", name)
     ]
     monkeypatch.setattr(
         sys,
@@ -134,7 +115,7 @@ def test_what_does_not_fit_is_told_and_what_was_found_before_is_kept(tmp_path, m
             "gpu_check.py",
             "--tiny",
             "--budget",
-            "150",
+            "200",
             "--output",
             str(tmp_path / "out.json"),
             *parts,
@@ -142,32 +123,32 @@ def test_what_does_not_fit_is_told_and_what_was_found_before_is_kept(tmp_path, m
     )
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert gpu_check.main() == 1 and limits == [
-        gpu_check.LIMITS[name] for name in ("storage", "head", "bare", "tree")
+        gpu_check.LIMITS[name] for name in ("gradients", "train_0.6B", "bare", "tree")
     ]
     results = json.loads((tmp_path / "out.json").read_text())
     found = {part: result["state"] for part, result in results.items()}
-    # 60 of 150 s are left after three parts: one of 90 s is not begun, one of 60 s is
+    # 110 of 200 s are left after three parts: one of 120 s is not begun, one of 60 s is
     no_time = "skipped: no time"
     expected = {
-        "storage": "done",
-        "head": "ended after its 40 s, having said: x::z ",
+        "gradients": "done",
+        "train_0.6B": "ended after its 150 s, having said: x::z ",
         "bare": "raised errors: b",
-        "memory": no_time,
+        "offload": no_time,
     }
     assert found == expected | {"tree": "failed with exit code 1: it broke"}
-    assert results["head"]["cases"] == [{"case": "a", "ms": 1.5, "aim": "ms <= 2"}]
+    assert results["train_0.6B"]["cases"] == [{"case": "a", "ms": 1.5, "aim": "ms <= 2"}]
     said = capsys.readouterr().out
     assert "ms 1.5   [aim: ms <= 2]" in said and said.endswith(
-        "The rest: python scripts/gpu_check.py --only memory\n"
+        "The rest: python scripts/gpu_check.py --only offload\n"
     )
     monkeypatch.setattr(
         sys,
         "argv",
-        ["gpu_check.py", "--tiny", "--output", str(tmp_path / "out.json"), "--only", "memory"],
+        ["gpu_check.py", "--tiny", "--output", str(tmp_path / "out.json"), "--only", "offload"],
     )
     assert gpu_check.main() == 1
     later = json.loads((tmp_path / "out.json").read_text())
-    assert later["memory"]["state"] == "done" and later["storage"] == results["storage"]
+    assert later["offload"]["state"] == "done" and later["gradients"] == results["gradients"]
 
 
 def test_the_calls_are_all_parts_and_each_fits_into_its_budget():
@@ -178,7 +159,7 @@ def test_the_calls_are_all_parts_and_each_fits_into_its_budget():
     ]
     assert (
         sorted(part for call in calls for part in call) == sorted(gpu_check.LIMITS)
-        and len(calls) == 5
+        and len(calls) == 3
     )
     # the rest for imports
     assert all(sum(gpu_check.LIMITS[part] for part in call) <= 540 - 20 for call in calls)

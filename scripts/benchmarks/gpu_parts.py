@@ -17,17 +17,11 @@ from statistics import median
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
-from benchmarks.gpu_attention import attention
 from benchmarks.gpu_bench import Bench, apart, case, compilations, in_process, passed_on, say
-from benchmarks.gpu_profile import profile_step
-from benchmarks.gpu_routes import routes
-from benchmarks.trainer import bare_step, measure
+from benchmarks.trainer import measure
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
 
 from rl.config.run import RLConfig
 from rl.config.trainer import FakeDataConfig
@@ -36,13 +30,11 @@ from rl.trainer import determinism
 from rl.trainer.data.fake import FakeBatches
 from rl.trainer.data.packing import Packed
 from rl.trainer.data.prefetch import prepare
-from rl.trainer.measure.memory import try_largest
 from rl.trainer.measure.performance import Timer, peak_flops, work_of
-from rl.trainer.model import logprobs
-from rl.trainer.model.policy import DTYPES, load_policy
+from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel.world import World
-from rl.trainer.store import checkpoint, versions
+from rl.trainer.store import checkpoint
 from rl.trainer.train import train_step
 from rl.trainer.trainer import TrainContext
 
@@ -265,143 +257,18 @@ def tree(bench: Bench) -> None:
 
 
 def bare(bench: Bench) -> None:
-    """Our step over a bare one with the same attention, and over plain Hugging Face with torch's
-    attention."""
+    """Our step over a bare one with the same attention."""
     prompt, answer = (16, 16) if bench.tiny else (1024, 3072)
     data = FakeDataConfig(samples=8, group_size=1, prompt_tokens=prompt, completion_tokens=answer)
     settings = {"micro_batch_tokens": 4 * (prompt + answer), "compile": bench.on_gpu}
-    folder = str(bench.model("0.6B"))
-    ours: dict[str, Any] = {}
-    with case("bare PyTorch"):
-        ours = measure(folder, data, 3, bench.on_gpu, **settings)
-        say(
-            "bare PyTorch",
-            ratio=ours["ratio"],
-            ours_s=ours["ours"]["step"],
-            bare_s=ours["bare"]["step"],
-            aim="ratio <= 1.03",
-        )
-    bench.clear()
-    with case("Hugging Face"):
-        theirs = hugging_face_seconds(bench, folder, data)
-        ratio = round(ours["ours"]["step"] / theirs, 3) if ours else None
-        say("Hugging Face", ratio=ratio, hugging_face_s=round(theirs, 4), peak_gib=bench.peak_gib())
-
-
-def profile(bench: Bench) -> None:
-    """What the GPU does during our step, and during the bare one, on the rows of `train_0.6B`."""
-    sample, tokens = (64, 256) if bench.tiny else (SAMPLE, 16384)
-    data = two_rows(tokens, sample)
-    config, context = ready(
-        bench, "0.6B", bench.world(), micro_batch_tokens=tokens, compile=bench.on_gpu
+    seconds = measure(str(bench.model("0.6B")), data, 3, bench.on_gpu, **settings)
+    say(
+        "bare PyTorch",
+        ratio=seconds["ratio"],
+        ours_s=seconds["ours"]["step"],
+        bare_s=seconds["bare"]["step"],
+        aim="ratio <= 1.03",
     )
-    packed = batch_for(config, context, data)
-    bare = bare_step(str(bench.model("0.6B")), config, context.world)
-    for title, step in {
-        "ours": partial(train, bench, context, packed),
-        "bare": partial(bare, packed),
-    }.items():
-        seconds = bench.seconds(step)
-        profile_step(bench, f"{title}: {seconds:.3f} s a step", step)
-
-
-def hugging_face_seconds(bench: Bench, folder: str, data: FakeDataConfig) -> float:
-    """A step of AdamW on bfloat16 weights, two samples a pass, all logits in memory."""
-    model = (
-        AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, attn_implementation="sdpa"
-        )
-        .to(bench.device)
-        .train()
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    samples = FakeBatches(data, model.config.vocab_size, seed=0).receive(1).samples
-    rows = (
-        torch.tensor(np.stack([sample.token_ids for sample in samples]), device=bench.device)
-        .long()
-        .split(2)
-    )
-    bench.peak_gib(reset=True)
-
-    def step() -> None:
-        for ids in rows:
-            logits = model(
-                input_ids=ids, use_cache=False, logits_to_keep=data.completion_tokens + 1
-            ).logits[:, :-1]
-            cross_entropy(
-                logits.flatten(0, 1).float(), ids[:, data.prompt_tokens :].flatten()
-            ).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return bench.seconds(step)
-
-
-def head(bench: Bench) -> None:
-    """Log-probabilities of 16,384 tokens over a vocabulary of 151,936, forward and backward."""
-    places, width, vocab = (64, 32, 1000) if bench.tiny else (16384, 1024, 151936)
-    torch.manual_seed(0)
-    hidden, weight = (
-        torch.randn(n, width, device=bench.device, dtype=torch.bfloat16) / scale
-        for n, scale in ((places, 1), (vocab, 16))
-    )
-    temperatures, rows = (
-        torch.ones(places, device=bench.device),
-        torch.arange(places, device=bench.device),
-    )
-    targets = torch.randint(vocab, (places,), device=bench.device)
-
-    def run() -> tuple[Tensor, Tensor]:
-        inputs = [x.detach().requires_grad_() for x in (hidden, weight)]
-        found, _ = logprobs.head_logprobs(*inputs, None, temperatures, rows, targets)
-        found.sum().backward()
-        return found.detach(), inputs[0].grad
-
-    expected = [
-        torch.log_softmax((hidden[:64] @ weight.t()).float(), -1).gather(1, targets[:64, None])[
-            :, 0
-        ]
-    ]
-    compiled_on = logprobs.FUSED_ON
-    for name in ("compiled", "eager"):
-        logprobs.FUSED_ON = compiled_on if name == "compiled" else ()
-        with case(name):
-            error = float(f"{float((run()[0][:64] - expected[0]).abs().max()):.1e}")
-            bench.peak_gib(reset=True)
-            seconds = bench.seconds(run)
-            tflops = round(6 * places * width * vocab / seconds / 1e12, 1)
-            say(
-                name,
-                ms=round(1e3 * seconds, 2),
-                tflops=tflops,
-                peak_gib=bench.peak_gib(),
-                error=error,
-            )
-
-
-def memory(bench: Bench) -> None:
-    """The trainer's own try of its largest row, up to one that cannot fit."""
-    world = bench.world()
-    for tokens in (256,) if bench.tiny else (16384, 65536, 1 << 20):
-        with case(f"{tokens} tokens"):
-            try_row(bench, tokens, world)
-        bench.clear()
-
-
-def try_row(bench: Bench, tokens: int, world: World) -> None:
-    config, context = ready(bench, "0.6B", world, micro_batch_tokens=tokens)
-    whole = partial(
-        prepare, config=config, world=world, hidden_size=context.model.config.hidden_size
-    )
-    bench.peak_gib(reset=True)
-    since = time.monotonic()
-    try:
-        try_largest(context.model, context.optimizer, whole, config, world)
-    except RunError as error:  # as one that cannot fit should end
-        return say(f"{tokens} tokens", said=str(error)[:400])
-    bench.synchronize()
-    say(f"{tokens} tokens", peak_gib=bench.peak_gib(), seconds=round(time.monotonic() - since, 2))
 
 
 def offload(bench: Bench) -> None:
@@ -449,60 +316,6 @@ def digest(context: TrainContext) -> str:
             .tobytes()
         )
     return found.hexdigest()
-
-
-def storage(bench: Bench) -> None:
-    """Publishing and saving 0.6B: the copy that holds up the training, and what its threads do
-    after it, in GB a second."""
-    world = bench.world()
-    config, context = ready(bench, "0.6B", world)
-    made: dict[str, Any] = {}
-
-    def timed(case: str, size: int, function: Callable[[], Any]) -> None:
-        bench.synchronize()
-        since = time.monotonic()
-        made[case] = function()
-        seconds = time.monotonic() - since
-        say(
-            case,
-            gb_per_s=round(size / 1e9 / seconds, 2),
-            seconds=round(seconds, 3),
-            gb=round(size / 1e9, 2),
-        )
-
-    base, dtype = bench.model("0.6B"), DTYPES[config.model.dtype]
-    size = sum(p.numel() for p in context.model.parameters())
-    timed("publish: copy", 2 * size, lambda: versions.snapshot(context.model, base, dtype, {}))
-    timed(
-        "publish: copy again",
-        2 * size,
-        lambda: versions.snapshot(context.model, base, dtype, {}, before=made["publish: copy"]),
-    )
-    timed("publish: digests", 2 * size, lambda: made["publish: copy"].digests)
-    timed(
-        "publish: write",
-        2 * size,
-        lambda: made["publish: copy"].write(bench.folder / "weights" / "000001"),
-    )
-    stager = checkpoint.make_stager(world)
-    for name in ("checkpoint: copy", "checkpoint: copy again"):
-        timed(
-            name,
-            12 * size,
-            lambda: checkpoint.snapshot(context.model, context.optimizer, world, stager),
-        )
-    path, name = bench.folder / "checkpoints" / "000001", checkpoint.fingerprint(context.model)
-    timed(
-        "checkpoint: write",
-        12 * size,
-        lambda: checkpoint.write(path, 1, made["checkpoint: copy"], name, world),
-    )
-    manifest = checkpoint.read_manifest(path)
-    timed(
-        "checkpoint: load",
-        12 * size,
-        lambda: checkpoint.load(path, manifest, context.model, context.optimizer, world),
-    )
 
 
 def replay(bench: Bench) -> None:
@@ -579,7 +392,6 @@ def tests(bench: Bench) -> None:
 
 PARTS: dict[str, Callable[..., None]] = {
     "gradients": gradients,
-    "attention": attention,
     "tests": tests,
     "replay": replay,
     "offload": offload,
@@ -587,10 +399,5 @@ PARTS: dict[str, Callable[..., None]] = {
     "train_0.6B": partial(training, name="0.6B"),
     "tree": tree,
     "bare": bare,
-    "profile": profile,
-    "memory": memory,
     "train_4B": partial(training, name="4B"),
-    "head": head,
-    "storage": storage,
-    "routes": routes,
 }

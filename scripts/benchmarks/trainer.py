@@ -4,16 +4,13 @@ trainer --model FOLDER` prints JSON.
 Both train the same micro batches with the same attention, log-probabilities and arithmetic:
 bfloat16 weights to compute with, float32 masters, gradients and moments, clipping, fused AdamW. The
 bare one has no sharding, no ranks and no statistics. They take turns in one process, so that
-whatever else the machine does meets both. With --token-log the bare one is ours without a token log
-instead, and the ratio is that log's cost, writing included; `log_cpu_share` is what its functions
-took of the processor time, which no noise blurs.
+whatever else the machine does meets both.
 """
 
 import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,19 +24,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from rl.config.run import ModelConfig, RLConfig
-from rl.config.trainer import FakeDataConfig, TokenLogConfig
+from rl.config.trainer import FakeDataConfig
 from rl.launch.devices import MALLOC, SPIN
-from rl.run_dir.paths import RunDir
 from rl.trainer.data.fake import FakeBatches
 from rl.trainer.data.packing import Packed
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer, peak_memory_gib
-from rl.trainer.measure.tokens import TokenColumns
 from rl.trainer.model.head import score
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel.world import World, start_world
-from rl.trainer.store.token_files import TokenFiles
 from rl.trainer.train import train_step
 from rl.trainer.trainer import TrainContext
 
@@ -47,15 +41,12 @@ Step = Callable[[Packed], dict[str, float]]
 """Trains a batch; returns seconds by part."""
 
 
-def our_step(folder: str, config: RLConfig, world: World, log: Path | None = None) -> Step:
-    """The trainer's own. log: a run directory for its token log; None: it keeps none."""
+def our_step(folder: str, config: RLConfig, world: World) -> Step:
+    """The trainer's own."""
     model = load_policy(folder, config.model, config.trainer, world)
     context = TrainContext(
         model, make_optimizer(model, config.trainer.optim), config.trainer, world
     )
-    if log:
-        context.token_files = TokenFiles(RunDir(log, log / "weights"), TokenLogConfig())
-        context.token_files._write = counted(context.token_files._write)
 
     def step(packed: Packed) -> dict[str, float]:
         timer = Timer(device=world.device)
@@ -63,23 +54,6 @@ def our_step(folder: str, config: RLConfig, world: World, log: Path | None = Non
         return {**timer.seconds, "step": timer.step_s}
 
     return step
-
-
-log_cpu: list[float] = []
-"""Processor seconds of each call of the token log's functions."""
-
-
-def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which notes the processor time of its thread."""
-
-    def timed(*args: Any) -> Any:
-        began = time.thread_time()
-        try:
-            return function(*args)
-        finally:
-            log_cpu.append(time.thread_time() - began)
-
-    return timed
 
 
 def load_whole(folder: str, world: World, **arguments: Any) -> PreTrainedModel:
@@ -125,7 +99,6 @@ def measure(
     data: FakeDataConfig,
     rounds: int,
     use_gpus: bool,
-    log: Path | None = None,
     **trainer: object,
 ) -> dict[str, object]:
     """Medians of `rounds` steps of each, after one to warm up, and the median ratio of
@@ -136,8 +109,8 @@ def measure(
     )
     world = start_world(use_gpus, 600.0)
     steps = {
-        "ours": our_step(folder, config, world, log),
-        "bare": (our_step if log else bare_step)(folder, config, world),
+        "ours": our_step(folder, config, world),
+        "bare": bare_step(folder, config, world),
     }
     times: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
     shape = AutoConfig.from_pretrained(folder).get_text_config()
@@ -147,8 +120,6 @@ def measure(
         batch = batches.receive(1 + number)
         packed = prepare(batch, config, world, shape.hidden_size)
         tokens = sum(len(row.input_ids) for row in packed.micro_batches)
-        if number == 1:  # the one before was to warm up
-            log_cpu.clear()
         for name in sorted(steps, reverse=number % 2 == 1):
             began = time.process_time()
             times[name].append({**steps[name](packed), "cpu": time.process_time() - began})
@@ -166,11 +137,6 @@ def measure(
         "rounds": rounds,
         "ratio": round(median(ratios["step"]), 4),
         "ratio_of_cpu_time": round(median(ratios["cpu"]), 4),
-        **(
-            {"log_cpu_share": round(sum(log_cpu) / sum(t["cpu"] for t in times["ours"][1:]), 5)}
-            if log
-            else {}
-        ),
         **medians,
         "peak_memory_gib": round(peak_memory_gib(world.device), 2),
     }
@@ -189,9 +155,6 @@ def main() -> None:
     parser.add_argument("--completion-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument(
-        "--token-log", action="store_true", help="ours with a token log over ours without one"
-    )
     args = parser.parse_args()
     # as `rl` starts the trainer; read when a process begins
     if not args.gpu and not (MALLOC | SPIN).keys() <= os.environ.keys():
@@ -202,14 +165,7 @@ def main() -> None:
         prompt_tokens=args.prompt_tokens,
         completion_tokens=args.completion_tokens,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        TokenColumns.add, TokenColumns.columns = (
-            counted(TokenColumns.add),
-            counted(TokenColumns.columns),
-        )  # type: ignore[method-assign]
-        result = measure(
-            args.model, data, args.rounds, args.gpu, Path(folder) if args.token_log else None
-        )
+    result = measure(args.model, data, args.rounds, args.gpu)
     print(
         json.dumps(
             {

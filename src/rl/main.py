@@ -5,7 +5,6 @@ rl -> launch -> Supervisor -> Keeper -> Children.start -> [torchrun ->] rl.train
 rl.orchestrator.main, rl.inference.main
 """
 
-import difflib
 import importlib
 import os
 import shutil
@@ -24,19 +23,19 @@ from rl.system.children import Stopped
 from rl.system.errors import ConfigError, RunError, system_error
 from rl.system.linux import spare_loopback
 from rl.system.machine import DISTRIBUTION
-from rl.system.terminal import discard_output
+from rl.system.terminal import discard_output, nearest
 
 
 def subcommand(word: str, args: list[str], children: Children) -> int:
     """Runs a subcommand and returns its exit code, 1 for a RunError. Exits with 2 if `word` is
     not a command, or for a ConfigError."""
     if word not in COMMANDS:
-        close = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.6)
+        close = nearest(word, COMMANDS)
         setting = f"rl --{word.replace('=', ' ', 1)}" if "=" in word else ""
         meant = (
             f"rl @ {word}"
             if word.endswith(".toml")
-            else setting or (f"rl {close[0]}" if close else "")
+            else setting or (f"rl {close}" if close else "")
         )
         others = (
             f"a file is given as `@ FILE`, the commands are {', '.join(COMMANDS)}; see rl --help"

@@ -1,4 +1,4 @@
-"""The batch scripts, and what a real Slurm makes of them (scripts/slurm_here.py). There a
+"""The batch scripts, and what a real Slurm makes of them (tests/cluster/slurm_here.py). There a
 stand-in takes the place of `rl node`."""
 
 import os
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import slurm_here
 
 from rl.cluster import slurm
 from rl.config.run import RLConfig
@@ -19,6 +18,7 @@ from rl.run_dir.nodes import Nodes, RunOver
 from rl.system import process_table
 from rl.system.children import Stopped
 from rl.system.errors import RunError
+from tests.cluster import slurm_here
 
 STAND_IN = """
 import os, signal, sys, time

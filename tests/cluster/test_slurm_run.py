@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import slurm_here
 
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.run_dir.metrics import read_metrics
 from rl.system import process_table
+from tests.cluster import slurm_here
 
 pytestmark = [
     *(pytest.mark.cluster, pytest.mark.timeout(1200), pytest.mark.usefixtures("classic_home")),

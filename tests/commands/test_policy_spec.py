@@ -129,7 +129,7 @@ def test_an_endpoint(monkeypatch):
             )
             assert look(f"{two.url}#bad", key_var="OTHER_KEY").endpoint.api_key_var == "OTHER_KEY"
             assert look(one.url).endpoint.api_key_var == ""
-        assert "has several models; choose one with --endpoint-model: good, bad" in fault(
+        assert "has several models; choose one with --endpoint-model; there are good, bad" in fault(
             two.url, key_var="OTHER_KEY"
         )
         chosen = look(f"{two.url}#bad", key_var="OTHER_KEY").endpoint

@@ -203,7 +203,7 @@ def test_a_short_check_wants_stages_that_work_and_the_measure(stages, capsys):
     metrics = Path("outputs/recipes/sums-1/outputs/last/metrics.jsonl").absolute()
     assert (code, err) == (
         1,
-        f"rl recipe: {metrics} has no {MEASURE}, the recipe's measure; it has nothing\n",
+        f"rl recipe: {metrics} has no {MEASURE}, the recipe's measure; there are none\n",
     )
     stages[1].update({0: 0.0, 2: 0.125})
     code, out, err = called(capsys, "recipe", "sums", "--check", "--short")

@@ -5,6 +5,7 @@ from collections import namedtuple
 
 from rl.config.command_line import build, parse_args
 from rl.diagnosis import disk
+from rl.system.terminal import size
 
 
 def model(folder):
@@ -86,7 +87,7 @@ def test_what_is_kept_is_told(tmp_path):
 
 
 def test_sizes():
-    assert [disk.size(count) for count in (0, 1023, 1536, 1020 << 20, 1.5 * 2**30)] == [
+    assert [size(count) for count in (0, 1023, 1536, 1020 << 20, 1.5 * 2**30)] == [
         "0 B",
         "1023 B",
         "1.5 KiB",

@@ -1,6 +1,5 @@
 """Resolves `--policy SPEC`: a model's folder or id, a version of a run, or an endpoint."""
 
-import difflib
 import os
 import re
 from collections.abc import Collection
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
-from rl.launch.prepare import MAX_LISTED, ranges, runs_in
+from rl.launch.prepare import ranges, runs_in
 from rl.models.folder import read_json
 from rl.run_dir.access_token import authorization, hides_keys
 from rl.run_dir.paths import numbered
 from rl.system.errors import ConfigError, RunError
+from rl.system.terminal import did_you_mean
 from rl.wire.worker_messages import Endpoint
 
 if TYPE_CHECKING:
@@ -327,15 +327,9 @@ def choose_model(url: str, response: "httpx.Response", model: str | None) -> str
         )
     if not names or model in names:
         return model or ""
-    listed = ", ".join(names[:MAX_LISTED]) + (
-        f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    )
     if model:
-        close = difflib.get_close_matches(model, names, n=1)
-        raise RunError(
-            f"{url}: has no model {model}; "
-            + (f"did you mean {close[0]}?" if close else f"it has {listed}")
-        )
+        raise RunError(f"{url}: has no model {model}; {did_you_mean(model, names)}")
     if len(names) > 1:
-        raise RunError(f"{url}: has several models; choose one with --endpoint-model: {listed}")
+        what = "has several models; choose one with --endpoint-model"
+        raise RunError(f"{url}: {what}; {did_you_mean('', names)}")
     return names[0]

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from rl.run_dir.access_token import VARIABLE
 from rl.system.children import PYTHON, STOP_DEADLINE_S, Stopped, inherited
 from rl.system.errors import RunError
 from rl.system.linux import end_with_parent
+from rl.system.terminal import did_you_mean
 
 OPTIONS = (
     Option("to", "FOLDER", "folder of the copy; must not exist yet; default: ./NAME"),
@@ -222,11 +222,8 @@ def measured(recipe: Recipe, metrics: Path) -> dict[int, float]:
     numbers = Numbers.read(metrics)
     steps, values = numbers.curve(recipe.measure)
     if not len(steps):
-        close = get_close_matches(recipe.measure, numbers.names, n=1) or numbers.names
-        raise RunError(
-            f"{metrics} has no {recipe.measure}, the recipe's measure; it has "
-            f"{', '.join(close) or 'nothing'}"
-        )
+        remedy = did_you_mean(recipe.measure, numbers.names)
+        raise RunError(f"{metrics} has no {recipe.measure}, the recipe's measure; {remedy}")
     return dict(zip(steps.tolist(), values.tolist(), strict=True))
 
 

@@ -1,6 +1,5 @@
 """Recipes: what a recipe.toml says, where recipes lie, and how one is copied."""
 
-import difflib
 import math
 import os
 import shlex
@@ -14,6 +13,7 @@ from rl.config.command_line import read_toml
 from rl.run_dir.files import write_directory
 from rl.system.errors import ConfigError, RunError
 from rl.system.machine import visible_gpus
+from rl.system.terminal import did_you_mean
 
 PACKAGE = Path(__file__).parents[1]
 CLONE = PACKAGE.parents[1]
@@ -133,11 +133,7 @@ def read(name: str) -> Recipe:
     """Returns a recipe. Raises ConfigError if there is none of this name, or for a fault in its
     file."""
     if name not in names():
-        close = difflib.get_close_matches(name, names(), n=1)
-        raise ConfigError(
-            f"{name}: no such recipe; "
-            + (f"did you mean {close[0]}?" if close else f"there are {', '.join(names())}")
-        )
+        raise ConfigError(f"{name}: no such recipe; {did_you_mean(name, names())}")
     path = RECIPES / name / "recipe.toml"
     try:
         return msgspec.convert(read_toml(str(path)), Recipe)

@@ -5,28 +5,25 @@ Nothing is imported. A stored run's configuration is not checked, because the ru
 and exported without these files.
 """
 
-import contextlib
 import glob
 import importlib.util
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import date, time
-from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rl.config.base import Fault
 from rl.config.loss import CustomConfig
-from rl.config.orchestrator import CustomCreditConfig, EnvSource
+from rl.config.orchestrator import CustomCreditConfig
 from rl.config.rows import task_rows
 from rl.config.run import RLConfig
 from rl.config.tinker import MISSING, PACKAGE
 from rl.system import nixl
 from rl.system.errors import RunError
 from rl.system.functions import find_fault
-from rl.system.user_function import find_call_fault, find_definition, required_names
+from rl.system.terminal import nearest
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
 REWARD_PARAMETERS = {"prompt", "completion", "state", "task", "parser"}
@@ -36,8 +33,8 @@ GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "inf
 
 
 def outside_faults(config: RLConfig) -> Iterator[Fault]:
-    """Yields data sets and functions that are missing or take other arguments; one named by
-    several entries is reported once."""
+    """Yields data sets and functions that are missing; one named by several entries is reported
+    once."""
     seen = set()
     for kind, entries in (
         ("environment", config.orchestrator.environment),
@@ -51,7 +48,7 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
             # that interpreter may have modules that this one lacks
             elsewhere = entry.python or entry.requirements
             if not elsewhere or ".py:" in (entry.reward or ""):
-                named["reward"] = partial(reward_fault, entry=entry)
+                named["reward"] = find_fault
             for key, find in named.items():
                 value = getattr(entry, key)
                 if value and (fault := find(value)) and (value, fault) not in seen:
@@ -77,8 +74,8 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
         yield "trainer.weights.transport", "nixl", nixl.MISSING
     if config.is_remote and not importlib.util.find_spec(PACKAGE):
         yield "trainer.backend", "tinker", MISSING
-    for key, name, arguments in own_functions(config):
-        if fault := find_call_fault(name, arguments):
+    for key, name, _ in own_functions(config):
+        if fault := find_fault(name):
             yield key, name, fault
 
 
@@ -120,37 +117,13 @@ def rows_fault(source: str) -> str:
         return ""
     if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
         files = {file.stem: file for file in path.parent.glob("*.json*")}
-        near = get_close_matches(path.stem, files, n=1)
+        near = nearest(path.stem, files)
         remedy = (
-            f"did you mean {files[near[0]]}?"
+            f"did you mean {files[near]}?"
             if near
             else "give a JSONL file, or owner/name of a Hugging Face dataset"
         )
         return f"is not a file ({path.absolute()}); {remedy}"
-    return ""
-
-
-def reward_fault(reward: str, entry: EnvSource) -> str:
-    """Returns what is wrong with a reward function, as far as its source text and its rows show;
-    empty if nothing."""
-    if fault := find_fault(reward):
-        return fault
-    definition, path = find_definition(reward)
-    if definition is None or definition.decorator_list:
-        return ""
-    names = required_names(definition.args)
-    of_group = bool(GROUP_PARAMETERS & {*names})
-    for file in (
-        Path(source).expanduser() for source in (entry.dataset, entry.eval_dataset) if source
-    ):
-        # `rows_fault` tells of what cannot be read, or is no task
-        with contextlib.suppress(OSError, RunError):
-            for place, row in task_rows(file):
-                if lacking := not_given(names, row, of_group):
-                    return (
-                        f"{place}: {not_a_column(lacking[0], str(file), row, of_group)}; see "
-                        f"{path}:{definition.lineno}"
-                    )
     return ""
 
 

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from rl.config.base import ABSOLUTE_PATHS, NAMES, PATH, PATH_IF_FOLDER, TEMPLATE, Settings, switch
 from rl.config.cluster import ClusterConfig
 from rl.config.inference import InferenceConfig
+from rl.config.kinds import SOURCES, BatchesFrom, Kind
 from rl.config.orchestrator import EnvSource, OrchestratorConfig
 from rl.config.recorded import RecordedConfig
 from rl.config.serve import ServeConfig, with_serve_defaults
@@ -195,15 +196,7 @@ class RLConfig(Settings):
     def model_post_init(self, _context: object) -> None:
         if not self.name:
             envs = "+".join(env.label for env in self.orchestrator.environment) or "run"
-            kind = (
-                "serve"
-                if self.serve
-                else "sft"
-                if self.sft
-                else "recorded"
-                if self.recorded
-                else envs
-            )
+            kind = envs if self.kind == "rl" else self.kind
             self.name = f"{kind}-{Path(self.model.name).name}"
 
     @property
@@ -230,9 +223,21 @@ class RLConfig(Settings):
         }
 
     @property
+    def kind(self) -> Kind:
+        """What this run is; the sections that say so are read nowhere else."""
+        sections = (Kind.SERVE, Kind.SFT, Kind.RECORDED)
+        return next((kind for kind in sections if getattr(self, kind)), Kind.RL)
+
+    @property
+    def batches_from(self) -> BatchesFrom:
+        """Who gives the trainer its batches."""
+        data = self.trainer.data
+        return "replay" if data.replay else "fake" if data.fake else SOURCES[self.kind]
+
+    @property
     def plays(self) -> bool:
-        """Whether environments are played."""
-        return not (self.sft or self.recorded)
+        """Whether environments are played, or clients sample."""
+        return "inference" in self.kind.roles
 
     @property
     def starts_inference(self) -> bool:

@@ -14,7 +14,7 @@ from rl.config.trainer import CheckpointConfig, LoraConfig, WeightsConfig
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.safetensors import model_files, read_header
 from rl.run_dir.spans import MAX_BYTES as MAX_SPANS_BYTES
-from rl.system.terminal import digits
+from rl.system.terminal import size
 from rl.wire.batch_file import PLAIN_STEPS
 
 BYTES_PER_WEIGHT = {"bfloat16": 2, "float32": 4}
@@ -32,7 +32,6 @@ SPARE = 1.1
 estimated."""
 KEYS = "trainer.weights, trainer.checkpoint, orchestrator.batches: keep_last; trainer.token_log"
 REMEDY = f"free some space, choose another output_dir, or keep less ({KEYS})"
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -185,11 +184,3 @@ def on_disk(folder: Path) -> int:
 def existing(path: Path) -> Path:
     """Returns the path, or its nearest existing parent."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-
-
-def size(count: float) -> str:
-    """Formats a number of bytes: 1610612736 is `1.5 GiB`."""
-    unit = 0
-    while count >= 1024 and unit < len(UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{digits(count)} {UNITS[unit]}"

@@ -2,12 +2,12 @@
 works and no list of them lives here."""
 
 import argparse
-import difflib
 import json
 from argparse import Namespace
 from typing import Any
 
 from rl.system.errors import ConfigError
+from rl.system.terminal import did_you_mean
 
 OWNED = {
     "model": "model.name",
@@ -121,11 +121,7 @@ def parse_engine_args(given: dict[str, Any], defaults: dict[str, Any] | None = N
         elif name in FIXED:
             faults.append(f"{said}: cannot be set, {FIXED[name]}")
         elif name not in actions:
-            near = difflib.get_close_matches(name, actions, n=1)
-            faults.append(
-                f"{said}: vLLM has no such argument"
-                + (f"; did you mean {near[0]}?" if near else "")
-            )
+            faults.append(f"{said}: vLLM has no such argument; {did_you_mean(name, actions)}")
         else:
             try:
                 setattr(args, name, parse_one(parser, actions[name], value))

@@ -14,16 +14,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rl.diagnosis.environments import played_in
+from rl.diagnosis.environments import played
 from rl.run_dir.files import LineReader, write_file
 from rl.run_dir.lease import lease_path, newest_lease
-from rl.run_dir.metrics import all_lines, environment_rewards, parse_line
+from rl.run_dir.metrics import environment_rewards, parse_line
 from rl.run_dir.numbers import Numbers, Points
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import is_over
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent
+from rl.system.terminal import span
 
 ENDS = 3
 """Number of steps at the start and at the end over which a reward is averaged: a single batch is
@@ -101,7 +102,7 @@ def environment_curves(numbers: Numbers) -> dict[str, Points]:
 def environment_lines(numbers: Numbers) -> list[str]:
     """Returns lines with the reward of each environment, if there are several, and with faults
     in its rollouts."""
-    faults = {env: one.fault for env, one in played_in(numbers).items()}
+    faults = {env: one.fault for env, one in played(numbers).items()}
     envs = sorted({*environments_of(numbers), *faults})
     shown = {
         env: trend(numbers.points("orchestrator", f"reward/{env}/mean")[1]) or "-"
@@ -164,23 +165,10 @@ def inference_idle(numbers: Numbers) -> float | None:
     )
 
 
-def duration(seconds: float) -> str:
-    """Formats a duration: `2 h 05 min`, `3 min 07 s` or `4.2 s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes:02d} min"
-        if hours
-        else f"{minutes} min {rest:02d} s"
-        if minutes
-        else f"{seconds:.1f} s"
-    )
-
-
 def seconds_of(run_dir: RunDir, part: str) -> float:
     """Returns the seconds that the trainer spent on a part of its steps; steps trained again
     after a resume count each time."""
-    lines = filter(None, map(parse_line, all_lines(LineReader(run_dir.metrics))))
+    lines = filter(None, map(parse_line, LineReader(run_dir.metrics).all()))
     return sum(line.get(part) or 0.0 for line in lines if line["source"] == "trainer")
 
 
@@ -192,7 +180,7 @@ def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
     if (idle := inference_idle(numbers)) is not None:
         shares.append(f"inference was idle {idle:.0%}")
     count = max(0, max(numbers.points("trainer", "time/step")[0], default=0) - first_step(run_dir))
-    took = f"{count} step{'' if count == 1 else 's'} in {duration(took_s)}"
+    took = f"{count} step{'' if count == 1 else 's'} in {span(took_s)}"
     report = [
         took + (f"; {', '.join(shares)} of the time" if shares else "")
         if took_s

@@ -1,24 +1,31 @@
-"""Loads the user's functions that settings name: `file.py:function` or `module:function`."""
+"""The user's functions that settings name, `file.py:function` or `module:function`: loading and
+calling them, errors that blame the right code, and validation of their results."""
 
-import ast
 import contextlib
 import importlib.util
 import inspect
+import math
 import os
+import queue
+import re
+import reprlib
 import sys
 import traceback
 import zlib
-from collections.abc import Callable
-from difflib import get_close_matches
+from collections.abc import Callable, Collection, Mapping, Set
 from importlib.machinery import PathFinder
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
 from rl.system.errors import RunError
+from rl.system.terminal import did_you_mean
 
 FOLDERS: set[Path] = set()
 """Folders of the files that were imported."""
+HOW = "write file.py:function or module:function"
+IMPORT = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
 
 
 class Blame(contextlib.AbstractContextManager[None]):
@@ -41,21 +48,17 @@ def described(error: BaseException) -> str:
 
 
 def raised(error: BaseException, folder: Path | None = None) -> str:
-    """Describes an error of third-party code with the place where it was raised."""
-    return f"raised {described(error)} (at {place(error, folder)})"
-
-
-def place(error: BaseException, folder: Path | None = None) -> str:
-    """Returns file:line of an error: the innermost frame in `folder` if there is one, because
-    lines inside libraries say little."""
+    """Describes an error of third-party code with the line that raised it: the innermost one in
+    `folder` if there is one, because lines inside libraries say little."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
+        return f"raised {described(error)} (at {error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if folder and Path(frame.filename).is_relative_to(folder)]
-    return next(
-        (f"{frame.filename}:{frame.lineno}" for frame in reversed(own or frames)),
+    inside = [frame for frame in frames if folder and Path(frame.filename).is_relative_to(folder)]
+    line = next(
+        (f"{frame.filename}:{frame.lineno}" for frame in reversed(inside or frames)),
         "an unknown place",
     )
+    return f"raised {described(error)} (at {line})"
 
 
 def find_fault(name: str) -> str:
@@ -63,106 +66,33 @@ def find_fault(name: str) -> str:
     anything; empty if no fault is found."""
     source, colon, function = name.rpartition(":")
     if not colon or not function.isidentifier():
-        return "names no function; write file.py:function or module:function"
-    if source.endswith(".py"):
-        path = source_file(source)
-        return (
-            missing_in(path, function)
-            if path.is_file()
-            else f"names a file that does not exist: {path}"
-        )
-    if not all(part.isidentifier() for part in source.split(".")):
-        return "names neither a Python file nor a module; write file.py:function or module:function"
-    if not first_place(source.partition(".")[0]):
+        return f"names no function; {HOW}"
+    if not source.endswith(".py"):
+        if not all(word.isidentifier() for word in source.split(".")):
+            return f"names neither a Python file nor a module; {HOW}"
+        package = source.partition(".")[0]
+        # in the end, one where the user stands
+        if importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()]):
+            return ""
         return (
             f"names a module that is not installed: install {source}, or name a file: "
             "file.py:function"
         )
-    path = source_file(source)
-    return missing_in(path, function) if path.suffix == ".py" else ""
-
-
-def source_file(source: str) -> Path:
-    """Returns the Python file of `file.py` or `package.module`; a path without `.py` if only an
-    import would find it."""
-    if source.endswith(".py"):
-        return Path(source).expanduser().absolute()
-    top, *rest = source.split(".")
-    place = first_place(top) or Path()
-    for part in rest:
-        place = next(
-            (
-                path
-                for path in (place.parent / f"{part}.py", place.parent / part / "__init__.py")
-                if path.is_file()
-            ),
-            Path(),
-        )
-    return place
-
-
-def first_place(package: str) -> Path | None:
-    """Returns the file that a package or module would be imported from, or None: in the end, one
-    in the current directory."""
-    spec = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
-    return Path(spec.origin or "") if spec else None
-
-
-def syntax_tree(path: Path) -> ast.Module | None:
-    """Returns the syntax tree of a Python file; None if the file cannot be read, which loading
-    it will report. Raises SyntaxError."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        return ast.parse(path.read_bytes(), str(path))
-    return None
-
-
-def missing_in(path: Path, function: str) -> str:
-    """Describes the fault of a function's name that is not bound in a file; empty if it is
-    bound, or if that cannot be told."""
+    path = Path(source).expanduser().absolute()
+    if not path.is_file():
+        return f"names a file that does not exist: {path}"
     try:
-        tree = syntax_tree(path)
+        text = path.read_text()
+        compile(text, path, "exec")
     except SyntaxError as error:
         return f"cannot be read: {path}:{error.lineno}: {error.msg}; correct it"
-    if tree is None:
+    except (OSError, ValueError, RecursionError):  # loading it will report that
         return ""
-    nodes = list(ast.walk(tree))
-    used, bound = {node.id for node in nodes if isinstance(node, ast.Name)}, bound_names(nodes)
-    if function in bound or {"*", "__getattr__"} & bound or {"globals", "setattr", "exec"} & used:
+    if re.search(rf"\b({function}|__getattr__|globals|setattr|exec)\b|import \*", text):
         return ""
-    names = [
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_"
-    ]
-    return f"names no function: {lacks(path, function, names)}"
-
-
-def bound_names(nodes: list[ast.AST]) -> set[str]:
-    """Returns the names that the nodes of a syntax tree bind, by definition, assignment or
-    import."""
-    bound = {
-        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    bound |= {
-        node.name
-        for node in nodes
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }
-    return bound | {
-        alias.asname or alias.name
-        for node in nodes
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-
-
-def lacks(path: object, function: str, functions: list[str]) -> str:
-    """Returns the message about a missing function, with a suggestion or the functions that the
-    file has."""
-    close = get_close_matches(function, functions, n=1)
-    return f"{path} has no function {function}; " + (
-        f"did you mean {close[0]}?" if close else f"it has {', '.join(functions) or 'no function'}"
-    )
+    functions = re.findall(r"^def ([^_]\w*)", text, re.MULTILINE)
+    remedy = did_you_mean(function, functions)
+    return f"names no function: {path} has no function {function}; {remedy}"
 
 
 def load_function(setting: str, name: str) -> Callable[..., Any]:
@@ -174,9 +104,9 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     source, _, attribute = name.rpartition(":")
     if source.endswith(".py"):
         path = Path(source).expanduser().absolute()
-        if fault := wrong_neighbour(path):
-            raise RunError(f"{what} {fault}")
         with Blame(f"{what}: importing the file", "correct it", path.parent):
+            if fault := wrong_neighbour(path):
+                raise RunError(f"{what} {fault}")
             module = import_file(path)
     else:
         with Blame(f"{what}: importing the module", "install it, or name a file: file.py:function"):
@@ -185,11 +115,10 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         functions = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and not key.startswith("_")
+            key for key, value in inspect.getmembers(module, inspect.isfunction) if key[0] != "_"
         ]
-        raise RunError(f"{what}: {lacks(module.__file__, attribute, functions)}")
+        remedy = did_you_mean(attribute, functions)
+        raise RunError(f"{what}: {module.__file__} has no function {attribute}; {remedy}")
     return function
 
 
@@ -217,21 +146,131 @@ def import_file(path: Path) -> ModuleType:
 def wrong_neighbour(path: Path) -> str:
     """Describes the first import of a file that would get a file of another function's folder
     instead of the one beside it, or empty."""
-    nodes = list(ast.walk(syntax_tree(path) or ast.Module([], [])))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [
-        node.module
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level
-    ]
-    for file in {f"{name.partition('.')[0]}.py" for name in names}:
-        own, ours = path.parent / file, FOLDERS | {path.parent}
-        loaded = getattr(sys.modules.get(own.stem), "__file__", None)
-        places = [Path(loaded)] if loaded else [Path(folder) / file for folder in sys.path]
-        found = next((place for place in places if place.parent in ours and place.is_file()), own)
-        if own.is_file() and own.read_bytes() != found.read_bytes():
+    folders = FOLDERS | {path.parent}
+    for stem in set(IMPORT.findall(path.read_text())):
+        beside = path.with_name(f"{stem}.py")
+        loaded = getattr(sys.modules.get(stem), "__file__", None)
+        files = [Path(loaded or "")] if loaded else [Path(p, beside.name) for p in sys.path]
+        taken = next((file for file in files if file.parent in folders and file.is_file()), beside)
+        if beside.is_file() and beside.read_bytes() != taken.read_bytes():
             return (
-                f"imports {own.stem}, and would get {found} instead of the file beside it; "
+                f"imports {stem}, and would get {taken} instead of the file beside it; "
                 "rename one of them"
             )
     return ""
+
+
+class UserFunction:
+    """A function that a setting names. Any exception becomes a RunError with file and line: a
+    restart would not help."""
+
+    def __init__(self, setting: str, name: str, arguments: str):
+        """Imports it. `arguments`: the names of the arguments it is called with. Raises
+        RunError, which starts with setting and name."""
+        self.what = f"{setting} {name}"
+        self.function = load_function(setting, name)
+        inner = inspect.unwrap(self.function)
+        code = getattr(inner, "__code__", None)
+        module = inspect.getmodule(self.function)
+        self.file = Path(code.co_filename if code else getattr(module, "__file__", "") or "")
+        self.place = f"{self.file}:{code.co_firstlineno}" if code else str(self.file)
+        if inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner):
+            raise RunError(f"{self.what} is async (at {self.place}); write a plain def")
+        try:
+            signature = inspect.signature(self.function)
+        except (TypeError, ValueError):  # a function written in C
+            return
+        try:
+            signature.bind(*arguments.split(", "))
+        except TypeError:
+            raise RunError(
+                f"{self.what} takes {signature} (at {self.place}), but is called with "
+                f"({arguments}); correct it"
+            ) from None
+
+    def __call__(self, *arguments: Any) -> Any:
+        with Blame(self.what, "correct it", self.file):
+            return self.function(*arguments)
+
+    def within(self, deadline_s: float, *arguments: Any) -> Any:
+        """Calls it in a thread. Raises RunError if it fails or has not returned by the deadline;
+        the thread is then abandoned."""
+        answers: queue.SimpleQueue[tuple[Any, RunError | None]] = queue.SimpleQueue()
+
+        def call() -> None:
+            try:
+                answers.put((self(*arguments), None))
+            except RunError as error:
+                answers.put((None, error))
+            finally:  # the last resort: what is no Exception ends the thread
+                told = f"raised {type(sys.exception()).__name__}"
+                answers.put((None, self.wrong(told, "raise an Exception instead")))
+
+        Thread(target=call, name=self.what, daemon=True).start()
+        try:
+            result, error = answers.get(timeout=deadline_s)
+        except queue.Empty:
+            remedy = "make it faster, or check what it waits for"
+            raise self.wrong(f"did not return within {deadline_s:g} s", remedy) from None
+        if error:
+            raise error
+        return result
+
+    def wrong(self, told: str, wanted: str) -> RunError:
+        """Returns the error for an unusable result: `told` describes the result, `wanted` says
+        what to return instead."""
+        return RunError(f"{self.what} {told} (at {self.place}); {wanted}")
+
+
+# What it returns ----------------------------------------------------------------------------------
+
+
+def returned(value: Any) -> str:
+    """Describes a result, abbreviated if it is long."""
+    return f"returned {reprlib.repr(value)}"
+
+
+def as_number(value: Any) -> float | None:
+    """Returns a finite number of Python, numpy or torch as a float; None for anything else,
+    including strings of digits."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return None
+    try:
+        number = float(value)
+    # An array of several numbers, an integer too large for a float, a tensor without values.
+    except (ArithmeticError, RuntimeError, TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def as_numbers(value: Any, count: int) -> list[float] | None:
+    """Returns `count` finite numbers, or None if the value is anything else."""
+    items = as_items(value)
+    numbers = [number for number in map(as_number, items) if number is not None]
+    return numbers if len(numbers) == len(items) == count else None
+
+
+def as_bools(value: Any, count: int) -> list[bool] | None:
+    """Returns `count` booleans, from a single one that applies to all or from that many; None
+    for anything else, including numbers."""
+    items = as_items(value) if as_bool(value) is None else [value] * count
+    bools = [flag for flag in map(as_bool, items) if flag is not None]
+    return bools if len(bools) == len(items) == count else None
+
+
+def as_bool(value: Any) -> bool | None:
+    """Returns a boolean of Python, numpy or torch as a bool; None for anything else."""
+    scalar = value.item() if getattr(value, "ndim", None) == 0 else value
+    return scalar if isinstance(scalar, bool) else None
+
+
+def as_items(value: Any) -> list[Any]:
+    """Returns the items of a list, tuple or array; empty for unordered collections, generators
+    and anything else."""
+    if (
+        not isinstance(value, Collection)
+        or isinstance(value, str | bytes | Mapping | Set)
+        or getattr(value, "ndim", 1) == 0
+    ):
+        return []
+    return list(value)

@@ -4,12 +4,16 @@ import os
 import signal
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import TextIO
 
 HARMLESS = "\n\t\u200c\u200d"
 """Control and format characters that text needs; the joiners are part of words and emoji."""
 BARS = "▁▂▃▄▅▆▇█"
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+MOST_LISTED = 20
+"""Most known words that a message lists."""
 
 
 def visible(text: str) -> str:
@@ -64,6 +68,36 @@ def digits(value: float, count: int = 3) -> str:
     """Returns a number with `count` significant digits, or whole below a billion: `1020`, not
     `1.02e+03`."""
     return f"{value:.0f}" if 10**count - 0.5 <= abs(value) < 1e9 else f"{value:.{count}g}"
+
+
+def span(seconds: float) -> str:
+    """Formats a duration: `90 s`, `15 min` or `2.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def size(num_bytes: float) -> str:
+    """Formats a number of bytes: 1610612736 is `1.5 GiB`."""
+    unit = 0
+    while num_bytes >= 1024 and unit < len(UNITS) - 1:
+        num_bytes, unit = num_bytes / 1024, unit + 1
+    return f"{digits(num_bytes)} {UNITS[unit]}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns the known word that `word` may be a misspelling of; empty if there is none."""
+    return next(iter(get_close_matches(word, [*known], n=1)), "")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns the remedy for a word that is not among the known ones: the nearest of them, or
+    all."""
+    known = [*known]
+    if near := nearest(word, known):
+        return f"did you mean {near}?"
+    rest = f" and {len(known) - MOST_LISTED} more" if len(known) > MOST_LISTED else ""
+    return f"there are {', '.join(known[:MOST_LISTED]) or 'none'}{rest}"
 
 
 def sparkline(values: Sequence[float | None], low: float, high: float) -> str:

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from rl.diagnosis.disk import size
 from rl.records.rollouts import Rollouts
 from rl.records.run import Run
 from rl.run_dir.files import write_file
 from rl.system.credentials import redact_json
 from rl.system.errors import RunError
+from rl.system.terminal import size
 from rl.view import curves, health, rollouts, runs, tasks, timeline, tokens
 from rl.view.bundle import document
 from rl.view.library import Library

@@ -35,7 +35,7 @@ from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import RoleStatus, RunWarning
 from rl.system import faults
 from rl.system.errors import RunError
-from rl.system.user_function import UserFunction
+from rl.system.functions import UserFunction
 from rl.wire.batch_file import check_rollouts, decode_batch
 from rl.wire.rollouts import Group, Rollout
 from tests.orchestrator.made import turn

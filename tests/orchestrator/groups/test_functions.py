@@ -18,7 +18,7 @@ from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.groups.functions import load_functions, metrics_function
 from rl.orchestrator.groups.group_credit import Rules, credit_group, rules_of
 from rl.system.errors import GIVE_UP, RunError
-from rl.system.user_function import UserFunction
+from rl.system.functions import UserFunction
 from rl.wire.rollouts import Group
 from tests.orchestrator.batches.test_batch_selection import rollout
 from tests.orchestrator.test_loop_lag import HELD_S, builder, least_hold, long_group

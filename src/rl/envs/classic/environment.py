@@ -36,8 +36,7 @@ from rl.envs.environment import limited, places, without_exit
 from rl.envs.policy import SAMPLING_KEYS, TALKS, Policy, RolloutError
 from rl.models.chat import Message, Tool
 from rl.run_dir import spans
-from rl.system.functions import Blame, described
-from rl.system.user_function import as_number, returned
+from rl.system.functions import Blame, as_number, described, returned
 from rl.wire.rollouts import Episode, Rollout, Split
 from rl.wire.worker_messages import EnvSpec, PlayGroup
 

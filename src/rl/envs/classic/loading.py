@@ -4,7 +4,6 @@ import inspect
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rl.envs.classic.client import chat_tool
 from rl.envs.classic.rewards import rubrics
 from rl.system.errors import RunError
 from rl.system.functions import Blame
+from rl.system.terminal import did_you_mean
 from rl.wire.worker_messages import EnvSpec
 
 
@@ -119,11 +119,9 @@ def set_attributes(env: vf.Environment, leaves: list[vf.Environment], spec: EnvS
         takers = [target for target in targets if name in settable(target)]
         if not takers:
             known = sorted(set().union(*map(settable, targets)))
-            near = get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
             raise RunError(
                 f"environment {spec.name}: set_kwargs has {name}, but {type(env).__name__} "
-                f"has no such attribute; {hint}"
+                f"has no such attribute; {did_you_mean(name, known)}"
             )
         for target in takers:
             with Blame(

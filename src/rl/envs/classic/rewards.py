@@ -16,8 +16,7 @@ from verifiers.utils import thread_utils
 from verifiers.utils.async_utils import maybe_await, maybe_call_with_named_args
 
 from rl.envs.policy import RolloutError
-from rl.system.functions import raised
-from rl.system.user_function import as_numbers, returned
+from rl.system.functions import as_numbers, raised, returned
 
 BROKEN: list[str] = []
 """How process pools of verifiers broke in this process. Each fails all rollouts that were being

@@ -9,7 +9,6 @@ evaluation: `args.eval.split = "test"`. "None" means no value, as everywhere in 
 """
 
 import copy
-import difflib
 import importlib.util
 import inspect
 from typing import Any, Literal, get_args, get_origin
@@ -25,6 +24,7 @@ from rl.config.installed import check_installed, comes_with_verifiers
 from rl.envs.environment import v1_exports
 from rl.envs.v1.harness import HARNESS_ID
 from rl.system.errors import RunError
+from rl.system.terminal import did_you_mean
 from rl.wire.worker_messages import EnvSpec
 
 TABLES = ("taskset", "env", "eval")
@@ -77,7 +77,7 @@ class V1Config:
                 "id"
             }
             raise RunError(
-                f"environment {self.spec.name} has no argument {key}{did_you_mean(key, known)}"
+                f"environment {self.spec.name} has no argument {key}; {did_you_mean(key, known)}"
             )
 
     def _keep_local(self, taskset_id: str, agent: str, env: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class V1Config:
             )
             if not (isinstance(model, type) and issubclass(model, BaseModel)):
                 return f"{name} is not known"
-        return f"{name} is not known{did_you_mean(path[-1], set(model.model_fields))}"
+        return f"{name} is not known; {did_you_mean(path[-1], model.model_fields)}"
 
     def _check_model(self, agent: str) -> None:
         config = getattr(self.env, agent)
@@ -191,11 +191,6 @@ def set_ids(spec: EnvSpec, taskset: dict[str, Any], env: dict[str, Any]) -> None
             'with args.taskset.id = "..."'
         )
     check_installed(taskset["id"])
-
-
-def did_you_mean(name: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(sorted(known))}"
 
 
 def describe_fields(config: type[BaseModel], names: list[str], values: BaseModel) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rl.config.orchestrator import CustomCreditConfig, OrchestratorConfig
 from rl.config.outside import own_functions
 from rl.config.run import RLConfig
 from rl.orchestrator.batches.batch_metrics import TAKEN
-from rl.system.user_function import UserFunction, as_bools, as_number, as_numbers, returned
+from rl.system.functions import UserFunction, as_bools, as_number, as_numbers, returned
 from rl.wire.rollouts import Group, Rollout
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from rl.orchestrator.groups.functions import (
     user_function,
 )
 from rl.system.errors import RunError
-from rl.system.user_function import UserFunction
+from rl.system.functions import UserFunction
 from rl.wire.rollouts import Group
 
 

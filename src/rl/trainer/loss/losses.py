@@ -20,7 +20,7 @@ from rl.config.loss import (
     PolicyGradientConfig,
 )
 from rl.system.errors import RunError
-from rl.system.user_function import UserFunction, returned
+from rl.system.functions import UserFunction, returned
 from rl.trainer.loss.common import (
     LossFunction,
     LossInputs,

@@ -1,10 +1,10 @@
 """A real Slurm on this machine, in a folder: munged, slurmctld and slurmds n1 to n4. Needs root,
 and `apt-get install slurm-wlm munge`.
 
-    scripts/slurm_here.py FOLDER up            then: export SLURM_CONF=FOLDER/slurm.conf; sinfo; sbatch ...
-    scripts/slurm_here.py FOLDER kill n3       kills a slurmd and all that it runs, as a power cut would
-    scripts/slurm_here.py FOLDER start n3      brings it back
-    scripts/slurm_here.py FOLDER status | down
+    tests/cluster/slurm_here.py FOLDER up            then: export SLURM_CONF=FOLDER/slurm.conf; sinfo; sbatch ...
+    tests/cluster/slurm_here.py FOLDER kill n3       kills a slurmd and all that it runs, as a power cut would
+    tests/cluster/slurm_here.py FOLDER start n3      brings it back
+    tests/cluster/slurm_here.py FOLDER status | down
 
 Partition `main` is the default; jobs in `high` preempt those of `main`, which are told, have 20 s
 and are queued again. A node that is lost counts as down after 15 s. Nothing outside the folder is
@@ -94,7 +94,7 @@ class SlurmHere:
         if any(map(self.pid, DAEMONS)):
             sys.exit(
                 f"slurm_here: {self.folder} is up already; end it with: "
-                f"scripts/slurm_here.py {self.folder} down"
+                f"tests/cluster/slurm_here.py {self.folder} down"
             )
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             shutil.rmtree(self.folder / name, ignore_errors=True)
