@@ -1,6 +1,7 @@
 """The process of `rl serve` that answers clients and trains their adapters: `python -m
 rl.commands.serve_process @ config.toml`."""
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -61,7 +62,7 @@ def run(config: RLConfig) -> None:
     keep_to_share(config, world.device)
     learner = AdapterLearner(config, Path(base), world)
     if sock:
-        serve(config, learner, status, sock)
+        asyncio.run(serve(config, learner, status, sock))
     elif replayed:
         here = conditions(config.trainer, world, mode_of(learner.model))
         replay(config, learner, replayed, lambda there: differing_conditions(there, here))
