@@ -33,7 +33,7 @@ from rl.run_dir.checksums import content_of
 from rl.run_dir.deltas import Mirror
 from rl.run_dir.digests import HASH, digest
 from rl.run_dir.files import temporary_name
-from rl.run_dir.over_network import OverNetwork
+from rl.run_dir.in_memory import OverNetwork
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import TensorEntry
 from rl.system.errors import ConfigError, RunError

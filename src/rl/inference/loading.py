@@ -22,8 +22,7 @@ from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
 from rl.run_dir import spans
 from rl.run_dir.checksums import DIGESTS, check_version, content_of, is_delta
 from rl.run_dir.deltas import Mirror
-from rl.run_dir.in_memory import InMemory, opened
-from rl.run_dir.over_network import Memory, OverNetwork
+from rl.run_dir.in_memory import InMemory, Memory, OverNetwork, opened
 from rl.system.errors import RESTART, RunError
 from rl.wire.inference_client import LoadedVersion
 

@@ -20,10 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl.run_dir.digests import MAX_THREADS
-from rl.run_dir.files import CorruptFileError, reading
-from rl.run_dir.safetensors import INDEX, model_files, read_header
-from rl.run_dir.version_files import (
+from rl.run_dir.checksums import (
     DELTA,
     DIGESTS,
     is_delta,
@@ -31,6 +28,9 @@ from rl.run_dir.version_files import (
     verify_files_of_tensors,
     verify_small_files,
 )
+from rl.run_dir.digests import MAX_THREADS
+from rl.run_dir.files import CorruptFileError, reading
+from rl.run_dir.safetensors import INDEX, model_files, read_header
 from rl.system.errors import RunError
 from rl.system.machine import memory_bytes
 

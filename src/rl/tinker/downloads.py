@@ -8,7 +8,7 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from rl.run_dir.version_files import DIGESTS
+from rl.run_dir.checksums import DIGESTS
 from rl.tinker.gate import DOWNLOADS, signature
 from rl.tinker.listing import when
 from rl.tinker.places import EXTERNAL, Places, tinker_path

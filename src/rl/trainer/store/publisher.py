@@ -25,8 +25,8 @@ from rl.run_dir.checksums import (
 )
 from rl.run_dir.digests import Digest
 from rl.run_dir.files import CorruptFileError, make_durable, remove_directory
+from rl.run_dir.in_memory import Memory
 from rl.run_dir.lease import check_fence
-from rl.run_dir.over_network import Memory
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
 from rl.run_dir.status import Phase, RunWarning
