@@ -12,10 +12,9 @@ import numpy as np
 
 from rl.records import cache
 from rl.records.columns import DECODER, Line, columns_of, joined, some
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import UNREADABLE, CorruptFileError
 from rl.run_dir.paths import PENDING_ROLLOUTS, RunDir
 from rl.wire.batch_file import sound_rollouts
-from rl.wire.messages import UNREADABLE
 
 CHUNK = 8192
 """Number of rows added at once."""

@@ -11,6 +11,7 @@ from rl.orchestrator.batches.batch_selection import rollout_lines
 from rl.run_dir.files import (
     HEADER,
     MAGIC,
+    UNREADABLE,
     CorruptFileError,
     append_file,
     decode_records,
@@ -20,7 +21,6 @@ from rl.run_dir.files import (
     write_all,
     write_file,
 )
-from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group, Members, Rollout
 
 ENCODER = msgspec.msgpack.Encoder()

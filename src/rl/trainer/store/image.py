@@ -22,9 +22,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl.run_dir import in_memory
-from rl.run_dir.files import with_path
+from rl.run_dir.files import UNSUPPORTED, with_path
 from rl.run_dir.in_memory import InMemory
-from rl.run_dir.naming import NO_FLAGS
 from rl.trainer.optim import local
 from rl.trainer.store.layout import (
     PAGE,
@@ -181,7 +180,7 @@ def write_pages(fd: int, data: memoryview, offset: int, past_cache: bool) -> Non
             write_at(fd, data[begin:end], offset + begin)
             begin = end
         except OSError as error:
-            if error.errno not in NO_FLAGS:
+            if error.errno not in UNSUPPORTED:
                 raise
         fcntl.fcntl(fd, fcntl.F_SETFL, 0)
     write_at(fd, data[begin:], offset + begin)
