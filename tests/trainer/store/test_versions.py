@@ -22,7 +22,8 @@ from rl.run_dir.files import CorruptFileError
 from rl.trainer import export
 from rl.trainer.model import lora
 from rl.trainer.model.dither import dither
-from rl.trainer.model.policy import load_policy, score
+from rl.trainer.model.head import score
+from rl.trainer.model.policy import load_policy
 from rl.trainer.store import versions
 from rl.trainer.store.image import image_of
 from rl.trainer.store.ranks import Ranks
