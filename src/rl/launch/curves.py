@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rl.diagnosis.environments import played_in
+from rl.diagnosis.environments import played
 from rl.run_dir.files import LineReader, write_file
 from rl.run_dir.lease import lease_path, newest_lease
 from rl.run_dir.metrics import environment_rewards, parse_line
@@ -102,7 +102,7 @@ def environment_curves(numbers: Numbers) -> dict[str, Points]:
 def environment_lines(numbers: Numbers) -> list[str]:
     """Returns lines with the reward of each environment, if there are several, and with faults
     in its rollouts."""
-    faults = {env: one.fault for env, one in played_in(numbers).items()}
+    faults = {env: one.fault for env, one in played(numbers).items()}
     envs = sorted({*environments_of(numbers), *faults})
     shown = {
         env: trend(numbers.points("orchestrator", f"reward/{env}/mean")[1]) or "-"

@@ -5,6 +5,7 @@ from pathlib import Path
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.orchestrator.groups.pending import PendingLog, PendingRollouts
 from rl.wire.rollouts import Group, Rollout
+from rl.wire.turns import pack_logprobs
 from tests.orchestrator.made import turn
 
 
@@ -45,7 +46,7 @@ def test_what_a_teacher_said_is_durable(tmp_path):
                 group_id=1,
                 env="e",
                 task=0,
-                rollouts=[Rollout(turns=[turn(teacher_logprobs=[-0.25])])],
+                rollouts=[Rollout(turns=[turn(packed_teacher=pack_logprobs([-0.25]))])],
                 penalties=[0.1],
                 signal=True,
             )
