@@ -30,8 +30,7 @@ from rl.records.rollouts import KINDS, Rollouts, frame, is_number
 from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
-from rl.run_dir.checksums import REMOTE, is_delta, is_remote
-from rl.run_dir.deltas import readable
+from rl.run_dir.checksums import REMOTE, is_delta, is_remote, readable
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.files import files_in
 from rl.run_dir.logs import attempts, last_lines

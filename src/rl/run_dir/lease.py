@@ -196,7 +196,7 @@ def hold_role(lock: Path, wait_s: float = 0.0) -> Lease:
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     deadline, attempt, is_told = time.monotonic() + wait_s, Attempt(lock), False
-    run, role = lock.parent.parent, lock.stem
+    run, role, lease = lock.parent.parent, lock.stem, None
     try:
         while not (lease := attempt.take()):
             if time.monotonic() >= deadline and not attempt.undecided:
@@ -213,9 +213,9 @@ def hold_role(lock: Path, wait_s: float = 0.0) -> Lease:
                     flush=True,
                 )
             time.sleep(POLL_S)
-    except BaseException:
-        attempt.close()
-        raise
+    finally:
+        if lease is None:
+            attempt.close()
     return lease
 
 
