@@ -151,7 +151,7 @@ def test_where_nothing_fits_it_says_what_there_is(run, rl):
     )
     assert rl("x", "--step", "7")[2].endswith("steps with rollouts: 1-2\n")
     assert rl("x", "--sort", "best")[2].startswith(
-        "rl show: --sort best: the rollouts have no such number; they have: group_id, m, reward"
+        "rl show: --sort best: the rollouts have no such number; they have: advantage, episode, group_id, m,"
     )
     assert (
         rl("x", "--why", "pending", "--task", "0")[2]

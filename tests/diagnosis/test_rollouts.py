@@ -14,7 +14,6 @@ from rl.diagnosis.rollouts import (
     read_all,
     read_rollouts,
     rollout_files,
-    short_messages_text,
 )
 from rl.run_dir.files import CorruptFileError, append_file, write_file
 from rl.run_dir.paths import RunDir
@@ -188,14 +187,14 @@ def test_a_rollout_in_words():
 
 def test_a_conversation_in_short_is_about_a_screen():
     turns = [{"role": "tool", "content": f"{i} " + "long\n" * 5000} for i in range(40)]
-    said = short_messages_text(turns).splitlines()
+    said = messages_text(turns, is_short=True).splitlines()
     assert (
         said[0] == "tool: 0 long"
         and "[... 30 messages ...]" in said
         and any(line.startswith("tool: 39 ") for line in said)
     )
     assert len(said) <= 80 and sum(map(len, said)) < 5000
-    assert short_messages_text(turns[:1]).count("\n") == 60
+    assert messages_text(turns[:1], is_short=True).count("\n") == 60
 
 
 def test_a_file_that_unpacks_to_more_than_memory_holds_is_refused(tmp_path, monkeypatch):

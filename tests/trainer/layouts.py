@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rl.config.run import RLConfig
-from rl.run_dir import version_files
 from rl.run_dir.files import CorruptFileError
 from rl.system.errors import RunError
 from rl.trainer.data.prefetch import prepare
@@ -265,29 +264,14 @@ def pass_on(
     model = load_policy(config.model.name, config.model, config.trainer, world)
     optimizer = make_optimizer(model, config.trainer.optim)
     if source:
-        read = load_recorded(source, model, optimizer, world)
-        (target.parent / f"read-{target.name}-{world.rank}.json").write_text(json.dumps(read))
+        assert checkpoint.load(checkpoint.newest(source, world), model, optimizer, world) == 1
     else:
         batch = make_batches(False)[0]
         packed = prepare(batch, config, world, 64)
         train_step(TrainContext(model, optimizer, config.trainer, world), packed, 1e-3, Timer())
     save_checkpoint(target / "000001", 1, model, optimizer, world)
-    (target.parent / f"again-{target.name}-{world.rank}.json").write_text(
-        json.dumps(load_recorded(target, model, optimizer, world))
-    )
+    assert checkpoint.load(checkpoint.newest(target, world), model, optimizer, world) == 1
     return state(model, optimizer)
-
-
-def load_recorded(
-    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World
-) -> list[str]:
-    """Loads the checkpoint of step 1; returns the files that this rank has read for nothing but
-    their hash."""
-    read, right = [], version_files.digest_of_file
-    version_files.digest_of_file = lambda path: read.append(path.name) or right(path)
-    assert checkpoint.load(*checkpoint.newest(folder, world), model, optimizer, world) == 1
-    version_files.digest_of_file = right
-    return read
 
 
 def damaged(config: RLConfig, source: Path, world: World) -> str:
@@ -299,12 +283,8 @@ def damaged(config: RLConfig, source: Path, world: World) -> str:
     world.barrier()
     model = load_policy(config.model.name, config.model, config.trainer, world)
     try:
-        checkpoint.load(
-            *checkpoint.newest(source, world),
-            model,
-            make_optimizer(model, config.trainer.optim),
-            world,
-        )
+        optimizer = make_optimizer(model, config.trainer.optim)
+        checkpoint.load(checkpoint.newest(source, world), model, optimizer, world)
     except CorruptFileError as error:
         return str(error)
     return ""

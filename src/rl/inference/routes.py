@@ -13,11 +13,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from rl.inference.chat import Answers
 from rl.inference.engine import CutOffError, VersionedEngine
 from rl.inference.weight_files import WeightsGoneError
+from rl.run_dir.files import UNREADABLE
 from rl.system.errors import RunError
 from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL
 from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
-from rl.wire.messages import UNREADABLE
 
 
 class AnswersRequest(Struct, forbid_unknown_fields=True):

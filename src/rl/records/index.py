@@ -12,10 +12,9 @@ import numpy as np
 
 from rl.records import cache
 from rl.records.columns import DECODER, Line, columns_of, joined, some
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import UNREADABLE, CorruptFileError
 from rl.run_dir.paths import PENDING_LOG, RunDir
 from rl.wire.batch_file import sound_rollouts
-from rl.wire.messages import UNREADABLE
 from rl.wire.pending import waiting_lines
 
 CHUNK = 8192

@@ -12,7 +12,7 @@ files are moved away.
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,9 @@ def verify_files(
     checksums: Mapping[str, Mapping[str, Any]],
     rank: int = 0,
     ranks: int = 1,
-    names: Collection[str] | None = None,
 ) -> None:
-    """Raises CorruptFileError naming the first file of a folder, or of those with `names`, that is
-    missing or does not match its checksum.
+    """Raises CorruptFileError naming the first file of a folder that is missing or does not match
+    its checksum.
 
     Reads several files at once, and only `rank`'s share of them if `ranks` processes divide the
     work. Raises RunError if all files use the same unknown hash function: a flipped bit would
@@ -68,7 +67,7 @@ def verify_files(
             raise CorruptFileError(f"{file}: damaged")
         return sums[HASH]
 
-    hash_each(found, [name for name in checksums if names is None or name in names][rank::ranks])
+    hash_each(found, [*checksums][rank::ranks])
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -88,13 +87,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CorruptFileError(f"{path / MANIFEST}: missing or damaged") from None
 
 
-def verify_checkpoint(
-    path: Path, rank: int = 0, ranks: int = 1, names: Collection[str] | None = None
-) -> dict[str, Any]:
-    """Verifies a checkpoint's files, or those with `names`, or `rank`'s share of them, and
-    returns its manifest. Raises as `read_manifest` and `verify_files`."""
+def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """Verifies a checkpoint's files, or `rank`'s share of them, and returns its manifest. Raises
+    as `read_manifest` and `verify_files`."""
     manifest = read_manifest(path)
-    verify_files(path, manifest["files"], rank, ranks, names)
+    verify_files(path, manifest["files"], rank, ranks)
     return manifest
 
 

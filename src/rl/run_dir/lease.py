@@ -31,8 +31,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl.run_dir.files import write_file
-from rl.run_dir.naming import TakenError
+from rl.run_dir.files import TakenError, write_file
 from rl.run_dir.status import MACHINE_LEASE, Staleness, is_over, read_json
 from rl.system.errors import RESTART, RunError
 from rl.system.linux import is_alive, own_start, pid_scope

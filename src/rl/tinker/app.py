@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import UNREADABLE, CorruptFileError
 from rl.tinker.downloads import Downloads
 from rl.tinker.gate import DOWNLOADS
 from rl.tinker.listing import Listing
@@ -32,7 +32,6 @@ from rl.tinker.requests import (
 )
 from rl.tinker.sampling import MOST_WAITING, Sampling
 from rl.tinker.training import Training, decode
-from rl.wire.messages import UNREADABLE
 from rl.wire.training_calls import CallError
 
 POLL_S = 30.0

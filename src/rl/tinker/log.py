@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from rl.run_dir.digests import blake2b
 from rl.run_dir.files import (
     HEADER,
     CorruptFileError,
@@ -25,7 +26,6 @@ from rl.run_dir.files import (
     with_path,
     write_all,
 )
-from rl.run_dir.hashes import blake2b
 
 MOST_OPEN = 64
 """Logs of models whose files are open, and as many of sampling sessions."""

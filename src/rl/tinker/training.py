@@ -23,7 +23,7 @@ import msgspec
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.config.trainer import LoraConfig as LoraSettings
-from rl.run_dir.files import CorruptFileError, remove_directory, write_file
+from rl.run_dir.files import UNREADABLE, CorruptFileError, remove_directory, write_file
 from rl.run_dir.metrics import Merger, MetricsLog
 from rl.run_dir.paths import numbered
 from rl.system import faults
@@ -39,7 +39,6 @@ from rl.tinker.requests import (
     SaveWeightsExternal,
     SaveWeightsForSampler,
 )
-from rl.wire.messages import UNREADABLE
 from rl.wire.training_calls import CallError, Learner, NoRoomError
 
 T = TypeVar("T")

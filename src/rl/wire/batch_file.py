@@ -17,9 +17,11 @@ from typing import Any
 
 import msgspec
 
+from rl.run_dir.digests import blake2b, sha256
 from rl.run_dir.files import (
     HEADER,
     MAGIC,
+    UNREADABLE,
     CorruptFileError,
     Data,
     decode_record,
@@ -27,10 +29,9 @@ from rl.run_dir.files import (
     reading,
     write_file,
 )
-from rl.run_dir.hashes import blake2b, sha256
 from rl.run_dir.paths import RunDir, numbers
 from rl.system.errors import RunError
-from rl.wire.messages import UNREADABLE, BatchReady, TrainBatch, TrainingSample
+from rl.wire.messages import BatchReady, TrainBatch, TrainingSample
 
 ENCODER = msgspec.msgpack.Encoder()
 ROLLOUT_SUFFIXES = (".jsonl", ".jsonl.gz", ".sha256")

@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from rl.run_dir.access_token import authorization
+from rl.run_dir.files import UNREADABLE
 from rl.run_dir.status import last_seen, read_status, server_files
 from rl.system import faults
 from rl.system.errors import GIVE_UP, RESTART, RunError
 from rl.wire.balance import Balancer, Server
 from rl.wire.http import CONNECT_S, RETRY_S, AwayError, HttpClient, RefusedError
-from rl.wire.messages import UNREADABLE, VersionSpan, WeightVersion
+from rl.wire.messages import VersionSpan, WeightVersion
 from rl.wire.turns import check_lengths
 from rl.wire.worker_messages import ServerSet
 

@@ -9,12 +9,12 @@ import msgspec
 from rl.run_dir.files import (
     HEADER,
     MAGIC,
+    UNREADABLE,
     CorruptFileError,
     decode_records,
     encode_record,
     reading,
 )
-from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Drawn, Group, rollout_lines
 
 ENCODER = msgspec.msgpack.Encoder()

@@ -10,9 +10,8 @@ import msgspec
 from rl.orchestrator.batches.early_stop import RewardHistory
 from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.tasks.task_source import TaskState
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import UNREADABLE, CorruptFileError, TakenError
 from rl.run_dir.lease import check_fence
-from rl.run_dir.naming import TakenError
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 from rl.wire.batch_file import (
@@ -23,7 +22,6 @@ from rl.wire.batch_file import (
     write_batch,
     write_rollouts,
 )
-from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group, TaskRef
 
 

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer
 from rl.config.orchestrator import TeacherConfig
 from rl.orchestrator.batches.samples import is_trained
 from rl.run_dir.access_token import hides_keys
+from rl.run_dir.files import UNREADABLE
 from rl.system.credentials import redact
 from rl.system.errors import RunError
 from rl.wire.http import RETRY_S, AwayError, HttpClient, RefusedError, describe_refusal
-from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import pack_logprobs
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import ValidationError
 
-from rl.wire.messages import UNREADABLE
+from rl.run_dir.files import UNREADABLE
 from rl.wire.rollouts import Rollout, unfit
 from rl.wire.turns import AnswerSpan, Turns
 from rl.wire.worker_messages import Played, PlayGroup, PolicySpec, ServerSet

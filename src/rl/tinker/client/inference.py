@@ -23,7 +23,7 @@ from starlette.routing import Route
 from rl.config.run import RLConfig
 from rl.run_dir.access_token import is_loopback, run_token
 from rl.run_dir.checksums import content_id
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import UNREADABLE, CorruptFileError
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, RunWarning, Status
 from rl.system.errors import RunError
@@ -43,7 +43,7 @@ from rl.wire import serving
 from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL, Generation, HeldVersion
 from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
-from rl.wire.messages import UNREADABLE, VersionSpan
+from rl.wire.messages import VersionSpan
 from rl.wire.token_gate import Gate
 
 TOGETHER_S = 0.02

@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl.run_dir import in_memory
-from rl.run_dir.files import with_path
+from rl.run_dir.files import UNSUPPORTED, with_path
 from rl.run_dir.in_memory import InMemory
-from rl.run_dir.naming import NO_FLAGS
 from rl.trainer.optim import local
 from rl.trainer.store.layout import (
     PAGE,
@@ -194,7 +193,7 @@ def written(path: Path, flags: int = 0) -> Iterator[int]:
     try:
         fd = os.open(path, os.O_WRONLY | flags)
     except OSError as error:
-        if error.errno not in NO_FLAGS:
+        if error.errno not in UNSUPPORTED:
             raise
         fd = os.open(path, os.O_WRONLY)
     try:
@@ -212,7 +211,7 @@ def write_pages(fd: int, direct: int, data: memoryview, offset: int) -> None:
     try:
         write_at(direct, data[begin:end], offset + begin)
     except OSError as error:
-        if error.errno not in NO_FLAGS:
+        if error.errno not in UNSUPPORTED:
             raise
         write_at(fd, data[begin:end], offset + begin)
     write_at(fd, data[end:], offset + end)
