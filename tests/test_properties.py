@@ -135,13 +135,7 @@ def test_records_end_where_they_should(payloads, tail):
 
 
 def group(number: int, text: str) -> Group:
-    turn = Turn(
-        prompt_ids=[1],
-        completion_ids=[2, 3],
-        logprobs=[-1.0, -2.0],
-        policy_versions=[VersionSpan(0, 2)],
-        finish_reason="stop",
-    )
+    turn = Turn.of([1], [2, 3], [-1.0, -2.0], [VersionSpan(0, 2)])
     return Group(
         group_id=number, env="e", task=0, rollouts=[Rollout(turns=[turn], text=[{"content": text}])]
     )

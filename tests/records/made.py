@@ -35,13 +35,7 @@ def make_run(root: Path, **more) -> RunDir:
 def rollout(reward: float, version: int = 0, text: str = "four", **more) -> Rollout:
     """One answer of three tokens."""
     spans = [VersionSpan(version, 3)]
-    turn = Turn(
-        prompt_ids=[1, 2],
-        completion_ids=[3, 4, 5],
-        logprobs=[-0.5, -1.0, -0.25],
-        policy_versions=spans,
-        finish_reason="stop",
-    )
+    turn = Turn.of([1, 2], [3, 4, 5], [-0.5, -1.0, -0.25], spans)
     messages = more.pop(
         "messages", [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": text}]
     )

@@ -25,18 +25,7 @@ ARRAY_OF_4 = b"\x94"
 
 def decode(payload: bytes) -> Group | Drawn:
     """Decodes a record. Raises the exceptions in UNREADABLE."""
-    if payload[:1] == ARRAY_OF_4:
-        return DRAWN.decode(payload)
-    try:
-        return GROUP.decode(payload)
-    except msgspec.ValidationError:
-        # an unfinished group, as rl 0.1 wrote it
-        fields = msgspec.msgpack.decode(payload, type=dict[str, msgspec.Raw])
-        if "members" not in fields:
-            raise
-        fields["rollouts"] = fields.pop("members")
-        fields["finished"] = msgspec.Raw(ENCODER.encode(False))
-        return GROUP.decode(ENCODER.encode(fields))
+    return DRAWN.decode(payload) if payload[:1] == ARRAY_OF_4 else GROUP.decode(payload)
 
 
 def encoded(records: Iterable[Group | Drawn]) -> bytes:

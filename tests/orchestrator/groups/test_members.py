@@ -15,7 +15,6 @@ from rl.envs.worker import Worker
 from rl.orchestrator.groups.pending import PendingLog
 from rl.orchestrator.main import run
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskRef, TaskSource
-from rl.run_dir.files import append_file, encode_record
 from rl.run_dir.status import Status
 from rl.wire.batch_file import decode_batch
 from rl.wire.rollouts import Drawn, Group, Rollout
@@ -238,13 +237,6 @@ def test_members_are_durable_until_their_group_is(tmp_path):
         1: [(2, 0.5), (0, 0.75)],
         4: [(1, 0.5)],
     }
-
-
-def test_members_of_an_earlier_version_of_rl_are_read(tmp_path):
-    log, rollout = PendingLog(tmp_path / "pending.log"), Rollout(turns=[turn()], episode=2)
-    old = {"group_id": 7, "env": "e", "task": 3, "members": [rollout]}
-    append_file(log.path, encode_record(msgspec.msgpack.encode(old)))
-    assert log.load(set(), 6) == [] and log.unfinished == {7: group(7, rollout)}
 
 
 @pytest.mark.parametrize("committed", [False, True])

@@ -6,6 +6,7 @@ from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.orchestrator.groups.pending import PendingLog
 from rl.wire.pending import waiting_lines
 from rl.wire.rollouts import Drawn, Group, Rollout
+from rl.wire.turns import pack_logprobs
 from tests.orchestrator.made import turn
 
 
@@ -46,7 +47,7 @@ def test_what_a_teacher_said_is_durable(tmp_path):
                 group_id=1,
                 env="e",
                 task=0,
-                rollouts=[Rollout(turns=[turn(teacher_logprobs=[-0.25])])],
+                rollouts=[Rollout(turns=[turn(packed_teacher=pack_logprobs([-0.25]))])],
                 penalties=[0.1],
                 signal=True,
             )

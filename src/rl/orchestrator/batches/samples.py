@@ -1,8 +1,7 @@
 """Turns a rollout's turns into flat training samples, with ids as they were sent and sampled,
 never retokenised."""
 
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from rl.wire.messages import TrainedSpan, TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout, why_left_out
@@ -27,10 +26,10 @@ def rollout_samples(group: Group, rollout_id: int) -> Iterator[TrainingSample]:
         spans = [span for answer in answers for span in spans_of(answer, advantage)]
         teacher = [answer.teacher_logprobs or bytes(len(answer.logprobs)) for answer in answers]
         yield TrainingSample(
-            packed_ids=turns.ids(number).tobytes(),
+            packed_ids=turns.ids(number),
             spans=spans,
-            packed_logprobs=as_float32(answer.logprobs for answer in answers),
-            packed_teacher=as_float32(teacher)
+            packed_logprobs=b"".join(answer.logprobs for answer in answers),
+            packed_teacher=b"".join(teacher)
             if any(answer.teacher_logprobs for answer in answers)
             else None,
             env=group.env,
@@ -47,11 +46,6 @@ def spans_of(answer: AnswerSpan, advantage: float) -> Iterator[TrainedSpan]:
     for span in join_spans(answer.policy_versions):
         yield TrainedSpan(start, start + span.num_tokens, span.policy_version, advantage)
         start += span.num_tokens
-
-
-def as_float32(columns: Iterable[bytes]) -> bytes:
-    """Joins columns of float64 as one of float32."""
-    return array("f", array("d", b"".join(columns))).tobytes()  # numpy would start threads
 
 
 def is_trained(rollout: Rollout, mask_truncated: bool) -> bool:
