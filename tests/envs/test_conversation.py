@@ -31,10 +31,8 @@ def test_a_long_chat_is_kept_once():
             messages.append({"role": "assistant", "content": "answer"})
 
     asyncio.run(talk())
-    assert (
-        sum(len(past.added) for past in chat.history) == 400
-        and len(chat.history[-1].whole()) == 400
-    )
+    assert len(chat.history[-1].messages) == 400
+    assert len({id(message) for past in chat.history for message in past.messages}) == 400
     assert [turn.prompt_ids for turn in chat.turns] == sent(policy)
     assert len(chat.turns.chains) == 1
     assert len(msgspec.msgpack.encode(chat.turns)) < 12 * chat.turns.chains[0].num_tokens + 30 * 200
@@ -110,7 +108,7 @@ def test_branches_continue_the_turn_that_they_leave(seed):
         assert text.endswith("assistant: ") and text.count("begin") == 1 and len(ids) == len(text)
 
 
-def test_a_text_is_kept_once():
+def test_a_text_continues_the_ids_of_its_earlier_answers():
     policy, turns = StubPolicy(lambda prompt: "answer", max_model_len=100_000), Turns()
     talk = TextConversation(policy, 0, SAMPLING, turns)
 
@@ -122,9 +120,7 @@ def test_a_text_is_kept_once():
         return text
 
     text = asyncio.run(go())
-    assert "".join(talk.history[-1].whole()) == text and sum(
-        len(piece) for past in talk.history for piece in past.added
-    ) == len(text)
+    assert "".join(talk.history[-1].messages) == text
     assert [turn.prompt_ids for turn in turns] == sent(policy) and len(turns.chains) == 1
 
 

@@ -12,7 +12,7 @@ from verifiers.clients import Client, OpenAIChatCompletionsClient, OpenAIComplet
 from verifiers.errors import InvalidModelResponseError
 from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 
-from rl.envs.policy import Conversation, Past, Policy, RolloutError
+from rl.envs.policy import Conversation, Policy, RolloutError
 from rl.models.chat import Answer, Message, Tool, chat_call
 from rl.wire.inference_client import PromptTooLongError
 from rl.wire.turns import Turn, Turns
@@ -111,15 +111,15 @@ class TextConversation(Conversation):
         `Policy.sample`."""
         renderer = self.policy.renderer
         for before in reversed(self.history):
-            if text.startswith(known := "".join(before.whole())):
-                new = text[len(known) :]
-                ids = self.turns.token_ids(before.index) + renderer.encode(new)
+            known = "".join(before.messages)
+            if text.startswith(known):
+                ids = self.turns.token_ids(before.index) + renderer.encode(text[len(known) :])
                 break
         else:
-            before, new, ids = None, text, renderer.text_ids(text)
+            ids = renderer.text_ids(text)
         turn = await self.sample(ids, overrides)
         completion = renderer.decode(turn.completion_ids)
-        self.keep(turn, Past(len(self.turns), before, [new, completion]))
+        self.keep(turn, None, [text, completion])
         return turn, self.before_stop(Answer(completion, None, [], []), overrides)
 
 
@@ -244,7 +244,7 @@ class PolicyClient(Client):
             if self.completion
             else [turn for chat in self.conversations.values() for turn in chat.history]
         )
-        whole = turns[-1].whole() if turns else []
+        whole = turns[-1].messages if turns else []
         num_prompt = turns[-1].num_prompt if turns else 0
         return whole[:num_prompt], whole[num_prompt:]
 
