@@ -1,13 +1,12 @@
 """What a conversation keeps: every turn exactly as it was sent and sampled, and nothing twice."""
 
 import asyncio
-import operator
 import random
 
 import msgspec
 import pytest
 
-from rl.envs.classic.client import LazyList, TextConversation
+from rl.envs.classic.client import TextConversation
 from rl.envs.policy import Conversation, RolloutError
 from rl.wire.turns import Turns
 from tests.envs.stub_policy import StubPolicy
@@ -173,18 +172,6 @@ def test_a_text_begins_with_the_bos_token_of_its_tokenizer():
         "^ab\x03c",
         "^another",
     ] and len(turns.chains) == 2
-
-
-def test_a_list_that_is_made_when_it_is_looked_at_is_a_list_to_whoever_looks():
-    lazy = LazyList(3, lambda: [1, 2, 3])
-    assert (
-        lazy == [1, 2, 3]
-        and lazy[1:] == [2, 3]
-        and list(lazy) == [1, 2, 3]
-        and len(lazy) == 3
-        and 2 in lazy
-    )
-    assert operator.add(lazy, [4]) == [1, 2, 3, 4] and operator.add([0], lazy) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", [Conversation, TextConversation])

@@ -207,7 +207,9 @@ def to_messages(items: Iterable[dict[str, Any]]) -> list[Message]:
             thought = answer.get("reasoning_content", "")
             answer["reasoning_content"] = thought + joined_text(item.get("summary") or "")
         elif kind == "function_call":
-            answer.setdefault("tool_calls", []).append(chat_call(item | {"id": item.get("call_id")}))
+            answer.setdefault("tool_calls", []).append(
+                chat_call(item | {"id": item.get("call_id")})
+            )
         else:
             answer["content"] += str(content or "") if kind == "message" else f"[{kind}]"
         if item.get("generation_token_ids"):  # the last item of a turn
