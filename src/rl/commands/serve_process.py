@@ -54,7 +54,7 @@ def run(config: RLConfig) -> None:
     from rl.trainer.adapters.learner import AdapterLearner
     from rl.trainer.determinism import conditions, differing_conditions
     from rl.trainer.measure.memory import keep_to_share
-    from rl.trainer.model.policy import mode_of
+    from rl.trainer.model.head import mode_of
     from rl.trainer.parallel.world import start_world
 
     disable_progress_bar()

@@ -41,10 +41,11 @@ from rl.tinker.client.service import (
 )
 from rl.wire import serving
 from rl.wire.gate import refusal
-from rl.wire.inference_client import PROTOCOL, Generation, HeldVersion
+from rl.wire.inference_client import PROTOCOL, HeldVersion
 from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
 from rl.wire.messages import VersionSpan
 from rl.wire.token_gate import Gate
+from rl.wire.turns import Turn, pack_ids, pack_logprobs
 
 TOGETHER_S = 0.02
 """How long a request waits for others with the same prompt."""
@@ -53,7 +54,6 @@ WARN_S = 600.0
 MAX_SEED = 2**31 - 1
 """skyrl-tx, for one, takes no larger seeds, and answers none of the requests that it has put
 together with such a one."""
-JSON = "application/json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Sampler:
         self.config, self.status = config, status
         self.timeout_s = config.tinker.answer_timeout_s
         self.service: tinker.ServiceClient | None = None
-        self.together: dict[tuple, list[asyncio.Future[Generation]]] = {}
+        self.together: dict[tuple, list[asyncio.Future[Turn]]] = {}
         """Answers that requests wait for which are not sent yet, by the content of the requests."""
         self.tasks = set[asyncio.Task[None]]()
         self.opening = asyncio.Lock()
@@ -122,9 +122,9 @@ class Sampler:
         async with self.opening:
             self.held = await self._opened(asked.policy_version, asked.content, path)
 
-    async def generate(self, asked: GenerateRequest) -> Generation:
+    async def generate(self, asked: GenerateRequest) -> Turn:
         """Waits for: the service. Raises BadRequestError, and RunError if there is no answer."""
-        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         # the second answer to a seed is another one
         alone = None if asked.sampling.seed is None else answer
         key = (self.held, tuple(asked.token_ids), msgspec.json.encode(asked.sampling), alone)
@@ -145,9 +145,9 @@ class Sampler:
         answers = self.together.pop(key)
         self.num_running += len(answers)
         try:
-            generations = await self._sample(held, asked, len(answers))
-            for answer, generation in zip(answers, generations, strict=True):
-                answer.set_result(generation)
+            turns = await self._sample(held, asked, len(answers))
+            for answer, turn in zip(answers, turns, strict=True):
+                answer.set_result(turn)
         except (BadRequestError, RunError) as error:
             for answer in answers:
                 answer.set_exception(error)
@@ -156,7 +156,7 @@ class Sampler:
             for answer in answers:
                 answer.cancel()  # those without one, which then ask again
 
-    async def _sample(self, held: Held, asked: GenerateRequest, count: int) -> list[Generation]:
+    async def _sample(self, held: Held, asked: GenerateRequest, count: int) -> list[Turn]:
         prompt = tinker.ModelInput.from_ints(asked.token_ids)
         params = sampling_params(asked.sampling)
         try:
@@ -183,7 +183,7 @@ class Sampler:
                     self.held = await self._opened(held.number, held.content, held.path)
             raise
         self.status.advance(sum(len(sequence.tokens) for sequence in answer.sequences))
-        return [generation(sequence, held.number) for sequence in answer.sequences]
+        return [turn_of(sequence, held.number) for sequence in answer.sequences]
 
     async def _opened(self, number: int, content: str, path: str | None) -> Held:
         """Returns `open` of a version. Raises RunError, also after `timeout_s`: an older SDK has
@@ -199,8 +199,7 @@ def sampling_params(sampling: Sampling) -> tinker.SamplingParams:
         raise BadRequestError(
             "the Tinker API ends answers at texts or at tokens, not both: leave sampling.stop out"
         )
-    unknown = (sampling.min_p, sampling.ignore_eos, sampling.prompt_logprobs)
-    if any(unknown) or sampling.routes_from is not None:
+    if sampling.min_p or sampling.ignore_eos or sampling.prompt_logprobs or sampling.routes:
         raise BadRequestError(
             "this run's inference has no min_p, ignore_eos, prompt_logprobs and routes: "
             "leave them out"
@@ -215,12 +214,15 @@ def sampling_params(sampling: Sampling) -> tinker.SamplingParams:
     )
 
 
-def generation(sampled: tinker.SampledSequence, version: int) -> Generation:
+def turn_of(sampled: tinker.SampledSequence, version: int) -> Turn:
     """Returns a sampled sequence as an answer. Raises RunError for one that is none."""
-    spans = [VersionSpan(version, len(sampled.tokens))]
-    logprobs: list[float | None] = [*(sampled.logprobs or ())]
     try:
-        return Generation(sampled.tokens, logprobs, spans, sampled.stop_reason)
+        return Turn(
+            packed_ids=pack_ids(sampled.tokens),
+            packed_logprobs=pack_logprobs(sampled.logprobs or ()),
+            policy_versions=[VersionSpan(version, len(sampled.tokens))],
+            finish_reason=sampled.stop_reason,
+        )
     except ValueError as error:
         raise RunError(f"the service's answer cannot be trained: {error}") from error
 
@@ -240,7 +242,7 @@ def make_app(sampler: Sampler, config: RLConfig, token: str) -> Gate:
                 )
                 return refusal(400, "prompt_too_long", message)
             answer = await sampler.generate(body)
-            return Response(msgspec.json.encode(answer), media_type=JSON)
+            return Response(msgspec.msgpack.encode(answer), media_type="application/msgpack")
         except (*UNREADABLE, BadRequestError) as error:
             return refusal(400, "bad_request", str(error))
         except RunError as error:
@@ -267,7 +269,7 @@ def make_app(sampler: Sampler, config: RLConfig, token: str) -> Gate:
             max_model_len=limit,
             protocol=PROTOCOL,
         )
-        return Response(msgspec.json.encode(held), media_type=JSON)
+        return Response(msgspec.json.encode(held), media_type="application/json")
 
     routes = [
         Route("/generate", generate, methods=["POST"]),
