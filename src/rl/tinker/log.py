@@ -26,6 +26,7 @@ from rl.run_dir.files import (
     write_all,
 )
 
+
 class ClientCall(msgspec.Struct, tag="call"):
     """A request."""
 
