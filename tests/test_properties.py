@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rl.config.command_line import build, from_toml, parse_args, to_toml
-from rl.orchestrator.groups.pending import ENCODER, PendingLog
+from rl.orchestrator.groups.pending import PendingLog
 from rl.run_dir import status
 from rl.run_dir.files import HEADER, CorruptFileError, decode_records, encode_record
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
@@ -20,6 +20,7 @@ from rl.system.errors import ConfigError
 from rl.wire import messages
 from rl.wire.batch_file import BatchFile, decode_batch, encode_batch
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.pending import ENCODER
 from rl.wire.rollouts import Group, Rollout, Turn
 
 FEW = settings(

@@ -8,11 +8,10 @@ import pytest
 
 from rl.envs import worker
 from rl.envs.worker import MAX_ERROR, Worker, encode_result
-from rl.orchestrator.batches.batch_selection import rollout_line
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.system.errors import RunError
 from rl.wire.messages import VersionSpan
-from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.rollouts import Group, Rollout, Turn, rollout_line
 from rl.wire.streams import MAX_MESSAGE_BYTES, MessageServer
 from rl.wire.worker_messages import FromWorker, PlayGroup
 

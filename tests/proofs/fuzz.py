@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from rl.config.command_line import build, parse_args
-from rl.orchestrator.batches.batch_selection import decode_state, rollout_line
+from rl.orchestrator.batches.batch_selection import decode_state
 from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.orchestrator.groups.pending import PendingLog
@@ -44,7 +44,7 @@ from rl.wire import messages
 from rl.wire.batch_file import decode_batch, encode_batch
 from rl.wire.inference_client import InferenceLostError, read
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
-from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.rollouts import Group, Rollout, Turn, rollout_line
 from rl.wire.transport import REPLIES, REQUESTS, UNREADABLE
 from rl.wire.turns import Turns, pack_ids
 from rl.wire.worker_messages import Description, Heartbeat, LoadFailed, Played, Ready

@@ -15,8 +15,6 @@ from rl.orchestrator.batches.batch_selection import (
     commit,
     decode_state,
     encoded_samples,
-    rollout_line,
-    rollout_lines,
 )
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
 from rl.orchestrator.batches.samples import group_samples
@@ -26,7 +24,7 @@ from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 from rl.wire.batch_file import EncodedBatch, decode_batch
 from rl.wire.messages import TrainBatch, VersionSpan
-from rl.wire.rollouts import Group, Rollout
+from rl.wire.rollouts import Group, Rollout, rollout_line, rollout_lines
 from rl.wire.turns import pack_ids, pack_logprobs
 from tests.orchestrator.made import turn
 
