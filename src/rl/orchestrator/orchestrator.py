@@ -22,11 +22,11 @@ import time
 from dataclasses import dataclass
 
 from rl.config.run import RLConfig
-from rl.orchestrator.batches.batch_builder import BatchBuilder
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.orchestrator.groups.functions import in_thread
 from rl.orchestrator.groups.group_credit import credit_group, rules_of
 from rl.orchestrator.groups.teacher import Teacher
+from rl.orchestrator.pipeline import Pipeline
 from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.policy.trainer_requests import TrainerRequests
 from rl.orchestrator.progress import Progress
@@ -74,7 +74,7 @@ class Orchestrator:
         }
         self.progress = Progress(config.max_steps)
         self.admission = Admission(config, self.source)
-        self.builder = BatchBuilder(
+        self.pipeline = Pipeline(
             config,
             self.admission,
             self.rules,
@@ -98,7 +98,7 @@ class Orchestrator:
         self.clock.start()
         await self.policy.start()
         log.info("inference has version %d", self.policy.loaded)
-        await self.builder.commit_full_batches()
+        await self.pipeline.commit_full_batches()
         self._check_target()
         async with asyncio.TaskGroup() as group:
             self.group = group
@@ -126,7 +126,7 @@ class Orchestrator:
         """Loop. Consumes tasks. Produces groups in flight. Waits for room; unblocked by a loaded
         version, a finished group, or a timer."""
         while True:
-            places = self.admission.places(self.builder.pending.groups)
+            places = self.admission.places(self.pipeline.pending.groups)
             for _ in range(MAX_STARTS):
                 if not (envs := self.admission.eligible(places, self.batches_ahead())):
                     break
@@ -149,7 +149,7 @@ class Orchestrator:
         # Only half the window: with older members the group would be cancelled as stale before it
         # finishes, again and again.
         window = self.config.orchestrator.max_off_policy_steps // 2 if self.config.max_lag else 0
-        members = self.builder.finished_of(ref.group_id, loaded - window)
+        members = self.pipeline.finished_of(ref.group_id, loaded - window)
         start_version = min(
             [loaded, *(version for rollout in members for version in rollout.versions)]
         )
@@ -169,7 +169,7 @@ class Orchestrator:
         """Whether a group may be started."""
         return bool(
             self.admission.eligible(
-                self.admission.places(self.builder.pending.groups), self.batches_ahead()
+                self.admission.places(self.pipeline.pending.groups), self.batches_ahead()
             )
         )
 
@@ -262,14 +262,14 @@ class Orchestrator:
         while True:
             await self.progress.wait_until(lambda: self.played or self.env_lost)
             played, env_lost, self.env_lost = list(self.played), self.env_lost, False
-            await self.builder.add(played)
+            await self.pipeline.add(played)
             del self.played[: len(played)]
             groups = [group for group in played if group.finished]
             for group in groups:
                 self.status.advance(len(group.rollouts))
             # groups that waited for those of a lost environment may form a batch now
             if groups or env_lost:
-                await self.builder.commit_full_batches()
+                await self.pipeline.commit_full_batches()
             self.show_progress()
             await self.progress.notify()
 
@@ -390,7 +390,7 @@ class Orchestrator:
         size, batch = self.config.orchestrator.batch_size, self.progress.newest + 1
         # on-policy, groups are used in starting order
         before = math.inf if self.config.max_lag else self.admission.first()
-        usable = [group for group in self.builder.pending.groups if group.why is None]
+        usable = [group for group in self.pipeline.pending.groups if group.why is None]
         done = sum(group.num_episodes for group in usable if group.group_id < before)
         first, detail = self.admission.in_flight.get(int(before)) if before < math.inf else None, ""
         if first and done < size <= sum(group.num_episodes for group in usable):

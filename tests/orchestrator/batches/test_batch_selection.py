@@ -5,26 +5,30 @@ from collections import Counter
 import msgspec
 import pytest
 
-from rl.config.orchestrator import MaxRlConfig, NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
-from rl.config.run import RLConfig
-from rl.orchestrator.batches.batch_builder import GroupWarnings
-from rl.orchestrator.batches.batch_metrics import batch_metrics
-from rl.orchestrator.batches.batch_selection import (
-    OrchestratorState,
-    choose,
-    commit,
-    decode_state,
-    encoded_samples,
+from rl.config.orchestrator import (
+    MaxRlConfig,
+    NoCreditConfig,
+    OrchestratorConfig,
+    ReinforcePlusPlusConfig,
+    RlooConfig,
 )
+from rl.config.run import RLConfig
+from rl.orchestrator.batches.batch_files import (
+    BatchFiles,
+    OrchestratorState,
+    decode_state,
+)
+from rl.orchestrator.batches.batch_metrics import batch_metrics
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
 from rl.orchestrator.batches.samples import group_samples
-from rl.orchestrator.groups.group_credit import Rules, credit_group, normalise
+from rl.orchestrator.groups.group_credit import Rules, credit_group
+from rl.orchestrator.pipeline import GroupWarnings, choose
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
-from rl.wire.batch_file import EncodedBatch, decode_batch
+from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch, VersionSpan
-from rl.wire.rollouts import Group, Rollout, rollout_line, rollout_lines
+from rl.wire.rollouts import Group, Rollout, rollout_line
 from rl.wire.turns import pack_ids, pack_logprobs
 from tests.orchestrator.made import turn
 
@@ -337,9 +341,8 @@ def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_its
         settled=[0],
         pending=[TaskRef(7, "e", 1)],
     )
-    normalise(used, rules)
-    batch = EncodedBatch(step=1, samples=encoded_samples(used, False))
-    commit(run_dir, batch, rollout_lines([*used, *dropped], 1, False), state)
+    files = BatchFiles(run_dir, OrchestratorConfig(), rules)
+    files.commit(1, [*used, *dropped], state, {})
     content = decode_batch(run_dir.batch(1).read_bytes(), "x")
     batch = content.batch
     a, b = 0.5 / (1 / 3) ** 0.5, 5 / 50**0.5

@@ -13,7 +13,7 @@ import pytest
 from rl.config.command_line import build, parse_args
 from rl.orchestrator.evals.evaluator import EvalEnv, Evaluator
 from rl.orchestrator.policy.served_policy import ServedPolicy
-from rl.orchestrator.step_clock import StepClock
+from rl.orchestrator.progress import StepClock
 from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.origin import Origin
