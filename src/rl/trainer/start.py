@@ -22,6 +22,7 @@ from rl.trainer.departure import Departure
 from rl.trainer.loss.losses import custom_function
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import work_of
+from rl.trainer.measure.tokens import TokenFiles
 from rl.trainer.model.dither import dither
 from rl.trainer.model.head import mode_of
 from rl.trainer.model.policy import DTYPES, load_policy
@@ -32,7 +33,6 @@ from rl.trainer.replay import Comparer, StateComparer, origin
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.saver import Saver
-from rl.trainer.store.token_files import TokenFiles
 from rl.trainer.trainer import TrainContext, Trainer
 from rl.wire.parity import RUN_LIMITS
 from rl.wire.transport import OrchestratorClient, Wait
