@@ -111,6 +111,7 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
     status = Status(config.run_dir.status(name), name)
     status.enter(Phase.LOADING_MODEL)
     base = resolve_model(config.model, needs_template=config.plays)
+    from torch.distributed import destroy_process_group
     from transformers.utils.logging import disable_progress_bar
 
     from rl.trainer.data.fake import summary
@@ -154,7 +155,7 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
         naming_lost_ranks(config.run_dir, rank, world.size),
     ):
         has_left = train(start(config, world, base, status, source, departure))
-    world.close()
+    destroy_process_group()
     status.close()
     if lease:
         lease.close()

@@ -95,7 +95,7 @@ def start(
         if source
         else ParityWatch(RUN_LIMITS[config.model.dtype], strict, client, bool(settings.lora))
     )
-    source = source or FromOrchestrator(client, waits[0], world, settings.rank_timeout_s)
+    source = source or FromOrchestrator(client, waits[0], world, patience_s)
     hidden_size, minibatches = model.config.get_text_config().hidden_size, settings.minibatches
     mode = mode_of(*(each for each in (model, reference) if each))
     routers = model.get_output_embeddings().forward.routers

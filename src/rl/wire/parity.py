@@ -57,7 +57,7 @@ class Scored:
 class Parity:
     """How far apart trainer and inference are on some tokens."""
 
-    tokens: int
+    tokens: float
     mean: float
     """Mean of |d|, nats."""
     largest: float
