@@ -44,7 +44,7 @@ def test_a_request_to_a_dead_server_goes_to_another_one_at_once():
         answers = await asyncio.gather(
             *(servers.generate(session, [session], {}) for session in range(8))
         )
-        return [answer.token_ids[0] for answer in answers], time.monotonic() - began
+        return [answer.completion_ids[0] for answer in answers], time.monotonic() - began
 
     tokens, seconds = play(work, StubServer(), StubServer(), timeout_s=30.0)
     assert tokens == [*range(8)] and seconds < 2.0
@@ -62,7 +62,7 @@ def test_what_a_server_had_when_it_died_is_asked_elsewhere_once():
         answers = await asyncio.gather(*asked)
         return (
             had,
-            [answer.token_ids[0] for answer in answers],
+            [answer.completion_ids[0] for answer in answers],
             first.answered,
             sorted(second.answered),
         )
@@ -83,7 +83,7 @@ def test_requests_leave_a_server_that_hangs_when_it_is_told_to_be_gone_and_anoth
         await asyncio.sleep(0.1)
         assert not asked.done()
         servers.follow(ServerSet([other.url], [], 0, 9))
-        return (await asked).token_ids, other.sessions
+        return (await asked).completion_ids, other.sessions
 
     assert play(work, StubServer(), StubServer()) == ([7], [1])
 
@@ -96,7 +96,7 @@ def test_a_server_that_is_closed_finishes_what_it_has_and_gets_no_more():
             await asyncio.sleep(0.01)
         servers.follow(ServerSet([other.url], [closed.url], 0, 9))
         await servers.generate(1, [8], {})
-        return (await asked).token_ids, closed.answered, other.answered
+        return (await asked).completion_ids, closed.answered, other.answered
 
     assert play(work, StubServer(delay_s=0.3), StubServer()) == ([7], [1], [1])
 
@@ -208,7 +208,8 @@ def test_an_answer_of_an_older_version_than_was_promised_does_not_count():
 def test_garbage_of_one_server_is_asked_for_elsewhere():
     async def work(servers, wrong, sound):
         return [
-            (await servers.generate(session, [session], {})).token_ids[0] for session in range(6)
+            (await servers.generate(session, [session], {})).completion_ids[0]
+            for session in range(6)
         ], wrong.answered
 
     wrong = StubServer()
@@ -228,7 +229,7 @@ def test_garbage_of_one_server_is_asked_for_elsewhere():
         ({"max_model_len": 50}, "takes 50 tokens, but model.max_model_len = 100: start it with"),
         (
             {"protocol": 1},
-            r"is a server of another version of rl \(protocol 1, here 5\): start it from the "
+            r"is a server of another version of rl \(protocol 1, here 6\): start it from the "
             r"same installation",
         ),
     ],

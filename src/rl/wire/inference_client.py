@@ -8,7 +8,6 @@ request or goes away, the request is sent to another one at once; exactly one an
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -25,10 +24,10 @@ from rl.system.errors import GIVE_UP, RESTART, RunError
 from rl.wire.balance import Balancer, Server
 from rl.wire.http import CONNECT_S, RETRY_S, AwayError, HttpClient, RefusedError
 from rl.wire.messages import VersionSpan, WeightVersion
-from rl.wire.turns import check_lengths
+from rl.wire.turns import Turn, pack_ids
 from rl.wire.worker_messages import ServerSet
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Incremented when the meaning of a request or an answer changes."""
 STATUS_S = 5.0
 """A server that does not report its version within this time gets no new requests; after the
@@ -58,25 +57,6 @@ class InferenceLostError(RunError):
     `inference`."""
 
     exit_code = RESTART
-
-
-class Generation(msgspec.Struct):
-    """The server's answer to `/generate`."""
-
-    token_ids: list[int]
-    logprobs: list[float | None]
-    """One per token, nats; nan if not finite (null in JSON)."""
-    policy_versions: list[VersionSpan]
-    finish_reason: str
-    routes: bytes | None = None
-    """See Turn, if `routes_from` was among the sampling parameters."""
-    prompt_logprobs: list[float | None] | None = None
-    """One per token of the prompt, nats, of the model itself at temperature 1; None for the
-    first. If they were asked for."""
-
-    def __post_init__(self) -> None:
-        check_lengths(self.token_ids, self.logprobs, self.policy_versions)
-        self.logprobs = [math.nan if logprob is None else logprob for logprob in self.logprobs]
 
 
 class Fault(msgspec.Struct):
@@ -140,9 +120,11 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 def read(content: bytes, kind: type[T]) -> T:
-    """Decodes an answer's content as a `kind`. Raises InferenceLostError for any other content."""
+    """Decodes an answer's content as a `kind`: a Turn is msgpack, anything else JSON. Raises
+    InferenceLostError for any other content."""
     try:
-        return msgspec.json.decode(content, type=kind)
+        decode = msgspec.msgpack.decode if kind is Turn else msgspec.json.decode
+        return decode(content, type=kind)
     except UNREADABLE as error:
         raise InferenceLostError(
             f"inference sent an invalid answer ({error}): {content[:100]!r}. Is "
@@ -319,9 +301,7 @@ class InferenceServers:
 
     # What they are asked --------------------------------------------------------------------------
 
-    async def generate(
-        self, session: int, token_ids: list[int], sampling: dict[str, Any]
-    ) -> Generation:
+    async def generate(self, session: int, token_ids: list[int], sampling: dict[str, Any]) -> Turn:
         """Samples one completion; requests of one session go to the same server as long as that is
         efficient.
 
@@ -343,7 +323,12 @@ class InferenceServers:
             try:
                 status, content = await self._fly(server, "/generate", body)
                 if status == 200:
-                    return self._accepted(server, read(content, Generation), oldest, began)
+                    turn = read(content, Turn)
+                    try:
+                        turn = msgspec.structs.replace(turn, packed_prompt=pack_ids(token_ids))
+                    except ValueError as error:
+                        raise InferenceLostError(str(error)) from None
+                    return self._accepted(server, turn, oldest, began)
                 fault = read(content, Refusal).error if status == 400 else Fault()
             # may be temporary: no descriptor left, a stale handle
             except (AwayError, OSError) as error:
@@ -361,9 +346,7 @@ class InferenceServers:
                 since = time.monotonic()  # until now a server was working on it
             server.failed()
 
-    def _accepted(
-        self, server: Server, answer: Generation, oldest: int, began: float
-    ) -> Generation:
+    def _accepted(self, server: Server, answer: Turn, oldest: int, began: float) -> Turn:
         """Returns the answer. Raises AwayError if a version older than `oldest`, or one that was
         not published, sampled any of it."""
         versions = {span.policy_version for span in answer.policy_versions}
@@ -377,7 +360,7 @@ class InferenceServers:
                 f"its tokens are of version {min(wrong)}, but it should hold {oldest} or a "
                 f"newer one{newest}"
             )
-        server.answered(time.monotonic() - began, len(answer.token_ids))
+        server.answered(time.monotonic() - began, len(answer.completion_ids))
         return answer
 
     async def versions(

@@ -1,6 +1,7 @@
 """The values that a step computes at each trained token, in the order of the batch's samples: kept
 on the device until the step ends, and written while the next step trains."""
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ from rl.config.trainer import TokenLogConfig
 from rl.run_dir import spans
 from rl.run_dir.lease import check_fence
 from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.status import Phase
 from rl.run_dir.token_log import CLIPPED, LATER, MASKED, SUFFIX, write_token_log
 from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.loss.common import LossTerms
@@ -74,11 +76,19 @@ class TokenFiles:
     """The thread that writes the token logs, one at a time, and deletes old ones. Only rank 0's
     instance does any work."""
 
-    def __init__(self, run_dir: RunDir, config: TokenLogConfig) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: TokenLogConfig,
+        enter: Callable[[Phase, int], None] = lambda *_: None,
+    ) -> None:
+        """`enter`: as Status.enter; called when writing has failed, so that the last status does
+        not say "training": readers would blame the batch."""
         self.run_dir, self.max_bytes = run_dir, config.max_gib * 2**30
         self.sizes: dict[int, int] = {}
         """Bytes of the files by step, oldest first; empty before the directory has been listed."""
         self.thread = SingleTaskThread()
+        self.thread.on_error = lambda: enter(Phase.WRITING_TOKEN_LOG, self.newest_started)
         self.newest_started = 0
         """The newest step whose log was started."""
 
