@@ -14,7 +14,7 @@ from rl.config.trainer import TrainerConfig
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.status import Phase, Status
 from rl.trainer import determinism
-from rl.trainer.data.fake import step_line
+from rl.trainer.data.fake import text_of
 from rl.trainer.data.packing import Packed
 from rl.trainer.data.prefetch import Prefetch, Skipped
 from rl.trainer.departure import Departure
@@ -205,7 +205,7 @@ class Trainer:
         if self.metrics:
             self.metrics.write(self.step, metrics)
             if self.kind == "fake":
-                print(step_line(self.step, metrics), flush=True)
+                print(f"step {self.step}: {text_of(metrics)}", flush=True)
 
     def finish(self) -> None:
         """Saves a checkpoint of the last step if there is none, and waits for the writing

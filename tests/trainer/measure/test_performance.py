@@ -14,9 +14,8 @@ from transformers import (
 )
 
 from rl.config.loss import PolicyGradientConfig
-from rl.trainer.data.minibatches import sample_weights
 from rl.trainer.measure.performance import Timer, peak_flops, performance, work_of
-from tests.trainer.samples import make_sample, pack_alone
+from tests.trainer.samples import make_sample, pack_alone, sample_weights
 
 LLAMA = {
     "vocab_size": 100,
