@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from rl.config.trainer import TrainerConfig, WeightsConfig
-from rl.run_dir.checksums import DIGESTS, first_difference, read_digests, verify_version
-from rl.run_dir.deltas import readable
+from rl.run_dir.checksums import DIGESTS, first_difference, read_digests, readable, verify_version
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import model_files

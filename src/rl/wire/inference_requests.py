@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from rl.run_dir.over_network import Memory
+from rl.run_dir.in_memory import Memory
 
 TokenId = Annotated[int, Meta(ge=0)]
 MAX_BODY_BYTES = 16 << 20

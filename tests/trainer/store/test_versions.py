@@ -16,8 +16,7 @@ from rl.config.run import ModelConfig
 from rl.config.trainer import LoraConfig, TrainerConfig
 from rl.models.folder import resolve_model
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.checksums import DIGESTS, check_record, read_digests, verify_version
-from rl.run_dir.deltas import readable
+from rl.run_dir.checksums import DIGESTS, check_record, read_digests, readable, verify_version
 from rl.run_dir.files import CorruptFileError
 from rl.trainer import export
 from rl.trainer.model import lora

@@ -18,8 +18,8 @@ from rl.config.trainer import DISK_S, WeightsConfig
 from rl.run_dir import spans
 from rl.run_dir.checksums import first_difference, is_delta, read_digests, verify_version
 from rl.run_dir.files import CorruptFileError, make_durable, remove_directory
+from rl.run_dir.in_memory import Memory
 from rl.run_dir.lease import check_fence
-from rl.run_dir.over_network import Memory
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
 from rl.run_dir.status import Phase, RunWarning

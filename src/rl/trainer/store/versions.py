@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rl.run_dir.checksums import DELTA, DIGESTS
 from rl.run_dir.digests import (
     HASH,
     Digest,
@@ -27,7 +28,6 @@ from rl.run_dir.digests import (
 from rl.run_dir.files import Fence, write_directory, write_file
 from rl.run_dir.in_memory import InMemory
 from rl.run_dir.safetensors import SINGLE
-from rl.run_dir.version_files import DELTA, DIGESTS
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.trainer.model import lora
