@@ -9,7 +9,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -210,9 +209,6 @@ class Pipeline:
         settled = [*used, *dropped]
         settled_ids = {group.group_id for group in settled}
         waiting = [group for group in self.pending.groups if group.group_id not in settled_ids]
-        self.warnings.stale(
-            self.clock.stale, Counter(group.env for group in used), self.config.max_behind
-        )
         counts = {
             **self.source.update_solve_rates(),
             "rollouts/missing": max(0, batch_size - num_episodes),
@@ -319,13 +315,12 @@ class GroupWarnings:
         self.warn = warn
         self.last: dict[tuple[str, str], float] = {}
 
-    def _say(self, kind: Literal["failed", "renamed", "stale"], env: str, text: str) -> None:
+    def _say(self, kind: Literal["failed", "renamed"], env: str, text: str) -> None:
         if time.monotonic() - self.last.get((kind, env), -math.inf) < WARN_EVERY_S:
             return
         self.last[kind, env] = time.monotonic()
         log.warning(text)
-        if kind != "stale":  # which the metrics show
-            self.warn(RunWarning(kind, env, text))
+        self.warn(RunWarning(kind, env, text))
 
     def about(self, group: Group) -> None:
         """Warns of a group with failed rollouts, and of metrics whose names collide with
@@ -349,26 +344,3 @@ class GroupWarnings:
                 f"metrics of environment {group.env} with the names of built-in metrics are "
                 f"reported under other names: {', '.join(renamed)}",
             )
-
-    def stale(self, stale: Counter[str], used: Counter[str], limit: int) -> None:
-        """Warns of environments that lose as many groups to staleness as they contribute to a
-        batch.
-
-        stale, used: number of groups too old for the batch, and number in it, by environment.
-        limit: most versions behind, 0 on-policy.
-        """
-        why = (
-            f"Its rollouts take longer than orchestrator.max_off_policy_steps = {limit} steps: "
-            "raise that, lower its weight, or make it faster (workers, max_tokens)"
-            if limit
-            else "With max_lag = 0 a batch has tokens of the newest version only, and servers had "
-            "answered with an older one: see their logs"
-        )
-        for env, count in stale.items():
-            if count >= max(1, used[env]):
-                self._say(
-                    "stale",
-                    env,
-                    f"environment {env}: {count} of its groups were stale for this batch, "
-                    f"{used[env]} were used. {why}",
-                )

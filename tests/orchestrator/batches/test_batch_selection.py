@@ -1,6 +1,5 @@
 import json
 import math
-from collections import Counter
 
 import msgspec
 import pytest
@@ -275,26 +274,6 @@ def test_no_metric_of_an_environment_takes_the_place_of_one_of_ours():
     GroupWarnings(said.append).about(some)
     assert [(one.about, one.env) for one in said] == [("renamed", "e")]
     assert "agent_agent as own_agent_agent" in said[0].text and "means" not in said[0].text
-
-
-def test_an_environment_that_is_too_slow_for_its_batches_is_named_once_a_minute(caplog):
-    warnings = GroupWarnings([].append)
-    for _ in range(2):
-        warnings.stale(Counter(e=2, f=1), Counter(e=2, f=2), 4)
-    (said,) = caplog.messages
-    assert said.startswith(
-        "environment e: 2 of its groups were stale for this batch, 2 were used. Its rollouts "
-        "take longer than orch"
-    )
-
-
-def test_on_policy_the_warning_does_not_blame_a_setting_that_is_not_used(caplog):
-    GroupWarnings([].append).stale(Counter(e=2), Counter(e=1), 0)
-    (said,) = caplog.messages
-    assert (
-        "With max_lag = 0 a batch has tokens of the newest version only" in said
-        and "max_off_policy_steps" not in said
-    )
 
 
 def test_a_length_penalty_gives_equal_rewards_a_signal_and_leaves_the_reward_alone():

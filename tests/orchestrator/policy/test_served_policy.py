@@ -358,5 +358,5 @@ def test_a_branch_is_evaluated_from_its_first_version_on(tmp_path):
     policy = ServedPolicy(servers, config.run_dir, str(tmp_path), evaluator, AsyncMock())
     asyncio.run(policy.start())
     policy.forget(80)
-    assert policy.there() == [0, 37] and policy.needed(80)[0] == 37
+    assert policy.available() == [0, 37] and policy.needed(80)[0] == 37
     assert [number for number in range(81) if evaluator.due(number, 80)] == [37, 40, 60, 80]

@@ -471,7 +471,7 @@ async def play_all(
     patience_s: float = float("inf"),
     check: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[tuple[PlayJob, list[Rollout]]]:
-    """Plays jobs, at most `num_places` episodes at once (but at least one job), and yields each with its rollouts when it
+    """Plays jobs, at most `num_places` episodes at once, and yields each when it
     is finished. Close it with `contextlib.aclosing`, which cancels the others.
 
     `check` is called every PLAY_POLL_S seconds or more often, and may raise. Raises RunError if
