@@ -185,8 +185,9 @@ class ServedPolicy:
         claimed = {number for number, _ in self.loads.values()}
         for path in server_files(self.run_dir.status_dir):
             status = read_status(path)
-            is_starting = status and status.policy_version and not status.address
-            if is_starting and self.staleness.look(path.name, status.heartbeat) < CLAIM_S:
+            if not status or not status.policy_version or status.address:
+                continue
+            if self.staleness.look(path.name, status.heartbeat) < CLAIM_S:
                 claimed.add(status.policy_version)
         return claimed
 
