@@ -9,7 +9,7 @@ import msgspec
 
 from rl.commands import homes
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, usage
-from rl.commands.play_session import Job, PlaySession, play_session, run, scratch
+from rl.commands.play_session import PlaySession, play_session, run, scratch
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import Spelled, fail
 from rl.config.options import Option, take
@@ -238,7 +238,7 @@ async def play(
         raise RunError(f"{label} has no {split} tasks; try --split {SPLITS[split == 'train']}")
     sampling = place.config.sampling_of(place.config.orchestrator.environment[0])
     jobs = [
-        Job(label, split, i if size is None else i % size, 1, sampling)
+        PlayJob(label, split, i if size is None else i % size, 1, sampling)
         for i in range(values["rollouts"])
     ]
     async with aclosing(place.play(label, jobs, values["concurrency"])) as played:
