@@ -632,7 +632,7 @@ RUNS = [
     Case(lambda tmp: ((tmp / "r").write_text("x"), start(tmp)), "{tmp}/r"),
     Case(
         resume_old_configuration,
-        "{tmp}/r/config.toml was not written by this version of rl:\n2 faults",
+        "{tmp}/r/config.toml was not written by this version of rl:\n1 fault",
     ),
 ]
 RECORDS = [

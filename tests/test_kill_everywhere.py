@@ -7,7 +7,6 @@ death, bit for bit.
 """
 
 import itertools
-import re
 import shutil
 import threading
 from collections import Counter
@@ -35,8 +34,6 @@ pytestmark = [pytest.mark.proof, pytest.mark.timeout(300)]
 KILLED = -9
 SILENT = ("ask.GetProbe", "answer.Probe", "token.", "environments.")
 """Needs no chain of its own: nothing durable hangs on it, or it comes once in a run."""
-CACHED = re.compile(r"[0-9a-f]{32}\.")
-"""The result of the self-test, in the user's cache: written by the first process alone."""
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +75,7 @@ def end_at(config, step: int) -> None:
 def points_of(trace: Path) -> list[tuple[str, int]]:
     """Distinct points in the order in which a process first came by, with how often it did."""
     names = [line.split()[1] for line in trace.read_text().splitlines()]
-    return [
-        (name, count)
-        for name, count in Counter(names).items()
-        if not name.startswith(SILENT) and not CACHED.match(name)
-    ]
+    return [(name, count) for name, count in Counter(names).items() if not name.startswith(SILENT)]
 
 
 def chain_of(trace: Path) -> list[tuple[str, int]]:

@@ -40,25 +40,6 @@ def file(tmp_path):
     return write
 
 
-def test_a_missing_environment_is_listed_beside_other_faults(capsys):
-    environments = (
-        '[{id = "single-digit-addition"}, {id = "nope"}, {id = "owner/there"}, {id = "other", '
-        'python = "python"}]'
-    )
-    given = ["--orchestrator.environment", environments, "--orchestrator.eval.id", "gone"]
-    for fault, count in (("--nope", "3 faults"), ("--orchestrator.group_size=99", "3 faults")):
-        with pytest.raises(SystemExit):
-            load_config_or_exit([*given, fault], variables={})
-        said = capsys.readouterr().err
-        assert (
-            said.startswith(f"rl: {count} in the configuration")
-            and said.count("is not installed") == 2
-        )
-        assert "`rl env install owner/nope`" in said and "`rl env install pypi:gone`" in said
-    # alone it is told when something is about to be played
-    load_config_or_exit(given, variables={})
-
-
 def test_minibatches_of_whole_groups():
     sizes = ("--orchestrator.batch_size", "60", "--orchestrator.group_size", "8")
     # the last group of a batch is whole

@@ -25,8 +25,7 @@ from rl.tinker.client.inference import Sampler, make_app
 from rl.tinker.client.places import Place, read_place, write_version
 from rl.tinker.client.service import check, take_key
 from rl.tinker.client.trainer import RemoteTrainer
-from rl.tinker.codec import LOSSES, loss_call
-from rl.tinker.proto import MESSAGE
+from rl.tinker.codec import LOSSES, MESSAGE, loss_call
 from rl.trainer.adapters.learner import loss_settings
 from rl.trainer.loss.common import LossInputs
 from rl.trainer.loss.losses import loss_function

@@ -26,7 +26,7 @@ from rl.run_dir.files import CorruptFileError
 from rl.system.errors import RunError
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer
-from rl.trainer.model import policy
+from rl.trainer.model import head
 from rl.trainer.model.dither import dither
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import local, make_optimizer
@@ -291,20 +291,15 @@ def damaged(config: RLConfig, source: Path, world: World) -> str:
 
 
 def refusal(config: RLConfig, world: World) -> str:
-    """What this rank says where only rank 1 puts other frequencies into the policy."""
-
-    def wrong(model: PreTrainedModel, *_: object) -> None:
-        model.model.rotary_emb.inv_freq *= 1.0 + 0.1 * world.rank
-
-    right, policy.freeze_rope = policy.freeze_rope, wrong
-    os.environ["XDG_CACHE_HOME"] = f"/nowhere/{os.getpid()}"
+    """What this rank says where only rank 1 scores something else."""
+    right = head.head_logprobs
+    head.head_logprobs = lambda *args: [x * (1.0 + 0.1 * world.rank) for x in right(*args)]
     try:
         load_policy(config.model.name, config.model, config.trainer, world)
     except RunError as error:
         return str(error)
     finally:
-        policy.freeze_rope = right
-        del os.environ["XDG_CACHE_HOME"]
+        head.head_logprobs = right
     return ""
 
 

@@ -23,7 +23,8 @@ from rl.trainer.loss.losses import custom_function
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import work_of
 from rl.trainer.model.dither import dither
-from rl.trainer.model.policy import DTYPES, load_policy, mode_of
+from rl.trainer.model.head import mode_of
+from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.model.reference import load_reference
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel.world import World

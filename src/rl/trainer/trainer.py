@@ -20,7 +20,8 @@ from rl.trainer.departure import Departure
 from rl.trainer.measure.memory import try_largest
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import Timer, Work, performance
-from rl.trainer.model.policy import DTYPES, mode_of
+from rl.trainer.model.head import mode_of
+from rl.trainer.model.policy import DTYPES
 from rl.trainer.parallel.world import World
 from rl.trainer.sft.source import validate
 from rl.trainer.store import versions

@@ -14,7 +14,7 @@ from rl.config.run import RLConfig
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import fill_blocks
-from rl.trainer.model.policy import keep_old, score
+from rl.trainer.model.head import keep_old, score
 from rl.trainer.model.routes import Routers
 from rl.trainer.parallel.experts import experts_of
 from rl.wire.messages import TrainBatch

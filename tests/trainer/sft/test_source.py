@@ -27,7 +27,8 @@ from rl.trainer.data.batch_sources import FromOrchestrator
 from rl.trainer.data.minibatches import sample_weights
 from rl.trainer.loss.common import compute_loss
 from rl.trainer.loss.losses import cross_entropy
-from rl.trainer.model.policy import load_policy, score
+from rl.trainer.model.head import score
+from rl.trainer.model.policy import load_policy
 from rl.trainer.sft.source import FromExamples, make_batch, shuffled, split, validate
 from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
 from rl.trainer.train import loss_inputs

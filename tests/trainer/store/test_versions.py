@@ -23,7 +23,8 @@ from rl.run_dir.safetensors import model_files
 from rl.trainer import export
 from rl.trainer.model import lora
 from rl.trainer.model.dither import dither
-from rl.trainer.model.policy import load_policy, score
+from rl.trainer.model.head import score
+from rl.trainer.model.policy import load_policy
 from rl.trainer.store import layout, versions
 from rl.trainer.store.image import image_of
 from rl.trainer.store.ranks import Ranks

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rl.config.loss import ClippedSettings, CustomConfig, LossSettings
 from rl.config.trainer import TrainerConfig
 from rl.trainer.data.micro_batch import MicroBatch
-from rl.trainer.model.policy import keep_old, score
+from rl.trainer.model.head import keep_old, score
 from rl.trainer.parallel.world import World
 from rl.wire.messages import TrainBatch, TrainingSample
 

@@ -22,7 +22,7 @@ from rl.run_dir.status import Status
 from rl.system.errors import RunError
 from rl.trainer.data.batch_sources import BatchSource
 from rl.trainer.data.packing import Packed
-from rl.trainer.model.policy import score
+from rl.trainer.model.head import score
 from rl.trainer.parallel.world import World
 from rl.trainer.sft.tokens import open_examples, prepare_data, read_manifest
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
