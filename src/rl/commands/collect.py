@@ -185,7 +185,10 @@ async def collect(
         source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"])
         labels = [env.label for env in config.orchestrator.environment]
         name = name_of_play(config, line, labels, source, values["policy"])
-        work, num_present = Path(config.output_dir) / f"collect-{name}", sum(map(len, present.values()))
+        work, num_present = (
+            Path(config.output_dir) / f"collect-{name}",
+            sum(map(len, present.values())),
+        )
         async with play_session(config, homes, source, work, children) as session:
             jobs = jobs_left(config, session.ready, present, values)
             if not jobs:

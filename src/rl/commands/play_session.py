@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import psutil
 
 from rl.commands.policy_spec import Source
@@ -30,6 +31,7 @@ from rl.orchestrator.groups.functions import metrics_function
 from rl.orchestrator.workers.setups import policy_spec, worker_setups
 from rl.run_dir.checksums import is_delta
 from rl.run_dir.deltas import readable
+from rl.run_dir.files import write_file
 from rl.run_dir.logs import last_lines
 from rl.run_dir.status import describe, read_status
 from rl.system.children import STOP_DEADLINE_S, Child, descendants, kill_descendants
@@ -38,7 +40,7 @@ from rl.system.linux import pid_scope
 from rl.system.machine import machine
 from rl.system.terminal import say
 from rl.wire.rollouts import Rollout
-from rl.wire.worker_messages import Endpoint, PolicySpec, Ready
+from rl.wire.worker_messages import Description, Endpoint, PolicySpec, Ready
 
 if TYPE_CHECKING:
     from rl.orchestrator.workers.pool import PlayJob, WorkerPool
@@ -94,6 +96,11 @@ async def until_stopped(children: Children, work: Coroutine[Any, Any, int]) -> i
         return 128 + caught[0]
 
 
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes rows as JSONL."""
+    write_file(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+
 def task_count(limit: int, size: int | None) -> int | None:
     """Returns the number of tasks to play, None if endless. `size`: tasks available (None:
     endless); `limit`: negative for no limit."""
@@ -135,7 +142,9 @@ class Server:
                 raise failure(self.child, f"is not ready after {limit}; last status: {doing}")
             if now - shown > PROGRESS_S:
                 shown, waited_s = now, now - self.child.started
-                say(f"  waiting for inference for {waited_s:.0f} s: {doing} (log: {self.child.log})")
+                say(
+                    f"  waiting for inference for {waited_s:.0f} s: {doing} (log: {self.child.log})"
+                )
             await asyncio.sleep(POLL_S)
 
     async def end(self) -> None:
@@ -279,6 +288,28 @@ class PlaySession:
                 f"See {self.pool.log_dir}"
             )
 
+    def sizes(self, env: str) -> dict[str, int | None]:
+        """Returns the number of tasks of each split, None if endless."""
+        return {"train": self.ready[env].num_train, "eval": self.ready[env].num_eval}
+
+    async def describe(self, env: str, split: str, num: int, first: int = 0) -> Description:
+        """Describes an environment and up to `num` tasks (-1: as many as come at once)."""
+        timeout_s = self.config.orchestrator.worker_timeout_s
+        return await self.pool.describe(env, split, num, timeout_s, first)
+
+    async def tasks(self, env: str, split: str, limit: int | None) -> list[dict[str, Any]]:
+        """Returns the first `limit` tasks of a split, or all. Raises RunError for endless ones
+        without a limit."""
+        if self.sizes(env)[split] is None and not limit:
+            raise RunError(f"{env}: its {split} tasks are endless; give a number with --limit")
+        tasks = list[dict[str, Any]]()
+        while True:
+            num = limit - len(tasks) if limit else -1
+            new = (await self.describe(env, split, num, len(tasks))).tasks
+            if not new:
+                return tasks
+            tasks += new
+
     def patience_s(self) -> float:
         """Returns the longest time in seconds that a rollout may take: generation and scoring,
         repeated for every retry."""
@@ -356,9 +387,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import Progress
 
     is_terminal, done, shown = sys.stderr.isatty(), 0, time.monotonic()
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=not is_terminal
-    ) as bar:
+    with Progress(console=Console(stderr=True), transient=True, disable=not is_terminal) as bar:
         task = bar.add_task(label, total=total)
 
         def advance(count: int) -> None:
