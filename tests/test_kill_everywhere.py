@@ -150,12 +150,12 @@ def orchestrate(
             )
             config.run_dir.status("orchestrator").unlink(missing_ok=True)  # as the keeper does
             for record in promises.pending_records(config.run_dir.pending):
-                if isinstance(record, Group):
+                if isinstance(record, Group) and record.finished:
                     finished[record.group_id] = record
-                else:
+                elif isinstance(record, Group):
                     members |= {
                         (record.group_id, rollout.episode): rollout.reward
-                        for rollout in record.members
+                        for rollout in record.rollouts
                     }
         if lives:
             end_at(config, config.run_dir.newest_batch() + 2)

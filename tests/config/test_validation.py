@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.config.check import check_loss
+from rl.config.check import check_loss, unused
 from rl.config.command_line import build, from_toml, parse_args, to_toml
 from rl.config.loss import ClippedSettings
 from rl.config.outside import outside_faults
@@ -57,6 +57,32 @@ def test_a_package_that_a_setting_needs_is_named_with_its_remedy(monkeypatch):
     assert [(key, "uv sync --extra nixl" in text) for key, _, text in found] == [
         ("trainer.weights.transport", True)
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "text"),
+    [
+        ("--trainer.loss.type clip --trainer.loss.truncate 4", "trainer.loss.truncate", "several"),
+        ("--trainer.loss.importance none --trainer.loss.truncate 4", "trainer.loss.truncate", "im"),
+        ("--trainer.loss.constant_length 9", "trainer.loss.constant_length", "aggregation"),
+        ("--trainer.loss.kl_reference m", "trainer.loss.kl_reference", "kl_coefficient is 0"),
+        ("--trainer.router_replay trainer", "trainer.router_replay", "trainer.epochs"),
+        ("--trainer.optim.offload --trainer-gpus 0", "trainer.optim.offload", "on the CPU"),
+        (
+            "--orchestrator.teacher.base_url http://t --trainer.loss.teacher_coefficient 0",
+            "orchestrator.teacher.base_url",
+            "teacher_coefficient is 0",
+        ),
+        ("--tinker.lora_rank 8", "tinker", "trainer.backend"),
+        ("--serve --trainer.optim.lr 1e-3", "trainer.optim", "each call of its clients"),
+        ("", "", ""),
+        ("--trainer.loss.type clip --trainer.loss.truncate 4 --trainer.epochs 2", "", ""),
+        ("--trainer.router_replay trainer --trainer.epochs 2 --trainer.loss clip", "", ""),
+    ],
+)
+def test_settings_without_effect_are_warned_about(flags, key, text):
+    effects = dict(unused(build(parse_args([*ENV, *flags.split()]))))
+    assert list(effects) == [key] * bool(key) and text in "".join(effects.values())
 
 
 def test_a_new_clipped_loss_has_its_clip_checked():

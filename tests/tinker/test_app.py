@@ -24,9 +24,9 @@ from rl.tinker.log import CallLog, ClientCall
 from rl.tinker.sampling import SamplingSessions, Target, VersionTurns
 from rl.tinker.storage import Storage
 from rl.tinker.training import Training
-from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
 from rl.wire.training_calls import CallError, NoRoomError, Scored
+from rl.wire.turns import Turn, pack_logprobs
 
 KEY, SECRET = "k" * 32, "s" * 32
 
@@ -108,10 +108,14 @@ class Servers:
         of_prompt = (
             [None, *(-float(token) for token in token_ids[1:])]
             if sampling.get("prompt_logprobs")
-            else None
+            else []
         )
-        return Generation(
-            [7, 8], [-0.5, -0.25], [VersionSpan(held, 2)], "stop", prompt_logprobs=of_prompt
+        return Turn.of(
+            token_ids,
+            [7, 8],
+            [-0.5, -0.25],
+            [VersionSpan(held, 2)],
+            packed_prompt_logprobs=pack_logprobs(of_prompt),
         )
 
 

@@ -363,7 +363,7 @@ def fail_a_thread():
     elif os.environ["RL_TEST_FAILS"] == "token log":
         token_files.write_token_log = fails
     else:
-        Publisher._is_there = fails
+        Publisher._is_written = fails
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,8 @@ def append_episode(
         if not rollout.trainable:
             line["why"] = "not_trainable"  # as in a run's rollouts
         if temperature is not None:
-            line |= {"temperature": temperature, "turns": list(rollout.turns)}
+            turns = [turn.as_record() for turn in rollout.turns]
+            line |= {"temperature": temperature, "turns": turns}
         lines += msgspec.json.encode(line) + b"\n"
     append_file(path, lines)
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from rl.config.check import check, warnings_of
+from rl.config.check import check, exposure, value_of, warnings_of
 from rl.config.environment_id import fetched, id_faults
 from rl.config.faults import Spelled, fault_lines, misread, raise_all, setting_text
 from rl.config.fields import field_tree, models_in, tags, takes_text_alone
@@ -405,7 +405,11 @@ def load_config_or_exit(
     except ConfigError as error:
         fail(program, str(error))
     unread = () if plays or variables is None else flags_without_effect(config, line.flags)
-    for warning in (*warnings_of(config), *unread):
+    effects = [
+        f"{setting_text(key, value_of(config, key))} {effect}"
+        for key, effect in warnings_of(config)
+    ]
+    for warning in (*effects, *exposure(config), *unread):
         print(f"{program}: warning: {warning}", file=sys.stderr)
     if "dry-run" in line.switches:
         ids = config.orchestrator.env_ids

@@ -95,6 +95,6 @@ def type_name(annotation: object) -> str:
         return "|".join(
             type_name(argument) for argument in arguments if argument is not types.NoneType
         )
-    if origin is dict:
-        return "table"
-    return str(annotation) if arguments else getattr(annotation, "__name__", str(annotation))
+    if origin is list:
+        return f"list[{type_name(arguments[0])}]"
+    return "table" if origin is dict else getattr(annotation, "__name__", str(annotation))

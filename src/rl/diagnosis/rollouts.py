@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rl.run_dir.files import MAX_LINE_BYTES, CorruptFileError, reading
-from rl.run_dir.paths import PENDING_ROLLOUTS, RunDir
+from rl.run_dir.paths import PENDING_LOG, RunDir
 from rl.system.terminal import cut_middle, digits, visible
 from rl.wire.batch_file import check_rollouts, open_rollouts
+from rl.wire.pending import waiting_lines
 
 Row = dict[str, Any]
 """One line of such a file: a rollout and whether it was trained on."""
@@ -32,7 +33,7 @@ def rollout_files(run_dir: RunDir, step: int | None = None) -> list[Path]:
     if step is not None:
         return [files[step]] if step in files else []
     return [
-        *([run_dir.pending_rollouts] if run_dir.pending_rollouts.exists() else []),
+        *([run_dir.pending] if run_dir.pending.exists() else []),
         *reversed(files.values()),
     ]
 
@@ -66,13 +67,14 @@ def parse_rollout(line: bytes, place: str) -> Row:
 
 
 def unsettled(path: Path, newest: Path | None) -> Iterator[Row]:
-    """Yields the rollouts of pending.jsonl that are not yet in the `newest` step's file; while a
+    """Yields the rollouts of pending.log that are not yet in the `newest` step's file; while a
     batch is committed, both may have some."""
     settled = set()
     if newest and newest.stat().st_mtime_ns >= path.stat().st_mtime_ns:
         with contextlib.suppress(CorruptFileError):  # reported when that file itself is read
             settled = {row.get("group_id") for row in read_rollouts(newest)}
-    return (row for row in read_rollouts(path) if row.get("group_id") not in settled)
+    rows = (parse_rollout(line, str(path)) for line in waiting_lines(path).splitlines())
+    return (row for row in rows if row.get("group_id") not in settled)
 
 
 def read_all(files: Iterable[Path], damaged: list[str]) -> Iterator[Row]:
@@ -81,7 +83,7 @@ def read_all(files: Iterable[Path], damaged: list[str]) -> Iterator[Row]:
     files = list(files)
     for path in files:
         try:
-            is_pending = path.name == PENDING_ROLLOUTS
+            is_pending = path.name == PENDING_LOG
             newest = next((other for other in files if other != path), None)
             yield from unsettled(path, newest) if is_pending else read_rollouts(path)
         except CorruptFileError as error:

@@ -13,6 +13,7 @@ without fsync, because a heartbeat is worthless after a power cut; `rl doctor` m
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import os
 import re
@@ -25,7 +26,6 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from rl.run_dir.digests import blake2b
 from rl.system import faults, process_table
 from rl.system.errors import DAMAGED, RunError
 from rl.system.linux import pid_scope
@@ -74,6 +74,17 @@ class TakenError(RunError):
         super().__init__(
             f"{path} already exists: another process has made it; this one ends without changing it"
         )
+
+
+def blake2b(data: bytes | bytearray | memoryview) -> bytes:
+    """Returns BLAKE2b-128, used for records, which are read and written one by one."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def sha256(data: bytes | bytearray | memoryview) -> str:
+    """Returns SHA-256 in hexadecimal, used for readable text, so that `sha256sum --check` can
+    verify it."""
+    return hashlib.sha256(data).hexdigest()
 
 
 @contextlib.contextmanager

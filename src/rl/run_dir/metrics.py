@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rl.run_dir.digests import blake2b
 from rl.run_dir.files import (
     PIECE_BYTES,
     UNREADABLE,
     LineReader,
+    blake2b,
     end_of_last_line,
     files_in,
     with_path,

@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from rl.run_dir.checksums import DIGESTS
 from rl.run_dir.files import UNREADABLE, CorruptFileError
-from rl.run_dir.version_files import DIGESTS
 from rl.tinker.codec import MESSAGE
 from rl.tinker.http import DOWNLOADS, JSON, problem, reply, signature
 from rl.tinker.listing import Listing, when

@@ -7,7 +7,7 @@ are the API's; their formulas are ours (docs/tinker.md has the table).
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from rl.wire.inference_client import Generation
 from rl.wire.training_calls import CallError, Example, LossCall, Scored
+from rl.wire.turns import Turn
 
 PACKAGE = "tinker_public"
 # made when it is imported, so that type checkers do not see it
@@ -272,16 +272,16 @@ def scored_message(request: Any, scored: Scored) -> bytes:
     return message.SerializeToString()
 
 
-def sample_message(answers: Sequence[Generation], of_prompt: Sequence[float | None] = ()) -> bytes:
-    """Returns the SampleResponse of answers, and of the log-probabilities of the prompt's tokens:
-    nan, which the SDK turns into None, for the first."""
+def sample_message(turns: Iterable[Turn], of_prompt: bytes = b"") -> bytes:
+    """Returns the SampleResponse of turns, and of the prompt's tokens: nan, which the SDK turns
+    into None, for the first."""
     message = MESSAGE["SampleResponse"]()
     if of_prompt:
-        message.prompt_logprobs = np.array(of_prompt, np.float32).tobytes()
-    for answer in answers:
+        message.prompt_logprobs = of_prompt
+    for turn in turns:
         message.sequences.add(
-            stop_reason=LENGTH if answer.finish_reason == "length" else STOP,
-            tokens=np.array(answer.token_ids, np.int32).tobytes(),
-            logprobs=np.array(answer.logprobs, np.float32).tobytes(),
+            stop_reason=LENGTH if turn.finish_reason == "length" else STOP,
+            tokens=turn.packed_ids,
+            logprobs=turn.packed_logprobs,
         )
     return message.SerializeToString()

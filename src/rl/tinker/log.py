@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from rl.run_dir.digests import blake2b
 from rl.run_dir.files import (
     HEADER,
     CorruptFileError,
+    blake2b,
     encode_record,
     fsync_path,
     head_of_record,

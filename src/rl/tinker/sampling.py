@@ -29,13 +29,13 @@ from rl.tinker.storage import SAMPLER, Storage
 from rl.tinker.training import encoded, wrong_base
 from rl.wire.http import RETRY_S, AwayError
 from rl.wire.inference_client import (
-    Generation,
     InferenceLostError,
     InferenceServers,
     PromptTooLongError,
 )
-from rl.wire.messages import WeightVersion
+from rl.wire.messages import ITEM_BYTES, WeightVersion
 from rl.wire.training_calls import CallError
+from rl.wire.turns import Turn, pack_logprobs
 
 EXPIRES_S = 24 * 3600.0
 """Seconds without a request after which a sampling session is deleted."""
@@ -341,7 +341,7 @@ class SamplingSessions:
         } | stopping(params.stop)
         affinity = hash((session.id, request.seq_id)) % 2**31
 
-        async def sample(index: int) -> Generation:
+        async def sample(index: int) -> Turn:
             settings = dict(sampling)
             if params.seed is not None:  # or all samples of a request would be the same
                 settings["seed"] = (params.seed + index) % 2**63
@@ -361,9 +361,10 @@ class SamplingSessions:
         finally:  # after an error the others are not sampled on
             for task in samples:
                 task.cancel()
-        of_prompt = answers[0].prompt_logprobs or []
+        of_prompt = answers[0].packed_prompt_logprobs
         if last := request.prompt_logprobs_last_n:
-            of_prompt = [None] * (len(of_prompt) - last) + of_prompt[-last:]
+            unknown = len(of_prompt) // ITEM_BYTES - last
+            of_prompt = pack_logprobs([None] * unknown) + of_prompt[unknown * ITEM_BYTES :]
         return sample_message(answers, of_prompt)
 
     async def answer(self, sampling_id: str, number: int, wait_s: float) -> CallAnswer | None:

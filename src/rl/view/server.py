@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from rl.records.run import UnknownMetricError
-from rl.run_dir.digests import blake2b
+from rl.run_dir.files import blake2b
 from rl.system.credentials import redact_json
 from rl.system.errors import RunError
 from rl.system.linux import bind

@@ -17,16 +17,17 @@ from typing import Any
 
 import msgspec
 
-from rl.run_dir.digests import blake2b, sha256
 from rl.run_dir.files import (
     HEADER,
     MAGIC,
     UNREADABLE,
     CorruptFileError,
     Data,
+    blake2b,
     decode_record,
     head_of_record,
     reading,
+    sha256,
     write_file,
 )
 from rl.run_dir.paths import RunDir, numbers

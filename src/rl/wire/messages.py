@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from rl.run_dir.over_network import Memory
+from rl.run_dir.in_memory import Memory
 from rl.run_dir.status import RoleStatus
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from rl.config.run import ModelConfig
 from rl.config.trainer import OptimConfig, TrainerConfig
 from rl.models.tiny import make_tiny_model
-from rl.run_dir import files, version_files
+from rl.run_dir import checksums, files
 from rl.run_dir.checksums import checksum, newest_sound_checkpoint, read_manifest, verify_checkpoint
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
@@ -146,9 +146,9 @@ def test_files_are_hashed_while_they_are_written_and_shared_among_the_ranks_that
     trained, world, tmp_path, monkeypatch
 ):
     """They were read again after they were written, and at a resume all by rank 0."""
-    read, right = [], version_files.digest_of_file
+    read, right = [], checksums.digest_of_file
     monkeypatch.setattr(
-        version_files, "digest_of_file", lambda path: read.append(path.name) or right(path)
+        checksums, "digest_of_file", lambda path: read.append(path.name) or right(path)
     )
     save_checkpoint(path := tmp_path / "000001", 1, *trained, world)
     assert read == [".metadata"]
