@@ -5,7 +5,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from itertools import count, islice
 from pathlib import Path
 from statistics import fmean
@@ -151,8 +151,9 @@ def read_present(path: Path) -> Samples:
 
 @contextmanager
 def only_writer(path: Path) -> Iterator[None]:
-    """Keeps other processes from writing the file; makes it if it is missing, and deletes it if
-    nothing was written. Raises RunError if another process writes it."""
+    """Keeps other processes from writing the file; makes it and its folders if they are missing,
+    and deletes them if nothing was written. Raises RunError if another process writes it."""
+    new_folders = [folder for folder in path.absolute().parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         try:
@@ -170,6 +171,9 @@ def only_writer(path: Path) -> Iterator[None]:
         finally:
             if not os.fstat(file.fileno()).st_size:
                 path.unlink(missing_ok=True)
+                with suppress(OSError):  # another process has written there
+                    for folder in new_folders:
+                        folder.rmdir()
 
 
 async def collect(
