@@ -1,8 +1,8 @@
 """`rl eval`: measures a policy on the configured evaluations, and compares it with another."""
 
-import os
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +137,15 @@ async def evaluate(
 
 
 def new_folder(parent: Path) -> Path:
-    """Makes a folder that has the time as its name, and this process if another evaluation began
-    in the same second."""
-    folder = parent / time.strftime("%Y%m%d-%H%M%S")
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        folder = folder.with_name(f"{folder.name}-{os.getpid()}")
-        folder.mkdir()
+    """Makes a folder that has the time as its name, and a number if another evaluation began in
+    the same second."""
+    folder = first = parent / time.strftime("%Y%m%d-%H%M%S")
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in count(2):
+        with suppress(FileExistsError):
+            folder.mkdir()
+            break
+        folder = first.with_name(f"{first.name}-{number}")
     return folder
 
 
