@@ -99,7 +99,6 @@ def test_an_answer_that_is_none_names_the_address_setting(tmp_path, content):
         {"packed_ids": [5]},
         {"policy_versions": [[3, 2]]},
         {"policy_versions": [[3, -1], [3, 2]]},
-        {"routes": b"123"},
     ],
 )
 def test_an_answer_whose_parts_do_not_fit_is_asked_of_another_server(tmp_path, changes):
