@@ -14,13 +14,14 @@ from rl.config.trainer import TrainerConfig
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.status import Phase, Status
 from rl.trainer import determinism
-from rl.trainer.data.fake import step_line
+from rl.trainer.data.fake import text_of
 from rl.trainer.data.packing import Packed
 from rl.trainer.data.prefetch import Prefetch, Skipped
 from rl.trainer.departure import Departure
 from rl.trainer.measure.memory import try_largest
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import Timer, Work, performance
+from rl.trainer.measure.tokens import TokenFiles
 from rl.trainer.model.head import mode_of
 from rl.trainer.model.policy import DTYPES
 from rl.trainer.parallel.world import World
@@ -28,7 +29,6 @@ from rl.trainer.sft.source import validate
 from rl.trainer.store import versions
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.saver import Saver
-from rl.trainer.store.token_files import TokenFiles
 
 Kind = Literal["rl", "recorded", "sft", "fake", "replay"]
 SAMPLED = ("rl", "recorded")
@@ -205,7 +205,7 @@ class Trainer:
         if self.metrics:
             self.metrics.write(self.step, metrics)
             if self.kind == "fake":
-                print(step_line(self.step, metrics), flush=True)
+                print(f"step {self.step}: {text_of(metrics)}", flush=True)
 
     def finish(self) -> None:
         """Saves a checkpoint of the last step if there is none, and waits for the writing

@@ -14,12 +14,11 @@ from pydantic import TypeAdapter
 from rl.config.check import check_loss
 from rl.config.loss import LossConfig
 from rl.system.errors import GIVE_UP, RunError
-from rl.trainer.data.minibatches import sample_weights
 from rl.trainer.loss.common import LossInputs, compute_loss, log_ratio, outside_masks
 from rl.trainer.loss.kl import teacher_advantages
 from rl.trainer.loss.losses import custom_function, loss_function
 from tests.trainer import loss_formulas as formulas
-from tests.trainer.samples import make_sample
+from tests.trainer.samples import make_sample, sample_weights
 
 E = math.e
 OFF = {"token_mask": [0.0, math.inf]}

@@ -24,7 +24,6 @@ from rl.run_dir.metrics import cut_metrics, read_metrics
 from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
 from rl.trainer.data.batch_sources import FromOrchestrator
-from rl.trainer.data.minibatches import sample_weights
 from rl.trainer.loss.common import compute_loss
 from rl.trainer.loss.losses import cross_entropy
 from rl.trainer.model.head import score
@@ -33,7 +32,7 @@ from rl.trainer.sft.source import FromExamples, make_batch, shuffled, split, val
 from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
 from rl.trainer.train import loss_inputs
 from rl.trainer.trainer import Trainer
-from tests.trainer.samples import assert_alike, pack_alone, plain_scores
+from tests.trainer.samples import assert_alike, pack_alone, plain_scores, sample_weights
 from tests.trainer.test_departure import signal_in_step_3
 from tests.trainer.test_main import run_trainer
 
