@@ -1,6 +1,7 @@
 """The messages that trainer and orchestrator exchange: few types, typed msgpack, no torch."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -108,43 +109,35 @@ class TrainingSample(msgspec.Struct, kw_only=True):
         the versions are, in order."""
         import numpy as np
 
-        trained = np.flatnonzero(np.asarray(loss_mask, bool))
-        versions = np.repeat(
-            [span.policy_version for span in policy_versions],
-            [span.num_tokens for span in policy_versions],
-        )
+        trained = np.flatnonzero(loss_mask)
+        sizes = [span.num_tokens for span in policy_versions]
+        versions = np.repeat([span.policy_version for span in policy_versions], sizes)
         if not len(token_ids) == len(loss_mask) == len(logprobs) == len(advantages) or len(
             versions
         ) != len(trained):
             raise ValueError("the values of a sample differ in number")
         weights = np.asarray(advantages, float)[trained]
         ends = (np.diff(trained) > 1) | (np.diff(versions) != 0) | (np.diff(weights) != 0)
-        parts = np.split(np.arange(len(trained)), np.flatnonzero(ends) + 1) if len(trained) else []
-        spans = []
-        for part in parts:
-            first, last = part[0], part[-1]
-            spans.append(
-                TrainedSpan(
-                    int(trained[first]),
-                    int(trained[last]) + 1,
-                    int(versions[first]),
-                    float(weights[first]),
-                )
+        bounds = [0, *(np.flatnonzero(ends) + 1).tolist(), len(trained)]
+        spans = [
+            TrainedSpan(
+                int(trained[first]),
+                int(trained[end - 1]) + 1,
+                int(versions[first]),
+                float(weights[first]),
             )
-        teacher = (
-            None
-            if teacher_logprobs is None
-            else np.asarray(teacher_logprobs, np.float32)[trained].tobytes()
-        )
-        packed = (
-            np.asarray(token_ids, np.int32).tobytes(),
-            np.asarray(logprobs, np.float32)[trained].tobytes(),
-        )
+            for first, end in pairwise(bounds)
+            if first < end
+        ]
+
+        def packed(values: Sequence[float]) -> bytes:
+            return np.asarray(values, np.float32)[trained].tobytes()
+
         return cls(
-            packed_ids=packed[0],
+            packed_ids=np.asarray(token_ids, np.int32).tobytes(),
             spans=spans,
-            packed_logprobs=packed[1],
-            packed_teacher=teacher,
+            packed_logprobs=packed(logprobs),
+            packed_teacher=None if teacher_logprobs is None else packed(teacher_logprobs),
             **names,
         )
 

@@ -26,9 +26,8 @@ def as_episode(env: vf.Env, episode: vf.Episode, active: dict[str, ActiveTrace])
     rollouts = [as_rollout(env, trace, active[trace.id]) for trace in episode.traces]
     if rollouts and env.complete(episode):
         return rollouts
-    failure = next(
-        ((rollout.cause, rollout.error) for rollout in rollouts if rollout.error), None
-    ) or episode_failure(env, episode)
+    failures = [(rollout.cause, rollout.error) for rollout in rollouts if rollout.error]
+    failure: Any = failures[0] if failures else episode_failure(env, episode)
     if not rollouts:
         raise RolloutError(*failure)
     for rollout in rollouts:
@@ -43,26 +42,25 @@ def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
     # an agent with its own endpoint is another model
     is_policy = getattr(env.config, trace.agent.name).client is None
     turns = active.kept_turns() if is_policy else Turns()
-    scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-    metrics = scores | {name: value for name, value in trace.metrics.items() if value is not None}
+    metrics = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
     if active.conversation and active.conversation.forced:
         metrics["forced_sampling"] = float(active.conversation.forced)
-    overlong = trace.stop_condition == OVERLONG
+    stop = trace.stop_condition or ""
     messages, num_prompt = messages_of(trace)
+    usages = [call.usage for call in trace.calls if call.usage and not turns]
     rollout = Rollout(
         turns=turns,
         text=messages,
         num_prompt_messages=num_prompt,
         reward=float(trace.reward),
         metrics=metrics,
-        stop=trace.stop_condition or "",
-        truncated=overlong or any(call.finish_reason == "length" for call in trace.calls),
-        overlong=overlong,
+        stop=stop,
+        truncated=stop == OVERLONG or any(call.finish_reason == "length" for call in trace.calls),
+        overlong=stop == OVERLONG,
         agent=trace.agent.name,
         trainable=trace.agent.trainable and is_policy,
-        completion_tokens=0
-        if turns
-        else sum(call.usage.completion_tokens for call in trace.calls if call.usage),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
     )
     if not trace.ok:
         fail(rollout, trace_failure(trace, active))
@@ -70,14 +68,8 @@ def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
         fail(rollout, active.failure)
     # since 0.4 a limit: verifiers scores the incomplete answer
     elif getattr(trace, "is_timeout", False):
-        stage = (trace.stop_condition or "").removesuffix("_timeout")
-        fail(
-            rollout,
-            (
-                "timeout",
-                f"{stage} timed out; see timeout of the task and of args.{trace.agent.name}",
-            ),
-        )
+        what = f"{stop.removesuffix('_timeout')} timed out; see timeout of the task and of "
+        fail(rollout, ("timeout", f"{what}args.{trace.agent.name}"))
     return rollout
 
 
@@ -91,31 +83,30 @@ def fail(rollout: Rollout, failure: Failure) -> None:
 def trace_failure(trace: vf.Trace, active: ActiveTrace) -> Failure:
     """The last failure of a trace. The type of a verifiers error tells where it arose; only its
     text tells what it was."""
-    error = trace.last_error
+    error, cause = trace.last_error, "environment"
     if error is None:
-        return "environment", "the trace failed without an error"
-    text = error_text(error)
+        return cause, "the trace failed without an error"
     if error.type == "ProviderError":
-        return active.failure[0] if active.failure else "inference", text
-    if timed_out(error):
-        return "timeout", text
-    if trace.timing.scoring.start:  # only scoring can fail a trace after this
-        return "reward", text
-    return "environment", text
+        cause = active.failure[0] if active.failure else "inference"
+    elif timed_out(error):
+        cause = "timeout"
+    elif trace.timing.scoring.start:  # only scoring can fail a trace after this
+        cause = "reward"
+    return cause, error_text(error)
 
 
 def episode_failure(env: vf.Env, episode: vf.Episode) -> Failure:
     """A failure of the environment's own hooks. Agents are judged together in `finalize`."""
-    error = episode.last_error
-    if error is None and not episode.traces:
-        return "environment", "the episode has no trace"
+    error, name = episode.last_error, type(env).__name__
     if error is None:
-        return "environment", f"{type(env).__name__}.complete() does not accept the episode"
+        return "environment", (
+            f"{name}.complete() does not accept the episode"
+            if episode.traces
+            else "the episode has no trace"
+        )
     if timed_out(error) or getattr(episode, "is_timeout", False):
         return "timeout", error_text(error)
-    judged = error.type == "EnvError" and error.message.startswith(
-        f"{type(env).__name__}.finalize()"
-    )
+    judged = error.type == "EnvError" and error.message.startswith(f"{name}.finalize()")
     return "reward" if judged else "environment", error_text(error)
 
 
