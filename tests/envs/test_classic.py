@@ -21,8 +21,7 @@ from openai import AsyncOpenAI
 
 from rl.envs.classic.client import chat_message, completion_prompt
 from rl.envs.classic.environment import ClassicEnvironment, error_text
-from rl.envs.environment import check_prompts
-from rl.envs.load import load
+from rl.envs.load import check_prompts, load
 from rl.envs.worker import Worker
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
@@ -511,12 +510,7 @@ def test_a_rubric_of_ones_own_is_checked_too():
     assert only(played(env)).metrics == {"good": 2.0, "num_turns": 1.0}
 
 
-def test_no_reward_function_is_told_at_load():
-    with pytest.raises(
-        RunError,
-        match=r"has no reward function; add one, or set set_kwargs\.score_rollouts = false",
-    ):
-        made(single(rubric=None))
+def test_without_a_reward_function_an_environment_is_played_unscored():
     rollout = only(played(made(single(rubric=None), set_kwargs={"score_rollouts": False})))
     assert rollout.error is None and rollout.reward == 0.0 and rollout.turns
 

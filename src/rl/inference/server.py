@@ -274,7 +274,7 @@ async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") 
     import uvicorn
     from vllm.entrypoints.launchers.launcher import NoSignalServer
 
-    from rl.wire.token_gate import Gate
+    from rl.wire.gate import Gate
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     bound, port = served.sock.getsockname()[:2]

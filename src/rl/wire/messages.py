@@ -1,4 +1,5 @@
-"""The messages that trainer and orchestrator exchange: few types, typed msgpack, no torch."""
+"""The messages that trainer and orchestrator exchange, and what clients ask of a server of
+inference: few types, no torch."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -299,3 +300,48 @@ class Probe(msgspec.Struct, tag=True):
 
 Request = GetBatch | Published | GetProbe
 Reply = BatchReady | NotReady | RunEnded | Acknowledged | Probe
+
+
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
+MAX_BODY_BYTES = 16 << 20
+"""A prompt of a million token ids takes 7 MB."""
+
+
+class Sampling(msgspec.Struct, forbid_unknown_fields=True):
+    """Sampling parameters; the defaults are neutral (the model's generation_config.json is
+    ignored)."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: list[TokenId] = []
+    stop: list[str] | str = []
+    ignore_eos: bool = False
+    routes: bool = False
+    """Return the routes of all tokens but the last."""
+    prompt_logprobs: bool = False
+
+
+class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `/generate`, in JSON. The answer is a `rl.wire.turns.Turn` in msgpack."""
+
+    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+    sampling: Sampling
+    session: int | None = None
+    """Requests of one session go to one engine of several (`data_parallel_size`), which has
+    their prefix cached."""
+
+
+class LoadWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `/load_weights`; the server's machine must see the path."""
+
+    policy_version: Annotated[int, msgspec.Meta(ge=0)]
+    path: str
+    memory: Memory | None = None
+    """Where it can be read before it is at `path`."""
+    content: str = ""
+    """Digest that tells it apart from other weights with the same version number; empty: not
+    known."""

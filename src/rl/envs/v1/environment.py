@@ -12,7 +12,6 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from typing import Any
 
 import verifiers.v1 as vf
@@ -20,13 +19,12 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.utils.memory import trim_memory_periodically
 from verifiers.v1.utils.retries import run_episode_with_retry
 
-from rl.envs.environment import exits_are_errors, limited, places
+from rl.envs.load import exits_are_errors, limited, places
 from rl.envs.policy import OVERRIDABLE, Policy, RolloutError
-from rl.envs.v1.client import ActiveTrace, PolicyClientConfig
+from rl.envs.v1.client import ActiveTrace, PolicyClientConfig, as_episode
 from rl.envs.v1.config import V1Config
 from rl.envs.v1.harness import chat_tool, opening
-from rl.envs.v1.rollouts import as_episode
-from rl.envs.v1.versions import KNOWN, MCPServer, installed, own_sampling
+from rl.envs.v1.versions import MCPServer, own_sampling
 from rl.system import process_table
 from rl.system.errors import RunError
 from rl.system.functions import Blame
@@ -87,9 +85,6 @@ class V1Environment:
                 "args alone"
             )
         self.generating = places(spec.max_generating)
-        if installed() not in KNOWN and not policy.endpoint:
-            known = "is newer than what rl was tested with"
-            self.notice = f"verifiers {version('verifiers')} {known}"
         self.client_config = PolicyClientConfig()
         self.active = self.client_config.client.active
         with self._load_errors("loading it"):
@@ -112,8 +107,7 @@ class V1Environment:
             self.rewards |= {judge.reward_name: judge.config.weight for judge in judges}
         if not any(self.rewards.values()) and type(self.env).finalize is vf.Env.finalize:
             self.notice = (
-                "every reward is 0, as its tasks have no @vf.reward and no judge with a weight. "
-                f"{self.notice}"
+                "every reward is 0, as its tasks have no @vf.reward and no judge with a weight"
             )
         self.kind = "v1 taskset" if isinstance(self.env, vf.SingleAgentEnv) else "v1 environment"
 
