@@ -4,6 +4,7 @@ any moment."""
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import msgspec
@@ -61,6 +62,8 @@ class Servers:
 class Pool:
     """Plays every task with the first server's version; `after` maps a number of plays to what
     happens after it."""
+
+    failed = SimpleNamespace(done=lambda: False)
 
     def __init__(self, servers, after=None):
         self.servers, self.after, self.played, self.lost = servers, after or {}, [], {}

@@ -6,13 +6,14 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
 from functools import partial
 
 from rl.config.orchestrator import EvalConfig
 from rl.config.run import RLConfig
 from rl.orchestrator.evals.eval_metrics import Results, eval_metrics, write_eval
 from rl.orchestrator.step_clock import StepClock
-from rl.orchestrator.workers.pool import EnvLostError, WorkerPool
+from rl.orchestrator.workers.pool import EnvLostError, PlayJob, WorkerPool, play_all
 from rl.orchestrator.workers.setups import EvalEnv
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import check_fence
@@ -149,23 +150,27 @@ class Evaluator:
         once as may play in training."""
         training = self.config.orchestrator.sampling.model_dump(exclude_none=True)
         sampling = training | entry.sampling.model_dump(exclude_none=True)
-
-        places = asyncio.Semaphore(max(1, self.config.orchestrator.max_in_flight // entry.samples))
-
-        async def one(task: int) -> tuple[int, list[Rollout]]:
-            # The same seed for every version, so that versions are compared on the same draws.
-            seed = derived_seed(self.config.seed, entry.label, task)
-            async with places:
-                env = self.envs[entry.label].worker_env
-                return task, await self.pool.play(
-                    env, "eval", task, entry.samples, sampling, task, seed=seed
-                )
-
+        env = self.envs[entry.label]
         results: dict[int, list[Rollout]] = {}
-        todo = list(range(self.envs[entry.label].num_tasks))
+        todo = list(range(env.num_tasks))
         for _ in range(MAX_ATTEMPTS):
             await reconcile()
-            results |= dict(await asyncio.gather(*(one(task) for task in todo)))
+            # The same seed for every version, so that versions are compared on the same draws.
+            jobs = [
+                PlayJob(
+                    env.worker_env,
+                    "eval",
+                    task,
+                    entry.samples,
+                    sampling,
+                    seed=derived_seed(self.config.seed, entry.label, task),
+                )
+                for task in todo
+            ]
+            places = self.config.orchestrator.max_in_flight
+            async with aclosing(play_all(self.pool, jobs, places)) as plays:
+                async for job, rollouts in plays:
+                    results[job.task] = rollouts
             todo = [task for task in todo if sampled_by(results[task]) - {version}]
             if not todo:
                 return sorted(results.items())

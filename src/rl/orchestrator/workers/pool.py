@@ -14,7 +14,8 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ SOCKET_ROOM = len("/rl-workers-12345678/inference")
 RESTART_S, RESTART_LIMIT_S, CHECK_EVERY_S = 0.5, 10.0, 2.0
 CLOSE_S = 5.0
 """Time for environments to shut down what they have started."""
+PLAY_POLL_S = 0.2
 
 
 class WorkerPool:
@@ -445,3 +447,72 @@ class WorkerPool:
         await self.sandbox.close()
         self.server.close()
         self.directory.cleanup()
+
+
+@dataclass(frozen=True)
+class PlayJob:
+    """A task to play outside of training, and how often."""
+
+    env: str
+    split: Split
+    task: int
+    num_episodes: int
+    sampling: dict[str, Any]
+    label: str = ""
+    """The evaluation it is played for, where several share an environment."""
+    seed: int | None = None
+    """Seed of its random draws; see PlayGroup."""
+
+
+async def play_all(
+    pool: WorkerPool,
+    jobs: Iterable[PlayJob],
+    num_places: int,
+    patience_s: float = float("inf"),
+    check: Callable[[], None] = lambda: None,
+) -> AsyncGenerator[tuple[PlayJob, list[Rollout]]]:
+    """Plays jobs, about `num_places` episodes at once, and yields each with its rollouts when it
+    is finished. Close it with `contextlib.aclosing`, which cancels the others.
+
+    `check` is called every PLAY_POLL_S seconds or more often, and may raise. Raises RunError if
+    nothing finishes for `patience_s`, and what `pool.play` and `pool.failed` raise.
+    """
+    waiting, last = iter(jobs), time.monotonic()
+    playing: dict[asyncio.Task[list[Rollout]], PlayJob] = {}
+    try:
+        while True:
+            while sum(job.num_episodes for job in playing.values()) < num_places:
+                if (job := next(waiting, None)) is None:
+                    break
+                play = pool.play(
+                    job.env,
+                    job.split,
+                    job.task,
+                    job.num_episodes,
+                    job.sampling,
+                    job.task,
+                    seed=job.seed,
+                )
+                playing[asyncio.create_task(play)] = job
+            if not playing:
+                return
+            done, _ = await asyncio.wait(
+                playing, timeout=PLAY_POLL_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if pool.failed.done():
+                pool.failed.result()
+            for task in done:
+                last = time.monotonic()
+                yield playing.pop(task), task.result()
+            check()
+            if time.monotonic() - last > patience_s:
+                envs = ", ".join(sorted({job.env for job in playing.values()}))
+                raise RunError(
+                    f"waited {patience_s:.0f} s for any of {len(playing)} tasks of {envs} to "
+                    "finish, longer than their deadlines (orchestrator.rollout_timeout_s, "
+                    f"timeout_s); see {pool.log_dir}"
+                )
+    finally:
+        for task in playing:
+            task.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
